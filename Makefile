@@ -1,0 +1,58 @@
+# Every target does its whole set-up in a fresh clone: an own .venv, torch, then this package.
+# PYTHON=python3.12 make test   chooses the interpreter the .venv is made from.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+DOCS_STAMP := $(VENV)/.docs-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench docs clean
+
+help: ## say what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+setup: $(STAMP) ## make .venv and install everything the other targets need
+
+# torch first and alone: a range that torch 2.13.0 satisfies then installs no other torch.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "unisono needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,examples,plot,mpi]"
+	@touch $@
+
+demo: $(STAMP) ## train on real digits with two CPU ranks
+	@$(BIN)/unisono demo --ranks 2
+
+test: $(STAMP) ## all tests, with lint, types, layers and code blocks of the documentation
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff, pyright, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## let ruff rewrite the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## every benchmark, one table each
+	@set -e; for file in benchmarks/*.py; do \
+	  test -e "$$file" || { echo "no benchmarks yet"; exit 0; }; \
+	  echo "== $$file"; $(BIN)/python "$$file"; \
+	done
+
+docs: $(DOCS_STAMP) ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
+clean: ## remove .venv and everything that was built
+	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

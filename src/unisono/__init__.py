@@ -1,0 +1,63 @@
+"""unisono: many ranks, one model.
+
+The public names below are loaded at first use, so `import unisono` costs a few milliseconds and
+imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unisono import comm, errors, launch, operators, testing, topology
+    from unisono.comm import Communicator, world
+    from unisono.launch import Logs, Results, run
+    from unisono.topology import Mesh, Partition
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Communicator": "unisono.comm",
+    "world": "unisono.comm",
+    "Logs": "unisono.launch",
+    "Results": "unisono.launch",
+    "run": "unisono.launch",
+    "Mesh": "unisono.topology",
+    "Partition": "unisono.topology",
+}
+_PACKAGES = ("comm", "errors", "launch", "operators", "testing", "topology")
+
+__all__ = [
+    "Communicator",
+    "Logs",
+    "Mesh",
+    "Partition",
+    "Results",
+    "__version__",
+    "comm",
+    "errors",
+    "launch",
+    "operators",
+    "run",
+    "testing",
+    "topology",
+    "world",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its home, once."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"unisono.{name}")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted(__all__)

@@ -1,0 +1,45 @@
+"""The `unisono` command. Help and argument errors import neither torch nor numpy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import unisono
+from unisono.cli import demo, doctor, run
+from unisono.cli.outcome import exit_code_of
+
+__all__ = ["main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="unisono",
+        description="Many ranks, one model: run a PyTorch function on any number of ranks.",
+        epilog="Exit codes: 0 ok, 1 the function or a check failed, 2 bad usage, 124 deadline, "
+        "130 Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (run, demo, doctor):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, _, forwarded = _split(words)
+    args = build_parser().parse_args(own)
+    args.forwarded = forwarded
+    return exit_code_of(lambda: args.execute(args), debug=getattr(args, "debug", False))
+
+
+def _split(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """Cut the words at the first `--`: what follows belongs to the user's script or function."""
+    if "--" not in words:
+        return words, "", []
+    cut = words.index("--")
+    return words[:cut], "--", words[cut + 1 :]

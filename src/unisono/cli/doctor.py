@@ -1,0 +1,218 @@
+"""`unisono doctor`: what this machine can run, one line a check, and a fix where it cannot.
+
+Each check is a function that returns a `Check`; one that raises becomes a FAIL with its message,
+so there is never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+MIN_SHM_MB = 64
+_EXTRAS = {
+    "mpi": "mpi4py",
+    "slurm": "submitit",
+    "examples": "sklearn",
+    "plot": "matplotlib",
+    "tensorboard": "tensorboard",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: Literal["ok", "warn", "FAIL", "skip"]
+    found: str
+    fix: str = ""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this command to the command line."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check what this machine can run",
+        description="Check Python, torch, cores, shared memory and network, and run two ranks.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(execute=execute)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run all checks, print them as they end, and return 1 if one failed."""
+    checks: list[Check] = []
+    for function in CHECKS:
+        checks.append(_guarded(function))
+        if not args.json:
+            print(render(checks[-1]), flush=True)
+    failed = any(check.status == "FAIL" for check in checks)
+    if args.json:
+        print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}))
+    else:
+        print("Something is wrong, see FAIL." if failed else "This machine is ready.")
+    return int(failed)
+
+
+def render(check: Check) -> str:
+    """Return a check as one line, and a second one with the fix if it has one."""
+    line = f"{check.status:<5} {check.name:<12} {check.found}"
+    return f"{line}\n      {'':<12} fix: {check.fix}" if check.fix else line
+
+
+def _guarded(function: Callable[[], Check]) -> Check:
+    try:
+        return function()
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        name = function.__name__.removeprefix("check_").replace("_", " ")
+        return Check(name, "FAIL", f"{type(error).__name__}: {text[0]}", "see the message")
+
+
+def check_python() -> Check:
+    """Which Python runs this; pip has refused those we do not support."""
+    return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def check_torch() -> Check:
+    """The installed torch has torch.distributed."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return Check("torch", "FAIL", f"{torch.__version__} without torch.distributed", "reinstall")
+    return Check("torch", "ok", torch.__version__)
+
+
+def check_devices() -> Check:
+    """Which accelerators torch sees."""
+    import torch
+
+    found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append("MPS")
+    return Check("devices", "ok", ", ".join(["CPU", *found]))
+
+
+def check_backends() -> Check:
+    """Which networks torch and unisono can use."""
+    import torch.distributed as dist
+
+    from unisono.comm import transports
+
+    states = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    words = {name: "ok" if there else "not in this torch" for name, there in states.items()}
+    words |= transports.available()
+    found = ", ".join(name if word == "ok" else f"{name} ({word})" for name, word in words.items())
+    if not states["gloo"]:
+        return Check("backends", "FAIL", found, "a build of torch with gloo")
+    return Check("backends", "ok", found)
+
+
+def check_cores() -> Check:
+    """How many cores ranks can share."""
+    from unisono.launch.cores import cgroup_quota, usable_cores
+
+    cores, quota = usable_cores(), cgroup_quota()
+    limit = "" if quota is None else f", control group allows {quota:g}"
+    found = f"{cores} usable of {os.cpu_count()}{limit}"
+    if "OMP_NUM_THREADS" in os.environ:
+        found += f"; OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} sets the threads of each rank"
+    if cores == 1:
+        return Check("cores", "warn", found, "ranks will share one core: correct, but not faster")
+    return Check("cores", "ok", found)
+
+
+def check_shared_memory() -> Check:
+    """/dev/shm is there and has room."""
+    try:
+        space = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Check("/dev/shm", "warn", f"{error.strerror}", "mount a tmpfs at /dev/shm")
+    free_mb = space.f_bavail * space.f_frsize / 2**20
+    found = f"{free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / 2**20:,.0f} MB"
+    if free_mb < MIN_SHM_MB:
+        return Check("/dev/shm", "warn", found, "in a container: --shm-size=1g")
+    return Check("/dev/shm", "ok", found)
+
+
+def check_host_name() -> Check:
+    """The own host name resolves. Needed between hosts only."""
+    name = socket.gethostname()
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        fix = f"add '127.0.1.1 {name}' to /etc/hosts; one host works without"
+        return Check("host name", "warn", f"{name} does not resolve ({error})", fix)
+    return Check("host name", "ok", f"{name} is {', '.join(sorted(map(str, addresses)))}")
+
+
+def check_loopback() -> Check:
+    """A socket can listen on loopback, where ranks of one host meet."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname(), timeout=5):
+            return Check("loopback", "ok", "127.0.0.1 takes connections")
+
+
+def check_launchers() -> Check:
+    """Which other launchers are installed."""
+    found = [name for name in ("mpiexec", "srun", "sbatch", "torchrun") if shutil.which(name)]
+    return Check("launchers", "ok" if found else "skip", ", ".join(found) or "none on PATH")
+
+
+def check_extras() -> Check:
+    """Which extras of unisono are installed."""
+    there = {extra: importlib.util.find_spec(name) is not None for extra, name in _EXTRAS.items()}
+    missing = [extra for extra, is_there in there.items() if not is_there]
+    found = ", ".join(extra for extra, is_there in there.items() if is_there) or "none"
+    fix = f'pip install "unisono[{",".join(missing)}]" if you need them' if missing else ""
+    return Check("extras", "ok", found, fix)
+
+
+def check_two_ranks() -> Check:
+    """Two ranks start, and add up a tensor."""
+    from unisono.launch import Logs, run
+
+    results = run(_self_test, on="cpu", ranks=2, timeout_s=60, logs=Logs(console="none"))
+    if list(results) != [3.0, 3.0]:
+        return Check("two ranks", "FAIL", f"1 + 2 came out as {list(results)}", "report a bug")
+    threads = f"{results.threads} thread{'' if results.threads == 1 else 's'} each"
+    return Check(
+        "two ranks", "ok", f"all_reduce is right; started in {results.start_s:.1f} s, {threads}"
+    )
+
+
+def _self_test() -> float:
+    import torch
+
+    import unisono
+
+    comm = unisono.world()
+    return comm.all_reduce(torch.tensor(float(comm.rank + 1))).item()
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    check_python,
+    check_torch,
+    check_devices,
+    check_backends,
+    check_cores,
+    check_shared_memory,
+    check_host_name,
+    check_loopback,
+    check_launchers,
+    check_extras,
+    check_two_ranks,
+)

@@ -1,0 +1,40 @@
+"""How a command ends: its exit code, and one block on stderr when something went wrong."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+
+from unisono.errors import MissingExtra, PlatformError, RankTimeout, RemoteError, UnisonoError
+
+OK, FAILED, USAGE, DEADLINE, INTERRUPTED = 0, 1, 2, 124, 130
+
+
+def exit_code_of(command: Callable[[], int], *, debug: bool = False) -> int:
+    """Run `command`; return its exit code, or the one that its exception means."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print("unisono: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except UnisonoError as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(_block(error), file=sys.stderr)
+        match error:
+            case PlatformError() | MissingExtra():
+                return USAGE
+            case RankTimeout():
+                return DEADLINE
+            case _:
+                return FAILED
+
+
+def _block(error: UnisonoError) -> str:
+    """Return the message, with the remote traceback where only the cause has it."""
+    parts = [f"unisono: {error}", *getattr(error, "__notes__", ())]
+    if isinstance(error.__cause__, RemoteError):
+        parts.insert(0, str(error.__cause__).rstrip())
+    return "\n".join(parts)

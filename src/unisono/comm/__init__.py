@@ -1,0 +1,38 @@
+"""Ranks, groups and the network: everything above talks to a `Communicator`.
+
+`world()` is the communicator of all ranks, in a plain process too. Verbs move tensors without
+autograd (differentiable ones are in `unisono.operators`); `trace` and `check` look at them.
+"""
+
+from __future__ import annotations
+
+from unisono.comm import transports
+from unisono.comm.checking import check
+from unisono.comm.closing import close_world
+from unisono.comm.communicator import Communicator, world
+from unisono.comm.environment import Environment, detect
+from unisono.comm.failures import post_failure, posted_failure
+from unisono.comm.pending import Pending
+from unisono.comm.start import open_store, start_world, stop_world
+from unisono.comm.tracing import Event, start_from_environment, trace
+
+__all__ = [
+    "Communicator",
+    "Environment",
+    "Event",
+    "Pending",
+    "check",
+    "close_world",
+    "detect",
+    "open_store",
+    "post_failure",
+    "posted_failure",
+    "start_world",
+    "stop_world",
+    "trace",
+    "transports",
+    "world",
+]
+
+transports.register()
+start_from_environment()

@@ -1,0 +1,95 @@
+"""One collective call: what trace, check mode and deadline reports say about it.
+
+The process keeps its latest call here, so that another rank's report can tell where this one
+stands. Keeping it costs one assignment a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from unisono.comm.sites import call_site
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A collective, as one rank made it."""
+
+    op: str
+    """Verb, as the user spelled it."""
+    group: str
+    """Name of the group, for people."""
+    key: str
+    """Name of the group, unique in the world."""
+    seq: int
+    """Number of the call in its group, from 1."""
+    shape: tuple[int, ...] | None = None
+    """Shape of the tensor this rank brought, None if it brought none."""
+    dtype: torch.dtype | None = None
+    """Its dtype."""
+    kind: str = ""
+    """Reduction, or other words that must agree over ranks."""
+    root: int | None = None
+    """Source or destination, as rank of the group."""
+    dim: int | None = None
+    """Tensor dim along which blocks are joined or cut."""
+    sizes: tuple[int, ...] | None = None
+    """Sizes of all blocks, where the caller gave them."""
+    recv_sizes: tuple[int, ...] | None = None
+    """Rows expected from each rank (all_to_all)."""
+    requires_grad: bool | None = None
+    """Whether the tensor takes part in autograd; None where it does not matter."""
+    is_async: bool = False
+    """Whether the caller waits later."""
+    sent: int = 0
+    """Bytes this rank hands to others."""
+    received: int = 0
+    """Bytes this rank gets from others."""
+    algorithm: str = ""
+    """Way chosen to do it."""
+    t_start: int = 0
+    """`time.perf_counter_ns` at the start."""
+    wait_ns: int = 0
+    """Time blocked in waits."""
+    done: bool = False
+    """Whether it has ended on this rank."""
+    _site: str | None = field(default=None, repr=False)
+
+    @property
+    def site(self) -> str:
+        """Source line of the call; looked up when first asked for, so ask inside the call."""
+        if self._site is None:
+            self._site = call_site()
+        return self._site
+
+    def describe(self) -> str:
+        """Return the call in one line, e.g. `all_reduce(sum) #3 on world, float32 [4, 2]`."""
+        inner = ", ".join(
+            word
+            for word in (
+                self.kind,
+                f"root {self.root}" if self.root is not None else "",
+                f"dim {self.dim}" if self.dim is not None else "",
+            )
+            if word
+        )
+        text = f"{self.op}({inner}) #{self.seq} on {self.group}"
+        if self.dtype is not None and self.shape is not None:
+            text += f", {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return text
+
+
+_latest: Call | None = None
+
+
+def set_latest(call: Call) -> None:
+    """Remember `call` as the latest of this process."""
+    global _latest
+    _latest = call
+
+
+def latest() -> Call | None:
+    """Return the latest call of this process."""
+    return _latest

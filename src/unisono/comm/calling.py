@@ -1,0 +1,231 @@
+"""What all verbs share: number a call, compare it, run it to its deadline, report what breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.comm import call as calls
+from unisono.comm import checking, failures, tracing
+from unisono.comm.arguments import check_rank, check_sizes, check_timeout
+from unisono.comm.call import Call
+from unisono.comm.engine import Engine, Ticket
+from unisono.comm.groups import GroupEntry
+from unisono.comm.headers import learn_blocks, split_evenly
+from unisono.comm.pending import Pending
+from unisono.errors import MeshError, PartitionError, RankFailed, UnisonoError
+
+T = TypeVar("T")
+Like = Tensor | tuple[Sequence[int], torch.dtype]
+"""A tensor to imitate, or its shape and dtype."""
+
+_LOST = ("onnection", "closed", "reset", "roken pipe", "EOF", "abort", "peer")
+
+
+class Caller:
+    """Base of the verb classes: the state of a communicator and how a call is made."""
+
+    rank: int
+    """Own place in the communicator."""
+    size: int
+    """Number of ranks."""
+    ranks: tuple[int, ...]
+    """World rank of each place."""
+    device: torch.device
+    """Where tensors are expected."""
+    timeout_s: float
+    """Deadline of each wait, in seconds."""
+    _entry: GroupEntry
+    _engine: Engine
+
+    def _begin(
+        self,
+        op: str,
+        x: Tensor | None,
+        *,
+        kind: str = "",
+        root: int | None = None,
+        dim: int | None = None,
+        sizes: tuple[int, ...] | None = None,
+        recv_sizes: tuple[int, ...] | None = None,
+        async_op: bool,
+        timeout_s: float | None,
+        collective: bool = True,
+    ) -> Call:
+        """Number the call, remember it, and in check mode compare it with the other ranks'."""
+        entry = self._entry
+        if entry.broken is not None or not entry.is_alive():
+            raise UnisonoError.because(
+                f"{op} on {entry.name}",
+                f"the group is no longer usable: {entry.broken or 'it was destroyed'}",
+                None,
+                "start the ranks again; a group does not survive a failure",
+            )
+        call = Call(
+            op,
+            entry.name,
+            entry.key,
+            entry.next_seq(),
+            shape=None if x is None else tuple(x.shape),
+            dtype=None if x is None else x.dtype,
+            kind=kind,
+            root=root,
+            dim=dim,
+            sizes=sizes,
+            recv_sizes=recv_sizes,
+            requires_grad=None if x is None else x.requires_grad,
+            is_async=async_op,
+        )
+        calls.set_latest(call)
+        recorder = tracing.recorder
+        if recorder is not None:
+            call.t_start = time.perf_counter_ns()
+            if recorder.call_sites:
+                _ = call.site
+        if collective and checking.is_enabled() and self.size > 1:
+            deadline = self._deadline(timeout_s)
+            try:
+                checking.verify(call, self.rank, self.ranks, deadline)
+            except TimeoutError:
+                raise failures.timed_out(call, self.ranks, deadline) from None
+        return call
+
+    def _run(
+        self,
+        call: Call,
+        start: Callable[[], Ticket | None],
+        finish: Callable[[], T],
+        async_op: bool,
+        deadline: float,
+    ) -> T | Pending[T]:
+        """Start the transfer; wait and finish now, or hand out a `Pending` that does."""
+        with self._translating(call, deadline), torch.no_grad():
+            ticket = start()
+        if not async_op:
+            return self._complete(call, ticket, finish, deadline)
+        return Pending(
+            lambda own: self._complete(call, ticket, finish, deadline if own is None else own),
+            lambda: ticket is None or ticket.done(),
+        )
+
+    def _complete(
+        self, call: Call, ticket: Ticket | None, finish: Callable[[], T], deadline: float
+    ) -> T:
+        recorder = tracing.recorder
+        if ticket is not None:
+            before = time.perf_counter_ns() if recorder is not None else 0
+            with self._translating(call, deadline), torch.no_grad():
+                ticket.wait(deadline)
+            if recorder is not None:
+                call.wait_ns = time.perf_counter_ns() - before
+        with torch.no_grad():
+            result = finish()
+        call.done = True
+        if recorder is not None:
+            call.algorithm = getattr(self._engine, "last_algorithm", "native")
+            recorder.add(call, self.ranks[self.rank])
+        return result
+
+    @contextlib.contextmanager
+    def _translating(self, call: Call, deadline: float) -> Iterator[None]:
+        """Turn what a backend raises into `RankTimeout` and `RankFailed`, and mark the group."""
+        try:
+            yield
+        except TimeoutError:
+            error = failures.timed_out(call, self.ranks, deadline)
+            self._entry.broken = f"{call.describe()} timed out"
+            raise error from None
+        except RankFailed as error:
+            self._entry.broken = str(error).splitlines()[0]
+            raise
+        except UnisonoError:
+            raise
+        except RuntimeError as error:
+            if not any(word in str(error) for word in _LOST):
+                raise
+            lost = failures.connection_lost(call, str(error))
+            self._entry.broken = str(lost).splitlines()[0]
+            raise lost from None
+
+    @contextlib.contextmanager
+    def _reporting(self, op: str, root: int | None, deadline: float) -> Iterator[None]:
+        """Report a failure of the small exchange that precedes `op` as one of `op` itself."""
+        call = Call(op, self._entry.name, self._entry.key, 0, root=root)
+        with self._translating(call, deadline):
+            yield
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else check_timeout(timeout_s)
+
+    def _verify_result(self, call: Call, result: Tensor, timeout_s: float | None) -> None:
+        deadline = self._deadline(timeout_s)
+        try:
+            checking.verify_equal_result(call, result, self.rank, self.ranks, deadline)
+        except TimeoutError:
+            raise failures.timed_out(call, self.ranks, deadline) from None
+
+    def _check_peer(self, peer: int, what: str, verb: str) -> None:
+        check_rank(peer, self.size, what, verb)
+        if peer == self.rank:
+            raise MeshError.because(
+                f"{verb}({what}={peer})", f"this is rank {peer} itself", None, "copy the tensor"
+            )
+
+    def _empty(self, like: Like | None, verb: str) -> Tensor:
+        if like is None:
+            raise UnisonoError.because(
+                f"{verb}(None) on rank {self.rank}",
+                "neither a tensor nor like=(shape, dtype) to know what arrives",
+                None,
+                f"{verb}(None, ..., like=((3, 4), torch.float32))",
+            )
+        if isinstance(like, Tensor):
+            return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        shape, dtype = like
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def _block_sizes(
+        self, sizes: Sequence[int] | None, rows: int, verb: str, what: str = "sizes"
+    ) -> tuple[int, ...]:
+        if sizes is None:
+            return split_evenly(rows, self.size)
+        return check_sizes(sizes, self.size, verb, total=rows, what=what)
+
+    def _lengths(
+        self, rows: Tensor, sizes: Sequence[int] | None, verb: str, timeout_s: float | None
+    ) -> tuple[int, ...]:
+        """Return the block lengths of all ranks: those given, else learned."""
+        if sizes is None:
+            deadline = self._deadline(timeout_s)
+            with self._reporting(verb, None, deadline):
+                return learn_blocks(self._engine, rows, verb, self.ranks, deadline)
+        given = check_sizes(sizes, self.size, verb)
+        if given[self.rank] != rows.shape[0]:
+            raise PartitionError.because(
+                f"{verb}(sizes={list(given)}) on rank {self.rank}",
+                f"this rank's block has {rows.shape[0]} rows",
+                f"sizes[{self.rank}] = {given[self.rank]} != {rows.shape[0]}",
+            )
+        return given
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Return `x` with its values laid out in order; `x` itself where they are."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def rows_first(x: Tensor, dim: int) -> Tensor:
+    """Return `x` detached and contiguous with `dim` in front; a 0-dim tensor is one row."""
+    rows = x.detach()
+    rows = rows.reshape(1) if rows.dim() == 0 else rows.movedim(dim, 0)
+    return contiguous(rows)
+
+
+def rows_back(x: Tensor, dim: int) -> Tensor:
+    """Undo `rows_first` on a result."""
+    return x if dim == 0 else x.movedim(0, dim).contiguous()

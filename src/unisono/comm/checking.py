@@ -1,0 +1,196 @@
+"""Check mode: before each collective, ranks compare what they are about to do.
+
+Every rank puts a fingerprint of its call into the world's store and reads the others'. A difference
+that the operation forbids becomes one `CollectiveMismatch` on all ranks, instead of a hang or a
+wrong number. Costs store round trips: for finding mistakes, not for production.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from unisono.comm.call import Call
+from unisono.comm.watchdog import default_store
+from unisono.errors import CollectiveMismatch
+
+Fingerprint = dict[str, Any]
+
+_enabled = os.environ.get("UNISONO_CHECK", "") not in ("", "0")
+
+
+class check:
+    """Turn check mode on (or off) for the collectives of this process.
+
+    Acts at once, and puts the former mode back when used as a context manager. All ranks must
+    switch at the same place. `UNISONO_CHECK=1` turns it on for the whole run.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        global _enabled
+        self._before = _enabled
+        _enabled = enabled
+
+    def __enter__(self) -> check:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        global _enabled
+        _enabled = self._before
+
+
+def is_enabled() -> bool:
+    """Whether check mode is on."""
+    return _enabled
+
+
+def verify(call: Call, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:
+    """Compare `call` with the calls of all ranks of its group.
+
+    Args:
+        call: what this rank is about to do.
+        rank: own place in the group.
+        ranks: world ranks of the group.
+        timeout_s: deadline for the others to arrive.
+
+    Raises:
+        CollectiveMismatch: on all ranks, when the calls do not fit.
+        TimeoutError: some rank did not arrive.
+    """
+    prints = _share(f"{call.key}/{call.seq}", _fingerprint(call), rank, len(ranks), timeout_s)
+    problem = disagreement(prints)
+    if problem is not None:
+        raise _mismatch(problem, prints, ranks)
+
+
+def verify_equal_result(
+    call: Call, result: Tensor, rank: int, ranks: tuple[int, ...], timeout_s: float
+) -> None:
+    """After a reduction: raise unless all ranks hold the same finite bits."""
+    finite = bool(torch.isfinite(result).all()) if result.dtype.itemsize > 1 else True
+    raw = result.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    mine = {"op": call.op, "site": call.site, "crc": zlib.crc32(raw.tobytes()) if finite else None}
+    prints = _share(f"{call.key}/{call.seq}/sum", mine, rank, len(ranks), timeout_s)
+    if len({p["crc"] for p in prints if p["crc"] is not None}) > 1:
+        for entry in prints:
+            entry["text"] = f"{call.describe()}, checksum {entry['crc']}"
+        raise _mismatch("the result differs between ranks", prints, ranks)
+
+
+def disagreement(prints: list[Fingerprint]) -> str | None:
+    """Return in words what the calls disagree about, or None. Pure, the same on every rank."""
+    rules: list[tuple[str, Callable[[Fingerprint], Any]]] = [
+        ("different operations", lambda p: p["op"]),
+        ("different reductions or arguments", lambda p: p["kind"]),
+        ("different roots", lambda p: p["root"]),
+        ("different dims", lambda p: p["dim"]),
+        ("different sizes", lambda p: p["sizes"] if p["op"] != "all_to_all" else None),
+        ("different dtypes", lambda p: p["dtype"]),
+        ("different shapes", _comparable_shape),
+        ("requires_grad is True on some ranks only", lambda p: p["requires_grad"]),
+    ]
+    for words, key in rules:
+        values = [key(p) for p in prints]
+        present = [v for v in values if v is not None]
+        if any(v != present[0] for v in present[1:]):
+            return words
+    if prints[0]["op"] == "all_to_all":
+        for sender, mine in enumerate(prints):
+            for receiver, theirs in enumerate(prints):
+                if mine["sizes"] is None or theirs["recv_sizes"] is None:
+                    continue
+                if mine["sizes"][receiver] != theirs["recv_sizes"][sender]:
+                    return (
+                        f"rank {sender} of the group sends {mine['sizes'][receiver]} rows to rank "
+                        f"{receiver}, which expects {theirs['recv_sizes'][sender]}"
+                    )
+    return None
+
+
+def _comparable_shape(p: Fingerprint) -> list[int] | None:
+    """Return the part of the shape that must agree: all, or all but the joined dim."""
+    shape = p["shape"]
+    if shape is None or p["op"] == "scatter":
+        return None
+    if p["op"] in ("all_gather", "gather", "all_to_all"):
+        dim = p["dim"] or 0
+        return [*shape[:dim], -1, *shape[dim + 1 :]] if shape else [-1]
+    return list(shape)
+
+
+def _fingerprint(call: Call) -> Fingerprint:
+    return {
+        "op": call.op,
+        "kind": call.kind,
+        "root": call.root,
+        "dim": call.dim,
+        "sizes": None if call.sizes is None else list(call.sizes),
+        "recv_sizes": None if call.recv_sizes is None else list(call.recv_sizes),
+        "dtype": None if call.dtype is None else str(call.dtype),
+        "shape": None if call.shape is None else list(call.shape),
+        "requires_grad": call.requires_grad,
+        "site": call.site,
+        "text": call.describe(),
+    }
+
+
+def _share(
+    key: str, mine: Fingerprint, rank: int, size: int, timeout_s: float
+) -> list[Fingerprint]:
+    """Exchange `mine` under `key` through the store; the last reader removes the round."""
+    store: Store = PrefixStore("unisono/check", default_store())
+    store.set(f"{key}/{rank}", json.dumps(mine))
+    keys = [f"{key}/{r}" for r in range(size)]
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise TimeoutError(key)
+        if time.monotonic() > deadline - timeout_s + 0.01:
+            _wait_quietly(store, keys, min(0.25, timeout_s))
+    prints = [json.loads(store.get(k)) for k in keys]
+    if store.add(f"{key}/read", 1) == size:
+        for k in [*keys, f"{key}/read"]:
+            store.delete_key(k)
+    return prints
+
+
+def _wait_quietly(store: Store, keys: list[str], seconds: float) -> None:
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:
+        return  # not there yet: the caller looks at its deadline
+
+
+def _mismatch(
+    problem: str, prints: list[Fingerprint], ranks: tuple[int, ...]
+) -> CollectiveMismatch:
+    texts = [p["text"] for p in prints]
+    without_seq = [_signature(p) for p in prints]
+    majority, count = Counter(without_seq).most_common(1)[0]
+    lines = [f"ranks disagree about one collective: {problem}"]
+    for world_rank, text, signature, p in zip(ranks, texts, without_seq, prints, strict=True):
+        odd = "  <- differs" if signature != majority and count > 1 else ""
+        lines.append(f"  rank {world_rank} | {text} | {p['site']}{odd}")
+    lines.append("  HINT: all ranks must make the same collectives in the same order")
+    calls = {r: f"{t} at {p['site']}" for r, t, p in zip(ranks, texts, prints, strict=True)}
+    return CollectiveMismatch("\n".join(lines), calls)
+
+
+def _signature(p: Fingerprint) -> str:
+    return json.dumps({k: v for k, v in p.items() if k not in ("text", "site")}, sort_keys=True)

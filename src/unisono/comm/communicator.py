@@ -1,0 +1,313 @@
+"""`Communicator`: a group of ranks as a value that is passed around, never module state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from unisono.comm import groups
+from unisono.comm.arguments import check_timeout
+from unisono.comm.engine import Engine
+from unisono.comm.groups import GroupEntry
+from unisono.comm.hosts import host_id
+from unisono.comm.tuning import measure_limits
+from unisono.comm.verbs_message import MessageVerbs
+from unisono.comm.verbs_object import ObjectVerbs
+from unisono.comm.verbs_reduce import ReduceVerbs
+from unisono.errors import MeshError, UnisonoError
+
+_sources: list[tuple[Callable[[object], bool], Callable[[Any], GroupEntry]]] = []
+
+
+def register_source(
+    matches: Callable[[object], bool], entry_of: Callable[[Any], GroupEntry]
+) -> None:
+    """Let `Communicator.of` accept another kind of object (transports use this)."""
+    _sources.append((matches, entry_of))
+
+
+class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
+    """A group of ranks: who they are, how tensors travel between them, and the verbs.
+
+    A frozen value: equal and hashable by ranks, backend and device. Get one from `world()` or
+    `Communicator.of(...)`, smaller ones from `sub` and `split`. Every verb is collective over the
+    ranks of the communicator unless it says otherwise.
+
+    >>> comm = Communicator.of(None)
+    >>> comm.size, comm.all_reduce(torch.ones(2)).tolist()
+    (1, [1.0, 1.0])
+    """
+
+    def __init__(
+        self, entry: GroupEntry, *, device: torch.device, timeout_s: float | None = None
+    ) -> None:
+        set_field = object.__setattr__
+        set_field(self, "_entry", entry)
+        set_field(self, "_own_timeout_s", timeout_s)
+        set_field(self, "rank", entry.rank)
+        set_field(self, "ranks", entry.ranks)
+        set_field(self, "size", len(entry.ranks))
+        set_field(self, "device", device)
+        set_field(self, "backend", entry.backend(device))
+        set_field(self, "_engine", entry.engine(device))
+        set_field(self, "timeout_s", _deadline_of(entry, timeout_s))
+        set_field(self, "group_name", entry.key)
+        set_field(self, "_closed", False)
+        entry.holders.add(self)
+
+    backend: str
+    """Name of the backend that moves tensors on `device`; `self` for one rank."""
+    group_name: str
+    """Name under which torch.distributed knows the group."""
+    _own_timeout_s: float | None
+    _closed: bool
+
+    @classmethod
+    def of(
+        cls,
+        source: object = None,
+        *,
+        axis: str | int | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float | None = None,
+    ) -> Communicator:
+        """Return the communicator of something that names ranks. Local, except for mpi4py.
+
+        Args:
+            source: None (the world), a Communicator, a ProcessGroup, a DeviceMesh or `Mesh` (with
+                one axis, or `axis`), or an mpi4py communicator (collective: it starts
+                torch.distributed if needed).
+            axis: name or number of the mesh axis.
+            device: where tensors are expected; default: what the backend serves.
+            timeout_s: deadline of each wait.
+
+        Raises:
+            MeshError: this rank is not in the group, or the mesh has several axes and none was
+                named.
+        """
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        if isinstance(source, Communicator):
+            entry = source._entry
+            device = source.device if device is None else device
+            timeout_s = source._own_timeout_s if timeout_s is None else timeout_s
+        else:
+            entry = _entry_from(source, axis)
+        where = entry.default_device() if device is None else torch.device(device)
+        return cls(entry, device=where, timeout_s=timeout_s)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None for a rank alone."""
+        return self._entry.group
+
+    @property
+    def name(self) -> str:
+        """Name in traces and reports."""
+        return self._entry.name
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host of each rank. The first use in a group is collective over it."""
+        if self._entry.hosts is None:
+            object_hosts = self.all_gather_object(host_id())
+            self._entry.hosts = tuple(object_hosts)
+        return self._entry.hosts
+
+    @property
+    def is_single_host(self) -> bool:
+        """Whether all ranks run on one host. The first use is collective, as `hosts`."""
+        return len(set(self.hosts)) == 1
+
+    def sub(self, ranks: Sequence[int]) -> Communicator | None:
+        """Return the communicator of these ranks of this one; None on the other ranks.
+
+        Collective over `self` (in effect over `ranks`: the others return at once). Asking twice
+        for the same ranks gives the same group.
+        """
+        chosen = tuple(ranks)
+        bad = [r for r in chosen if not isinstance(r, int) or not 0 <= r < self.size]
+        twice = sorted({r for r in chosen if chosen.count(r) > 1})
+        if bad or twice or not chosen:
+            raise MeshError.because(
+                f"sub({list(chosen)})",
+                f"a communicator of {self.size} ranks",
+                f"out of range: {bad}" if bad else f"more than once: {twice}" if twice else "empty",
+                f"ranks of this communicator are 0 to {self.size - 1}, each at most once",
+            )
+        if self.rank not in chosen:
+            return None
+        return self._made(tuple(self.ranks[r] for r in chosen))
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Return the communicator of the ranks with this rank's colour, ordered by (key, rank).
+
+        Collective over `self`. `color=None`: this rank is in none and gets None.
+        """
+        rows = self.all_gather_ints([int(color is not None), color or 0, key])
+        if color is None:
+            return None
+        members = [
+            (other_key, rank)
+            for rank, (present, other_color, other_key) in enumerate(rows)
+            if present and other_color == color
+        ]
+        return self._made(tuple(self.ranks[rank] for _, rank in sorted(members)))
+
+    def with_timeout(self, timeout_s: float) -> Communicator:
+        """Return the same group with another deadline for its waits. Local."""
+        return type(self)(self._entry, device=self.device, timeout_s=check_timeout(timeout_s))
+
+    def with_device(self, device: torch.device | str) -> Communicator:
+        """Return the same group for tensors on another device. Local."""
+        return type(self)(self._entry, device=torch.device(device), timeout_s=self._own_timeout_s)
+
+    def tune(self) -> dict[str, int]:
+        """Measure up to how many bytes the low-latency algorithms win; collective, some seconds.
+
+        Returns:
+            Limit in bytes per verb, the same on all ranks. Save it as JSON and name the file in
+            `UNISONO_ALGO_FILE` to use it.
+        """
+        return measure_limits(self)
+
+    def close(self) -> None:
+        """Drop this handle; the group is destroyed if we made it and nobody else holds it.
+
+        Call it on all ranks of the group. A closed communicator raises when used.
+        """
+        if not self._closed:
+            object.__setattr__(self, "_closed", True)
+            object.__setattr__(self, "_engine", _Closed(self.name))
+            self._entry.holders.discard(self)
+            groups.release(self._entry)
+
+    def _made(self, ranks: tuple[int, ...]) -> Communicator:
+        backend = None if self.group is None else str(dist.get_backend(self.group))
+        entry = groups.entry_for(ranks, backend=backend)
+        return type(self)(entry, device=self.device, timeout_s=self._own_timeout_s)
+
+    def _identity(self) -> tuple[object, ...]:
+        return self.ranks, self.backend, self.device
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Communicator) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __repr__(self) -> str:
+        place = f"rank {self.rank} of {self.size}"
+        return f"Communicator({place}, {self.name}, {self.backend}, {self.device})"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"a Communicator does not change (tried to set {name!r}); "
+            "with_timeout() and with_device() return changed copies"
+        )
+
+    def __copy__(self) -> Communicator:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        backend = None if self.group is None else str(dist.get_backend(self.group))
+        return _restore, (self.ranks, backend, str(self.device), self._own_timeout_s)
+
+
+def world(*, timeout_s: float | None = None) -> Communicator:
+    """Return the communicator of all ranks; of this process alone without torch.distributed.
+
+    Local; never initialises anything.
+    """
+    return Communicator.of(None, timeout_s=timeout_s)
+
+
+class _Closed:
+    """Stands in for the engine of a closed communicator: every use raises."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Engine:
+        raise UnisonoError.because(
+            f"a collective on {self._name}",
+            "this communicator was closed",
+            None,
+            "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
+        )
+
+
+def _entry_from(source: object, axis: str | int | None) -> GroupEntry:
+    if source is None:
+        return groups.world_entry()
+    if source is dist.GroupMember.NON_GROUP_MEMBER:
+        raise MeshError.because(
+            "Communicator.of(group)",
+            f"world rank {dist.get_rank()} is not a member of this group",
+            None,
+            "use the group on its members only, or comm.sub(ranks), which gives None elsewhere",
+        )
+    if isinstance(source, dist.ProcessGroup):
+        return groups.entry_of(source)
+    if isinstance(source, DeviceMesh):
+        return _entry_of_device_mesh(source, axis)
+    along_axis = getattr(source, "__unisono_communicator__", None)
+    if along_axis is not None:
+        return along_axis(axis)._entry
+    for matches, entry_of in _sources:
+        if matches(source):
+            return entry_of(source)
+    raise UnisonoError.because(
+        f"Communicator.of({type(source).__name__})",
+        "it names no group of ranks",
+        None,
+        "None, a Communicator, a ProcessGroup, a DeviceMesh, a Mesh or an mpi4py communicator",
+    )
+
+
+def _entry_of_device_mesh(mesh: DeviceMesh, axis: str | int | None) -> GroupEntry:
+    names = mesh.mesh_dim_names or ()
+    axes: list[object] = [*names, *range(-mesh.ndim, mesh.ndim)]
+    if (axis is None and mesh.ndim != 1) or (axis is not None and axis not in axes):
+        listed = ", ".join(
+            f"{names[i] if names else i}({n})" for i, n in enumerate(mesh.mesh.shape)
+        )
+        raise MeshError.because(
+            f"Communicator.of(DeviceMesh, axis={axis!r})",
+            f"axes {listed}",
+            None,
+            f"axis={(names[0] if names else 0)!r}",
+        )
+    if isinstance(axis, int):
+        axis = axis % mesh.ndim
+    return groups.entry_of(mesh.get_group(axis) if axis is not None else mesh.get_group())
+
+
+def _deadline_of(entry: GroupEntry, timeout_s: float | None) -> float:
+    if timeout_s is not None:
+        return timeout_s
+    text = os.environ.get("UNISONO_TIMEOUT_S")
+    if text is None:
+        return entry.timeout_s
+    try:
+        return check_timeout(float(text))
+    except ValueError:
+        raise UnisonoError.because(
+            f"UNISONO_TIMEOUT_S={text!r}", "not a number of seconds", None, "UNISONO_TIMEOUT_S=60"
+        ) from None
+
+
+def _restore(
+    ranks: tuple[int, ...], backend: str | None, device: str, timeout_s: float | None
+) -> Communicator:
+    """Unpickle: the same ranks in this process's world; collective over them if not cached."""
+    entry = groups.entry_for(ranks, backend=backend)
+    return Communicator(entry, device=torch.device(device), timeout_s=timeout_s)

@@ -1,0 +1,137 @@
+"""What a backend must be able to do: the kernels of one group, on plain contiguous tensors.
+
+`Communicator` checks arguments, moves dims, counts and times; an `Engine` moves and adds bytes.
+`TorchEngine` (collectives.py) serves gloo and nccl through torch.distributed; our own transports
+bring their own (`process_group.unisono_engine`). Nothing here knows about autograd.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+REDUCE_OPS: tuple[str, ...] = ("sum", "product", "min", "max", "and", "or", "xor", "sum64")
+"""Reductions an engine knows. `mean` is a sum and a division, done above."""
+
+
+class Ticket(Protocol):
+    """A transfer under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the transfer is complete on this rank, or raise."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        ...
+
+
+class Engine(ABC):
+    """Kernels of one group of ranks.
+
+    Contract of all methods: tensors are contiguous, detached and on the group's device, of the
+    sizes every rank agreed on; `outs[q]` and `ins[q]` belong to rank `q` of the group and may have
+    0 elements. A method returns None when the transfer is complete, else a `Ticket`; with
+    `async_op=False` it may do either. Tensors must stay alive until then (the caller holds them).
+    Sums are the same bits on all ranks; float16 and bfloat16 are added in float32 and rounded once;
+    `sum64` adds float32 in float64. Every wait ends within `timeout_s` with `RankTimeout`, or
+    earlier with `RankFailed` if a peer is known to be dead.
+    """
+
+    rank: int
+    """Own place in the group."""
+    size: int
+    """Number of ranks in the group."""
+    backend: str
+    """Name of the backend, as the chooser and traces spell it."""
+
+    @abstractmethod
+    def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """Replace `x` on every rank by the reduction over all ranks."""
+
+    @abstractmethod
+    def reduce_(
+        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Replace `x` on `dst` by the reduction; elsewhere `x` may be used as scratch space."""
+
+    @abstractmethod
+    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """Replace `x` on every rank by `x` of `src`."""
+
+    @abstractmethod
+    def all_gather(
+        self, outs: Sequence[Tensor], x: Tensor, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Fill `outs[q]` with `x` of rank `q`."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, out: Tensor, ins: Sequence[Tensor], op: str, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`."""
+
+    @abstractmethod
+    def all_to_all(
+        self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Fill `outs[q]` with `ins[r]` of rank `q`."""
+
+    @abstractmethod
+    def gather(
+        self,
+        outs: Sequence[Tensor] | None,
+        x: Tensor,
+        dst: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """Fill `outs[q]` of `dst` with `x` of rank `q`; `outs` is None on the other ranks."""
+
+    @abstractmethod
+    def scatter(
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor] | None,
+        src: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """Fill `out` of rank `r` with `ins[r]` of `src`; `ins` is None on the other ranks."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """Send to and receive from the listed peers at once; no order of calls can deadlock.
+
+        Messages of one tag between two ranks arrive in the order in which they were posted.
+        Neither list names this rank, and no tensor is empty.
+        """
+
+    @abstractmethod
+    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """Complete when every rank of the group has called it."""
+
+    @abstractmethod
+    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
+        """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""
+
+    def shared_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros on which collectives of this group run without copies, where it can.
+
+        Collective over the group. Plain memory here; transports with shared memory override it.
+        """
+        return torch.zeros(tuple(shape), dtype=dtype)

@@ -1,0 +1,242 @@
+"""The one place where process groups are made: a cache by rank tuple, backend and deadline.
+
+Asking twice for the same ranks gives the same group. Only members take part in making one, and its
+name follows from its ranks, so ranks may make groups in any order that two of them share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from unisono.comm import watchdog
+from unisono.comm.coalesce import Coalescer
+from unisono.comm.engine import Engine
+from unisono.comm.self_engine import SelfEngine
+from unisono.comm.torch_engine import TorchEngine
+from unisono.errors import MeshError
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Deadline of a wait where nothing else is said."""
+
+
+class GroupEntry:
+    """A process group as we use it: ranks, kernels, a counter of calls, and who holds it."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: tuple[int, ...], *, made_by_us: bool
+    ) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.made_by_us = made_by_us
+        self.rank = group.rank() if group is not None else 0
+        self.holders: weakref.WeakSet[object] = weakref.WeakSet()
+        self.hosts: tuple[str, ...] | None = None
+        self.broken: str | None = None
+        self.coalescer: Coalescer | None = None
+        self._counter = itertools.count(1)
+        self._engines: dict[str, Engine] = {}
+        if group is not None and len(ranks) > 1:
+            watchdog.ensure()
+
+    @property
+    def name(self) -> str:
+        """Name for traces and reports, the same on all members."""
+        if self.group is None:
+            return "self"
+        if self.group is dist.group.WORLD:
+            return "world"
+        return f"ranks {','.join(map(str, self.ranks))} ({self.backend(self.default_device())})"
+
+    @property
+    def key(self) -> str:
+        """Name under which the group is known to torch.distributed, the same on all members."""
+        return "self" if self.group is None else str(self.group.group_name)
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline the group was made with."""
+        if self.group is None:
+            return DEFAULT_TIMEOUT_S
+        backend = self.group._get_backend(torch.device(next(iter(self._devices()), "cpu")))
+        options = getattr(backend, "options", None)
+        timeout = getattr(options, "_timeout", None)
+        return timeout.total_seconds() if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT_S
+
+    def _devices(self) -> list[str]:
+        if self.group is None:
+            return ["cpu"]
+        return [device.type for device in self.group._device_types]
+
+    def is_alive(self) -> bool:
+        """Whether torch.distributed still knows the group."""
+        return self.group is None or self.group in c10d._world.pg_map
+
+    def next_seq(self) -> int:
+        """Number the next call of the group."""
+        return next(self._counter)
+
+    def backend(self, device: torch.device) -> str:
+        """Name of the backend that serves tensors on `device`."""
+        if self.group is None or len(self.ranks) == 1:
+            return "self"
+        config = c10d._world.pg_backend_config.get(self.group, "")
+        for item in str(config).split(","):
+            where, _, name = item.partition(":")
+            if where == device.type and name:
+                return name
+        return str(dist.get_backend(self.group))
+
+    def default_device(self) -> torch.device:
+        """Where tensors of this group are expected unless said otherwise."""
+        if self.group is None or "cpu" in self._devices() or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def engine(self, device: torch.device) -> Engine:
+        """Return the kernels for tensors on `device`."""
+        backend = self.backend(device)
+        engine = self._engines.get(backend)
+        if engine is None:
+            engine = self._make_engine(backend)
+            self._engines[backend] = engine
+        return engine
+
+    def _make_engine(self, backend: str) -> Engine:
+        if self.group is None or len(self.ranks) == 1:
+            return SelfEngine()
+        own = getattr(self.group, "unisono_engine", None)
+        return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
+
+
+_made: dict[tuple[tuple[int, ...], str, float | None], GroupEntry] = {}
+_wrapped: dict[str, GroupEntry] = {}
+_generation: dict[tuple[tuple[int, ...], str], int] = {}
+_world_seen: weakref.ref[dist.ProcessGroup] | None = None
+_alone = GroupEntry(None, (0,), made_by_us=False)
+
+
+def entry_of(group: dist.ProcessGroup) -> GroupEntry:
+    """Return the entry of an existing group. Local."""
+    _forget_dead()
+    key = str(group.group_name)
+    entry = _wrapped.get(key)
+    if entry is None or entry.group is not group:
+        entry = GroupEntry(group, tuple(dist.get_process_group_ranks(group)), made_by_us=False)
+        _wrapped[key] = entry
+    return entry
+
+
+def world_entry() -> GroupEntry:
+    """Return the entry of the default group, or of this process alone. Local."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return entry_of(world) if world is not None else _alone
+
+
+def entry_for(
+    ranks: tuple[int, ...], *, backend: str | None = None, timeout_s: float | None = None
+) -> GroupEntry:
+    """Return the group of these world ranks, made if it is not there yet.
+
+    Collective over `ranks` (only they call it) when it is made; local afterwards.
+    """
+    _forget_dead()
+    if len(ranks) == 1:
+        return alone(ranks[0])
+    world = dist.group.WORLD
+    if world is None:
+        raise MeshError.because(
+            f"a group of ranks {list(ranks)}",
+            "torch.distributed is not initialised: this process is a world of one rank",
+            None,
+            "start the function with unisono.run(fn, ranks=...)",
+        )
+    world_backend = str(dist.get_backend(world))
+    backend = backend or world_backend
+    if (
+        ranks == tuple(range(world.size()))
+        and backend == world_backend
+        and timeout_s in (None, world_entry().timeout_s)
+    ):
+        return world_entry()
+    key = (ranks, backend, timeout_s)
+    entry = _made.get(key)
+    if entry is None:
+        group = _new_group(ranks, backend, timeout_s or world_entry().timeout_s)
+        entry = GroupEntry(group, ranks, made_by_us=True)
+        _made[key] = entry
+        _wrapped[str(group.group_name)] = entry
+    return entry
+
+
+def alone(rank: int) -> GroupEntry:
+    """Return the entry of a group of this one rank; needs no process group."""
+    if rank == 0 and not dist.is_initialized():
+        return _alone
+    key = ((rank,), "self", None)
+    entry = _made.get(key)
+    if entry is None:
+        entry = _made[key] = GroupEntry(None, (rank,), made_by_us=False)
+    return entry
+
+
+def release(entry: GroupEntry) -> None:
+    """Destroy `entry`'s group if we made it and nobody holds it any more."""
+    if not entry.made_by_us or entry.holders or entry.group is None:
+        return
+    for key in [key for key, made in _made.items() if made is entry]:
+        del _made[key]
+    _wrapped.pop(entry.key, None)
+    if entry.is_alive():
+        dist.destroy_process_group(entry.group)
+
+
+def count() -> int:
+    """Return how many groups this cache has made and still keeps."""
+    _forget_dead()
+    return sum(entry.made_by_us for entry in _made.values())
+
+
+def _forget_dead() -> None:
+    """Drop groups the user has destroyed; a new world starts with an empty cache."""
+    global _world_seen
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if (None if _world_seen is None else _world_seen()) is not world:
+        _made.clear()
+        _wrapped.clear()
+        _generation.clear()
+        _world_seen = None if world is None else weakref.ref(world)
+        return
+    for key in [key for key, entry in _made.items() if not entry.is_alive()]:
+        del _made[key]
+
+
+def _new_group(ranks: tuple[int, ...], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Make a group of which only the members know.
+
+    `dist.new_group` wants all ranks of the world, or, with local synchronisation, derives the name
+    from the number of groups that happen to exist on a rank, so that ranks with different histories
+    wait for each other for ever. Here the name follows from the ranks alone.
+    """
+    nth = _generation.get((ranks, backend), 0)
+    _generation[ranks, backend] = nth + 1
+    name = f"unisono-{backend}-{'_'.join(map(str, ranks))}-{nth}"
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        watchdog.default_store(),
+        c10d.GroupName(name),
+        timeout=timedelta(seconds=timeout_s),
+        group_desc=name,
+    )
+    if not isinstance(group, dist.ProcessGroup):
+        raise MeshError.because(f"a group of ranks {list(ranks)}", "this rank is not among them")
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group

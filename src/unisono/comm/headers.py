@@ -1,0 +1,108 @@
+"""Small exchanges that tell ranks what is coming: block lengths, shapes, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.comm.engine import Engine
+from unisono.errors import PartitionError, UnisonoError
+
+_MAX_DIMS = 12
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+"""Dtypes by the number under which they travel. Append only."""
+
+_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def split_evenly(rows: int, parts: int) -> tuple[int, ...]:
+    """Return balanced block lengths: the first `rows % parts` blocks have one more."""
+    share, rest = divmod(rows, parts)
+    return tuple(share + (part < rest) for part in range(parts))
+
+
+def learn_blocks(
+    engine: Engine, rows: Tensor, verb: str, ranks: Sequence[int], timeout_s: float
+) -> tuple[int, ...]:
+    """Exchange block lengths, and refuse alike on all ranks blocks that cannot be joined."""
+    records = engine.all_gather_ints(pack_shape(rows.shape, rows.dtype), timeout_s=timeout_s)
+    if any(record[1:] != records[0][1:] for record in records):
+        lines = "\n".join(
+            f"rank {rank}: {str(dtype).removeprefix('torch.')} rows of {list(shape[1:])}"
+            for rank, (shape, dtype) in zip(ranks, map(unpack_shape, records), strict=True)
+        )
+        raise PartitionError.because(
+            f"{verb} of blocks that do not fit together",
+            lines,
+            None,
+            "blocks may differ only along the joined dim",
+        )
+    return tuple(record[0] for record in records)
+
+
+def describe_block(
+    engine: Engine,
+    src: int,
+    rows: Tensor | None,
+    sizes: tuple[int, ...],
+    dim: int,
+    refused: UnisonoError | None,
+    timeout_s: float,
+) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...], int]:
+    """Tell all ranks shape, dtype, block lengths and dim of the tensor `src` is about to scatter.
+
+    If `src` refused its arguments, all ranks raise.
+    """
+    whole = rows if rows is not None else torch.empty(0)
+    fields = [int(refused is not None), dim, *sizes, *pack_shape(whole.shape, whole.dtype)]
+    record = engine.all_gather_ints(fields, timeout_s=timeout_s)[src]
+    if refused is not None:
+        raise refused
+    if record[0]:
+        raise PartitionError.because(
+            f"scatter from rank {src} of the group",
+            "the source refused its arguments; its own error says why",
+        )
+    shape, dtype = unpack_shape(record[2 + engine.size :])
+    return shape, dtype, tuple(record[2 : 2 + engine.size]), record[1]
+
+
+def pack_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """Return shape and dtype as a fixed number of ints, first the length of dim 0."""
+    if len(shape) > _MAX_DIMS:
+        raise PartitionError.because(
+            f"a tensor of {len(shape)} dims", f"at most {_MAX_DIMS} dims travel with their sizes"
+        )
+    padded = [*shape, *([-1] * (_MAX_DIMS - len(shape)))]
+    return (padded[0], _NUMBER[dtype], *padded[1:])
+
+
+def unpack_shape(record: Sequence[int]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Undo `pack_shape`."""
+    shape = tuple(n for n in (record[0], *record[2:]) if n >= 0)
+    return shape, DTYPES[record[1]]

@@ -1,0 +1,121 @@
+"""Names of reductions, which dtypes they are defined for, and the dtype in which they are done."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.errors import UnisonoError
+
+_FLOAT = ("sum", "mean", "product", "min", "max", "sum64")
+_INTEGER = ("sum", "product", "min", "max", "and", "or", "xor")
+_COMPLEX = ("sum", "mean", "product")
+
+_STANDS_FOR: dict[torch.dtype, torch.dtype] = {
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+"""Unsigned dtypes that torch cannot add on a CPU, and the dtype that does it for them."""
+
+_SIGN_BIT = torch.iinfo(torch.int64).min
+
+
+def defined_ops(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the reductions that are defined for `dtype`; none for 8-bit floats."""
+    if dtype.is_complex:
+        return _COMPLEX
+    if dtype.is_floating_point:
+        return _FLOAT if dtype.itemsize > 1 else ()
+    return _INTEGER
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raise `UnisonoError` unless `op` is a reduction defined for `dtype`."""
+    legal = defined_ops(dtype)
+    if op in legal:
+        return
+    name = str(dtype).removeprefix("torch.")
+    known = sorted({*_FLOAT, *_INTEGER, *_COMPLEX})
+    if op not in known:
+        raise UnisonoError.because(
+            f"reduction {op!r}", f"a tensor of {name}", None, f"one of {', '.join(known)}"
+        )
+    if not legal:
+        raise UnisonoError.because(
+            f"reduction {op!r} of {name}",
+            f"{name} can be moved but not added: its values are too coarse to hold a sum",
+            None,
+            "reduce x.to(torch.float32) and convert the result",
+        )
+    raise UnisonoError.because(
+        f"reduction {op!r} of {name}",
+        f"defined for {name}: {', '.join(legal)}",
+        None,
+        "x.to(torch.float64) before a mean of integers"
+        if op == "mean"
+        else f"op={legal[0]!r}, or another dtype",
+    )
+
+
+def encode(x: Tensor, op: str) -> Tensor:
+    """Return a tensor of a dtype every engine can reduce; `x` itself where nothing is to do."""
+    stand_in = _STANDS_FOR.get(x.dtype)
+    if stand_in is None:
+        return x
+    if x.dtype != torch.uint64:
+        return x.to(stand_in)
+    bits = x.view(torch.int64)
+    # Order of unsigned numbers is order of signed ones after flipping the top bit.
+    return bits ^ _SIGN_BIT if op in ("min", "max") else bits.clone()
+
+
+def decode(y: Tensor, op: str, dtype: torch.dtype) -> Tensor:
+    """Undo `encode`."""
+    if dtype not in _STANDS_FOR:
+        return y
+    if dtype != torch.uint64:
+        return y.to(dtype)
+    return (y ^ _SIGN_BIT if op in ("min", "max") else y).view(torch.uint64)
+
+
+def accumulation_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    """Return the dtype in which a sum of `dtype` is carried: 16-bit floats in float32."""
+    if op == "sum64" and dtype.is_floating_point:
+        return torch.float64
+    if op in ("sum", "product") and dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return dtype
+
+
+def combine_(accumulator: Tensor, x: Tensor, op: str) -> Tensor:
+    """Reduce `x` into `accumulator`, in place. `bool` counts: sum is or, product is and."""
+    if accumulator.dtype == torch.bool:
+        op = {"sum": "or", "max": "or", "product": "and", "min": "and"}.get(op, op)
+    if op in ("sum", "sum64"):
+        return accumulator.add_(x)
+    if op == "product":
+        return accumulator.mul_(x)
+    if op == "min":
+        return torch.minimum(accumulator, x.to(accumulator.dtype), out=accumulator)
+    if op == "max":
+        return torch.maximum(accumulator, x.to(accumulator.dtype), out=accumulator)
+    if op == "and":
+        return accumulator.bitwise_and_(x)
+    if op == "or":
+        return accumulator.bitwise_or_(x)
+    return accumulator.bitwise_xor_(x)
+
+
+def reduce_in_rank_order(out: Tensor, blocks: list[Tensor], op: str) -> None:
+    """Fill `out` with the reduction of `blocks`, first to last, rounded once at the end."""
+    wide = accumulation_dtype(out.dtype, op)
+    if wide == out.dtype:
+        out.copy_(blocks[0])
+        accumulator = out
+    else:
+        accumulator = blocks[0].to(wide)
+    for block in blocks[1:]:
+        combine_(accumulator, block, op)
+    if accumulator is not out:
+        out.copy_(accumulator)

@@ -1,0 +1,177 @@
+"""Start and end of a world: the store that ranks meet at, and the default process group.
+
+No port is ever chosen and released: rank 0 binds port 0 and hands the listening socket itself to
+the store. Who started the ranks, and how they learn the address, is not known here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm import groups
+from unisono.comm.closing import close_world
+from unisono.errors import PlatformError
+
+if TYPE_CHECKING:
+    from unisono.comm.communicator import Communicator
+    from unisono.comm.environment import Environment
+
+__all__ = ["open_store", "start_world", "stop_world"]
+
+_IFNAME = "GLOO_SOCKET_IFNAME"
+_NONCE_KEY = "unisono/nonce"
+_changed_environment: dict[str, str | None] = {}
+"""Variables that `start_world` set in this process, with what they were before."""
+
+
+def open_store(
+    environment: Environment,
+    *,
+    addr: str | None = None,
+    port: int = 0,
+    timeout_s: float,
+    nonce: str | None = None,
+) -> dist.Store:
+    """Return the store of this world: rank 0 hosts it, the others join.
+
+    Args:
+        environment: the world. Under torchrun its own store is used and the rest is ignored.
+        addr: where rank 0 listens (default: loopback on one node, all interfaces on several), and
+            where the others find it (default: `environment.master`).
+        port: port of `addr`; 0 lets the system give rank 0 a free one (`store.port` tells which).
+        timeout_s: deadline of joining, and of each wait in the store.
+        nonce: a word of this run. Rank 0 leaves it in the store; a rank that finds another one
+            there has reached a stranger's store and says so.
+    """
+    deadline = timedelta(seconds=timeout_s)
+    if environment.kind == "torchrun":
+        return _torchrun_store(environment, deadline)
+    if addr is None and environment.master is not None:
+        addr, port = environment.master
+    if environment.rank == 0:
+        listen_at = addr or ("127.0.0.1" if environment.nodes == 1 else "")
+        store = _host_store(listen_at, port, deadline)
+        if nonce is not None:
+            store.set(_NONCE_KEY, nonce)
+        return store
+    if addr is None or port == 0:
+        raise PlatformError.because(
+            f"rank {environment.rank} of {environment.size} joins the store of rank 0",
+            f"no address of rank 0 (world of kind {environment.kind!r})",
+            None,
+            "set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there",
+        )
+    store = dist.TCPStore(addr, port, None, False, deadline, wait_for_workers=False)
+    if nonce is not None and (found := store.get(_NONCE_KEY).decode()) != nonce:
+        raise PlatformError.because(
+            f"rank {environment.rank} joins the store of rank 0 at {addr}:{port}",
+            f"the store of another run ({found} instead of {nonce})",
+        )
+    return store
+
+
+def _torchrun_store(environment: Environment, deadline: timedelta) -> dist.Store:
+    handler = dist.rendezvous("env://", environment.rank, environment.size, timeout=deadline)
+    store, _, _ = next(iter(handler))
+    return store
+
+
+def _host_store(addr: str, port: int, deadline: timedelta) -> dist.TCPStore:
+    """Listen at `addr:port` and serve a store on that very socket."""
+    family = socket.AF_INET6 if ":" in addr else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((addr, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise PlatformError.because(
+            f"rank 0 listens at {addr or '*'}:{port}",
+            f"{error.strerror} (error {error.errno})",
+            None,
+            "leave the port out, and the system gives a free one",
+        ) from error
+    bound_port = listener.getsockname()[1]
+    return dist.TCPStore(
+        addr or socket.gethostname(),
+        bound_port,
+        None,
+        True,
+        deadline,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def start_world(
+    environment: Environment,
+    *,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float = 600.0,
+    store: dist.Store | None = None,
+    name: str = "world",
+) -> Communicator:
+    """Initialise the default process group of this world and return it as a communicator.
+
+    Collective over all ranks of `environment`. In a bare process, or where a default group already
+    exists, nothing is started: what is there is the world.
+
+    Args:
+        environment: the world, as `detect` tells it.
+        backend: name of a torch.distributed backend; None chooses gloo for CPU and MPS tensors and
+            nccl for CUDA tensors.
+        device: where this rank's tensors live; None is the CPU.
+        timeout_s: deadline of each collective, and of the start itself.
+        store: an open store; None opens it with `open_store`.
+        name: prefix of the keys of this world, so that one store can serve several in turn.
+    """
+    from unisono.comm.communicator import world
+
+    place = torch.device("cpu" if device is None else device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if not dist.is_initialized() and environment.is_world:
+        if environment.nodes == 1:
+            _set_for_this_world(_IFNAME, "lo" if sys.platform == "linux" else "lo0")
+        if store is None:
+            store = open_store(environment, timeout_s=timeout_s)
+        dist.init_process_group(
+            backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"),
+            store=dist.PrefixStore(f"unisono/{name}", store),
+            rank=environment.rank,
+            world_size=environment.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    comm = world()
+    return comm if comm.device == place else comm.with_device(place)
+
+
+def stop_world() -> None:
+    """End the world of this process and put its environment variables back. Safe to repeat.
+
+    Collective over the world, where there is one.
+    """
+    close_world()
+    groups.count()  # looks at its cache, and so lets go of groups (and stores) that have ended
+    while _changed_environment:
+        name, before = _changed_environment.popitem()
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def _set_for_this_world(name: str, value: str) -> None:
+    if name not in os.environ:
+        _changed_environment[name] = None
+        os.environ[name] = value

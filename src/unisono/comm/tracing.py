@@ -1,0 +1,149 @@
+"""Record of every collective: what, how many bytes, how long, how much of it waiting, from where.
+
+Off, it costs one `is None` test a call. `with trace() as t:` records; `t.table()` sums up,
+`t.save(path)` writes a file that chrome://tracing and Perfetto show, one lane a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+from unisono.comm.call import Call
+
+MAX_EVENTS = 100_000
+"""Events kept; older ones are dropped first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective on one rank. Times are nanoseconds of `time.perf_counter_ns`."""
+
+    op: str
+    algorithm: str
+    group: str
+    rank: int
+    seq: int
+    sent: int
+    received: int
+    dtype: str
+    t_start: int
+    t_end: int
+    wait_ns: int
+    is_async: bool
+    site: str
+
+
+class Recorder:
+    """Collects events of this process."""
+
+    def __init__(self, call_sites: bool = True) -> None:
+        self.call_sites = call_sites
+        self._raw: deque[tuple[Call, int, int]] = deque(maxlen=MAX_EVENTS)
+
+    def add(self, call: Call, rank: int) -> None:
+        """Take down a call that has just ended."""
+        self._raw.append((call, rank, time.perf_counter_ns()))
+
+    @property
+    def events(self) -> list[Event]:
+        """What was recorded so far, oldest first."""
+        return [
+            Event(
+                op=call.op,
+                algorithm=call.algorithm,
+                group=call.group,
+                rank=rank,
+                seq=call.seq,
+                sent=call.sent,
+                received=call.received,
+                dtype=str(call.dtype).removeprefix("torch."),
+                t_start=call.t_start,
+                t_end=t_end,
+                wait_ns=call.wait_ns,
+                is_async=call.is_async,
+                site=call._site or "",
+            )
+            for call, rank, t_end in list(self._raw)
+        ]
+
+
+recorder: Recorder | None = None
+"""The recorder in use; None when nothing is traced. Read by the verbs at each call."""
+
+
+class trace:
+    """Record the collectives of this process while the context is open.
+
+    Args:
+        path: where to save at the end (collective over the world), None to save nothing.
+        call_sites: look up the source line of each call (about a microsecond).
+
+    >>> with trace() as t:
+    ...     pass
+    >>> t.events
+    []
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, call_sites: bool = True
+    ) -> None:
+        self._path = path
+        self._recorder = Recorder(call_sites)
+        self._before: Recorder | None = None
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of this rank."""
+        return self._recorder.events
+
+    def table(self) -> str:
+        """Return the sums per operation and source line of this rank, largest first."""
+        from unisono.comm.tracing_report import table
+
+        return table([asdict(e) for e in self.events])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Gather the events of all ranks on rank 0, which writes `path`. Collective."""
+        from unisono.comm.tracing_report import save
+
+        save(path, self.events)
+
+    def __enter__(self) -> trace:
+        global recorder
+        self._before, recorder = recorder, self._recorder
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        global recorder
+        recorder = self._before
+        if self._path is not None and kind is None:
+            self.save(self._path)
+
+
+_whole_run: trace | None = None
+
+
+def start_from_environment() -> None:
+    """Open a trace for the whole run if `UNISONO_TRACE` names a file; it is saved at the end."""
+    global _whole_run
+    if os.environ.get("UNISONO_TRACE") and _whole_run is None:
+        _whole_run = trace()
+        _whole_run.__enter__()
+
+
+def save_whole_run() -> None:
+    """Save the trace of the whole run, if one is open. Collective over the world."""
+    global _whole_run
+    if _whole_run is not None:
+        whole, _whole_run = _whole_run, None
+        whole.__exit__(None, None, None)
+        whole.save(os.environ["UNISONO_TRACE"])

@@ -1,0 +1,351 @@
+"""The kernels of a group that spans several hosts: shared memory inside a host, gloo between.
+
+Where every host has as many ranks, each place of a host carries its share over the network; else
+the first rank of each host speaks for it. Sums run over the ranks of a host and then over the hosts,
+in order; all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.comm.engine import Engine, Ticket
+from unisono.comm.reductions import accumulation_dtype, check_op, reduce_in_rank_order
+from unisono.comm.torch_engine import TorchTicket, bytes_of
+from unisono.comm.transports.jobs import JobQueue
+from unisono.comm.transports.queued import QueuedEngine, SourceTicket
+from unisono.comm.transports.shm.network import Network
+
+_SMALL_BYTES = 64 * 1024
+"""Up to here hosts exchange whole tensors at once; above, each reduces a share of them."""
+
+
+class AnyTicket(TorchTicket):
+    """A receive from anybody, by gloo."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__([work], can_wait_again=False)
+        self._work = work
+
+    @property
+    def source(self) -> int:
+        """See `SourceTicket`."""
+        return self._work._source_rank()
+
+
+class HostsEngine(QueuedEngine):
+    """Kernels of ranks on several hosts.
+
+    Args:
+        local: kernels of the ranks of the own host.
+        hosts: ranks of each host, in order of their first ranks.
+        rank: own rank in the group.
+        ranks: world ranks of the group, for messages.
+        network: the way to the other hosts.
+        jobs: order of calls, shared with the process group and with `local`.
+    """
+
+    backend = "shm"
+    last_algorithm = "hosts"
+
+    def __init__(
+        self,
+        local: Engine,
+        hosts: tuple[tuple[int, ...], ...],
+        rank: int,
+        ranks: Sequence[int],
+        network: Network,
+        jobs: JobQueue,
+    ) -> None:
+        super().__init__(rank, ranks, jobs)
+        self.local = local
+        self.network = network
+        self._hosts = hosts
+        self._here = next(i for i, members in enumerate(hosts) if rank in members)
+        self._mine = hosts[self._here]
+        self._leaders = tuple(members[0] for members in hosts)
+        self._is_even = len({len(members) for members in hosts}) == 1
+        self._everybody = tuple(range(len(ranks)))
+        self._peers = (
+            tuple(members[local.rank] for members in hosts) if self._is_even else self._leaders
+        )
+        """Ranks of the other hosts that this rank talks to, one a host."""
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """See `Engine`."""
+        check_op(op, x.dtype)
+        return self._call("all_reduce", partial(self._all_reduce, x, op), async_op, timeout_s)
+
+    def reduce_(
+        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """See `Engine`; leaves `x` as it is on the other ranks."""
+        check_op(op, x.dtype)
+
+        def kernel(timeout_s: float) -> None:
+            y = x if self.rank == dst else x.clone()
+            self._all_reduce(y, op, timeout_s)
+
+        return self._call("reduce", kernel, async_op, timeout_s)
+
+    def _all_reduce(self, x: Tensor, op: str, timeout_s: float) -> None:
+        add = "sum" if op in ("mean", "sum64") else op
+        wide = accumulation_dtype(x.dtype, "sum" if op == "mean" else op)
+        y = x if wide == x.dtype else x.to(wide)
+        flat = y.view(-1)
+        if self._is_even:
+            shares = list(flat.tensor_split(self.local.size))
+            mine = shares[self.local.rank].clone()
+            self._do(self.local.reduce_scatter, mine, shares, add, timeout_s=timeout_s)
+            self._across(mine, add, timeout_s)
+            self._do(self.local.all_gather, shares, mine, timeout_s=timeout_s)
+        else:
+            self._do(self.local.reduce_, flat, 0, add, timeout_s=timeout_s)
+            if self.rank in self._leaders:
+                self._across(flat, add, timeout_s)
+            self._do(self.local.broadcast_, flat, 0, timeout_s=timeout_s)
+        if op == "mean":
+            y.div_(self.size)
+        if y is not x:
+            x.copy_(y)
+
+    def _across(self, x: Tensor, op: str, timeout_s: float) -> None:
+        """Reduce `x` over the hosts, in their order."""
+        count = len(self._peers)
+        if x.numel() * x.element_size() <= _SMALL_BYTES:
+            blocks = [torch.empty_like(x) for _ in range(count)]
+            self.network.swap(self._peers, blocks, [x] * count, timeout_s)
+            reduce_in_rank_order(x, blocks, op)
+            return
+        shares = list(x.tensor_split(count))
+        blocks = [torch.empty_like(shares[self._here]) for _ in range(count)]
+        self.network.swap(self._peers, blocks, shares, timeout_s)
+        reduced = torch.empty_like(blocks[0])
+        reduce_in_rank_order(reduced, blocks, op)
+        self.network.swap(self._peers, shares, [reduced] * count, timeout_s)
+
+    def reduce_scatter(
+        self, out: Tensor, ins: Sequence[Tensor], op: str, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """See `Engine`."""
+        check_op(op, out.dtype)
+        kernel = partial(self._reduce_scatter, out, ins, op)
+        return self._call("reduce_scatter", kernel, async_op, timeout_s)
+
+    def _reduce_scatter(
+        self, out: Tensor, ins: Sequence[Tensor], op: str, timeout_s: float
+    ) -> None:
+        if not self._is_even:
+            whole = torch.cat([block.reshape(-1) for block in ins])
+            self._all_reduce(whole, op, timeout_s)
+            sizes = [block.numel() for block in ins]
+            out.view(-1).copy_(whole.split(sizes)[self.rank])
+            return
+        add = "sum" if op in ("mean", "sum64") else op
+        wide = accumulation_dtype(out.dtype, "sum" if op == "mean" else op)
+        # To each place of this host: the blocks of that place on all hosts.
+        columns = [
+            torch.cat([ins[members[place]].reshape(-1) for members in self._hosts]).to(wide)
+            for place in range(self.local.size)
+        ]
+        partial_sums = torch.empty_like(columns[self.local.rank])
+        self._do(self.local.reduce_scatter, partial_sums, columns, add, timeout_s=timeout_s)
+        lengths = [ins[members[self.local.rank]].numel() for members in self._hosts]
+        blocks = [torch.empty(out.numel(), dtype=wide) for _ in self._hosts]
+        self.network.swap(self._peers, blocks, partial_sums.split(lengths), timeout_s)
+        result = torch.empty(out.numel(), dtype=wide)
+        reduce_in_rank_order(result, blocks, add)
+        if op == "mean":
+            result.div_(self.size)
+        out.view(-1).copy_(result)
+
+    # -- moves ----------------------------------------------------------------------------------
+
+    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """See `Engine`."""
+
+        def kernel(timeout_s: float) -> None:
+            origin = next(i for i, members in enumerate(self._hosts) if src in members)
+            if origin == self._here:
+                place = self._mine.index(src)
+                self._do(self.local.broadcast_, x, place, timeout_s=timeout_s)
+            if self.rank in self._leaders:
+                self.network.spread(self._leaders, x, origin, timeout_s)
+            if origin != self._here:
+                self._do(self.local.broadcast_, x, 0, timeout_s=timeout_s)
+
+        return self._call("broadcast", kernel, async_op, timeout_s)
+
+    def all_gather(
+        self, outs: Sequence[Tensor], x: Tensor, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """See `Engine`. Leaders exchange the blocks of their hosts."""
+
+        def kernel(timeout_s: float) -> None:
+            self._do(self.local.all_gather, [outs[r] for r in self._mine], x, timeout_s=timeout_s)
+            host_outs = [[bytes_of(outs[r]) for r in members] for members in self._hosts]
+            sizes = [sum(len(block) for block in blocks) for blocks in host_outs]
+            sizes[self._here] = 0
+            foreign = torch.empty(sum(sizes), dtype=torch.uint8)
+            parts = list(foreign.split(sizes))
+            if self.rank in self._leaders:
+                own = torch.cat(host_outs[self._here])
+                ins = [own if host != self._here else own[:0] for host in range(len(sizes))]
+                self.network.swap(self._leaders, parts, ins, timeout_s)
+            self._do(self.local.broadcast_, foreign, 0, timeout_s=timeout_s)
+            for host, blocks in enumerate(host_outs):
+                if host != self._here:
+                    lengths = [len(block) for block in blocks]
+                    for block, part in zip(blocks, parts[host].split(lengths), strict=True):
+                        block.copy_(part)
+
+        return self._call("all_gather", kernel, async_op, timeout_s)
+
+    def all_to_all(
+        self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """See `Engine`."""
+
+        def kernel(timeout_s: float) -> None:
+            nothing = torch.empty(0, dtype=torch.uint8)
+            self._do(
+                self.local.all_to_all,
+                [outs[r] for r in self._mine],
+                [ins[r] for r in self._mine],
+                timeout_s=timeout_s,
+            )
+            far_outs = [nothing if r in self._mine else out for r, out in enumerate(outs)]
+            far_ins = [nothing if r in self._mine else block for r, block in enumerate(ins)]
+            self.network.swap(self._everybody, far_outs, far_ins, timeout_s)
+
+        return self._call("all_to_all", kernel, async_op, timeout_s)
+
+    def gather(
+        self,
+        outs: Sequence[Tensor] | None,
+        x: Tensor,
+        dst: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`. An all-to-all in which only `dst` receives."""
+        nothing = x.new_empty(0)
+        ins = [x if peer == dst else nothing for peer in range(self.size)]
+        received = [nothing] * self.size if outs is None else outs
+        return self.all_to_all(received, ins, async_op=async_op, timeout_s=timeout_s)
+
+    def scatter(
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor] | None,
+        src: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`. An all-to-all in which only `src` sends."""
+        nothing = out.new_empty(0)
+        outs = [out if peer == src else nothing for peer in range(self.size)]
+        sent = [nothing] * self.size if ins is None else ins
+        return self.all_to_all(outs, sent, async_op=async_op, timeout_s=timeout_s)
+
+    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """See `Engine`."""
+
+        def kernel(timeout_s: float) -> None:
+            self._do(self.local.barrier, timeout_s=timeout_s)
+            if self.rank in self._leaders:
+                byte = torch.zeros(1, dtype=torch.uint8)
+                hosts = len(self._leaders)
+                blocks = list(torch.empty(hosts, 1, dtype=torch.uint8))
+                self.network.swap(self._leaders, blocks, [byte] * hosts, timeout_s)
+            self._do(self.local.barrier, timeout_s=timeout_s)
+
+        return self._call("barrier", kernel, async_op, timeout_s)
+
+    def all_gather_ints(
+        self, values: Sequence[int], *, timeout_s: float
+    ) -> list[tuple[int, ...]]:
+        """See `Engine`."""
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        everybody = mine.new_empty(self.size, len(mine))
+        self.all_gather(list(everybody.unbind()), mine, async_op=False, timeout_s=timeout_s)
+        return [tuple(row) for row in everybody.tolist()]
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`. All messages of such a group go over gloo, so that tags match anywhere."""
+        self.check_usable()
+        with self.network.translating("exchange", self._everybody, timeout_s):
+            group = self.network.group(self._everybody)
+            works: list[dist.Work] = [
+                *(group.recv([bytes_of(x)], src, tag) for src, x in recvs),
+                *(group.send([bytes_of(x)], dst, tag) for dst, x in sends),
+            ]
+            ticket = TorchTicket(works, can_wait_again=False)
+            if async_op:
+                return ticket
+            ticket.wait(timeout_s)
+        return None
+
+    def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
+        """See `QueuedEngine`."""
+        self.check_usable()
+        return AnyTicket(self.network.group(self._everybody).recv_anysource([bytes_of(x)], tag))
+
+    def shared_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Engine`: shared among the ranks of a host. Collective over them."""
+        return self.local.shared_buffer(shape, dtype)
+
+    # -- life -----------------------------------------------------------------------------------
+
+    @property
+    def waited_ns(self) -> int:  # type: ignore[override]
+        """See `QueuedEngine`: the part spent in shared memory."""
+        return getattr(self.local, "waited_ns", 0)
+
+    def _call(
+        self, name: str, kernel: Callable[[float], None], async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        return self.call(name, partial(kernel, timeout_s), async_op, timeout_s)
+
+    def _do(self, kernel: Callable[..., Ticket | None], *args: object, timeout_s: float) -> None:
+        """Run a kernel of the own host to its end."""
+        kernel(*args, async_op=False, timeout_s=timeout_s)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """See `QueuedEngine`."""
+        if isinstance(self.local, QueuedEngine):
+            self.local.fail(error)
+
+    def abandon_after_fork(self) -> None:
+        """See `QueuedEngine`."""
+        super().abandon_after_fork()
+        if isinstance(self.local, QueuedEngine):
+            self.local.abandon_after_fork()
+
+    def cancel(self, why: str) -> None:
+        """See `QueuedEngine`."""
+        if isinstance(self.local, QueuedEngine):
+            self.local.cancel(why)
+
+    def release(self) -> None:
+        """See `QueuedEngine`."""
+        if isinstance(self.local, QueuedEngine):
+            self.local.close()
+        self.network.close()

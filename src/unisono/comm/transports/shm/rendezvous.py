@@ -1,0 +1,302 @@
+"""How the ranks of a group find each other and their segment, through the group's store.
+
+Each rank tells its host. Ranks of one host let the first of them make a segment, and prove that
+they can map it; a rank that cannot counts as a host of its own and is reached over the network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from unisono.comm.transports.shm.layout import (
+    DEFAULT_SLOT_KB,
+    MAGIC,
+    VERSION,
+    Layout,
+    fitting_layout,
+)
+from unisono.comm.transports.shm.libc import has_semaphores, populate
+from unisono.comm.transports.shm.peers import is_dead, process_start
+from unisono.comm.transports.shm.segment import KINDS, Segment, Ticket, pid_namespace
+from unisono.comm.transports.shm.waiting import init_semaphores, needs_semaphores
+from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
+
+_FIRST_WORDS = 2  # after the nonce
+_PEERS_S = 0.05
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank tells about itself."""
+
+    host: str
+    pid: int
+    started: int
+    nonce: str
+    hostname: str
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks have found out.
+
+    Attributes:
+        hosts: for each host, its ranks in the group, in order; hosts by their first rank.
+        local: ranks of the own host.
+        processes: process id and start time of each of them.
+        nonce: a word of this group alone.
+        segment: segment of the own host; None if this rank is alone there.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    local: tuple[int, ...]
+    processes: tuple[tuple[int, int], ...]
+    nonce: str
+    segment: Segment | None
+
+
+def host_id() -> str:
+    """Return a word shared by the processes that can share memory with this one."""
+    pretended = os.environ.get("UNISONO_HOST_ID")
+    if pretended:
+        return pretended
+    why = unavailable()
+    if why is not None:
+        return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    return f"{boot}-{pid_namespace()}-{os.getuid()}"
+
+
+def unavailable() -> str | None:
+    """Return why memory cannot be shared on this system, None if it can."""
+    if os.name != "posix":
+        return f"no POSIX shared memory on {platform.system()}"
+    if needs_semaphores() and not has_semaphores():
+        return f"{platform.system()} on {platform.machine()} has no semaphores in shared memory"
+    return None
+
+
+def setting(name: str, default: float | None, *, least: float) -> float | None:
+    """Return the number in an environment variable."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value < least:
+        raise UnisonoError.because(f"{name}={text!r}", f"not a number of at least {least:g}")
+    return value
+
+
+class Rendezvous:
+    """One rank's side of the meeting.
+
+    Args:
+        store: store of the group; all keys are deleted again.
+        rank: own rank in the group.
+        ranks: world ranks of the group, for messages.
+        timeout_s: deadline for the others to come.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float):
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._size = len(self._ranks)
+        self._timeout_s = timeout_s
+        self._members: dict[int, Member] = {}
+        self._own_keys: list[str] = []
+
+    def meet(self) -> Meeting:
+        """Find out who shares memory with whom. Collective over the group."""
+        pid = os.getpid()
+        me = Member(
+            host_id(), pid, process_start(pid) or 0, secrets.token_hex(8), socket.gethostname()
+        )
+        texts = self.share("member", json.dumps(me.__dict__))
+        self._members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}
+        hosts = _by_host([self._members[r].host for r in range(self._size)])
+        for attempt in itertools.count():
+            kind = KINDS[min(attempt, len(KINDS) - 1)]
+            local = next(ranks for ranks in hosts if self._rank in ranks)
+            reports, segment = self._attempt(attempt, kind, local)
+            refused = [r for r, report in enumerate(reports) if report != "ok"]
+            if not refused:
+                break
+            if kind == KINDS[-1]:
+                hosts = _isolate(hosts, refused)
+        processes = [(self._members[r].pid, self._members[r].started) for r in local]
+        return Meeting(hosts, local, tuple(processes), self._members[0].nonce, segment)
+
+    def _attempt(
+        self, attempt: int, kind: str, local: tuple[int, ...]
+    ) -> tuple[list[str], Segment | None]:
+        """Make or open the segment of the own host; return how all ranks of the group fared."""
+        segment, report = None, "ok"
+        try:
+            if len(local) > 1:
+                segment, report = self._map(f"segment/{attempt}/{local[0]}", kind, local)
+            reports = self.share(f"mapped/{attempt}", report)
+        finally:
+            if segment is not None:
+                segment.seal()
+        for text in reports:
+            word, _, message = text.partition(" ")
+            if word == "error":
+                raise UnisonoError(message)
+        return reports, segment
+
+    def _map(self, key: str, kind: str, local: tuple[int, ...]) -> tuple[Segment | None, str]:
+        """Return the segment of the own host, or None and why there is none."""
+        if self._rank == local[0]:
+            try:
+                segment = create(len(local), kind)
+            except OSError as error:
+                self._set(key, f"none {error}")
+                return None, str(error)
+            except UnisonoError as error:
+                self._set(key, f"error {error}")
+                return None, f"error {error}"
+            self._set(key, f"ticket {segment.ticket}")
+            return segment, "ok"
+        self._await([key], [local[0]])
+        word, _, text = self._store.get(key).decode().partition(" ")
+        if word != "ticket":
+            return None, f"error {text}" if word == "error" else text
+        try:
+            return Segment.open(Ticket.parse(text)), "ok"
+        except OSError as error:
+            return None, str(error)
+
+    def share(self, what: str, text: str) -> list[str]:
+        """Return the texts of all ranks."""
+        self._set(f"{what}/{self._rank}", text)
+        keys = [f"{what}/{r}" for r in range(self._size)]
+        self._await(keys, range(self._size))
+        return [raw.decode() for raw in self._store.multi_get(keys)]
+
+    def clean(self) -> None:
+        """Delete what this rank wrote; call it when all ranks have read it."""
+        for key in self._own_keys:
+            try:
+                self._store.delete_key(key)
+            except RuntimeError:  # a store without deletion
+                return
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        self._own_keys.append(key)
+
+    def _await(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
+        """Wait until the keys are there, or a rank that should write one is dead."""
+        began = time.monotonic()
+        look, nap_s = began + _PEERS_S, 1e-4
+        while True:
+            try:
+                if self._store.check(list(keys)):
+                    return
+            except RuntimeError as error:
+                self._look_for_dead()
+                raise RankFailed(
+                    f"rank {self._ranks[self._rank]} lost the store while its group was made\n"
+                    f"  found: {error}",
+                ) from error
+            now = time.monotonic()
+            missing = (
+                [r for key, r in zip(keys, ranks, strict=True) if not self._store.check([key])]
+                if now >= look
+                else []
+            )
+            if now >= look:
+                look = now + _PEERS_S
+                self._look_for_dead(missing)
+            if now > began + self._timeout_s and missing:
+                absent = [self._ranks[r] for r in missing]
+                raise RankTimeout(
+                    f"a shm group of ranks {list(self._ranks)} was not made within "
+                    f"{self._timeout_s:g} s\n  not arrived: rank {compress_ranks(absent)}",
+                    missing=absent,
+                    op="new_group",
+                )
+            time.sleep(nap_s)
+            nap_s = min(nap_s * 1.5, 5e-3)
+
+    def _look_for_dead(self, suspects: Sequence[int] | None = None) -> None:
+        for rank, member in self._members.items():
+            here = member.host == self._members[self._rank].host
+            if here and (suspects is None or rank in suspects):
+                if is_dead(member.pid, member.started):
+                    raise RankFailed(
+                        f"rank {self._ranks[rank]} (process {member.pid} on {member.hostname}) "
+                        "died while the group was made",
+                        rank=self._ranks[rank],
+                        host=member.hostname,
+                    )
+
+
+def create(size: int, kind: str) -> Segment:
+    """Make the segment of a host with `size` ranks, as the environment asks for it."""
+    slot_kb = setting("UNISONO_SHM_SLOT_KB", DEFAULT_SLOT_KB, least=4) or DEFAULT_SLOT_KB
+    max_mb = setting("UNISONO_SHM_MAX_MB", None, least=0)
+    semaphores = needs_semaphores() or os.environ.get("UNISONO_SHM_SEMAPHORES", "") == "1"
+    layout = fitting_layout(size, int(slot_kb), max_mb)
+    purpose = f"a shm group of {size} ranks with slots of {layout.slot_bytes // 1024} KB"
+    segment = Segment.create(layout.total, reserve=layout.rings, kind=kind, purpose=purpose)
+    words = memoryview(segment.memory).cast("B").cast("q")
+    constants = (MAGIC, VERSION, size, layout.slot_bytes, int(semaphores))
+    for place, constant in enumerate(constants):
+        words[_FIRST_WORDS + place] = constant
+    if semaphores:
+        init_semaphores(segment.address, layout)
+    populate(segment.address, layout.rings)
+    return segment
+
+
+def read_constants(segment: Segment) -> tuple[Layout, bool]:
+    """Return the layout of a segment another rank made, and whether it uses semaphores."""
+    words = memoryview(segment.memory).cast("B").cast("q")
+    magic, version, size, slot_bytes, semaphores = words[_FIRST_WORDS : _FIRST_WORDS + 5].tolist()
+    if (magic, version) != (MAGIC, VERSION):
+        raise UnisonoError.because(
+            "the segment of a shm group",
+            f"layout version {version}, this process knows version {VERSION}",
+            None,
+            "run the same release of unisono on all ranks",
+        )
+    return Layout(size, slot_bytes), bool(semaphores)
+
+
+def _by_host(labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, hosts in the order of their first rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, label in enumerate(labels):
+        hosts.setdefault(label, []).append(rank)
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def _isolate(
+    hosts: tuple[tuple[int, ...], ...], refused: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Make each rank that could not map its host's segment a host of its own."""
+    split: list[tuple[int, ...]] = []
+    for ranks in hosts:
+        willing = tuple(r for r in ranks if r not in refused)
+        split += [willing] if willing else []
+        split += [(r,) for r in ranks if r in refused]
+    return tuple(sorted(split))

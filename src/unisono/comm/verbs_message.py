@@ -1,0 +1,262 @@
+"""The verbs between pairs of ranks, the barrier, and shared buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from unisono.comm.arguments import check_rank, check_tensor
+from unisono.comm.calling import Caller, Like, contiguous
+from unisono.comm.pending import Pending
+from unisono.errors import PartitionError
+
+T = TypeVar("T")
+
+EXCHANGE_TAG = 1 << 20
+"""Tag of `exchange`, out of the way of the user's own tags."""
+
+
+class MessageVerbs(Caller):
+    """Messages between the ranks of a communicator."""
+
+    @overload
+    def send(
+        self,
+        x: Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        async_op: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> None: ...
+    @overload
+    def send(
+        self,
+        x: Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        async_op: Literal[True],
+        timeout_s: float | None = None,
+    ) -> Pending[None]: ...
+    def send(
+        self,
+        x: Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Pending[None] | None:
+        """Send `x` to rank `dst`, which calls `recv`. Not collective."""
+        check_tensor(x, self.device, "send")
+        self._check_peer(dst, "dst", "send")
+        work = contiguous(x.detach())
+        return self._messages("send", {dst: work}, {}, tag, lambda: None, async_op, timeout_s)
+
+    @overload
+    def recv(
+        self,
+        like: Like,
+        src: int,
+        tag: int = 0,
+        *,
+        async_op: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> Tensor: ...
+    @overload
+    def recv(
+        self,
+        like: Like,
+        src: int,
+        tag: int = 0,
+        *,
+        async_op: Literal[True],
+        timeout_s: float | None = None,
+    ) -> Pending[Tensor]: ...
+    def recv(
+        self,
+        like: Like,
+        src: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Tensor | Pending[Tensor]:
+        """Return the tensor that rank `src` sends; `like` gives its shape and dtype."""
+        self._check_peer(src, "src", "recv")
+        out = self._empty(like, "recv")
+        return self._messages("recv", {}, {src: out}, tag, lambda: out, async_op, timeout_s)
+
+    @overload
+    def recv_(
+        self,
+        out: Tensor,
+        src: int,
+        tag: int = 0,
+        *,
+        async_op: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> Tensor: ...
+    @overload
+    def recv_(
+        self,
+        out: Tensor,
+        src: int,
+        tag: int = 0,
+        *,
+        async_op: Literal[True],
+        timeout_s: float | None = None,
+    ) -> Pending[Tensor]: ...
+    def recv_(
+        self,
+        out: Tensor,
+        src: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Tensor | Pending[Tensor]:
+        """Fill `out` with the tensor that rank `src` sends, and return it."""
+        check_tensor(out, self.device, "recv_")
+        self._check_peer(src, "src", "recv_")
+        work = contiguous(out.detach())
+
+        def finish() -> Tensor:
+            if work.data_ptr() != out.data_ptr():
+                out.detach().copy_(work)
+            return out
+
+        return self._messages("recv", {}, {src: work}, tag, finish, async_op, timeout_s)
+
+    @overload
+    def exchange(
+        self,
+        sends: Mapping[int, Tensor],
+        recvs: Mapping[int, Like],
+        *,
+        async_op: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> dict[int, Tensor]: ...
+    @overload
+    def exchange(
+        self,
+        sends: Mapping[int, Tensor],
+        recvs: Mapping[int, Like],
+        *,
+        async_op: Literal[True],
+        timeout_s: float | None = None,
+    ) -> Pending[dict[int, Tensor]]: ...
+    def exchange(
+        self,
+        sends: Mapping[int, Tensor],
+        recvs: Mapping[int, Like],
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> dict[int, Tensor] | Pending[dict[int, Tensor]]:
+        """Send to some ranks and receive from some, all at once; no pattern can deadlock.
+
+        Called by the ranks that take part. What rank a sends to b, b must expect from a with the
+        same shape and dtype. Empty tensors make no message.
+
+        Args:
+            sends: tensor for each destination.
+            recvs: shape and dtype (or a tensor like it) from each source.
+            async_op: return a `Pending` instead of waiting.
+            timeout_s: deadline of this call.
+
+        Returns:
+            The tensor received from each source.
+        """
+        for peer, x in sends.items():
+            check_rank(peer, self.size, "destination", "exchange")
+            check_tensor(x, self.device, "exchange")
+        for peer in recvs:
+            check_rank(peer, self.size, "source", "exchange")
+        outs = {peer: self._empty(like, "exchange") for peer, like in recvs.items()}
+        blocks = {peer: contiguous(x.detach()) for peer, x in sends.items()}
+        mine = blocks.pop(self.rank, None)
+        own = outs.get(self.rank)
+        if (mine is None) != (own is None) or (
+            mine is not None and own is not None and mine.shape != own.shape
+        ):
+            raise PartitionError.because(
+                "exchange with oneself",
+                f"sends {None if mine is None else list(mine.shape)}, "
+                f"receives {None if own is None else list(own.shape)}",
+            )
+        if mine is not None and own is not None:
+            own.copy_(mine)
+        remote = {peer: out for peer, out in outs.items() if peer != self.rank}
+        return self._messages(
+            "exchange", blocks, remote, EXCHANGE_TAG, lambda: outs, async_op, timeout_s
+        )
+
+    @overload
+    def barrier(
+        self,
+        *,
+        async_op: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> None: ...
+    @overload
+    def barrier(
+        self,
+        *,
+        async_op: Literal[True],
+        timeout_s: float | None = None,
+    ) -> Pending[None]: ...
+    def barrier(
+        self, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Pending[None] | None:
+        """Return when every rank has called it; on time-out the error names the missing ranks."""
+        call = self._begin("barrier", None, async_op=async_op, timeout_s=timeout_s)
+        deadline = self._deadline(timeout_s)
+        return self._run(
+            call,
+            lambda: self._engine.barrier(async_op=async_op, timeout_s=deadline),
+            lambda: None,
+            async_op,
+            deadline,
+        )
+
+    def shared_buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return zeros that live in the group's shared memory, where its backend has one.
+
+        Collective over the communicator. A collective on the buffer, or on a contiguous view of
+        it, moves no bytes; on other backends it is plain memory.
+        """
+        buffer = self._engine.shared_buffer(tuple(shape), dtype)
+        return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
+
+    def _messages(
+        self,
+        op: str,
+        sends: Mapping[int, Tensor],
+        recvs: Mapping[int, Tensor],
+        tag: int,
+        finish: Callable[[], T],
+        async_op: bool,
+        timeout_s: float | None,
+    ) -> T | Pending[T]:
+        call = self._begin(op, None, async_op=async_op, timeout_s=timeout_s, collective=False)
+        call.sent = sum(x.numel() * x.element_size() for x in sends.values())
+        call.received = sum(x.numel() * x.element_size() for x in recvs.values())
+        deadline = self._deadline(timeout_s)
+        return self._run(
+            call,
+            lambda: self._engine.exchange(
+                [(peer, x) for peer, x in sends.items() if x.numel()],
+                [(peer, x) for peer, x in recvs.items() if x.numel()],
+                tag,
+                async_op=async_op,
+                timeout_s=deadline,
+            ),
+            finish,
+            async_op,
+            deadline,
+        )

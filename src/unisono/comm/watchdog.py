@@ -1,0 +1,195 @@
+"""One daemon thread a process that lets ranks learn about each other while they are blocked.
+
+Through the world's store it answers other ranks' requests for stacks and notices a failure that a
+rank has posted. It starts with the first group of more than one rank and ends with the world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from unisono.comm import call as calls
+from unisono.comm.sites import thread_stacks
+from unisono.errors import RankFailed
+
+POLL_S = 1.0
+"""Seconds between two looks at the store."""
+ANSWER_S = 3.0
+"""Longest time to wait for other ranks' answers."""
+
+_NAME = "unisono-watchdog"
+_lock = threading.Lock()
+_current: Watchdog | None = None
+
+
+def default_store() -> Store:
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+class Watchdog:
+    """Answers requests and watches for failures, for one world."""
+
+    def __init__(self, world: dist.ProcessGroup, store: Store) -> None:
+        self.rank = world.rank()
+        self.size = world.size()
+        self.failure: RankFailed | None = None
+        self._world = world
+        self._store = PrefixStore("unisono/watch", own_connection(store))
+        self._store_lock = threading.Lock()
+        self._stop = threading.Event()
+        self._answered = 0
+        self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
+        self._thread.start()
+
+    def is_for(self, world: dist.ProcessGroup | None) -> bool:
+        """Whether this watchdog belongs to `world` and still runs."""
+        return self._world is world and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the thread and wait for its end."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10.0)
+
+    def post_failure(self, error: BaseException) -> None:
+        """Tell all ranks that this one failed; the first failure posted stays."""
+        record = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        with self._store_lock:
+            self._store.compare_set("failed", "", json.dumps(record))
+
+    def poll_failure(self) -> RankFailed | None:
+        """Look for a failure posted by another rank."""
+        if self.failure is None:
+            with self._store_lock:
+                posted = json.loads(self._store.get("failed")) if self._has("failed") else None
+            if posted is not None and posted["rank"] != self.rank:
+                self.failure = failure_of(posted, self.size)
+        return self.failure
+
+    def ask_stacks(self) -> dict[int, dict[str, Any]]:
+        """Collect stacks and latest collective of all other ranks that answer in time."""
+        with self._store_lock:
+            number = self._store.add("requests", 1)
+            self._store.set(f"request/{number}", str(self.rank))
+        answers: dict[int, dict[str, Any]] = {}
+        give_up = time.monotonic() + ANSWER_S
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        while len(answers) < len(others) and time.monotonic() < give_up:
+            self._poll()  # two ranks may ask each other at the same time
+            for rank in others:
+                key = f"answer/{number}/{rank}"
+                with self._store_lock:
+                    if rank not in answers and self._has(key):
+                        answers[rank] = json.loads(self._store.get(key))
+            if len(answers) < len(others):
+                time.sleep(0.02)
+        return answers
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            if not dist.is_initialized() or dist.group.WORLD is not self._world:
+                return
+            try:
+                self._poll()
+            except (RuntimeError, OSError, ValueError):
+                return  # the store is gone: the world has ended without us
+
+    def _poll(self) -> None:
+        self.poll_failure()
+        while True:
+            with self._store_lock:
+                key = f"request/{self._answered + 1}"
+                if not self._has(key):
+                    return
+                asker = int(self._store.get(key))
+                self._answered += 1
+                if asker != self.rank:
+                    answer = json.dumps(describe_self())
+                    self._store.set(f"answer/{self._answered}/{self.rank}", answer)
+
+
+def own_connection(store: Store) -> Store:
+    """Return a connection of our own where a blocked call would lock the shared one."""
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, TCPStore):
+        return store.clone()  # type: ignore[attr-defined]
+    return store
+
+
+def describe_self() -> dict[str, Any]:
+    """Return what this process tells others about itself."""
+    call = calls.latest()
+    return {
+        "stacks": thread_stacks(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "call": call.describe() if call is not None else None,
+        "group": call.key if call is not None else None,
+        "seq": call.seq if call is not None else 0,
+        "done": call.done if call is not None else True,
+    }
+
+
+def failure_of(posted: dict[str, Any], size: int) -> RankFailed:
+    """Build the error that the other ranks raise from a posted record."""
+    message = (
+        f"rank {posted['rank']} of {size} on {posted['host']} raised {posted['error']}\n"
+        f"{posted['traceback'].rstrip()}"
+    )
+    return RankFailed(
+        message, rank=posted["rank"], host=posted["host"], traceback=posted["traceback"]
+    )
+
+
+def ensure() -> Watchdog | None:
+    """Return the watchdog of the default process group, started if needed; None at one rank."""
+    global _current
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() < 2:
+        return None
+    with _lock:
+        if _current is None or not _current.is_for(world):
+            if _current is not None:
+                _current.stop()
+            _current = Watchdog(world, default_store())
+        return _current
+
+
+def stop() -> None:
+    """End the watchdog of this process, if any."""
+    global _current
+    with _lock:
+        if _current is not None:
+            _current.stop()
+            _current = None
+
+
+def _forget_after_fork() -> None:
+    global _current, _lock
+    _current = None  # its thread stayed in the parent
+    _lock = threading.Lock()
+
+
+atexit.register(stop)
+os.register_at_fork(after_in_child=_forget_after_fork)

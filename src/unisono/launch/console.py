@@ -1,0 +1,127 @@
+"""The ranks' output on one console: whole lines, each with its rank in front.
+
+Lines are never mixed. A progress bar (text that ends in a carriage return, or has no end yet and
+began with one) is shown from rank 0 on a terminal, and redrawn below lines of other ranks;
+elsewhere only its last state appears, as a line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from collections.abc import Collection
+from typing import TextIO
+
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class Console:
+    """Writes what the ranks print to this process's stdout and stderr."""
+
+    def __init__(
+        self,
+        shown: Collection[int],
+        *,
+        prefix: bool,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+    ) -> None:
+        self._shown = frozenset(shown)
+        self._prefix = prefix
+        self._files = (stdout or sys.stdout, stderr or sys.stderr)
+        self._bar = ""
+        self._bar_file: TextIO | None = None
+
+    def stream(self, rank: int, number: int) -> RankStream:
+        """Return the reader of output `number` (0 stdout, 1 stderr) of `rank`."""
+        return RankStream(self, rank, self._files[number])
+
+    def width(self) -> int | None:
+        """Return how many columns a progress bar may take; None where there is no terminal."""
+        file = self._files[1]
+        if not _is_terminal(file):
+            return None
+        import shutil
+
+        return shutil.get_terminal_size().columns - (len("[0] ") if self._prefix else 0)
+
+    def line(self, rank: int, text: str, file: TextIO) -> None:
+        """Show one whole line of `rank`."""
+        if rank not in self._shown:
+            return
+        bar, bar_file = self._bar, self._bar_file
+        self.clear_bar()
+        self._write(file, f"{self._label(rank)}{text}\n")
+        if bar and bar_file is not None:
+            self._draw_bar(bar, bar_file)
+
+    def bar(self, rank: int, text: str, file: TextIO) -> None:
+        """Show the present state of a progress bar of rank 0."""
+        if rank == 0 and rank in self._shown and _is_terminal(file):
+            self._draw_bar(self._label(rank) + text, file)
+
+    def end_bar(self, rank: int) -> None:
+        """The bar's line is about to be shown for good."""
+        if rank == 0:
+            self.clear_bar()
+
+    def clear_bar(self) -> None:
+        """Take a bar off the terminal."""
+        if self._bar and self._bar_file is not None:
+            self._write(self._bar_file, _CLEAR_LINE)
+        self._bar = ""
+
+    def _draw_bar(self, text: str, file: TextIO) -> None:
+        self._bar, self._bar_file = text, file
+        self._write(file, _CLEAR_LINE + text)
+
+    def _label(self, rank: int) -> str:
+        return f"[{rank}] " if self._prefix else ""
+
+    def _write(self, file: TextIO, text: str) -> None:
+        encoding = getattr(file, "encoding", None) or "utf-8"
+        file.write(text.encode(encoding, errors="replace").decode(encoding))
+        file.flush()
+
+
+class RankStream:
+    """Cuts one output of one rank into lines."""
+
+    def __init__(self, console: Console, rank: int, file: TextIO) -> None:
+        self._console = console
+        self._rank = rank
+        self._file = file
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._rest = ""
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes as they come."""
+        *lines, self._rest = (self._rest + self._decode(data)).split("\n")
+        for line in lines:
+            self._show(line)
+        if "\r" in self._rest:
+            state = _last_state(self._rest)
+            # What came before the newest state is overwritten on a screen: forget it.
+            self._rest = "\r" + state
+            self._console.bar(self._rank, state, self._file)
+
+    def close(self) -> None:
+        """Show a last line that has no end."""
+        rest, self._rest = self._rest + self._decode(b"", True), ""
+        if _last_state(rest):
+            self._show(rest)
+
+    def _show(self, line: str) -> None:
+        if "\r" in line:
+            self._console.end_bar(self._rank)
+        self._console.line(self._rank, _last_state(line), self._file)
+
+
+def _last_state(text: str) -> str:
+    """Return what a terminal would show of `text`: what follows the last carriage return."""
+    return text.rstrip("\r").rpartition("\r")[2]
+
+
+def _is_terminal(file: TextIO) -> bool:
+    isatty = getattr(file, "isatty", None)
+    return bool(isatty and isatty())

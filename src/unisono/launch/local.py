@@ -1,0 +1,85 @@
+"""Ranks as processes of this host: what each is told, and one attempt to run a job on them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unisono.launch.console import Console
+from unisono.launch.cores import threads_per_rank, usable_cores
+from unisono.launch.process import start_rank
+from unisono.launch.rank import Job
+from unisono.launch.supervise import Outcome, Supervisor
+
+
+def run_local(
+    job: Job,
+    *,
+    ranks: int,
+    console: Console,
+    job_dir: Path,
+    timeout_s: float | None,
+    attempt: int = 0,
+    grace_s: float = 1.0,
+) -> Outcome:
+    """Run `job` on `ranks` processes of this host; return what they returned, or raise.
+
+    Whatever happens, no process, descriptor or thread of the run is left when this returns.
+    """
+    run_id = secrets.token_hex(8)
+    supervisor = Supervisor(
+        console,
+        start_timeout_s=job.start_timeout_s,
+        timeout_s=timeout_s,
+        grace_s=grace_s,
+        job_dir=job_dir,
+        attempt=attempt,
+    )
+    with supervisor, _payload(job) as payload_fd:
+        for rank in range(ranks):
+            env = dict(os.environ)
+            if (width := console.width()) is not None:
+                env.update(COLUMNS=str(width), LINES="24")
+            env |= rank_environment(rank, ranks, run_id, job_dir, attempt)
+            supervisor.watch(
+                start_rank(rank, ranks, payload_fd=payload_fd, env=env, job_dir=job_dir)
+            )
+        return supervisor.until_all_returned()
+
+
+def rank_environment(
+    rank: int, ranks: int, run_id: str, job_dir: Path, attempt: int
+) -> dict[str, str]:
+    """Return the variables that tell a rank of this host its place and its share of the cores."""
+    threads = threads_per_rank(ranks, usable_cores())
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "NODE_RANK": "0",
+        "UNISONO_RUN_ID": run_id,
+        "UNISONO_JOB_DIR": str(job_dir),
+        "UNISONO_RESTART": str(attempt),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+
+
+@contextmanager
+def _payload(job: Job) -> Iterator[int]:
+    """Yield a descriptor of a nameless file with our search path and the job.
+
+    A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting.
+    """
+    search_path = b"\0".join(os.fsencode(entry) for entry in sys.path)
+    with tempfile.TemporaryFile() as file:
+        file.write(len(search_path).to_bytes(8, "little") + search_path)
+        pickle.dump(job, file, protocol=pickle.HIGHEST_PROTOCOL)
+        file.flush()
+        yield file.fileno()

@@ -1,0 +1,73 @@
+"""Where the ranks' output goes: which ranks the console shows, and the directory of the logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from unisono.errors import PlatformError
+
+__all__ = ["Logs", "checked_logs"]
+
+SHOW_ALL_UP_TO = 8
+"""Largest world of which the console `auto` shows every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logs:
+    """What happens to the output of the ranks."""
+
+    dir: str | Path | None = None
+    """Parent of the run's directory, which is then kept. None: a private temporary directory that
+    is removed on success and kept, and named in the error, on failure."""
+    console: Literal["auto", "all", "rank0", "none"] | Sequence[int] = "auto"
+    """Ranks shown on the console; `auto` is all of them up to 8 ranks, else rank 0."""
+    prefix: bool = True
+    """Whether each line starts with `[rank] ` in a world of more than one rank."""
+
+    def shown(self, ranks: int) -> frozenset[int]:
+        """Return which of `ranks` ranks the console shows."""
+        match self.console:
+            case "auto":
+                return frozenset(range(ranks if ranks <= SHOW_ALL_UP_TO else 1))
+            case "all":
+                return frozenset(range(ranks))
+            case "rank0":
+                return frozenset({0})
+            case "none":
+                return frozenset()
+            case chosen:
+                return frozenset(chosen)
+
+
+def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
+    """Return `logs` as a `Logs`, or raise `PlatformError` if it makes no sense for `ranks`."""
+    if logs is None:
+        logs = Logs()
+    elif isinstance(logs, (str, Path)):
+        logs = Logs(dir=logs)
+    elif not isinstance(logs, Logs):
+        raise PlatformError.because(
+            f"unisono.run(..., logs={logs!r})",
+            f"a {type(logs).__name__}",
+            None,
+            'logs="runs" for a directory, or logs=unisono.Logs(console="rank0")',
+        )
+    words = ("auto", "all", "rank0", "none")
+    if isinstance(logs.console, str):
+        if logs.console not in words:
+            raise PlatformError.because(
+                f"Logs(console={logs.console!r})",
+                f"none of {', '.join(map(repr, words))}, nor a list of ranks",
+                None,
+                'Logs(console="all")',
+            )
+    elif strange := [r for r in logs.console if not (isinstance(r, int) and 0 <= r < ranks)]:
+        raise PlatformError.because(
+            f"Logs(console={list(logs.console)!r})",
+            f"{strange[0]!r} is not a rank",
+            f"ranks of a world of {ranks} are 0 to {ranks - 1}",
+        )
+    return logs

@@ -1,0 +1,104 @@
+"""What a rank tells its launcher, and the frames in which it travels.
+
+Rank to launcher: pickled records on the rank's own pipe. Launcher to rank: one JSON object a line.
+Both pipes are inherited by exactly one process, so only our own children are ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """The rank runs, and answers the stack signal from now on."""
+
+    host: str
+    """Name of its host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Rank 0 hosts the store here."""
+
+    addr: str
+    """Numeric address."""
+    port: int
+    """Port that the system gave it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The rank is in its world and about to call the function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """The function returned."""
+
+    value: bytes
+    """What it returned, pickled."""
+    wall_s: float
+    """Seconds it took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The function, or the start of the rank, raised."""
+
+    summary: str
+    """Type and text of the exception in one line."""
+    traceback: str
+    """Formatted traceback of the rank, without our own frames."""
+    pickled: bytes | None
+    """The exception itself, if it survives pickling."""
+    is_consequence: bool
+    """Whether it only says that another rank went away or did not come."""
+    exit_code: int | None = None
+    """Code of a `SystemExit`."""
+    site: str = ""
+    """Innermost line of the user's code, as `file.py:12 in step`."""
+
+
+Message = Hello | Address | Ready | Returned | Failed
+
+
+def send_message(fd: int, message: Message) -> None:
+    """Write one message; blocks until the launcher has taken it."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    for part in (_LENGTH.pack(len(body)), body):
+        view = memoryview(part)
+        while view:
+            view = view[os.write(fd, view) :]
+
+
+class MessageReader:
+    """Puts messages together from whatever pieces a pipe delivers."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Take `data`; return the messages complete by now."""
+        self._buffer += data
+        messages: list[Message] = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(pickle.loads(memoryview(self._buffer)[_LENGTH.size : end].tobytes()))
+            del self._buffer[:end]
+        return messages
+
+
+def send_order(fd: int, **order: Any) -> None:
+    """Write one order to a rank. An order is short, so the pipe takes it whole."""
+    os.write(fd, json.dumps(order).encode() + b"\n")

@@ -1,0 +1,329 @@
+"""Watching ranks from their start to their end: one loop over their pipes.
+
+The first failure, or a deadline, ends all of them; whatever happens, leaving the `with` block
+leaves no process, descriptor or half-read output behind.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unisono.launch import verdict
+from unisono.launch.console import Console, RankStream
+from unisono.launch.messages import Address, Failed, Hello, Message, Ready, Returned
+from unisono.launch.process import RankProcess, read_available
+from unisono.launch.rank import STACK_SIGNAL
+from unisono.launch.stacks import outside_collectives, user_threads
+
+COLLECT_S = 0.25
+"""After the first bad news: time in which others may report, before the cause is chosen."""
+STACKS_S = 0.2
+"""Longest wait for stacks after a failure."""
+DEADLINE_STACKS_S = 0.5
+"""Longest wait for stacks after a deadline."""
+LEAVE_S = 5.0
+"""Longest time a rank may take to leave after all have returned."""
+DRAIN_S = 1.0
+"""Longest time to read what ended ranks have left in their pipes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A world in which every rank returned."""
+
+    values: Sequence[bytes]
+    """Pickled return values, by rank."""
+    hosts: Sequence[str]
+    """Host of each rank."""
+    start_s: float
+    """Seconds until the last rank was ready."""
+    wall_s: float
+    """Seconds from then to the last return."""
+
+
+class Supervisor:
+    """Watches the ranks of one attempt. Use it as a context manager."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        start_timeout_s: float,
+        timeout_s: float | None,
+        grace_s: float,
+        job_dir: Path,
+        attempt: int,
+    ) -> None:
+        self._ranks: list[RankProcess] = []
+        self._console = console
+        self._start_timeout_s = start_timeout_s
+        self._timeout_s = timeout_s
+        self._grace_s = grace_s
+        self._job_dir = job_dir
+        self._attempt = attempt
+        self._selector = selectors.DefaultSelector()
+        self._streams: list[RankStream] = []
+        self._began = time.monotonic()
+        self._ready_at: float | None = None
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._stop_all()
+        finally:  # also when a second Ctrl-C interrupts the wait for an orderly end
+            self._kill_all()
+            for stream in self._streams:
+                stream.close()
+            for rank in self._ranks:
+                rank.close()
+            self._selector.close()
+
+    def watch(self, rank: RankProcess) -> None:
+        """Begin to listen to a rank that was just started."""
+        self._ranks.append(rank)
+        self._listen(rank.report_fd, lambda: self._read_report(rank))
+        for number, pipe in enumerate((rank.process.stdout, rank.process.stderr)):
+            if pipe is not None:
+                stream = self._console.stream(rank.rank, number)
+                self._streams.append(stream)
+                self._listen(pipe.fileno(), self._output_reader(rank, pipe.fileno(), stream))
+        if rank.pidfd is not None:
+            self._listen(rank.pidfd, lambda: self._note_end(rank))
+
+    def until_all_returned(self) -> Outcome:
+        """Return when every rank has returned and left; raise if one failed or time ran out."""
+        while not all(rank.returned for rank in self._ranks):
+            self._step(self._seconds_left())
+            if any(rank.is_bad for rank in self._ranks):
+                raise self._failure()
+            if self._seconds_left() == 0.0:
+                raise self._timeout()
+        ended = time.monotonic()
+        self._dismiss()
+        ready_at = self._ready_at or ended
+        return Outcome(
+            values=[rank.returned.value for rank in self._ranks if rank.returned],
+            hosts=[rank.hello.host for rank in self._ranks if rank.hello],
+            start_s=ready_at - self._began,
+            wall_s=ended - ready_at,
+        )
+
+    # The loop: a callback says whether its descriptor has more to come.
+
+    def _listen(self, fd: int, callback: Callable[[], bool]) -> None:
+        os.set_blocking(fd, False)
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def _step(self, timeout_s: float | None) -> bool:
+        """Wait for news at most `timeout_s`, take all that has come, say whether there was any."""
+        events = self._selector.select(timeout_s)
+        for key, _ in events:
+            if not key.data():
+                self._selector.unregister(key.fd)
+        return bool(events)
+
+    def _step_until(self, condition: Callable[[], bool], limit_s: float) -> None:
+        """Go on until `condition` holds, at most `limit_s`."""
+        end = time.monotonic() + limit_s
+        while not condition() and (left := end - time.monotonic()) > 0:
+            self._step(min(left, 0.02))
+
+    def _seconds_left(self) -> float | None:
+        """Return the time to the next deadline; None is for ever, 0.0 is over."""
+        if self._ready_at is None:
+            end = self._began + self._start_timeout_s
+        elif self._timeout_s is None:
+            return None
+        else:
+            end = self._ready_at + self._timeout_s
+        return max(0.0, end - time.monotonic())
+
+    def _read_report(self, rank: RankProcess) -> bool:
+        messages = rank.read_messages()
+        for message in messages or ():
+            self._take(rank, message)
+        if messages is None and rank.pidfd is None:
+            self._note_end(rank)  # where the system cannot tell us of an exit in another way
+        return messages is not None
+
+    def _take(self, rank: RankProcess, message: Message) -> None:
+        match message:
+            case Hello():
+                rank.hello = message
+            case Address():
+                for other in self._ranks:
+                    if other is not rank:
+                        other.order(master=[message.addr, message.port])
+            case Ready():
+                rank.is_ready = True
+                if all(r.is_ready for r in self._ranks):
+                    self._ready_at = time.monotonic()
+            case Returned():
+                rank.returned = message
+            case Failed():
+                rank.failed, rank.failed_at = message, time.monotonic()
+                rank.log.write(message.traceback.encode(errors="replace"))
+
+    def _output_reader(self, rank: RankProcess, fd: int, stream: RankStream) -> Callable[[], bool]:
+        def read() -> bool:
+            data = read_available(fd)
+            if data:
+                rank.log.write(data)
+                stream.feed(data)
+            return data != b""
+
+        return read
+
+    def _note_end(self, rank: RankProcess) -> bool:
+        """A rank's process has ended: take its last words and its status."""
+        if rank.is_running:
+            while messages := rank.read_messages():
+                for message in messages:
+                    self._take(rank, message)
+            rank.collect()
+        return False
+
+    # The end, good or bad.
+
+    def _dismiss(self) -> None:
+        """Let all ranks leave; a crash now is worth a warning, the results count."""
+        for rank in self._ranks:
+            rank.order(finish=True)
+        self._step_until(lambda: not any(rank.is_running for rank in self._ranks), LEAVE_S)
+        for rank in self._ranks:
+            if rank.is_running:
+                how = f"did not end within {LEAVE_S:g} s (a thread that is no daemon?)"
+            elif rank.exit_code:
+                how = verdict.ending(rank.exit_code)
+            else:
+                continue
+            warnings.warn(
+                f"rank {rank.rank} returned its result, then {how}", RuntimeWarning, stacklevel=2
+            )
+
+    def _failure(self) -> Exception:
+        """Find out whose fault it is, stop all, and return the error."""
+        self._step_until(lambda: all(rank.is_bad for rank in self._ranks), COLLECT_S)
+        fates = self._fates()
+        unaware = [rank for rank in self._ranks if not rank.is_bad and not rank.returned]
+        stacks = self._stacks(unaware, STACKS_S)
+        self._stop_all()
+        self._kill_all()
+        return verdict.failure(
+            [replace(fate, log_tail=self._log_tail(fate.rank)) for fate in fates],
+            stacks=stacks,
+            job_dir=str(self._job_dir),
+            attempt=self._attempt,
+        )
+
+    def _timeout(self) -> Exception:
+        """Ask every rank where it stands, stop all, and return the error."""
+        size = len(self._ranks)
+        if self._ready_at is None:
+            late = [rank.rank for rank in self._ranks if not rank.is_ready]
+            deadline = f"not ready {self._start_timeout_s:g} s after the start"
+        else:
+            late = [rank.rank for rank in self._ranks if not rank.returned]
+            deadline = f"not done within timeout_s={self._timeout_s:g}"
+        stacks = self._stacks(self._ranks, DEADLINE_STACKS_S)
+        fates = self._fates()
+        self._stop_all()
+        self._kill_all()
+        outside = outside_collectives({rank: stacks.get(rank, "") for rank in late})
+        candidates = outside or late
+        return verdict.timeout(
+            fates,
+            what=f"{verdict.name_ranks(late)} of {size} {deadline}",
+            stacks=stacks,
+            suspect=candidates[0] if len(candidates) == 1 else None,
+            job_dir=str(self._job_dir),
+        )
+
+    def _fates(self) -> list[verdict.Fate]:
+        return [
+            verdict.Fate(
+                rank=rank.rank,
+                host=rank.hello.host if rank.hello else socket.gethostname(),
+                failed=rank.failed,
+                failed_at=rank.failed_at,
+                exit_code=None if rank.returned else rank.exit_code,
+                peak_mb=rank.peak_mb,
+            )
+            for rank in self._ranks
+        ]
+
+    def _log_tail(self, rank: int) -> str:
+        text = tail(self._job_dir / f"rank-{rank}.log")
+        return "\n".join(text.splitlines()[-verdict.LOG_LINES :])
+
+    def _stacks(self, ranks: Iterable[RankProcess], limit_s: float) -> dict[int, str]:
+        """Return the stacks of those `ranks` that answer the stack signal in time."""
+        begin: dict[RankProcess, int] = {}
+        for rank in ranks:
+            if rank.is_running and rank.hello:
+                begin[rank] = _size(rank.stack_path)
+                with suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, STACK_SIGNAL)
+        sizes = dict(begin)
+
+        def all_written() -> bool:
+            nonlocal sizes
+            before, sizes = sizes, {rank: _size(rank.stack_path) for rank in begin}
+            return sizes == before and all(sizes[rank] > begin[rank] for rank in begin)
+
+        self._step_until(all_written, limit_s)
+        dumps: dict[int, str] = {}
+        for rank, offset in begin.items():
+            with suppress(OSError), rank.stack_path.open("rb") as file:
+                file.seek(offset)
+                if text := file.read().decode(errors="replace"):
+                    dumps[rank.rank] = user_threads(text)
+        return dumps
+
+    def _stop_all(self) -> None:
+        """Ask every rank to stop, so that its `finally` blocks run; wait `grace_s` for them."""
+        running = [rank for rank in self._ranks if rank.is_running]
+        for rank in running:
+            rank.order(stop=True)
+            rank.signal_group(signal.SIGTERM)
+        if running:
+            self._step_until(lambda: not any(rank.is_running for rank in running), self._grace_s)
+
+    def _kill_all(self) -> None:
+        """Kill what is left, and read what all ranks have left in their pipes."""
+        running = [rank for rank in self._ranks if rank.is_running]
+        for rank in running:
+            rank.signal_group(signal.SIGKILL)
+        for rank in running:
+            rank.collect()
+        end = time.monotonic() + DRAIN_S
+        while self._selector.get_map() and time.monotonic() < end and self._step(0):
+            pass
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def tail(path: Path, limit: int = 1 << 20) -> str:
+    """Return the text of a log, or the last `limit` bytes of it; nothing if it is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - limit))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,226 @@
+"""Which rank is to blame, and the one error the caller gets. Pure: facts in, exception out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.errors import RankFailed, RankTimeout, RemoteError, compress_ranks
+from unisono.launch.messages import Failed
+from unisono.launch.payload import load_exception
+from unisono.launch.stacks import grouped, user_line
+
+LOG_LINES = 20
+"""Lines of a rank's log that the error of a rank without traceback shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """What is known of one rank at the moment of judgement."""
+
+    rank: int
+    """Its place in the world."""
+    host: str
+    """Where it ran."""
+    failed: Failed | None = None
+    """Its own report, if it made one."""
+    failed_at: float = 0.0
+    """When that report came."""
+    exit_code: int | None = None
+    """How it ended, as `subprocess` says it: negative is a signal. None: it was still running."""
+    peak_mb: float | None = None
+    """Largest memory it used, once it ended."""
+    log_tail: str = ""
+    """End of what it printed."""
+
+
+def choose_cause(fates: Sequence[Fate]) -> Fate:
+    """Return the rank that failed first in meaning, not in time.
+
+    A rank that died without a word comes before one that reported an error of its own, and that
+    before those that only noticed that another one had gone. Among equals the earliest counts.
+    """
+    return min((fate for fate in fates if _is_bad(fate)), key=_precedence)
+
+
+def _is_bad(fate: Fate) -> bool:
+    return fate.failed is not None or fate.exit_code is not None
+
+
+def _precedence(fate: Fate) -> tuple[int, float, int]:
+    if fate.failed is None:
+        return 0, 0.0, fate.rank
+    return (2 if fate.failed.is_consequence else 1), fate.failed_at, fate.rank
+
+
+def failure(
+    fates: Sequence[Fate],
+    *,
+    stacks: Mapping[int, str],
+    job_dir: str | None = None,
+    attempt: int = 0,
+) -> RankFailed | RankTimeout:
+    """Build the error for a world in which at least one rank failed or died."""
+    cause = choose_cause(fates)
+    size = len(fates)
+    original = load_exception(cause.failed.pickled) if cause.failed else None
+    consequences = {
+        fate.rank: fate.failed.summary if fate.failed else ending(fate.exit_code)
+        for fate in fates
+        if fate is not cause and _is_bad(fate)
+    }
+    waiting = {
+        fate.rank: fate.failed.site
+        for fate in fates
+        if fate is not cause and fate.failed and fate.failed.is_consequence and fate.failed.site
+    }
+    waiting |= {rank: user_line(text) for rank, text in stacks.items() if rank != cause.rank}
+    lines = [_headline(cause, size)]
+    if cause.failed is None:
+        if cause.log_tail:
+            lines.append(f"Last lines of its output:\n{_indent(cause.log_tail)}")
+    elif original is not None:
+        lines.append(cause.failed.traceback.rstrip())
+    lines += _others(fates, cause, consequences, waiting)
+    lines.append(f"HINT: {_hint(cause, job_dir)}")
+    message = "\n".join(lines)
+    if isinstance(original, RankTimeout):
+        error: RankFailed | RankTimeout = RankTimeout(
+            message,
+            stacks=original.stacks,
+            missing=original.missing,
+            op=original.op,
+            site=original.site,
+            rank=original.rank,
+            last_collective=original.last_collective,
+        )
+    else:
+        killed = cause.failed is None and cause.exit_code is not None and cause.exit_code < 0
+        error = RankFailed(
+            message,
+            rank=cause.rank,
+            host=cause.host,
+            exit_code=None if killed else (cause.failed or cause).exit_code,
+            signal=_signal_name(-(cause.exit_code or 0)) if killed else None,
+            traceback=cause.failed.traceback if cause.failed else None,
+            exception=original,
+            consequences=consequences,
+            waiting=waiting,
+            log_tail=cause.log_tail,
+            job_dir=job_dir,
+            attempt=attempt,
+        )
+    if cause.failed is not None:
+        error.__cause__ = original or RemoteError(cause.failed.traceback)
+    return error
+
+
+def timeout(
+    fates: Sequence[Fate],
+    *,
+    what: str,
+    stacks: Mapping[int, str],
+    suspect: int | None = None,
+    job_dir: str | None = None,
+) -> RankTimeout:
+    """Build the error for a deadline that passed while no rank failed."""
+    silent = [fate.rank for fate in fates if fate.rank not in stacks]
+    lines = [what]
+    if silent:
+        lines.append(f"No stack from {name_ranks(silent)}.")
+    if stacks:
+        lines.append(grouped(stacks, suspect))
+    lines.append(f"HINT: a longer timeout_s if this is only slow{_logs_at(job_dir)}")
+    return RankTimeout("\n".join(lines), stacks=stacks, rank=suspect)
+
+
+def _headline(fate: Fate, size: int) -> str:
+    who = f"rank {fate.rank} of {size} on {fate.host}"
+    if fate.failed is None:
+        return f"{who} {ending(fate.exit_code)}"
+    if fate.failed.exit_code is not None:
+        return f"{who} exited before returning, with code {fate.failed.exit_code}"
+    return f"{who} raised {fate.failed.summary}"
+
+
+def ending(exit_code: int | None) -> str:
+    """Say how a process ended."""
+    if exit_code is None:
+        return "was stopped"
+    if exit_code < 0:
+        return f"was killed by {_signal_name(-exit_code)}"
+    return f"exited with code {exit_code} before returning"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _others(
+    fates: Sequence[Fate],
+    cause: Fate,
+    consequences: Mapping[int, str],
+    waiting: Mapping[int, str],
+) -> list[str]:
+    """Say what became of the ranks that are not to blame, and where they stood."""
+    stopped = [fate.rank for fate in fates if fate is not cause]
+    if not stopped:
+        return []
+    by_place: dict[str, list[int]] = {}
+    for rank in stopped:
+        if rank in waiting:
+            by_place.setdefault(f"at {waiting[rank]}", []).append(rank)
+        elif rank in consequences:
+            by_place.setdefault(consequences[rank].splitlines()[0], []).append(rank)
+    if len(by_place) == 1 and next(iter(by_place.values())) == stopped:
+        told = next(iter(by_place))
+    else:
+        told = "; ".join(f"{name_ranks(ranks)}: {place}" for place, ranks in by_place.items())
+    return [f"Stopped as a consequence: {name_ranks(stopped)}" + (f" ({told})" if told else "")]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3` or `ranks 0-2, 5`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {compress_ranks(ranks)}"
+
+
+def _hint(fate: Fate, job_dir: str | None) -> str:
+    at = _logs_at(job_dir)
+    if fate.failed is not None:
+        return f'on="inline" runs the function in this process, under your debugger{at}'
+    name = _signal_name(-fate.exit_code) if fate.exit_code and fate.exit_code < 0 else ""
+    if name == "SIGKILL":
+        peak = "" if fate.peak_mb is None else f"; this rank's peak was {fate.peak_mb:,.0f} MB"
+        return f"often the kernel, out of memory: {_host_memory()}{peak}{at}"
+    if name in ("SIGSEGV", "SIGBUS"):
+        return f"a native library crashed, or /dev/shm is full: {_shm_space()}{at}"
+    return f"something in the function ends the process (os._exit?){at}"
+
+
+def _logs_at(job_dir: str | None) -> str:
+    return f"; logs are in {job_dir}" if job_dir else ""
+
+
+def _host_memory() -> str:
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return "host memory unknown"
+    return f"this host has {total / 2**20:,.0f} MB"
+
+
+def _shm_space() -> str:
+    try:
+        space = os.statvfs("/dev/shm")
+    except OSError:
+        return "no /dev/shm here"
+    return f"{space.f_bavail * space.f_frsize / 2**20:,.0f} MB free there"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,69 @@
+"""Every movement of data as a linear operator beside its adjoint, differentiable to any order.
+
+Functions on a `Communicator`; the classes beside them are their autograd Functions. `TABLE` lists
+the pairs. Spaces: R replicated (counts once), S sharded, I each rank's own.
+"""
+
+from __future__ import annotations
+
+from unisono.operators.all_gather import AllGather, ReduceScatter, all_gather, reduce_scatter
+from unisono.operators.all_reduce import AllSumReduce, all_sum_reduce
+from unisono.operators.all_to_all import AllToAll, all_to_all
+from unisono.operators.attach import attach
+from unisono.operators.linear import LinearMap
+from unisono.operators.message import Recv, Send, recv, send
+from unisono.operators.permute import Permute, permute
+from unisono.operators.replicate import Copy, SumToReplicated, copy, sum_to_replicated
+from unisono.operators.root import Broadcast, SumReduce, broadcast, sum_reduce
+from unisono.operators.rows import AddRows, AllGatherRows, add_rows, all_gather_rows
+from unisono.operators.scatter import Gather, Scatter, gather, scatter
+from unisono.operators.slice import (
+    ConcatReplicated,
+    SliceReplicated,
+    concat_replicated,
+    slice_replicated,
+)
+from unisono.operators.table import TABLE, Example, Pair, table_text
+
+__all__ = [
+    "TABLE",
+    "AddRows",
+    "AllGather",
+    "AllGatherRows",
+    "AllSumReduce",
+    "AllToAll",
+    "Broadcast",
+    "ConcatReplicated",
+    "Copy",
+    "Example",
+    "Gather",
+    "LinearMap",
+    "Pair",
+    "Permute",
+    "Recv",
+    "ReduceScatter",
+    "Scatter",
+    "Send",
+    "SliceReplicated",
+    "SumReduce",
+    "SumToReplicated",
+    "add_rows",
+    "all_gather",
+    "all_gather_rows",
+    "all_sum_reduce",
+    "all_to_all",
+    "attach",
+    "broadcast",
+    "concat_replicated",
+    "copy",
+    "gather",
+    "permute",
+    "recv",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "slice_replicated",
+    "sum_reduce",
+    "sum_to_replicated",
+    "table_text",
+]

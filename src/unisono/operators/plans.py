@@ -1,0 +1,100 @@
+"""The plans of the communicator-level operators: ints, ranks and the communicator, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.comm.arguments import check_dim, check_sizes, check_tensor
+from unisono.errors import PartitionError
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A movement that needs to know only the group."""
+
+    comm: Communicator
+    wire: torch.dtype | None = None
+    """Dtype in which the tensor travels, None for its own."""
+
+    @property
+    def adjoint(self) -> GroupPlan:
+        """The plan of the adjoint."""
+        return self
+
+
+@dataclass(frozen=True)
+class RootPlan:
+    """A movement between one rank and all, of whole tensors."""
+
+    comm: Communicator
+    root: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def adjoint(self) -> RootPlan:
+        """The plan of the adjoint."""
+        return self
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """A movement of blocks along one dim; rank r holds `sizes[r]` of it."""
+
+    comm: Communicator
+    dim: int
+    sizes: tuple[int, ...]
+    root: int | None = None
+    shape: tuple[int, ...] = ()
+    """Shape of this rank's block (kept where a root holds the whole)."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the blocks (kept where a root holds the whole)."""
+
+    @property
+    def adjoint(self) -> BlockPlan:
+        """The plan of the adjoint."""
+        return self
+
+
+def block_plan(
+    x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
+) -> BlockPlan:
+    """Return the plan for joining blocks: `x` is this rank's. Collective when `sizes` is None."""
+    check_tensor(x, comm.device, verb)
+    if x.dim() == 0:
+        raise PartitionError.because(
+            f"{verb} of a tensor without dims", "nothing to join along", None, "x.reshape(1)"
+        )
+    dim = check_dim(dim, x, verb)
+    if sizes is None:
+        return BlockPlan(comm, dim, comm.block_lengths(x, dim))
+    given = check_sizes(sizes, comm.size, verb)
+    if given[comm.rank] != x.shape[dim]:
+        raise PartitionError.because(
+            f"{verb}(sizes={list(given)}, dim={dim}) on rank {comm.rank}",
+            f"a block of shape {list(x.shape)}",
+            f"sizes[{comm.rank}] = {given[comm.rank]} != {x.shape[dim]}",
+        )
+    return BlockPlan(comm, dim, given)
+
+
+def whole_plan(
+    x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
+) -> BlockPlan:
+    """Return the plan for cutting: `x` is whole along `dim`. Local; balanced without `sizes`."""
+    check_tensor(x, comm.device, verb)
+    if x.dim() == 0:
+        raise PartitionError.because(
+            f"{verb} of a tensor without dims", "nothing to cut along", None, "x.reshape(1)"
+        )
+    dim = check_dim(dim, x, verb)
+    rows = x.shape[dim]
+    if sizes is None:
+        share, rest = divmod(rows, comm.size)
+        return BlockPlan(comm, dim, tuple(share + (r < rest) for r in range(comm.size)))
+    return BlockPlan(comm, dim, check_sizes(sizes, comm.size, verb, total=rows))

@@ -1,0 +1,106 @@
+"""`all_gather_rows` and `add_rows`: fetch listed rows of other ranks, return and add them.
+
+The movement of a graph's halo: only the rows that are needed travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator, world
+from unisono.comm.arguments import check_tensor
+from unisono.errors import PartitionError
+from unisono.operators import traced
+from unisono.operators.linear import LinearMap
+from unisono.topology import RowPlan
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOnGroup:
+    """A row plan and the ranks it is carried out on."""
+
+    comm: Communicator
+    rows: RowPlan
+
+    @property
+    def adjoint(self) -> RowsOnGroup:
+        """The plan of the adjoint."""
+        return self
+
+
+class AllGatherRows(LinearMap):
+    """Own rows -> the rows of other ranks that this one needs."""
+
+    @staticmethod
+    def kernel(x: Tensor, plan: RowsOnGroup) -> Tensor:
+        """See `LinearMap`."""
+        rows = plan.rows
+        return _move(
+            x.index_select(0, rows.send_index), rows.send_sizes, rows.recv_sizes, plan.comm
+        )
+
+
+class AddRows(LinearMap):
+    """Rows for other ranks -> the sum of what came back for each own row."""
+
+    adjoint = AllGatherRows
+
+    @staticmethod
+    def kernel(x: Tensor, plan: RowsOnGroup) -> Tensor:
+        """See `LinearMap`."""
+        rows = plan.rows
+        returned = _move(x, rows.recv_sizes, rows.send_sizes, plan.comm)
+        total = returned.new_zeros((rows.num_rows, *returned.shape[1:]))
+        return total.index_add(0, rows.send_index, returned)
+
+
+AllGatherRows.adjoint = AddRows
+
+
+def all_gather_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> Tensor:
+    """Return the rows of other ranks that `plan` lists for this one, in rank order.
+
+    Collective over `comm` (default: the world). `x` holds the own rows `[num_rows, ...]`; the
+    gradients of the fetched rows go back and are added at their owner.
+    """
+    comm = world() if comm is None else comm
+    _check_rows(x, plan, plan.num_rows, comm, "all_gather_rows")
+    return AllGatherRows.apply(x, RowsOnGroup(comm, plan))
+
+
+def add_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> Tensor:
+    """Return `[num_rows, ...]`: for each own row the sum of what other ranks hold for it.
+
+    Collective over `comm` (default: the world). `x` holds one row for each fetched row, as
+    `all_gather_rows` returns them.
+    """
+    comm = world() if comm is None else comm
+    _check_rows(x, plan, sum(plan.recv_sizes), comm, "add_rows")
+    return AddRows.apply(x, RowsOnGroup(comm, plan))
+
+
+def _move(
+    x: Tensor, send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...], comm: Communicator
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        return traced.all_to_all(x, send_sizes, recv_sizes, comm)
+    return comm.all_to_all(x, send_sizes, recv_sizes)
+
+
+def _check_rows(x: Tensor, plan: RowPlan, rows: int, comm: Communicator, verb: str) -> None:
+    check_tensor(x, comm.device, verb)
+    if x.dim() == 0 or x.shape[0] != rows:
+        raise PartitionError.because(
+            f"{verb} of shape {list(x.shape)}",
+            f"a plan of {rows} rows on rank {comm.rank}",
+            f"{x.shape[0] if x.dim() else 0} != {rows}",
+        )
+    if len(plan.send_sizes) != comm.size:
+        raise PartitionError.because(
+            f"{verb} on {comm.size} ranks",
+            f"a plan for {len(plan.send_sizes)} ranks",
+            f"{len(plan.send_sizes)} != {comm.size}",
+        )

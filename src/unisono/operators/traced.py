@@ -1,0 +1,54 @@
+"""The kernels while torch.compile traces: functional collectives that a graph can hold.
+
+Everything is made of two of them, `all_reduce` and `all_to_all_single` with sizes. Eager code does
+not come here: these calls cost hundreds of microseconds more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.distributed_c10d import GroupName
+
+from unisono.comm import Communicator
+
+
+def all_reduce(x: Tensor, comm: Communicator) -> Tensor:
+    """Return the sum of `x` over all ranks."""
+    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", GroupName(comm.group_name)))
+
+
+def all_to_all(
+    x: Tensor, send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...], comm: Communicator
+) -> Tensor:
+    """Return the rows received from all ranks."""
+    received = funcol.all_to_all_single(
+        x.contiguous(), list(recv_sizes), list(send_sizes), GroupName(comm.group_name)
+    )
+    return funcol.wait_tensor(received)
+
+
+def all_gather(x: Tensor, dim: int, sizes: tuple[int, ...], comm: Communicator) -> Tensor:
+    """Return the blocks of all ranks joined along `dim`: every peer gets a copy of mine."""
+    rows = x.movedim(dim, 0)
+    mine = (rows.shape[0],) * comm.size
+    copies = torch.cat([rows] * comm.size)
+    return all_to_all(copies, mine, sizes, comm).movedim(0, dim).contiguous()
+
+
+def reduce_scatter(x: Tensor, dim: int, sizes: tuple[int, ...], comm: Communicator) -> Tensor:
+    """Return this rank's block of the sum over ranks, added in rank order."""
+    own = sizes[comm.rank]
+    blocks = all_to_all(x.movedim(dim, 0), sizes, (own,) * comm.size, comm)
+    total = blocks[:own]
+    for rank in range(1, comm.size):
+        total = total + blocks[rank * own : (rank + 1) * own]
+    return total.movedim(0, dim).contiguous()
+
+
+def take_block(x: Tensor, dim: int, sizes: tuple[int, ...], rank: int) -> Tensor:
+    """Return a copy of block `rank` of `x` along `dim`."""
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(
+        memory_format=torch.contiguous_format
+    )

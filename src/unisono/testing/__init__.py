@@ -1,0 +1,49 @@
+"""For tests of code that runs on many ranks: a pool of ranks, a pytest plugin, and checks.
+
+`@pytest.mark.ranks(2)` runs a test on two ranks; `check_adjoint` and `check_parity` compare an
+operator with its adjoint and a parallel layer with one process.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unisono.testing.adjoint import check_adjoint
+    from unisono.testing.layouts import Layout
+    from unisono.testing.parity import check_parity
+    from unisono.testing.pool import RankPool
+    from unisono.testing.report import LeakFound, RankFailure
+    from unisono.testing.shipping import CannotTravel
+
+_WHERE = {
+    "CannotTravel": "shipping",
+    "Layout": "layouts",
+    "LeakFound": "report",
+    "RankFailure": "report",
+    "RankPool": "pool",
+    "check_adjoint": "adjoint",
+    "check_parity": "parity",
+}
+
+__all__ = [
+    "CannotTravel",
+    "Layout",
+    "LeakFound",
+    "RankFailure",
+    "RankPool",
+    "check_adjoint",
+    "check_parity",
+]
+
+
+def __getattr__(name: str) -> object:
+    # Lazy, because pytest loads the plugin in every run and most runs need neither torch nor ranks.
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,232 @@
+"""What a process holds (environment, threads, children, files, ...), and what is new in it later.
+
+Used in the test process around plain tests and in each rank around a ranks test. Things that the
+standard library keeps for the life of a process on purpose do not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+KINDS = ("environment", "threads", "processes", "files", "shared memory", "temporary", "groups")
+"""Kinds of things that are watched."""
+
+HOST_KINDS = ("shared memory", "temporary")
+"""Kinds that belong to the host and not to one process."""
+
+PREFIXES = ("unisono",)
+"""Starts of names of our own temporary files and directories."""
+
+_SHM = Path("/dev/shm")
+_PROC = Path("/proc/self/fd")
+_OWN_VARIABLES = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION")
+_LASTING_THREADS = ("TMonitor", "pytest_timeout")
+_LASTING_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The things of one process at one time: kind -> key -> description."""
+
+    found: dict[str, dict[str, str]]
+
+    @classmethod
+    def now(cls, kinds: Collection[str] = KINDS) -> Holdings:
+        """Look at this process."""
+        return cls({kind: _LOOK[kind]() for kind in kinds})
+
+    def new(self, *, ignore: Collection[str] = (), patience_s: float = 1.0) -> dict[str, list[str]]:
+        """Return what is there now and was not then, by kind.
+
+        Args:
+            ignore: keys that do not count (`"pid:12"`, `"fd:5"`, names of files).
+            patience_s: how long things that end by themselves may take to do so.
+        """
+        deadline = time.monotonic() + patience_s
+        pause_s = 0.001
+        while True:
+            leaks = self._difference(ignore)
+            if not leaks or time.monotonic() > deadline:
+                return leaks
+            gc.collect()
+            if set(leaks) == {"environment"}:
+                return leaks
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
+    def _difference(self, ignore: Collection[str]) -> dict[str, list[str]]:
+        leaks: dict[str, list[str]] = {}
+        for kind, before in self.found.items():
+            after = _LOOK[kind]()
+            texts = [
+                text
+                for key, text in after.items()
+                if key not in ignore and (key not in before or before[key] != text)
+            ]
+            if kind == "environment":
+                texts += [f"{key} (removed)" for key in before if key not in after]
+            if kind in HOST_KINDS:
+                texts = [text for text in texts if not _belongs_to_another(text)]
+            if texts:
+                leaks[kind] = sorted(texts)
+        return leaks
+
+
+def describe(leaks: dict[str, list[str]]) -> str:
+    """Write leaks as text, one kind a line."""
+    return "\n".join(f"  {kind}: {', '.join(items)}" for kind, items in leaks.items())
+
+
+def _environment() -> dict[str, str]:
+    return {k: f"{k}={v}" for k, v in os.environ.items() if k not in _OWN_VARIABLES}
+
+
+def _threads() -> dict[str, str]:
+    return {
+        f"thread:{id(t)}": f"{t.name}{' (daemon)' if t.daemon else ''}"
+        for t in threading.enumerate()
+        if type(t).__name__ not in _LASTING_THREADS and not t.name.startswith(_LASTING_THREADS)
+    }
+
+
+def _processes() -> dict[str, str]:
+    if not _PROC.exists():
+        return {f"pid:{p.pid}": f"{p.pid} {p.name}" for p in multiprocessing.active_children()}
+    found: dict[str, str] = {}
+    for pid in _children():
+        command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+        if not any(word in command for word in _LASTING_COMMANDS):
+            found[f"pid:{pid}"] = f"{pid} ({command[:80] or 'ended, but not waited for'})"
+    return found
+
+
+def _children() -> list[int]:
+    lists = Path("/proc/self/task").glob("*/children")
+    pids = [int(pid) for path in lists for pid in _read(path).split()]
+    if pids or Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        return pids
+    me = str(os.getpid())  # kernels built without the children files
+    parents = {p.name: _read(p / "stat").rpartition(")")[2].split() for p in _numbered("/proc")}
+    return [int(pid) for pid, words in parents.items() if len(words) > 1 and words[1] == me]
+
+
+def _files() -> dict[str, str]:
+    lasting = _fds_of_multiprocessing()
+    found: dict[str, str] = {}
+    for entry in _numbered(_PROC):
+        try:
+            target = entry.readlink()
+        except OSError:
+            continue  # the descriptor of this very listing
+        if int(entry.name) not in lasting:
+            found[f"fd:{entry.name}"] = f"fd {entry.name} -> {target}"
+    return found
+
+
+def _fds_of_multiprocessing() -> set[int]:
+    names = {
+        "multiprocessing.resource_tracker": ("_resource_tracker", ("_fd",)),
+        "multiprocessing.forkserver": ("_forkserver", ("_forkserver_alive_fd",)),
+    }
+    found: set[int] = set()
+    for module, (holder, fields) in names.items():
+        kept = getattr(sys.modules.get(module), holder, None)
+        found.update(fd for fd in (getattr(kept, f, None) for f in fields) if fd is not None)
+    return found
+
+
+def _shared_memory() -> dict[str, str]:
+    return _own_entries(_SHM, "")
+
+
+def _temporary() -> dict[str, str]:
+    return _own_entries(Path(tempfile.gettempdir()), PREFIXES)
+
+
+def _own_entries(directory: Path, prefixes: str | tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name.startswith(prefixes) and _is_own(entry):
+                    found[entry.name] = entry.path
+    except OSError:
+        return {}
+    return found
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.stat(follow_symlinks=False).st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _belongs_to_another(path: str) -> bool:
+    """Whether another test session on this host, and not this one, made the file `path`.
+
+    Names of ours carry the pid of their maker; a shared-memory file without one is another's if a
+    process outside this one's family has it open.
+    """
+    family = _family()
+    for number in re.findall(r"(?<![0-9A-Za-z])[0-9]{2,7}(?![0-9A-Za-z])", Path(path).name):
+        if Path("/proc", number).exists() and int(number) not in family:
+            return True
+    if not path.startswith(str(_SHM)):
+        return False
+    return any(path in _read(p / "maps") for p in _numbered("/proc") if int(p.name) not in family)
+
+
+def _family() -> set[int]:
+    """This process and all it started, as far as /proc tells."""
+    parents: dict[int, int] = {}
+    for entry in _numbered("/proc"):
+        words = _read(entry / "stat").rpartition(")")[2].split()
+        if len(words) > 1:
+            parents[int(entry.name)] = int(words[1])
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
+
+
+def _groups() -> dict[str, str]:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return {}
+    return {"group": f"default process group ({dist.get_backend()})"}
+
+
+def _numbered(directory: str | Path) -> Iterable[Path]:
+    try:
+        return [entry for entry in Path(directory).iterdir() if entry.name.isdigit()]
+    except OSError:
+        return []
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+_LOOK = {
+    "environment": _environment,
+    "threads": _threads,
+    "processes": _processes,
+    "files": _files,
+    "shared memory": _shared_memory,
+    "temporary": _temporary,
+    "groups": _groups,
+}

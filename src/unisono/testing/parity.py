@@ -1,0 +1,223 @@
+"""Compare a parallel function or module with the same computation in one process.
+
+Outputs and gradients of inputs and parameters must agree. Every rank runs the whole computation by
+itself too, so keep the sizes of a test small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm import Communicator
+from unisono.errors import PartitionError
+from unisono.testing.agreement import raise_together
+from unisono.testing.layouts import Layout, as_layout
+from unisono.topology import Partition
+
+Spread = Partition | Layout | None
+"""How a tensor lies on the ranks; None is replicated."""
+
+
+def check_parity(
+    parallel: Callable[..., Tensor | Sequence[Tensor]],
+    serial: Callable[..., Tensor | Sequence[Tensor]],
+    inputs: Tensor | Sequence[Tensor] | Sequence[int],
+    partition: Spread | list[Spread] = None,
+    *,
+    out_partition: Spread | list[Spread] | str = "same",
+    parameter_grads: Callable[[], Mapping[str, Tensor | None]] | None = None,
+    comm: Communicator | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Check that `parallel` on many ranks equals `serial` on one. Collective over `comm`.
+
+    Args:
+        parallel: called on each rank with its parts of the inputs.
+        serial: called on each rank, without communication, with the whole inputs.
+        inputs: whole tensors, the same on all ranks; or one shape, for a random tensor.
+        partition: how inputs lie on the ranks: a `Partition`, a `Layout`, None for replicated; a
+            list has one for each input.
+        out_partition: the same for outputs; `"same"` takes that of the (first) input.
+        parameter_grads: returns the gradients of the parameters of `parallel` as `serial` has them;
+            default: `.grad` of parameters that have the same name in both modules. Parameters
+            without elements on a rank are not compared there.
+        comm: the ranks; default the world.
+        dtype: of a random input.
+        seed: of random inputs and of the direction in which gradients are taken.
+        rtol: relative tolerance; default by dtype, as in `torch.testing.assert_close`.
+        atol: absolute tolerance; given together with `rtol`.
+
+    Raises:
+        AssertionError: on all ranks alike: what differs, where, by how much.
+
+    Example:
+        >>> check_parity(nn.Tanh(), torch.tanh, [3, 4])
+    """
+    __tracebackhide__ = True
+    comm = Communicator.of(comm)
+    generator = torch.Generator().manual_seed(seed)
+    whole = _whole_inputs(inputs, dtype, generator)
+    layouts = [as_layout(p, comm) for p in _one_each(partition, len(whole))]
+    compare = _Comparison(rtol, atol)
+
+    own_inputs = [
+        layout.split(x.detach()).clone().requires_grad_(_has_gradient(x))
+        for layout, x in zip(layouts, whole, strict=True)
+    ]
+    before = [x.detach().clone() for x in own_inputs]
+    outs = _several(parallel(*own_inputs))
+    whole_inputs = [x.detach().clone().requires_grad_(_has_gradient(x)) for x in whole]
+    expected = _several(serial(*whole_inputs))
+    title = f"{_name(parallel)} on {comm.size} ranks differs from {_name(serial)} on one"
+    if len(outs) != len(expected):
+        found = [f"{len(outs)} outputs, but {len(expected)} on one"]
+        raise_together(title, found, comm=comm)
+    given_out = partition if out_partition == "same" else out_partition
+    out_layouts = [as_layout(p, comm) for p in _one_each(given_out, len(outs), first=True)]
+
+    for i, (out, want) in enumerate(zip(outs, expected, strict=True)):
+        compare(f"output {i}", out_layouts[i].join(out), want)
+    for i, (x, kept) in enumerate(zip(own_inputs, before, strict=True)):
+        compare(f"input {i} after the call (it was changed)", x, kept)
+    raise_together(title, compare.problems, comm=comm)
+
+    toward = [torch.randn(e.shape, dtype=e.dtype, generator=generator) for e in expected]
+    own_toward = [
+        layout.part(g, out) for layout, g, out in zip(out_layouts, toward, outs, strict=True)
+    ]
+    with _gradients_kept(parallel), _gradients_kept(serial):
+        _backward(outs, own_toward)
+        _backward(expected, toward)
+        for i, (layout, x, want) in enumerate(zip(layouts, own_inputs, whole_inputs, strict=True)):
+            if want.requires_grad:
+                found = x.grad if x.grad is not None else torch.zeros_like(x)
+                wanted = want.grad if want.grad is not None else torch.zeros_like(want)
+                compare(f"gradient of input {i}", layout.join(found), wanted)
+        grads = _own_grads(parallel) if parameter_grads is None else parameter_grads()
+        _compare_parameters(compare, grads, _own_grads(serial))
+        raise_together(title, compare.problems, comm=comm)
+
+
+class _Comparison:
+    """Collects what differs."""
+
+    def __init__(self, rtol: float | None, atol: float | None) -> None:
+        if rtol is not None and atol is None:
+            atol = 0.0
+        self.problems: list[str] = []
+        self._rtol = rtol
+        self._atol = atol
+
+    def __call__(self, name: str, found: Tensor, wanted: Tensor) -> None:
+        try:
+            torch.testing.assert_close(
+                found.detach(),
+                wanted.detach(),
+                rtol=self._rtol,
+                atol=self._atol,
+                equal_nan=True,
+            )
+        except AssertionError as error:
+            self.problems.append(f"{name}: {error}")
+
+
+def _compare_parameters(
+    compare: _Comparison, found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]
+) -> None:
+    for name, want in wanted.items():
+        if name not in found or want is None:
+            continue
+        grad = found[name]
+        if grad is None:
+            compare.problems.append(f"gradient of {name}: there is none")
+        elif grad.numel() or not want.numel():
+            compare(f"gradient of {name}", grad, want)
+
+
+def _own_grads(module: object) -> dict[str, Tensor | None]:
+    """Gradients by name; a parameter without elements has an empty one."""
+    if not isinstance(module, nn.Module):
+        return {}
+    return {
+        name: p.grad if p.grad is not None or p.numel() else torch.zeros_like(p)
+        for name, p in module.named_parameters()
+    }
+
+
+@contextmanager
+def _gradients_kept(module: object) -> Iterator[None]:
+    """Give parameters fresh gradients for a while and put the old ones back."""
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+
+
+def _backward(outs: Sequence[Tensor], toward: Sequence[Tensor]) -> None:
+    pairs = [(out, g) for out, g in zip(outs, toward, strict=True) if out.requires_grad]
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
+
+
+def _whole_inputs(
+    inputs: Tensor | Sequence[Tensor] | Sequence[int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> list[Tensor]:
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    given = list(inputs)
+    if given and all(isinstance(x, Tensor) for x in given):
+        return [x for x in given if isinstance(x, Tensor)]
+    sizes = [n for n in given if isinstance(n, int)]
+    if len(sizes) != len(given):
+        raise PartitionError.because(
+            "check_parity(..., inputs)",
+            f"a sequence of {sorted({type(x).__name__ for x in given})}",
+            hint="give tensors, or one shape such as [2, 3, 8, 8]",
+        )
+    return [torch.randn(sizes, dtype=dtype, generator=generator)]
+
+
+def _one_each(given: object, count: int, *, first: bool = False) -> list[Spread]:
+    """Spread one layout over `count` tensors, or check that a list has that many."""
+    if isinstance(given, list):
+        chosen: list[Spread] = given[:1] * count if first and len(given) != count else given
+        if len(chosen) != count:
+            raise PartitionError.because(
+                "check_parity(..., partition=[...])",
+                f"{len(given)} layouts for {count} tensors",
+                hint="one for each, or a single one for all",
+            )
+        return chosen
+    if given is None or isinstance(given, (Partition, Layout)):
+        return [given] * count
+    raise PartitionError.because(
+        "check_parity(..., partition)",
+        f"a {type(given).__name__}",
+        hint="a Partition, a Layout, None (replicated), or a list of them",
+    )
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _several(out: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,154 @@
+"""The one report about ranks that raised, died or did not come back.
+
+Its first line counts them; then, in the order in which they failed, every traceback (equal ones
+once), how the dead ones died, where the others stand, and the last lines each printed.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from unisono.errors import compress_ranks
+
+_TAIL_LINES = 40
+_ADDRESSES = re.compile(r"\[[0-9.]+\]:[0-9]+|0x[0-9a-f]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What became of each rank of a world that failed."""
+
+    world: int
+    """Number of ranks."""
+    doing: str = ""
+    """What the ranks had been told to do, when it was not the test itself."""
+    raised: Mapping[int, str] = field(default_factory=dict)
+    """Tracebacks, first to fail first."""
+    summaries: Mapping[int, str] = field(default_factory=dict)
+    """Last lines of the tracebacks."""
+    died: Mapping[int, int] = field(default_factory=dict)
+    """Exit codes, or minus the number of a signal, first to die first."""
+    waiting: Mapping[int, str] = field(default_factory=dict)
+    """Stacks of ranks that had not come back."""
+    waited: str = ""
+    """How long was waited for them."""
+    output: Mapping[int, str] = field(default_factory=dict)
+    """What each rank had printed."""
+    crashes: Mapping[int, str] = field(default_factory=dict)
+    """What the interpreter wrote about a fatal error of a dead rank."""
+
+
+class RankFailure(AssertionError):
+    """Ranks raised, died or did not come back; the text tells it all.
+
+    Attributes:
+        world: number of ranks.
+        raised: traceback of each rank that raised.
+        died: how each dead rank ended, such as `"exit code 7"` or `"killed by SIGKILL"`.
+        waiting: stacks of each rank that had not come back.
+        output: what each rank had printed.
+        summary: the first line, and the message of the rank that failed first.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(write_report(findings))
+        first = next(iter(findings.summaries.values()), "").partition("\n")[0]
+        self.summary = headline(findings) + (f": {first}" if first else "")
+        self.world = findings.world
+        self.raised = dict(findings.raised)
+        self.died = {rank: how_it_died(code) for rank, code in findings.died.items()}
+        self.waiting = dict(findings.waiting)
+        self.output = dict(findings.output)
+        self._findings = findings
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._findings,)
+
+
+class LeakFound(AssertionError):
+    """A test left things behind; the text names them, and the rank."""
+
+
+def how_it_died(code: int) -> str:
+    """Name an exit code, or minus the number of a signal.
+
+    >>> how_it_died(7), how_it_died(-9)
+    ('exit code 7', 'killed by SIGKILL')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def headline(findings: Findings) -> str:
+    """Return the first line of the report.
+
+    >>> headline(Findings(world=4, raised={0: "", 2: ""}, died={1: 7}, waiting={3: ""}))
+    '2 of 4 ranks raised, 1 died (exit code 7), 1 still waiting'
+    """
+    parts: list[tuple[int, str]] = []
+    if findings.raised:
+        parts.append((len(findings.raised), "raised"))
+    if findings.died:
+        ways = " / ".join(dict.fromkeys(how_it_died(code) for code in findings.died.values()))
+        parts.append((len(findings.died), f"died ({ways})"))
+    if findings.waiting:
+        parts.append((len(findings.waiting), "still waiting"))
+    returned = findings.world - sum(count for count, _ in parts)
+    if returned:
+        parts.append((returned, "returned"))
+    (count, what), *rest = parts
+    text = f"{count} of {findings.world} ranks {what}"
+    text += "".join(f", {count} {what}" for count, what in rest)
+    return f"{text}, while {findings.doing}" if findings.doing else text
+
+
+def write_report(findings: Findings) -> str:
+    """Return the whole report as text."""
+    sections = [headline(findings)]
+    for rank, code in findings.died.items():
+        sections.append(_section(f"rank {rank} died: {how_it_died(code)}", _crash(findings, rank)))
+    for ranks, text in _alike(findings.raised):
+        sections.append(_section(f"{_ranks(ranks)} raised", text))
+    for ranks, text in _alike(findings.waiting):
+        title = f"{_ranks(ranks)} still waiting {findings.waited}".rstrip()
+        sections.append(_section(title, text))
+    for rank, text in sorted(findings.output.items()):
+        if text.strip():
+            sections.append(_section(f"rank {rank} printed", _tail(text)))
+    return "\n".join(sections)
+
+
+def _crash(findings: Findings, rank: int) -> str:
+    return findings.crashes.get(rank, "")
+
+
+def _alike(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Group ranks whose texts differ in addresses at most, in the order of their first."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        groups.setdefault(_ADDRESSES.sub("*", text), []).append(rank)
+    return [(ranks, texts[ranks[0]]) for ranks in groups.values()]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {compress_ranks(ranks)}"
+
+
+def _section(title: str, text: str) -> str:
+    rule = "-" * max(4, 96 - len(title))
+    return f"---- {title} {rule}\n{text.rstrip()}".rstrip()
+
+
+def _tail(text: str) -> str:
+    lines = text.rstrip().splitlines()
+    if len(lines) <= _TAIL_LINES:
+        return "\n".join(lines)
+    left_out = len(lines) - _TAIL_LINES
+    return "\n".join([f"... {left_out} lines before ...", *lines[-_TAIL_LINES:]])

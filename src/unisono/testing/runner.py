@@ -1,0 +1,87 @@
+"""Runs one marked test on the ranks of the pool and turns what they did into a pytest outcome."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+
+from unisono.testing.drawn import SHRINK_GRACE_S, StopDrawing, drawn_on_ranks, is_drawn
+from unisono.testing.leaks import describe
+from unisono.testing.marker import RanksMarker
+from unisono.testing.pool import RankPool
+from unisono.testing.rank_files import REMADE_FIXTURES
+from unisono.testing.rank_world import RankWorld, UnanimousOutcome
+from unisono.testing.report import LeakFound
+from unisono.testing.shipping import without_marks
+
+
+def run_on_ranks(
+    item: pytest.Function, pool: RankPool, marker: RanksMarker, count: int, *, watch: set[str]
+) -> None:
+    """Run the body of `item` on `count` ranks.
+
+    Args:
+        item: the test; its fixtures are ready.
+        pool: where the ranks come from.
+        marker: deadline and backend.
+        count: number of ranks.
+        watch: kinds of leaks in the ranks that fail the test.
+
+    Raises:
+        RankFailure: ranks raised, died or did not come back.
+        LeakFound: the test passed, but a rank was not left clean.
+    """
+    __tracebackhide__ = True
+    names = item._fixtureinfo.argnames
+    fixtures = {n: item.funcargs[n] for n in names if n not in REMADE_FIXTURES}
+    remake = tuple(n for n in names if n in REMADE_FIXTURES)
+    verbosity = item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS)
+    grace_s = pool.grace_s
+    function = item.obj
+    kind = "drawn value or fixture" if is_drawn(function) else "fixture"
+    world = RankWorld(pool, count, timeout_s=marker.timeout_s, backend=marker.backend)
+
+    def call(body: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        __tracebackhide__ = True
+        try:
+            world.call(body, (), kwargs, remake=remake, keep=False, kind=kind, verbosity=verbosity)
+        except UnanimousOutcome as wish:
+            _pass_on(wish)
+
+    try:
+        if is_drawn(function):
+            world.open()  # before the first example, so that none has to wait for it
+            pool.grace_s = min(grace_s, SHRINK_GRACE_S)
+            with drawn_on_ranks(function, call):
+                function(**fixtures, **dict.fromkeys(remake))
+        else:
+            call(without_marks(function), fixtures)
+        world.echo()
+        leaks = {
+            rank: {kind: items for kind, items in found.items() if kind in watch}
+            for rank, found in world.close().items()
+        }
+    except StopDrawing as stop:
+        raise stop.stall from None
+    finally:
+        pool.grace_s = grace_s
+        world.abandon()
+    lines = [f"rank {rank}:\n{describe(found)}" for rank, found in leaks.items() if found]
+    if lines:
+        raise LeakFound("\n".join(["the test left things behind on its ranks", *lines]))
+
+
+def _pass_on(wish: UnanimousOutcome) -> NoReturn:
+    __tracebackhide__ = True
+    if wish.outcome == "skip":
+        raise pytest.skip.Exception(wish.reason, _use_item_location=True)
+    if wish.outcome == "xfail":
+        raise pytest.xfail.Exception(wish.reason)
+    if wish.outcome == "assume":
+        from hypothesis import reject
+
+        reject()
+    raise unittest.SkipTest(wish.reason)

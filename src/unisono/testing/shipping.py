@@ -1,0 +1,181 @@
+"""How a function and its arguments travel to the ranks: by cloudpickle, test code by value.
+
+By value, so that the asserts which pytest rewrote go along with their messages, and so that a test
+module need not be importable. Everything else is imported again by the rank, from the same path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from unisono.errors import UnisonoError
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+class CannotTravel(UnisonoError, TypeError):
+    """A function, fixture or argument that cannot be sent to another process."""
+
+
+def pack(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    by_value: Iterable[types.ModuleType] = (),
+    kind: str = "argument",
+) -> bytes:
+    """Pickle a call.
+
+    Args:
+        function: what to call.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        by_value: modules whose functions and classes are sent as code and not as a name.
+        kind: what the arguments are called when one cannot travel.
+
+    Raises:
+        CannotTravel: names the argument or the global that cannot be pickled.
+    """
+    with _registered(by_value):
+        try:
+            return cloudpickle.dumps((function, args, dict(kwargs)))
+        except Exception as error:
+            raise _blame(function, args, kwargs, kind, error) from None
+
+
+def without_marks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a test function without what pytest hung on it, which need not be able to travel."""
+    if isinstance(function, types.MethodType):
+        inner = without_marks(function.__func__)
+        return types.MethodType(inner, function.__self__)
+    if not isinstance(function, types.FunctionType) or "pytestmark" not in function.__dict__:
+        return function
+    copy = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__module__ = function.__module__
+    copy.__qualname__ = function.__qualname__
+    copy.__dict__.update({k: v for k, v in function.__dict__.items() if k != "pytestmark"})
+    return copy
+
+
+class TestModules:
+    """Finds the modules of a test session that must travel by value."""
+
+    __test__ = False
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._known: set[str] = set()
+        self._by_value: dict[str, types.ModuleType] = {}
+
+    def current(self) -> list[types.ModuleType]:
+        """Return the modules loaded by now that a rank could not import in the same form."""
+        for name in set(sys.modules) - self._known:
+            self._known.add(name)
+            module = sys.modules.get(name)
+            if isinstance(module, types.ModuleType) and self._travels_by_value(name, module):
+                self._by_value[name] = module
+        return [m for name, m in self._by_value.items() if sys.modules.get(name) is m]
+
+    def _travels_by_value(self, name: str, module: types.ModuleType) -> bool:
+        file = getattr(module, "__file__", None)
+        if not file or name.partition(".")[0] in (_OWN_PACKAGE, "__main__"):
+            return False
+        path = Path(file)
+        if "site-packages" in path.parts or not path.is_relative_to(self._root):
+            return False
+        return _is_rewritten(module) or not _is_importable(name, path)
+
+
+def _is_rewritten(module: types.ModuleType) -> bool:
+    """Whether pytest rewrote the asserts of a module (test modules, conftest, registered ones)."""
+    loader = getattr(module.__spec__, "loader", None)
+    return type(loader).__name__ == "AssertionRewritingHook"
+
+
+def _is_importable(name: str, file: Path) -> bool:
+    """Whether importing `name` elsewhere, with the same path, would load the same file."""
+    parts = name.split(".")
+    where = None
+    spec = None
+    for depth in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:depth]), where)
+        if spec is None:
+            return False
+        where = spec.submodule_search_locations
+    return spec is not None and spec.origin == str(file)
+
+
+def _find(name: str, where: Any) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if find is not None and type(finder).__name__ != "AssertionRewritingHook":
+            spec = find(name, where)
+            if spec is not None:
+                return spec
+    return None
+
+
+@contextlib.contextmanager
+def _registered(modules: Iterable[types.ModuleType]) -> Iterator[None]:
+    ours = [m for m in modules if m.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+    try:
+        for module in ours:
+            cloudpickle.register_pickle_by_value(module)
+        yield
+    finally:
+        for module in ours:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _blame(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    kind: str,
+    error: Exception,
+) -> UnisonoError:
+    """Find what could not be pickled and say it."""
+    name = getattr(function, "__qualname__", repr(function))
+    named = [(f"number {i}", value) for i, value in enumerate(args)]
+    named += [(repr(key), value) for key, value in kwargs.items()]
+    for label, value in named:
+        if (why := _why_not(value)) is not None:
+            return CannotTravel.because(
+                f"{kind} {label} of {name} is needed on the ranks",
+                f"a {type(value).__qualname__}, which cannot be sent to another process: {why}",
+                hint=f"make it inside {name}, on each rank, or pass plain data",
+            )
+    inner = getattr(function, "__func__", function)
+    code = getattr(inner, "__code__", None)
+    for key in code.co_names if code is not None else ():
+        if key in inner.__globals__ and (why := _why_not(inner.__globals__[key])) is not None:
+            return CannotTravel.because(
+                f"{name} uses the global {key!r}",
+                f"a {type(inner.__globals__[key]).__qualname__}, which cannot be sent: {why}",
+                hint=f"make it inside {name}, on each rank",
+            )
+    return CannotTravel.because(f"{name} is needed on the ranks", f"it cannot be sent: {error}")
+
+
+def _why_not(value: Any) -> str | None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return str(error)
+    return None

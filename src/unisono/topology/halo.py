@@ -1,0 +1,294 @@
+"""Plans of a halo exchange: which boxes each rank sends, receives and keeps to fill its window.
+
+`plan` works from the cuts of the tensor and the kernel alone, so every rank computes its own plan
+and its partners' side of it without a message. No torch and no process here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from unisono.errors import PartitionError
+from unisono.topology.decompose import (
+    Interval,
+    block,
+    block_at,
+    check_cuts,
+    flat_index,
+)
+from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
+from unisono.topology.window import (
+    Kind,
+    Segment,
+    check_window,
+    interior,
+    output_length,
+    padding_pairs,
+    per_dim,
+    span,
+    window,
+)
+
+__all__ = [
+    "Box",
+    "HaloPlan",
+    "Message",
+    "Piece",
+    "Segment",
+    "output_length",
+    "plan",
+    "plan_widths",
+    "plan_windows",
+    "window",
+]
+
+WindowOf = Callable[[int], tuple[Segment, ...]]
+"""Segments of the window of the rank with this index in one dim."""
+
+
+class _Part(NamedTuple):
+    """One dim of a piece."""
+
+    source: Interval
+    dest: Interval
+    kind: Kind
+
+
+def plan(
+    cuts: Sequence[Sequence[int]],
+    index: Sequence[int],
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int | tuple[int, int]] = 0,
+    dilation: int | Sequence[int] = 1,
+    padding_mode: str = "zeros",
+    fill: float = 0.0,
+    *,
+    ceil_mode: bool = False,
+) -> HaloPlan:
+    """Return the plan of the rank at `index` for a convolution or pooling.
+
+    Args:
+        cuts: for each tensor dim, the cuts `0 = b_0 <= ... <= b_P` of the input; `(0, n)` when the
+            dim is not split.
+        index: own coordinates, one a dim.
+        kernel_size: one int a dim. Fewer than `len(cuts)` belong to the last dims; the dims before
+            (batch, channels) are then taken as they are. One int stands for every dim.
+        stride: one int, or one for each dim of the kernel; likewise `dilation`.
+        padding: one int, one int or `(left, right)` for each dim of the kernel, "same", "valid".
+        padding_mode: "zeros", "reflect", "replicate" or "circular".
+        fill: the constant of mode "zeros".
+        ceil_mode: outputs are counted as pooling does with this flag (mode "zeros" only).
+
+    >>> p = plan([(0, 5, 10)], (0,), 3, padding=1)
+    >>> p.window_shape, p.recvs[0].peer, p.recvs[0].pieces[0].source
+    ((7,), 1, ((0, 1),))
+    """
+    check_cuts(cuts)
+    _check_index(cuts, index)
+    dims = len(cuts)
+    kernel = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
+    if len(kernel) > dims:
+        raise PartitionError.because(
+            f"kernel_size={list(kernel)}",
+            f"a tensor of {dims} dims",
+            f"{len(kernel)} > {dims}",
+            f"at most {dims} sizes, for the last dims",
+        )
+    count = len(kernel)
+    strides = per_dim(stride, count, "stride")
+    dilations = per_dim(dilation, count, "dilation")
+    paddings = padding_pairs(padding, kernel, strides, dilations)
+    if ceil_mode and padding_mode != "zeros":
+        raise PartitionError.because(
+            f"ceil_mode=True with padding mode {padding_mode!r}", hint='padding_mode="zeros"'
+        )
+
+    windows: list[WindowOf] = []
+    shares: list[Interval] = []
+    interiors: list[Interval] = []
+    under: list[Interval] = []
+    for dim, (own_cuts, i) in enumerate(zip(cuts, index, strict=True)):
+        at = dim - (dims - count)
+        k, s, d = (kernel[at], strides[at], dilations[at]) if at >= 0 else (1, 1, 1)
+        left, right = paddings[at] if at >= 0 else (0, 0)
+        mode = padding_mode if at >= 0 else "zeros"
+        x, parts = own_cuts[-1], len(own_cuts) - 1
+        check_window(x, k, s, left, right, d, mode, ceil_mode=ceil_mode, dim=dim)
+        y = output_length(x, k, s, (left, right), d, ceil_mode)
+        windows.append(_window_of(y, parts, (x, k, s, left, right, d, mode)))
+        y0, y1 = share = block(y, parts, i)
+        shares.append(share)
+        own = (own_cuts[i], own_cuts[i + 1])
+        inner = interior(y0, y1, x, own, k, s, left, right, d, mode)
+        interiors.append((inner[0] - y0, inner[1] - y0))
+        low, high = max(s * y0 - left, 0), min(s * (y1 - 1) - left + span(k, d), x)
+        under.append((low, high) if y0 < y1 and low < high else (own[0], own[0]))
+    return plan_windows(cuts, index, windows, shares, fill=fill, interior=interiors, needed=under)
+
+
+def plan_widths(
+    cuts: Sequence[Sequence[int]],
+    index: Sequence[int],
+    widths: Sequence[tuple[int, int]],
+    padding_mode: str = "zeros",
+    fill: float = 0.0,
+) -> HaloPlan:
+    """Return the plan that gives each balanced block `(left, right)` more points in each dim.
+
+    Fewer widths than dims belong to the last dims. The tensor is padded by as much at its ends.
+    """
+    return plan(
+        cuts, index, [left + right + 1 for left, right in widths], 1, tuple(widths), 1,
+        padding_mode, fill,
+    )  # fmt: skip
+
+
+def plan_windows(
+    cuts: Sequence[Sequence[int]],
+    index: Sequence[int],
+    windows: Sequence[WindowOf],
+    shares: Sequence[Interval],
+    *,
+    fill: float = 0.0,
+    interior: Sequence[Interval] | None = None,
+    needed: Sequence[Interval] | None = None,
+) -> HaloPlan:
+    """Return the plan for any windows: transposed convolution, upsampling, own stencils.
+
+    Args:
+        cuts: for each dim, the cuts of the input.
+        index: own coordinates.
+        windows: for each dim, a function from a rank's index in that dim to the segments of its
+            window. It is called for every index, on every rank, and must answer alike.
+        shares: for each dim, own range of outputs; only recorded in the plan.
+        fill: constant of the "fill" segments.
+        interior: for each dim, local outputs that need no other rank's points; default none.
+        needed: for each dim, the points right under the window; default all that it copies.
+    """
+    check_cuts(cuts)
+    _check_index(cuts, index)
+    grid = tuple(len(own_cuts) - 1 for own_cuts in cuts)
+    me = flat_index(grid, index)
+    own = tuple((own_cuts[i], own_cuts[i + 1]) for own_cuts, i in zip(cuts, index, strict=True))
+    segments = tuple(of(i) for of, i in zip(windows, index, strict=True))
+
+    incoming = [_by_owner(parts, own_cuts) for parts, own_cuts in zip(segments, cuts, strict=True)]
+    outgoing = [
+        _by_reader(of, size, mine) for of, size, mine in zip(windows, grid, own, strict=True)
+    ]
+    recvs = tuple(_messages(grid, incoming, None))
+    sends = tuple(_messages(grid, outgoing, me))
+    return HaloPlan(
+        rank=me,
+        index=tuple(index),
+        own=own,
+        needed=tuple(needed)
+        if needed is not None
+        else tuple(_inside(parts, mine) for parts, mine in zip(segments, own, strict=True)),
+        window_shape=tuple(max((s.dest[1] for s in parts), default=0) for parts in segments),
+        output_shape=tuple(stop - start for start, stop in shares),
+        output_start=tuple(start for start, _ in shares),
+        segments=segments,
+        local=next((message.pieces for message in recvs if message.peer == me), ()),
+        sends=tuple(message for message in sends if message.peer != me),
+        recvs=tuple(message for message in recvs if message.peer != me),
+        interior=tuple(interior) if interior is not None else ((0, 0),) * len(grid),
+        fill=fill,
+    )
+
+
+def _window_of(y: int, parts: int, args: tuple[int, int, int, int, int, int, str]) -> WindowOf:
+    def segments(i: int) -> tuple[Segment, ...]:
+        return window(*block(y, parts, i), *args)
+
+    return segments
+
+
+def _cut(segment: Segment, start: int, stop: int, offset: int) -> _Part | None:
+    """Return the part of a segment whose sources lie in `[start, stop)`, counted from `offset`."""
+    (d0, d1), (s0, s1), kind = segment
+    low, high = max(s0, start), min(s1, stop)
+    if low >= high or kind == "fill":
+        return None
+    if kind == "copy":
+        dest = (d0 + low - s0, d0 + high - s0)
+    elif kind == "flip":
+        dest = (d0 + s1 - high, d0 + s1 - low)
+    else:
+        dest = (d0, d1)
+    return _Part((low - offset, high - offset), dest, kind)
+
+
+def _by_owner(segments: Sequence[Segment], cuts: Sequence[int]) -> dict[int, list[_Part]]:
+    """Return, for each index of the dim that owns points of the window, its parts."""
+    found: dict[int, list[_Part]] = {}
+    for segment in segments:
+        if segment.kind == "fill":
+            continue
+        owner = block_at(cuts, segment.source[0])
+        while owner < len(cuts) - 1 and cuts[owner] < segment.source[1]:
+            part = _cut(segment, cuts[owner], cuts[owner + 1], cuts[owner])
+            if part is not None:
+                found.setdefault(owner, []).append(part)
+            owner += 1
+    return {owner: _in_order(found[owner]) for owner in sorted(found)}
+
+
+def _by_reader(of: WindowOf, size: int, own: Interval) -> dict[int, list[_Part]]:
+    """Return, for each index of the dim whose window reads own points, the parts it reads."""
+    found: dict[int, list[_Part]] = {}
+    if own[0] == own[1]:
+        return found
+    for reader in range(size):
+        parts = [_cut(segment, own[0], own[1], own[0]) for segment in of(reader)]
+        kept = [part for part in parts if part is not None]
+        if kept:
+            found[reader] = _in_order(kept)
+    return found
+
+
+def _in_order(parts: list[_Part]) -> list[_Part]:
+    """Sort by place in the window: both ends of a message list its pieces so."""
+    return sorted(parts, key=lambda part: part.dest) if len(parts) > 1 else parts
+
+
+def _messages(
+    grid: Sequence[int], by_dim: Sequence[dict[int, list[_Part]]], owner: int | None
+) -> Iterator[Message]:
+    """Multiply the dims. `owner` owns all pieces; None: each peer owns its own."""
+    for peer_index in product(*by_dim):
+        peer = flat_index(grid, peer_index)
+        held_by = peer if owner is None else owner
+        parts = [of[i] for of, i in zip(by_dim, peer_index, strict=True)]
+        pieces = tuple(
+            Piece(
+                held_by,
+                tuple(part.source for part in combination),
+                tuple(part.dest for part in combination),
+                tuple(part.kind for part in combination),
+            )
+            for combination in product(*parts)
+        )
+        yield Message(peer, pieces)
+
+
+def _inside(segments: Sequence[Segment], own: Interval) -> Interval:
+    """Return the hull of what a window copies; `own`'s start when it copies nothing."""
+    copied = [segment.source for segment in segments if segment.kind == "copy"]
+    if not copied:
+        return own[0], own[0]
+    return min(start for start, _ in copied), max(stop for _, stop in copied)
+
+
+def _check_index(cuts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
+    grid = [len(own_cuts) - 1 for own_cuts in cuts]
+    if len(index) != len(grid) or not all(0 <= i < n for i, n in zip(index, grid, strict=False)):
+        raise PartitionError.because(
+            f"plan of index {list(index)}",
+            f"cuts of a partition of shape {grid}",
+            f"{len(index)} coordinates, {len(grid)} dims",
+            "one coordinate a dim, each below the partition's size there",
+        )

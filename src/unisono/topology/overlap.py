@@ -1,0 +1,267 @@
+"""Plans between two partitions: boxes of a repartition, groups of a broadcast or sum-reduce.
+
+Both are functions of cuts, shapes and rank tuples, so every rank computes its part without a
+message. No torch and no process here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from unisono.errors import PartitionError
+from unisono.topology.decompose import (
+    Interval,
+    block_at,
+    check_cuts,
+    flat_index,
+    grid_index,
+    split_cuts,
+)
+from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
+from unisono.topology.halo_plan import Box
+
+__all__ = [
+    "Group",
+    "LocalMove",
+    "Move",
+    "OverlapPlan",
+    "broadcast_groups",
+    "overlaps",
+    "reduce_groups",
+    "repartition_plan",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box of this rank's block that goes to, or comes from, another rank."""
+
+    peer: int
+    """Rank at the other end."""
+    box: Box
+    """Where in this rank's own block."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the box."""
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def numel(self) -> int:
+        """Number of points."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMove:
+    """A box that stays on this rank but changes its place."""
+
+    source: Box
+    """Where in this rank's block of the source partition."""
+    dest: Box
+    """Where in this rank's block of the destination partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapPlan:
+    """What one rank does in a repartition. Ranks are those of the partitions' root communicator."""
+
+    rank: int
+    """Own rank."""
+    source_shape: tuple[int, ...] | None
+    """Sizes of the own block before; None when this rank is not in the source partition."""
+    dest_shape: tuple[int, ...] | None
+    """Sizes of the own block after; None when this rank is not in the destination partition."""
+    sends: tuple[Move, ...]
+    """One box for each peer, beginning with the next higher rank, to spread the load."""
+    recvs: tuple[Move, ...]
+    """One box for each peer, ascending."""
+    local: LocalMove | None
+    """What stays here, if anything."""
+
+    @property
+    def adjoint(self) -> OverlapPlan:
+        """The way back: sources and destinations change roles."""
+        local = self.local and LocalMove(self.local.dest, self.local.source)
+        return OverlapPlan(
+            rank=self.rank,
+            source_shape=self.dest_shape,
+            dest_shape=self.source_shape,
+            sends=_spread(self.rank, self.recvs),
+            recvs=tuple(sorted(self.sends, key=lambda move: move.peer)),
+            local=local,
+        )
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the block after is the block before, on this rank."""
+        if self.sends or self.recvs or self.source_shape != self.dest_shape:
+            return False
+        if self.source_shape is None or 0 in self.source_shape:
+            return True
+        whole = tuple((0, size) for size in self.source_shape)
+        return self.local is not None and self.local.source == whole == self.local.dest
+
+
+def overlaps(
+    src_bounds: Sequence[Sequence[int]],
+    src_ranks: Sequence[int],
+    dest_bounds: Sequence[Sequence[int]],
+    dest_ranks: Sequence[int],
+    me: int,
+) -> OverlapPlan:
+    """Return what rank `me` sends, receives and keeps when a tensor changes its layout.
+
+    Args:
+        src_bounds: for each dim, the cuts before.
+        src_ranks: ranks of the source partition, row-major.
+        dest_bounds: for each dim, the cuts after.
+        dest_ranks: ranks of the destination partition, row-major.
+        me: the rank whose plan is asked for; it may be in both, one or none of the partitions.
+
+    >>> p = overlaps([(0, 4, 5)], (0, 1), [(0, 3, 5)], (0, 1), me=0)
+    >>> p.sends, p.local.dest
+    ((Move(peer=1, box=((3, 4),)),), ((0, 3),))
+    """
+    _check_pair(src_bounds, src_ranks, dest_bounds, dest_ranks)
+    source = _own_box(src_bounds, src_ranks, me)
+    dest = _own_box(dest_bounds, dest_ranks, me)
+    sends = _moves(source, dest_bounds, dest_ranks)
+    recvs = _moves(dest, src_bounds, src_ranks)
+    kept_from = next((move.box for move in sends if move.peer == me), None)
+    kept_to = next((move.box for move in recvs if move.peer == me), None)
+    return OverlapPlan(
+        rank=me,
+        source_shape=_shape(source),
+        dest_shape=_shape(dest),
+        sends=_spread(me, [move for move in sends if move.peer != me]),
+        recvs=tuple(
+            sorted((move for move in recvs if move.peer != me), key=lambda move: move.peer)
+        ),
+        local=LocalMove(kept_from, kept_to)
+        if kept_from is not None and kept_to is not None
+        else None,
+    )
+
+
+def repartition_plan(
+    src_bounds: Sequence[Sequence[int]],
+    src_ranks: Sequence[int],
+    dest_shape: Sequence[int],
+    dest_ranks: Sequence[int],
+    me: int,
+) -> OverlapPlan:
+    """Return the plan of rank `me` from any cuts to the balanced blocks of a partition shape.
+
+    A dim of global size 1 must not be split over several destination ranks.
+    """
+    if len(src_bounds) != len(dest_shape):
+        raise PartitionError.because(
+            "repartition",
+            f"source of {len(src_bounds)} dims, destination shape {list(dest_shape)}",
+            f"{len(src_bounds)} != {len(dest_shape)}",
+            "partitions of equal length; write 1 where a dim is not split",
+        )
+    check_cuts(src_bounds)
+    for dim, (cuts, parts) in enumerate(zip(src_bounds, dest_shape, strict=True)):
+        if cuts[-1] == 1 and parts > 1:
+            raise PartitionError.because(
+                f"repartition to shape {list(dest_shape)}",
+                f"global size 1 in dim {dim}",
+                f"1 point over {parts} ranks",
+                f"1 in dim {dim} of the destination, or Broadcast to give every rank the point",
+            )
+    dest_bounds = [
+        split_cuts(cuts[-1], parts) for cuts, parts in zip(src_bounds, dest_shape, strict=True)
+    ]
+    return overlaps(src_bounds, src_ranks, dest_bounds, dest_ranks, me)
+
+
+def _own_box(bounds: Sequence[Sequence[int]], ranks: Sequence[int], me: int) -> Box | None:
+    """Return the block of rank `me` in global coordinates."""
+    if me not in ranks:
+        return None
+    index = grid_index(_grid(bounds), ranks.index(me))
+    return tuple((cuts[i], cuts[i + 1]) for cuts, i in zip(bounds, index, strict=True))
+
+
+def _moves(box: Box | None, bounds: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[Move]:
+    """Return the parts of `box` that the other layout's ranks hold, relative to `box`."""
+    if box is None:
+        return []
+    by_dim = [_touched(own, cuts) for own, cuts in zip(box, bounds, strict=True)]
+    grid = _grid(bounds)
+    return [
+        Move(ranks[flat_index(grid, [i for i, _ in combination])], tuple(r for _, r in combination))
+        for combination in product(*by_dim)
+    ]
+
+
+def _touched(own: Interval, cuts: Sequence[int]) -> list[tuple[int, Interval]]:
+    """Return the indices of one dim that overlap `own`, and where, relative to its start."""
+    found: list[tuple[int, Interval]] = []
+    if own[0] == own[1]:
+        return found
+    i = block_at(cuts, own[0])
+    while i < len(cuts) - 1 and cuts[i] < own[1]:
+        low, high = max(own[0], cuts[i]), min(own[1], cuts[i + 1])
+        if low < high:
+            found.append((i, (low - own[0], high - own[0])))
+        i += 1
+    return found
+
+
+def _spread(me: int, moves: Sequence[Move]) -> tuple[Move, ...]:
+    """Order by distance upwards from `me`, wrapping around, so that not all call rank 0 first."""
+    around = max((move.peer for move in moves), default=0) + 1
+    around = max(around, me + 1)
+    return tuple(sorted(moves, key=lambda move: (move.peer - me) % around))
+
+
+def _grid(bounds: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(len(cuts) - 1 for cuts in bounds)
+
+
+def _shape(box: Box | None) -> tuple[int, ...] | None:
+    return None if box is None else tuple(stop - start for start, stop in box)
+
+
+def _check_pair(
+    src_bounds: Sequence[Sequence[int]],
+    src_ranks: Sequence[int],
+    dest_bounds: Sequence[Sequence[int]],
+    dest_ranks: Sequence[int],
+) -> None:
+    check_cuts(src_bounds)
+    check_cuts(dest_bounds)
+    shapes = f"shapes {list(_grid(src_bounds))} and {list(_grid(dest_bounds))}"
+    if len(src_bounds) != len(dest_bounds):
+        raise PartitionError.because(
+            "overlap of two partitions",
+            shapes,
+            f"{len(src_bounds)} dims != {len(dest_bounds)} dims",
+            "partitions of equal length; write 1 where a dim is not split",
+        )
+    for dim, (src, dest) in enumerate(zip(src_bounds, dest_bounds, strict=True)):
+        if src[-1] != dest[-1]:
+            raise PartitionError.because(
+                "overlap of two partitions",
+                shapes,
+                f"dim {dim}: {src[-1]} points before, {dest[-1]} after",
+                "cut the same global tensor on both sides",
+            )
+    for side, bounds, ranks in (
+        ("source", src_bounds, src_ranks),
+        ("destination", dest_bounds, dest_ranks),
+    ):
+        blocks = math.prod(_grid(bounds))
+        if blocks != len(ranks) or len(set(ranks)) != len(ranks):
+            raise PartitionError.because(
+                f"overlap of two partitions, {side} ranks {list(ranks)}",
+                f"cuts for shape {list(_grid(bounds))}",
+                f"{blocks} blocks, {len(set(ranks))} different ranks",
+                "one rank for each block",
+            )

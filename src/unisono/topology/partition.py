@@ -1,0 +1,424 @@
+"""`Partition`: ranks laid out in a Cartesian grid, each holding one block of a tensor.
+
+A value like a shape: making one sends nothing and opens nothing, so it can be built, compared,
+pickled and asked for sizes in any process. Only `comm` and `group` touch a network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import index as as_int
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from unisono.comm import Communicator, world
+from unisono.errors import PartitionError, compress_ranks
+from unisono.topology.decompose import (
+    block,
+    fitting_shape,
+    flat_index,
+    grid_index,
+    split_cuts,
+)
+
+if TYPE_CHECKING:
+    from unisono.topology.mesh import Mesh
+
+__all__ = ["Partition"]
+
+
+class Partition:
+    """Ranks in a row-major grid: `shape[k]` ranks along tensor dim `k`.
+
+    Args:
+        shape: number of ranks along each tensor dim, 1 where the dim is not split.
+        ranks: ranks of `comm` in row-major order; default the first `prod(shape)`.
+        comm: the root: a `Communicator`, `ProcessGroup` or mpi4py communicator; None is the world
+            of whichever process asks.
+
+    >>> p = Partition([2, 2])
+    >>> p.index_of(2), p.local_shape([5, 4], rank=2)
+    ((1, 0), (2, 2))
+    """
+
+    __slots__ = ("_ranks", "_root", "_shape", "_source")
+
+    _shape: tuple[int, ...]
+    _ranks: tuple[int, ...]
+    _source: object
+    _root: Communicator | None
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        *,
+        ranks: Sequence[int] | None = None,
+        comm: Communicator | dist.ProcessGroup | Any | None = None,
+    ) -> None:
+        sizes = tuple(as_int(n) for n in (shape if isinstance(shape, Sequence) else [shape]))
+        if not sizes or min(sizes) < 1:
+            raise PartitionError.because(
+                f"Partition({list(sizes)})",
+                arithmetic=f"{min(sizes)} < 1" if sizes else "0 dims",
+                hint="at least one dim, and at least 1 rank in each",
+            )
+        count = math.prod(sizes)
+        members = tuple(range(count)) if ranks is None else tuple(as_int(r) for r in ranks)
+        # Communicators and process groups are known at once; anything else waits for its first use.
+        known = isinstance(comm, Communicator | dist.ProcessGroup)
+        root = Communicator.of(comm) if known else None
+        object.__setattr__(self, "_shape", sizes)
+        object.__setattr__(self, "_ranks", members)
+        object.__setattr__(self, "_source", None if known else comm)
+        object.__setattr__(self, "_root", root)
+        self._check_ranks(count, root or _running_world(comm))
+
+    @classmethod
+    def from_mesh(
+        cls, mesh: Mesh, dims: Mapping[str, int], *, ndim: int | None = None
+    ) -> Partition:
+        """Return the partition in which mesh axis `a` splits tensor dim `dims[a]`.
+
+        It holds the ranks that share this rank's coordinates on the other axes, so a mesh of
+        `data` and `h` gives one such partition for each place on `data`. Axes that split the same
+        dim are taken together, in the order given.
+
+        Args:
+            mesh: a mesh of which this rank is part.
+            dims: mesh axis -> tensor dim.
+            ndim: number of tensor dims; default the largest one named, plus 1.
+        """
+        asked = f"Partition.from_mesh(mesh, {dict(dims)})"
+        size = ndim if ndim is not None else max(dims.values(), default=0) + 1
+        outside = [dim for dim in dims.values() if not 0 <= dim < size]
+        if outside:
+            raise PartitionError.because(
+                asked,
+                f"a tensor of {size} dims",
+                f"not 0 <= {outside[0]} < {size}",
+                "tensor dims counted from 0; ndim= for the number of dims",
+            )
+        ordered = sorted(dims, key=lambda axis: dims[axis])
+        ranks = mesh.ranks_along(*ordered)
+        shape = [1] * size
+        for axis in ordered:
+            shape[dims[axis]] *= mesh.axes[axis]
+        return cls(shape, ranks=ranks, comm=mesh.comm())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of ranks along each dim."""
+        return self._shape
+
+    @property
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the root communicator, in row-major order."""
+        return self._ranks
+
+    @property
+    def root(self) -> Communicator:
+        """The communicator whose ranks `ranks` are. Local once it is known."""
+        root = self._root
+        if root is None:
+            root = world() if self._source is None else Communicator.of(self._source)
+            self._check_ranks(self.size, root)
+            if self._source is not None:
+                object.__setattr__(self, "_root", root)
+        return root
+
+    @property
+    def comm(self) -> Communicator:
+        """Communicator of the partition's ranks, in their order; from the cache after first use.
+
+        Collective over the partition's ranks at first use; a rank outside gets an error.
+        """
+        root = self.root
+        if root.rank not in self._ranks:
+            raise PartitionError.because(
+                f"communicator of {self!r}",
+                f"this is rank {root.rank} of {root.name}, not a member",
+                hint="ask partition.active first",
+            )
+        if self._ranks == tuple(range(root.size)):
+            return root
+        made = root.sub(self._ranks)
+        if made is None:  # pragma: no cover - members always get one
+            raise PartitionError(f"{root.name} has no communicator for ranks {self._ranks}")
+        return made
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Process group of `comm`; None when the partition is one rank."""
+        return self.comm.group
+
+    @property
+    def active(self) -> bool:
+        """Whether this process is one of the ranks."""
+        return self.root.rank in self._ranks
+
+    @property
+    def rank(self) -> int | None:
+        """Own rank in the partition; None outside of it."""
+        me = self.root.rank
+        return self._ranks.index(me) if me in self._ranks else None
+
+    @property
+    def index(self) -> tuple[int, ...] | None:
+        """Own coordinates; None outside of the partition."""
+        rank = self.rank
+        return None if rank is None else grid_index(self._shape, rank)
+
+    def index_of(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinates of a rank of the partition."""
+        return grid_index(self._shape, self._checked(rank))
+
+    def rank_at(self, index: Sequence[int]) -> int:
+        """Return the rank of the partition that stands at `index`."""
+        inside = len(index) == self.dim and all(
+            0 <= i < n for i, n in zip(index, self._shape, strict=True)
+        )
+        if not inside:
+            raise PartitionError.because(
+                f"rank at index {list(index)}",
+                f"a partition of shape {list(self._shape)}",
+                f"{len(index)} coordinates, {self.dim} dims",
+                "one coordinate a dim, each below the size there",
+            )
+        return flat_index(self._shape, index)
+
+    def neighbors(self, rank: int | None = None) -> list[tuple[int | None, int | None]]:
+        """Return the partition ranks left and right of `rank` in each dim; None at an edge."""
+        index = self.index_of(self._or_own(rank))
+
+        def beside(dim: int, step: int) -> int | None:
+            at = index[dim] + step
+            if not 0 <= at < self._shape[dim]:
+                return None
+            return self.rank_at((*index[:dim], at, *index[dim + 1 :]))
+
+        return [(beside(dim, -1), beside(dim, 1)) for dim in range(self.dim)]
+
+    def sub(self, axes: int | Sequence[int], rank: int | None = None) -> Partition:
+        """Return the partition of the ranks that share `rank`'s coordinates outside `axes`.
+
+        Args:
+            axes: dims to keep; the others get size 1.
+            rank: a rank of the partition; default the own one.
+        """
+        kept = {axes} if isinstance(axes, int) else set(axes)
+        unknown = [axis for axis in kept if not 0 <= axis < self.dim]
+        if unknown:
+            raise PartitionError.because(
+                f"axes {sorted(kept)} of a partition of shape {list(self._shape)}",
+                arithmetic=f"not 0 <= {unknown[0]} < {self.dim}",
+                hint=f"axes from 0 to {self.dim - 1}",
+            )
+        index = self.index_of(self._or_own(rank))
+        shape = tuple(n if dim in kept else 1 for dim, n in enumerate(self._shape))
+        ranks = [
+            self._ranks[
+                flat_index(
+                    self._shape,
+                    [i if d in kept else index[d] for d, i in enumerate(grid_index(shape, place))],
+                )
+            ]
+            for place in range(math.prod(shape))
+        ]
+        return self._on_root(shape, ranks)
+
+    def subset(self, ranks: Sequence[int], shape: Sequence[int] | None = None) -> Partition:
+        """Return the partition of some ranks *of this partition*, in that order.
+
+        Args:
+            ranks: ranks of this partition.
+            shape: the new grid; default one dim.
+        """
+        chosen = [self._ranks[self._checked(rank)] for rank in ranks]
+        return self._on_root(shape if shape is not None else (len(chosen),), chosen)
+
+    def union(self, other: Partition) -> Partition:
+        """Return the one-dim partition of own ranks, then those that only `other` has."""
+        self.check_same_root(other)
+        ranks = self._ranks + tuple(rank for rank in other._ranks if rank not in self._ranks)
+        return self._on_root((len(ranks),), ranks)
+
+    def reshape(self, shape: Sequence[int]) -> Partition:
+        """Return the same ranks in another grid."""
+        return self._on_root(shape, self._ranks)
+
+    def cuts(self, global_shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return, for each dim, the cuts of the balanced blocks of a global shape."""
+        self._check_dims(global_shape)
+        return tuple(split_cuts(n, p) for n, p in zip(global_shape, self._shape, strict=True))
+
+    def local_shape(self, global_shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """Return the shape of the balanced block of `rank` (default: the own one)."""
+        return tuple(s.stop - s.start for s in self.local_slices(global_shape, rank))
+
+    def local_slices(
+        self, global_shape: Sequence[int], rank: int | None = None
+    ) -> tuple[slice, ...]:
+        """Return the slices that cut the balanced block of `rank` out of the whole tensor."""
+        self._check_dims(global_shape)
+        index = self.index_of(self._or_own(rank))
+        return tuple(
+            slice(*block(n, parts, i))
+            for n, parts, i in zip(global_shape, self._shape, index, strict=True)
+        )
+
+    def check_same_root(self, other: Partition) -> None:
+        """Raise unless both partitions count their ranks in the same communicator."""
+        if not self._has_root_of(other):
+            raise PartitionError.because(
+                f"{self!r} together with {other!r}",
+                f"root communicators {_described(self.root)} and {_described(other.root)}",
+                hint="make both partitions with the same comm=",
+            )
+
+    def __unisono_communicator__(self, axis: str | int | None) -> Communicator:
+        """Let `Communicator.of(partition)` find `comm`, or with `axis` that of `sub(axis)`."""
+        if axis is None:
+            return self.comm
+        if isinstance(axis, str):
+            raise PartitionError.because(
+                f"axis {axis!r} of {self!r}", "partitions have no axis names", hint="axis=0"
+            )
+        return self.sub(axis).comm
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Partition is frozen; {name!r} cannot be set")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Partition is frozen; {name!r} cannot be deleted")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Partition):
+            return NotImplemented
+        return (
+            self._shape == other._shape and self._ranks == other._ranks and self._has_root_of(other)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._shape, self._ranks))
+
+    def __repr__(self) -> str:
+        if self._ranks == tuple(range(len(self._ranks))):
+            return f"Partition({list(self._shape)})"
+        return f"Partition({list(self._shape)}, ranks={self._ranks})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        root = self.root if self._source is not None else self._root
+        return _rebuild, (type(self), self._shape, self._ranks, root)
+
+    def __copy__(self) -> Partition:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Partition:
+        return self
+
+    def _on_root(self, shape: Sequence[int], ranks: Sequence[int]) -> Partition:
+        return Partition(shape, ranks=ranks, comm=self._root or self._source)
+
+    def _has_root_of(self, other: Partition) -> bool:
+        if self._root is None and other._root is None and self._source is other._source:
+            return True
+        return self.root == other.root
+
+    def _or_own(self, rank: int | None) -> int:
+        own = self.rank if rank is None else rank
+        if own is None:
+            raise PartitionError.because(
+                f"own place in {self!r}",
+                f"this is rank {self.root.rank}, members are {compress_ranks(self._ranks)}",
+                hint="ask partition.active first, or give rank=",
+            )
+        return own
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise PartitionError.because(
+                f"rank {rank} of {self!r}",
+                arithmetic=f"not 0 <= {rank} < {self.size}",
+                hint=f"ranks of the partition are 0 to {self.size - 1}",
+            )
+        return rank
+
+    def _check_dims(self, global_shape: Sequence[int]) -> None:
+        if len(global_shape) != self.dim:
+            raise PartitionError.because(
+                f"blocks of a tensor of shape {list(global_shape)}",
+                f"a partition of shape {list(self._shape)}",
+                f"{len(global_shape)} dims != {self.dim} dims",
+                "one partition size for each tensor dim; write 1 where a dim is not split",
+            )
+
+    def _check_ranks(self, count: int, root: Communicator | None) -> None:
+        asked = f"Partition({list(self._shape)}, ranks={list(self._ranks)})"
+        times = " * ".join(map(str, self._shape))
+        given = len(self._ranks)
+        if count != given:
+            fits = fitting_shape(self._shape, given) if given else self._shape
+            raise PartitionError.because(
+                asked,
+                arithmetic=f"{times} = {count} != {given} ranks",
+                hint=f"Partition({list(fits)})" if given else f"give {count} ranks",
+            )
+        if len(set(self._ranks)) != given:
+            twice = sorted({rank for rank in self._ranks if self._ranks.count(rank) > 1})
+            raise PartitionError.because(
+                asked,
+                f"rank {compress_ranks(twice)} more than once",
+                f"{len(set(self._ranks))} different ranks for {count} blocks",
+                "each rank once",
+            )
+        lowest, highest = min(self._ranks), max(self._ranks)
+        if lowest < 0:
+            raise PartitionError.because(
+                asked, arithmetic=f"rank {lowest} < 0", hint="ranks from 0 on"
+            )
+        if root is None or highest < root.size:
+            return
+        if count <= root.size:
+            raise PartitionError.because(
+                asked,
+                f"a communicator of {root.size} ranks",
+                f"rank {highest} >= {root.size}",
+                f"ranks from 0 to {root.size - 1}",
+            )
+        fits = list(fitting_shape(self._shape, root.size))
+        raise PartitionError.because(
+            f"Partition({list(self._shape)})",
+            f"a communicator of {root.size} ranks",
+            f"{times} = {count} > {root.size}",
+            f"Partition({fits}), or start {count} ranks: unisono.run(fn, {count})",
+        )
+
+
+def _running_world(source: object) -> Communicator | None:
+    """Return the world if torch.distributed runs and `source` stands for it."""
+    return world() if source is None and dist.is_initialized() else None
+
+
+def _described(comm: Communicator) -> str:
+    return f"{comm.name!r} (ranks {compress_ranks(comm.ranks)}, {comm.backend})"
+
+
+def _rebuild(
+    kind: type[Partition],
+    shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    root: Communicator | None,
+) -> Partition:
+    return kind(shape, ranks=ranks, comm=root)

@@ -1,0 +1,124 @@
+"""The plan of a row fetch: which own rows go to which rank, and how many come back.
+
+Made by graph partitioning, consumed by the row operators. The one plan that holds a tensor: a row
+list can have millions of entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PartitionError
+
+__all__ = ["RowPlan"]
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlan:
+    """Rows to send to and to receive from each rank of a communicator; frozen and checked.
+
+    The own place in `send_sizes` and `recv_sizes` may be used too: such rows are copied.
+    """
+
+    num_rows: int
+    """Number of rows of the own block."""
+    send_index: Tensor
+    """`[sum(send_sizes)]`, int64: own rows to send, grouped by receiving rank, ascending."""
+    send_sizes: tuple[int, ...]
+    """For each rank, how many of these rows go there."""
+    recv_sizes: tuple[int, ...]
+    """For each rank, how many rows come from there."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "send_sizes", tuple(self.send_sizes))
+        object.__setattr__(self, "recv_sizes", tuple(self.recv_sizes))
+        index = self.send_index
+        if index.dim() != 1 or index.dtype != torch.int64:
+            raise PartitionError.because(
+                "RowPlan",
+                f"send_index of shape {tuple(index.shape)}, {index.dtype}",
+                hint="a 1-D tensor of torch.int64",
+            )
+        if len(self.send_sizes) != len(self.recv_sizes):
+            raise PartitionError.because(
+                "RowPlan",
+                f"send_sizes {list(self.send_sizes)}, recv_sizes {list(self.recv_sizes)}",
+                f"{len(self.send_sizes)} ranks != {len(self.recv_sizes)} ranks",
+                "one number for each rank of the communicator, 0 where there is nothing",
+            )
+        if self.num_rows < 0 or min(self.send_sizes + self.recv_sizes, default=0) < 0:
+            raise PartitionError.because(
+                "RowPlan",
+                f"num_rows {self.num_rows}, send_sizes {list(self.send_sizes)}, "
+                f"recv_sizes {list(self.recv_sizes)}",
+                hint="counts of 0 or more",
+            )
+        if sum(self.send_sizes) != index.numel():
+            raise PartitionError.because(
+                "RowPlan",
+                f"send_sizes {list(self.send_sizes)}, send_index of {index.numel()} rows",
+                f"{sum(self.send_sizes)} != {index.numel()}",
+                "send_sizes must add up to the length of send_index",
+            )
+        if index.numel():
+            low, high = int(index.min()), int(index.max())
+            if low < 0 or high >= self.num_rows:
+                raise PartitionError.because(
+                    "RowPlan",
+                    f"send_index from {low} to {high}, {self.num_rows} own rows",
+                    f"not 0 <= {low if low < 0 else high} < {self.num_rows}",
+                    "use row numbers of the own block, not global ones",
+                )
+
+    @property
+    def num_sent(self) -> int:
+        """Rows that leave this rank (its own place included)."""
+        return sum(self.send_sizes)
+
+    @property
+    def num_received(self) -> int:
+        """Rows that arrive on this rank (its own place included)."""
+        return sum(self.recv_sizes)
+
+    def sent_to(self, rank: int) -> Tensor:
+        """Return the own rows that go to `rank`, as a view."""
+        start = sum(self.send_sizes[:rank])
+        return self.send_index[start : start + self.send_sizes[rank]]
+
+    def to(self, device: torch.device | str) -> RowPlan:
+        """Return the plan with its index on `device`; itself when it is there already."""
+        moved = self.send_index.to(device)
+        if moved is self.send_index:
+            return self
+        return RowPlan(self.num_rows, moved, self.send_sizes, self.recv_sizes)
+
+    @classmethod
+    def from_lists(
+        cls, num_rows: int, rows: Sequence[Sequence[int]], recv_sizes: Sequence[int]
+    ) -> RowPlan:
+        """Return the plan that sends `rows[q]` to rank `q`."""
+        flat = [row for each in rows for row in each]
+        return cls(
+            num_rows,
+            torch.tensor(flat, dtype=torch.int64),
+            tuple(len(each) for each in rows),
+            tuple(recv_sizes),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowPlan):
+            return NotImplemented
+        return self._counts() == other._counts() and (
+            self.send_index is other.send_index
+            or torch.equal(self.send_index.cpu(), other.send_index.cpu())
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._counts())
+
+    def _counts(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        return self.num_rows, self.send_sizes, self.recv_sizes

@@ -1,0 +1,285 @@
+"""Arithmetic of one dim of a convolution or pooling: lengths, windows, interior outputs.
+
+A window is the run of padded input positions that a share of the outputs reads. It is described by
+segments, each saying where its points come from. No torch and no process here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from unisono.errors import PartitionError
+from unisono.topology.decompose import Interval
+
+__all__ = [
+    "PADDING_MODES",
+    "Kind",
+    "Segment",
+    "check_window",
+    "interior",
+    "output_length",
+    "padding_pairs",
+    "per_dim",
+    "span",
+    "window",
+]
+
+Kind = Literal["copy", "flip", "repeat", "fill"]
+"""How the points of a segment are made: as they are, reversed, one point many times, a constant."""
+
+PADDING_MODES: tuple[str, ...] = ("zeros", "reflect", "replicate", "circular")
+"""What may stand outside the tensor."""
+
+
+class Segment(NamedTuple):
+    """A run of a window in one dim and the global points it is made of."""
+
+    dest: Interval
+    """Where in the window."""
+    source: Interval
+    """Which global points; one for a repeat; for a fill, the positions outside the tensor."""
+    kind: Kind
+    """How they are written."""
+
+
+def span(k: int, d: int = 1) -> int:
+    """Return the number of positions from the first to the last tap of a kernel."""
+    return d * (k - 1) + 1
+
+
+def output_length(
+    x: int, k: int, s: int = 1, p: int | tuple[int, int] = 0, d: int = 1, ceil_mode: bool = False
+) -> int:
+    """Return the output length of a convolution or pooling of `x` points.
+
+    Args:
+        x: input length.
+        k: kernel size.
+        s: stride.
+        p: padding of both sides, or `(left, right)`.
+        d: dilation.
+        ceil_mode: count a last window that hangs over the right end, if it starts inside.
+
+    >>> output_length(10, 3, 2), output_length(10, 3, 2, ceil_mode=True)
+    (4, 5)
+    """
+    left, right = (p, p) if isinstance(p, int) else p
+    check_window(x, k, s, left, right, d, ceil_mode=ceil_mode)
+    return _length(x, span(k, d), s, left, right, ceil_mode)
+
+
+def window(
+    y0: int,
+    y1: int,
+    x: int,
+    k: int,
+    s: int = 1,
+    pl: int = 0,
+    pr: int = 0,
+    d: int = 1,
+    mode: str = "zeros",
+) -> tuple[Segment, ...]:
+    """Return the segments of the window that outputs `[y0, y1)` read, in ascending order.
+
+    Together their `dest` ranges are `[0, s * (y1 - 1 - y0) + d * (k - 1) + 1)`; no outputs, no
+    segments. Positions more than `pr` beyond the right end (`ceil_mode`) are always fill.
+
+    >>> [tuple(segment) for segment in window(0, 5, 10, 3, pl=1, pr=1)]
+    [((0, 1), (-1, 0), 'fill'), ((1, 7), (0, 6), 'copy')]
+    """
+    if y0 >= y1:
+        return ()
+    low = s * y0 - pl
+    high = s * (y1 - 1) - pl + span(k, d)
+    segments: list[Segment] = []
+    if low < 0:
+        stop = min(high, 0)
+        segments.append(Segment((0, stop - low), *_outside(low, stop, x, mode)))
+    if max(low, 0) < min(high, x):
+        inside = (max(low, 0), min(high, x))
+        segments.append(Segment((inside[0] - low, inside[1] - low), inside, "copy"))
+    if high > x:
+        start, stop = max(low, x), min(high, x + pr)
+        if start < stop:
+            segments.append(Segment((start - low, stop - low), *_outside(start, stop, x, mode)))
+        start = max(low, stop)
+        if start < high:
+            segments.append(Segment((start - low, high - low), (start, high), "fill"))
+    return tuple(segments)
+
+
+def interior(
+    y0: int,
+    y1: int,
+    x: int,
+    own: Interval,
+    k: int,
+    s: int = 1,
+    pl: int = 0,
+    pr: int = 0,
+    d: int = 1,
+    mode: str = "zeros",
+) -> Interval:
+    """Return the outputs of `[y0, y1)` that read nothing but points of `own` (and fill).
+
+    With other padding modes than zeros, every point that an outside position stands for must be in
+    `own` too. One run of outputs, `(y0, y0)` when there is none; with windows that lie in the
+    padding there may be more such outputs apart from it.
+    """
+    start, stop = y0, y1
+    if own[0] > 0:
+        start = max(start, -(-(own[0] + pl) // s))
+    if own[1] < x:
+        stop = min(stop, (own[1] + pl - span(k, d)) // s + 1)
+    if mode != "zeros" and start < stop:
+        args = (x, own, k, s, pl, pr, d, mode)
+        # Windows wholly inside the tensor are settled above; grow the run over those that are not.
+        low = max(start, -(-pl // s))
+        high = min(stop, (x + pl - span(k, d)) // s + 1)
+        if low >= high:
+            low = next((i for i in range(start, stop) if _is_local(i, *args)), stop)
+            high = min(low + 1, stop)
+        while low > start and _is_local(low - 1, *args):
+            low -= 1
+        while low < high < stop and _is_local(high, *args):
+            high += 1
+        start, stop = low, high
+    return (start, stop) if start < stop else (y0, y0)
+
+
+def check_window(
+    x: int,
+    k: int,
+    s: int,
+    pl: int,
+    pr: int,
+    d: int,
+    mode: str = "zeros",
+    *,
+    ceil_mode: bool = False,
+    dim: int | None = None,
+) -> None:
+    """Raise `PartitionError` if one dim of a window operation cannot be done; shows the numbers."""
+    where = "" if dim is None else f" in dim {dim}"
+    asked = f"kernel {k}, stride {s}, padding ({pl}, {pr}), dilation {d} on {x} points{where}"
+    if mode not in PADDING_MODES:
+        raise PartitionError.because(
+            f"padding mode {mode!r}", hint=f"one of {', '.join(map(repr, PADDING_MODES))}"
+        )
+    for name, value, least in (("kernel", k, 1), ("stride", s, 1), ("dilation", d, 1)):
+        if value < least:
+            raise PartitionError.because(
+                asked, arithmetic=f"{name}: {value} < {least}", hint=f"use {name} {least} or more"
+            )
+    if min(pl, pr) < 0:
+        raise PartitionError.because(
+            asked, arithmetic=f"padding: {min(pl, pr)} < 0", hint="use padding 0 or more"
+        )
+    reach = span(k, d)
+    if _length(x, reach, s, pl, pr, ceil_mode) < 1 and reach > 1:
+        both, numbers = ("2p", f"{2 * pl}") if pl == pr else ("pl + pr", f"{pl} + {pr}")
+        raise PartitionError.because(
+            asked,
+            arithmetic=f"X + {both} < K: {x} + {numbers} < {reach}",
+            hint=f"a kernel of at most {(x + pl + pr - 1) // d + 1}, or more padding"
+            if x + pl + pr > 0
+            else "more padding",
+        )
+    most = max(pl, pr)
+    if mode == "reflect" and most and most >= x:
+        _refuse_padding(asked, f"p >= X: {most} >= {x}", f"reflect padding below {x}")
+    if mode == "circular" and most > x:
+        _refuse_padding(asked, f"p > X: {most} > {x}", f"circular padding of at most {x}")
+    if mode == "replicate" and most and x == 0:
+        _refuse_padding(asked, f"no point to repeat: X = {x}", 'padding_mode="zeros"')
+
+
+def per_dim(value: int | Sequence[int], count: int, name: str) -> tuple[int, ...]:
+    """Return one int a dim: an int counts for all `count` dims, a sequence must be that long."""
+    values = (value,) * count if isinstance(value, int) else tuple(value)
+    if len(values) != count:
+        raise PartitionError.because(
+            f"{name}={list(values)}",
+            f"a kernel of {count} dims",
+            f"{len(values)} != {count}",
+            f"one int, or {count} of them",
+        )
+    return values
+
+
+def padding_pairs(
+    padding: int | str | Sequence[int | tuple[int, int]],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[tuple[int, int], ...]:
+    """Return `(left, right)` for each dim of a kernel.
+
+    Args:
+        padding: one int, one int or `(left, right)` a dim, `"valid"` or `"same"`.
+        kernel_size: one int a dim; likewise `stride` and `dilation`.
+
+    >>> padding_pairs("same", (4,), (1,), (1,))
+    ((1, 2),)
+    """
+    count = len(kernel_size)
+    if isinstance(padding, str):
+        if padding == "valid":
+            return ((0, 0),) * count
+        if padding != "same":
+            raise PartitionError.because(
+                f"padding {padding!r}", hint='"same", "valid", an int, or one int a dim'
+            )
+        if any(s != 1 for s in stride):
+            raise PartitionError.because(
+                f'padding "same" with stride {list(stride)}',
+                arithmetic=f"{max(stride)} != 1",
+                hint="stride 1, or padding as numbers",
+            )
+        totals = [span(k, d) - 1 for k, d in zip(kernel_size, dilation, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    each = (padding,) * count if isinstance(padding, int) else tuple(padding)
+    if len(each) != count:
+        raise PartitionError.because(
+            f"padding={list(each)}",
+            f"a kernel of {count} dims",
+            f"{len(each)} != {count}",
+            f"one int, or {count} ints or (left, right) pairs",
+        )
+    return tuple((p, p) if isinstance(p, int) else (p[0], p[1]) for p in each)
+
+
+def _length(x: int, reach: int, s: int, pl: int, pr: int, ceil_mode: bool) -> int:
+    room = x + pl + pr - reach
+    if not ceil_mode:
+        return room // s + 1
+    length = -(-room // s) + 1
+    return length - 1 if (length - 1) * s >= x + pl else length
+
+
+def _outside(start: int, stop: int, x: int, mode: str) -> tuple[Interval, Kind]:
+    """Return what stands at positions `[start, stop)`, all left of 0 or all from `x` on."""
+    if mode == "zeros":
+        return (start, stop), "fill"
+    if mode == "replicate":
+        return ((0, 1) if start < 0 else (x - 1, x)), "repeat"
+    if mode == "circular":
+        shift = x if start < 0 else -x
+        return (start + shift, stop + shift), "copy"
+    mirror = 0 if start < 0 else 2 * (x - 1)
+    return (mirror - stop + 1, mirror - start + 1), "flip"
+
+
+def _is_local(
+    i: int, x: int, own: Interval, k: int, s: int, pl: int, pr: int, d: int, mode: str
+) -> bool:
+    return all(
+        own[0] <= part.source[0] and part.source[1] <= own[1]
+        for part in window(i, i + 1, x, k, s, pl, pr, d, mode)
+        if part.kind != "fill"
+    )
+
+
+def _refuse_padding(asked: str, arithmetic: str, hint: str) -> None:
+    raise PartitionError.because(asked, arithmetic=arithmetic, hint=hint)

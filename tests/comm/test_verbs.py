@@ -1,0 +1,364 @@
+"""Every verb against plain arithmetic, at 1 to 4 ranks, over dtypes and awkward sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.comm import Pending, world
+from unisono.errors import MeshError, PartitionError, UnisonoError
+
+RANKS = [1, 2, 3, 4]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def block(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a rank brings: small whole numbers, exact in every dtype."""
+    n = int(torch.Size(shape).numel())
+    values = (torch.arange(n) * 7 + rank * 3) % 5
+    return values.reshape(shape).to(dtype)
+
+
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce_sums_every_dtype_and_size(dtype):
+    comm = world()
+    for shape in [(0,), (1,), (7, 3), (), (40_000,)]:
+        mine = block(comm.rank, shape, dtype)
+        before = mine.clone()
+        total = comm.all_reduce(mine)
+        wide = torch.bool if dtype == torch.bool else torch.complex128
+        blocks = [block(r, shape, dtype).to(wide) for r in range(comm.size)]
+        expected = torch.stack(blocks).any(0) if dtype == torch.bool else sum(blocks)
+        assert torch.equal(
+            total, expected.to(dtype) if dtype.is_complex else expected.real.to(dtype)
+        )
+        assert torch.equal(mine, before)
+        assert total.shape == mine.shape
+        assert total.dtype == dtype
+
+
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.int16, torch.uint64, torch.bool], ids=str
+)
+@pytest.mark.parametrize("op", ["min", "max", "product"])
+def test_all_reduce_with_other_ops(dtype, op):
+    comm = world()
+    stacked = torch.stack([block(r, (5,), dtype).to(torch.float64) + 1 for r in range(comm.size)])
+    if dtype == torch.bool:
+        stacked = torch.stack([block(r, (5,), dtype).to(torch.float64) for r in range(comm.size)])
+    mine = stacked[comm.rank].to(dtype)
+    expected = {"min": stacked.amin(0), "max": stacked.amax(0), "product": stacked.prod(0)}[op]
+    assert torch.equal(comm.all_reduce(mine, op), expected.to(dtype))
+
+
+@pytest.mark.ranks([2, 3])
+def test_unsigned_64_bit_order_has_no_sign():
+    comm = world()
+    big = torch.tensor([2**63 + 5], dtype=torch.uint64)
+    small = torch.tensor([7], dtype=torch.uint64)
+    mine = big if comm.rank == 0 else small
+    assert comm.all_reduce(mine, "max").tolist() == [2**63 + 5]
+    assert comm.all_reduce(mine, "min").tolist() == [7]
+
+
+@pytest.mark.ranks([1, 3])
+@pytest.mark.parametrize("op", ["and", "or", "xor"])
+def test_bitwise_reductions(op):
+    comm = world()
+    mine = torch.tensor([0b1100 >> comm.rank, 5])
+    expected = torch.tensor([0b1100, 5])
+    for r in range(1, comm.size):
+        other = torch.tensor([0b1100 >> r, 5])
+        expected = {"and": expected & other, "or": expected | other, "xor": expected ^ other}[op]
+    assert torch.equal(comm.all_reduce(mine, op), expected)
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("n", [3, 100_000])
+def test_sixteen_bit_sums_are_rounded_once(n):
+    """Rounding after each addition would lose the small terms."""
+    comm = world()
+    mine = torch.full((n,), 256.0 if comm.rank == 0 else 0.75, dtype=torch.bfloat16)
+    exact = torch.tensor(256.0 + 0.75 * (comm.size - 1)).to(torch.bfloat16)
+    assert torch.equal(comm.all_reduce(mine), torch.full((n,), exact.item(), dtype=torch.bfloat16))
+    later = comm.all_reduce(mine, async_op=True)
+    assert torch.equal(later.wait(), torch.full((n,), exact.item(), dtype=torch.bfloat16))
+    part = comm.reduce_scatter(mine)
+    assert torch.equal(part, torch.full_like(part, exact.item()))
+
+
+@pytest.mark.ranks([2, 3])
+def test_sum64_carries_float32_in_float64():
+    comm = world()
+    mine = torch.tensor([1e8 if comm.rank == 0 else 1.0] * 3)
+    terms = [1e8] + [1.0] * (comm.size - 1)
+    assert comm.all_reduce(mine, "sum64")[0].item() == torch.tensor(sum(terms)).item()
+
+
+@pytest.mark.ranks(RANKS)
+def test_mean_divides_by_the_number_of_ranks():
+    comm = world()
+    mine = torch.full((2, 2), float(comm.rank), dtype=torch.float64)
+    assert torch.equal(
+        comm.all_reduce(mine, "mean"), torch.full((2, 2), (comm.size - 1) / 2.0).double()
+    )
+
+
+@pytest.mark.ranks([1, 2])
+def test_all_reduce_in_place_keeps_layout_and_leaf():
+    comm = world()
+    base = torch.arange(12.0).view(3, 4)
+    view = base.t()[1:3]
+    result = comm.all_reduce_(view)
+    assert result is view
+    assert torch.equal(base[:, 1:3], torch.arange(12.0).view(3, 4)[:, 1:3] * comm.size)
+    leaf = torch.ones(3, requires_grad=True)
+    comm.all_reduce_(leaf)
+    assert leaf.tolist() == [float(comm.size)] * 3
+
+
+@pytest.mark.ranks(RANKS)
+def test_reduce_gives_the_result_to_one_rank_only():
+    comm = world()
+    dst = comm.size - 1
+    mine = block(comm.rank, (3,), torch.float64)
+    total = comm.reduce(mine, dst)
+    if comm.rank == dst:
+        assert torch.equal(total, sum(block(r, (3,), torch.float64) for r in range(comm.size)))
+    else:
+        assert total is None
+    assert torch.equal(mine, block(comm.rank, (3,), torch.float64))
+
+
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bool, torch.int16, torch.float8_e5m2, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("rows", [3, 30_000])
+def test_all_gather_joins_uneven_blocks(dtype, rows):
+    comm = world()
+    sizes = [(rows + r) if r != 1 else 0 for r in range(comm.size)]
+    mine = block(comm.rank, (sizes[comm.rank], 2), dtype)
+    expected = torch.cat([block(r, (sizes[r], 2), dtype) for r in range(comm.size)])
+    for given in (None, sizes):
+        joined = comm.all_gather(mine, sizes=given)
+        assert torch.equal(joined.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.ranks(RANKS)
+def test_all_gather_along_any_dim_of_a_strided_tensor():
+    comm = world()
+    whole = torch.arange(2 * 3 * 12.0).view(2, 3, 12)
+    mine = whole.tensor_split(comm.size, dim=2)[comm.rank].transpose(0, 1)
+    assert torch.equal(comm.all_gather(mine, dim=-1), whole.transpose(0, 1))
+    assert comm.all_gather(mine, dim=2).is_contiguous()
+    assert comm.all_gather(torch.tensor(comm.rank)).tolist() == list(range(comm.size))
+
+
+@pytest.mark.ranks(RANKS)
+def test_gather_and_scatter_are_inverse():
+    comm = world()
+    whole = torch.arange(14.0).view(2, 7)
+    sizes = [7 - 2 * (comm.size - 1)] + [2] * (comm.size - 1) if comm.size < 4 else [0, 4, 1, 2]
+    for given in (None, sizes):
+        mine = comm.scatter(whole if comm.rank == 0 else None, 0, dim=1, sizes=given)
+        back = comm.gather(mine, comm.size - 1, dim=1)
+        if comm.rank == comm.size - 1:
+            assert torch.equal(back, whole)
+        else:
+            assert back is None
+
+
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize("rows", [2, 5, 50_000])
+def test_reduce_scatter_gives_each_rank_its_block(rows):
+    comm = world()
+    mine = block(comm.rank, (3, rows), torch.float64)
+    total = sum(block(r, (3, rows), torch.float64) for r in range(comm.size))
+    part = comm.reduce_scatter(mine, dim=1)
+    assert torch.equal(part, total.tensor_split(comm.size, dim=1)[comm.rank])
+    sizes = [0] * comm.size
+    sizes[-1] = rows
+    part = comm.reduce_scatter(mine, dim=1, sizes=sizes, op="max")
+    assert part.shape == (3, sizes[comm.rank])
+
+
+@pytest.mark.ranks(RANKS)
+def test_all_to_all_delivers_rows_in_rank_order():
+    comm = world()
+    sizes = [[(r + q) % 3 for q in range(comm.size)] for r in range(comm.size)]
+    mine = torch.cat(
+        [torch.full((n, 2), 10.0 * comm.rank + q) for q, n in enumerate(sizes[comm.rank])]
+    )
+    expected = torch.cat(
+        [torch.full((sizes[r][comm.rank], 2), 10.0 * r + comm.rank) for r in range(comm.size)]
+    )
+    assert torch.equal(comm.all_to_all(mine, sizes[comm.rank]), expected)
+    recv = [sizes[r][comm.rank] for r in range(comm.size)]
+    assert torch.equal(comm.all_to_all(mine, sizes[comm.rank], recv), expected)
+    parts = comm.all_to_all(list(mine.split(sizes[comm.rank])))
+    assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.ranks([2, 3])
+def test_broadcast_reaches_ranks_that_bring_nothing():
+    comm = world()
+    data = torch.arange(6.0).view(2, 3).t()
+    root = comm.size - 1
+    got = comm.broadcast(data if comm.rank == root else None, root, like=((3, 2), torch.float32))
+    assert torch.equal(got, data)
+    mine = torch.zeros(2, 3).t()
+    comm.broadcast_(mine.copy_(data) if comm.rank == root else mine, root)
+    assert torch.equal(mine, data)
+
+
+@pytest.mark.ranks([2, 4])
+def test_messages_arrive_in_order_and_by_tag():
+    comm = world()
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    first = comm.send(torch.tensor([1.0, comm.rank]), right, async_op=True)
+    second = comm.send(torch.tensor([2.0, comm.rank]), right, tag=5, async_op=True)
+    assert comm.recv(((2,), torch.float32), left, tag=5).tolist() == [2.0, left]
+    assert comm.recv(torch.empty(2), left).tolist() == [1.0, left]
+    first.wait()
+    second.wait()
+
+
+@pytest.mark.ranks(RANKS)
+def test_exchange_needs_no_order():
+    comm = world()
+    sends = {q: torch.full((q + 1, comm.rank), float(comm.rank)) for q in range(comm.size)}
+    likes = {q: ((comm.rank + 1, q), torch.float32) for q in reversed(range(comm.size))}
+    got = comm.exchange(sends, likes)
+    for q, x in got.items():
+        assert torch.equal(x, torch.full((comm.rank + 1, q), float(q)))
+
+
+@pytest.mark.ranks(RANKS)
+def test_every_verb_also_runs_async():
+    comm = world()
+    x = torch.arange(8.0) + comm.rank
+    pending = [
+        comm.all_reduce(x, async_op=True),
+        comm.all_gather(x, async_op=True),
+        comm.reduce_scatter(x, async_op=True),
+        comm.broadcast(x, async_op=True),
+        comm.all_to_all(torch.arange(float(comm.size)), async_op=True),
+        comm.barrier(async_op=True),
+        comm.reduce(x, async_op=True),
+        comm.gather(x, async_op=True),
+        comm.scatter(x, async_op=True),
+    ]
+    assert all(isinstance(p, Pending) for p in pending)
+    results = [p.wait() for p in reversed(pending)][::-1]
+    assert all(p.done() for p in pending)
+    assert torch.equal(results[0], comm.all_reduce(x))
+    assert torch.equal(results[1], comm.all_gather(x))
+    assert torch.equal(results[2], comm.reduce_scatter(x))
+    assert pending[0].result is results[0]
+
+
+@pytest.mark.ranks(RANKS)
+def test_objects_travel():
+    comm = world()
+    assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
+    assert comm.broadcast_object("x" * (comm.rank + 1), comm.size - 1) == "x" * comm.size
+    gathered = comm.gather_object(lambda: comm.rank, 0)
+    assert (gathered is None) == (comm.rank != 0)
+
+
+@pytest.mark.ranks([1, 3])
+def test_all_equal_compares_values_and_types():
+    comm = world()
+    assert comm.all_equal({"lr": 0.1, "layers": [1, 2]})
+    assert comm.all_equal(torch.arange(1000.0))
+    if comm.size > 1:
+        assert not comm.all_equal(comm.rank)
+        assert not comm.all_equal(1 if comm.rank else 1.0)
+        assert not comm.all_equal(torch.zeros(2, comm.rank + 1))
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_coalesced_all_reduces_equal_single_ones():
+    comm = world()
+    xs = [torch.full((n,), float(comm.rank + n)) for n in (1, 3, 0, 70_000)]
+    ys = [torch.tensor([comm.rank]), torch.tensor([comm.rank + 4])]
+    with comm.coalesce(max_mb=0.1):
+        sums = [comm.all_reduce(x) for x in xs]
+        means = comm.all_reduce(xs[1], "mean")
+        tops = [comm.all_reduce_(y.clone(), "max") for y in ys]
+    for x, total in zip(xs, sums, strict=True):
+        assert torch.equal(total, comm.all_reduce(x))
+    assert torch.equal(means, comm.all_reduce(xs[1], "mean"))
+    assert [int(t) for t in tops] == [comm.size - 1, comm.size + 3]
+
+
+@pytest.mark.ranks([2])
+def test_coalescing_makes_one_call_of_many(monkeypatch=None):
+    from unisono.comm import trace
+
+    comm = world()
+    with trace() as t, comm.coalesce():
+        for _ in range(6):
+            comm.all_reduce(torch.ones(256))
+    assert [e.op for e in t.events] == ["all_reduce"]
+
+
+def test_verbs_refuse_what_cannot_be_right():
+    comm = world()
+    x = torch.ones(4, 2)
+    with pytest.raises(UnisonoError, match="HINT: one of and, max, mean"):
+        comm.all_reduce(x, "avg")
+    with pytest.raises(UnisonoError, match=r"defined for int64: sum, product"):
+        comm.all_reduce(torch.ones(2, dtype=torch.int64), "mean")
+    with pytest.raises(UnisonoError, match="moved but not added"):
+        comm.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))
+    with pytest.raises(MeshError, match="0 <= src < 1 does not hold"):
+        comm.broadcast(x, 3)
+    with pytest.raises(PartitionError, match="-2 <= dim < 2 does not hold"):
+        comm.all_gather(x, dim=2)
+    with pytest.raises(PartitionError, match="2 entries for 1 ranks"):
+        comm.all_gather(x, sizes=[1, 3])
+    with pytest.raises(PartitionError, match="3 = 3 != 4"):
+        comm.reduce_scatter(x, sizes=[3])
+    with pytest.raises(PartitionError, match=r"sizes\[0\] = 3 != 4"):
+        comm.all_gather(x, sizes=[3])
+    with pytest.raises(UnisonoError, match="no data to move"):
+        comm.all_reduce(torch.ones(2, device="meta"))
+    with pytest.raises(UnisonoError, match="sparse"):
+        comm.all_reduce(torch.eye(3).to_sparse())
+    with pytest.raises(UnisonoError, match="must be positive"):
+        comm.all_reduce(x, timeout_s=0)
+    with pytest.raises(UnisonoError, match="a tensor is needed"):
+        comm.all_reduce([1, 2])
+    with pytest.raises(UnisonoError, match="neither a tensor nor like"):
+        comm.recv(None, 0) if comm.size > 1 else comm.broadcast(None)
+    with pytest.raises(MeshError, match="this is rank 0 itself"):
+        comm.send(x, 0)
+
+
+@pytest.mark.ranks([2, 3])
+def test_blocks_that_do_not_fit_are_refused_on_all_ranks_alike():
+    comm = world()
+    with pytest.raises(PartitionError, match=r"rank 1: float32 rows of \[3\]"):
+        comm.all_gather(torch.ones(2, 3 if comm.rank == 1 else 2))
+    with pytest.raises(PartitionError, match="scatter"):
+        comm.scatter(torch.ones(3) if comm.rank == 0 else None, 0, sizes=[1] * comm.size + [9])
+    assert comm.all_reduce(torch.ones(1)).item() == comm.size

@@ -1,0 +1,72 @@
+"""What the console shows of ranks that print at the same time."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.launch.console import Console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(pieces, *, ranks=2, show=None, file=None, prefix=True):
+    """Feed `(rank, bytes)` pieces to one console and return what it wrote."""
+    file = io.StringIO() if file is None else file
+    console = Console(
+        range(ranks) if show is None else show, prefix=prefix, stdout=file, stderr=file
+    )
+    streams = [console.stream(rank, 0) for rank in range(ranks)]
+    for rank, data in pieces:
+        streams[rank].feed(data)
+    for stream in streams:
+        stream.close()
+    return file.getvalue()
+
+
+def test_lines_are_whole_and_carry_their_rank():
+    pieces = [(0, b"hel"), (1, b"other\nli"), (0, b"lo\n"), (1, b"ne\n")]
+    assert shown(pieces) == "[1] other\n[0] hello\n[1] line\n"
+
+
+def test_a_last_line_without_end_is_shown():
+    assert shown([(0, b"no end")]) == "[0] no end\n"
+
+
+def test_hidden_ranks_are_hidden_and_the_prefix_can_be_left_out():
+    pieces = [(0, b"a\n"), (1, b"b\n")]
+    assert shown(pieces, show=[1]) == "[1] b\n"
+    assert shown(pieces, show=[0], prefix=False) == "a\n"
+
+
+def test_a_progress_bar_in_a_file_is_its_last_state_only():
+    pieces = [(0, b"\r 10%"), (1, b"\r 20%"), (0, b"\r 50%"), (0, b"\r100%\n")]
+    assert shown(pieces) == "[0] 100%\n[1]  20%\n"
+
+
+def test_a_progress_bar_of_rank_0_moves_on_a_terminal_and_comes_back_below_other_lines():
+    text = shown([(0, b"\r10%"), (1, b"\r99%"), (1, b"\rline\n"), (0, b"\r20%\n")], file=Terminal())
+    clear = "\r\x1b[K"
+    assert text == f"{clear}[0] 10%{clear}[1] line\n{clear}[0] 10%{clear}[0] 20%\n"
+
+
+def test_bytes_of_one_character_may_come_in_two_pieces():
+    euro = "€\n".encode()
+    assert shown([(0, euro[:1]), (0, euro[1:])]) == "[0] €\n"
+
+
+@given(st.text(st.characters(exclude_characters="\r", codec="utf-8")), st.data())
+def test_any_cut_of_the_bytes_gives_the_same_lines(text, data):
+    raw = text.encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
+    edges = [0, *cuts, len(raw)]
+    pieces = [(0, raw[a:b]) for a, b in itertools.pairwise(edges)]
+    lines = text.split("\n")
+    expected = [f"[0] {line}\n" for line in (lines if lines[-1] else lines[:-1])]
+    assert shown(pieces) == "".join(expected)

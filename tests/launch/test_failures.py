@@ -1,0 +1,168 @@
+"""Runs that fail: one error, the right rank, in time, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import unisono
+from unisono.errors import RankFailed, RankTimeout, RemoteError
+
+AT_ONCE_S = 2.0
+
+
+def fail(function, tmp_path, *, timeout_s=60.0, ranks=2):
+    """Run `function(mark)`; return the error and the seconds since a rank wrote the mark."""
+    mark = tmp_path / "mark"
+    with pytest.raises((RankFailed, RankTimeout)) as caught:
+        unisono.run(
+            function,
+            mark,
+            ranks=ranks,
+            timeout_s=timeout_s,
+            logs=unisono.Logs(console="none"),
+        )
+    since = time.time() - mark.stat().st_mtime if mark.exists() else 0.0
+    return caught.value, since
+
+
+def test_a_rank_that_raises_ends_the_one_that_waits_in_a_collective(tmp_path):
+    def step(mark):
+        comm = unisono.world()
+        if comm.rank == 1:
+            mark.touch()
+            print(1 // (comm.rank - 1))
+        comm.barrier()
+
+    error, seconds = fail(step, tmp_path)
+    assert seconds < AT_ONCE_S
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.exit_code, error.signal) == (1, None, None)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert "print(1 // (comm.rank - 1))" in str(error)
+    assert "launch/rank.py" not in str(error)
+    assert str(error).startswith("rank 1 of 2 on ")
+    assert "raised ZeroDivisionError" in str(error).splitlines()[0]
+    assert "test_failures.py" in error.waiting[0]
+    assert "in step" in error.waiting[0]
+    assert str(error).splitlines()[-1].startswith("HINT: ")
+    assert error.job_dir is not None
+    assert "ZeroDivisionError" in Path(error.job_dir, "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "signal_name"),
+    [
+        (lambda: os._exit(7), 7, None),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), None, "SIGKILL"),
+    ],
+    ids=["os._exit", "SIGKILL"],
+)
+def test_a_rank_that_dies_without_a_word_is_named(how, exit_code, signal_name, tmp_path):
+    def die(mark):
+        if unisono.world().rank == 1:
+            print("last words", flush=True)
+            mark.touch()
+            how()
+        time.sleep(60)
+
+    error, seconds = fail(die, tmp_path)
+    assert seconds < AT_ONCE_S
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.exit_code, error.signal) == (1, exit_code, signal_name)
+    assert "last words" in str(error)
+    assert "in die" in error.waiting[0]
+
+
+def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path):
+    class Stubborn(Exception):
+        def __init__(self, first, second):
+            super().__init__(f"{first} and {second}")
+
+    def refuse(_mark):
+        if unisono.world().rank == 0:
+            raise Stubborn("one", "two")
+
+    error, _ = fail(refuse, tmp_path)
+    assert isinstance(error, RankFailed)
+    assert error.rank == 0
+    assert error.exception is None
+    assert isinstance(error.__cause__, RemoteError)
+    assert "one and two" in str(error).splitlines()[0]
+    assert 'raise Stubborn("one", "two")' in str(error.__cause__)
+
+
+def test_a_result_that_cannot_be_pickled_is_named_by_its_path(tmp_path):
+    def lock_inside(_mark):
+        return {"state": [0, threading.Lock()]} if unisono.world().rank == 1 else 0
+
+    error, _ = fail(lock_inside, tmp_path)
+    assert isinstance(error, RankFailed)
+    assert error.rank == 1
+    assert "result['state'][1] is a lock" in str(error)
+
+
+def test_leaving_before_returning_is_a_failure_even_with_code_0(tmp_path):
+    def leave(_mark):
+        unisono.world().barrier()
+        sys.exit(0)
+
+    error, _ = fail(leave, tmp_path, ranks=1)
+    assert isinstance(error, RankFailed)
+    assert error.exit_code == 0
+    assert "exited before returning" in str(error)
+
+
+def test_finally_blocks_of_stopped_ranks_run(tmp_path):
+    cleaned = tmp_path / "cleaned"
+
+    def tidy(_mark):
+        if unisono.world().rank == 1:
+            raise RuntimeError("stop here")
+        try:
+            time.sleep(60)
+        finally:
+            cleaned.touch()
+
+    fail(tidy, tmp_path)
+    assert cleaned.exists()
+
+
+def test_a_deadline_shows_where_every_rank_stands(tmp_path):
+    def stall(_mark):
+        comm = unisono.world()
+        if comm.rank == 0:
+            time.sleep(60)
+        comm.barrier()
+
+    begin = time.monotonic()
+    error, _ = fail(stall, tmp_path, timeout_s=0.5)
+    assert time.monotonic() - begin < 30
+    assert isinstance(error, RankTimeout)
+    assert sorted(error.stacks) == [0, 1]
+    assert all("in stall" in stack for stack in error.stacks.values())
+    assert error.rank == 0  # the one that is not in a collective
+    assert "timeout_s=0.5" in str(error)
+    assert "unisono-lifeline" not in str(error)
+
+
+def test_processes_that_a_rank_started_end_with_it(tmp_path):
+    def start_a_child(mark):
+        import subprocess
+
+        if unisono.world().rank == 0:
+            child = subprocess.Popen(["sleep", "600"])
+            mark.write_text(str(child.pid))
+        unisono.world().barrier()
+        raise RuntimeError("and leave it")
+
+    fail(start_a_child, tmp_path)
+    pid = int((tmp_path / "mark").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -1,0 +1,83 @@
+"""Bad requests: an error that teaches, before anything is started."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import unisono
+from unisono.errors import PlatformError
+
+
+def train(cfg, lr=0.1):
+    return cfg, lr
+
+
+async def coroutine():
+    return 1
+
+
+def needs_ranks(ranks):
+    return ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_may_start(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("unisono.launch.local.start_rank", refuse)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: unisono.run(train, 1, on="cqu"), ["on='cqu'", "'cpu', 'inline'", "did you mean"]),
+        (lambda: unisono.run(train, 1, on="gpu"), ["on='gpu'", "planned", 'HINT: on="cpu"']),
+        (lambda: unisono.run(train, 1, on="slurm"), ["on='slurm'", "'cpu', 'inline'"]),
+        (lambda: unisono.run(train, 1, ranks=0), ["ranks=0", "1 or more"]),
+        (lambda: unisono.run(train, 1, ranks=-2), ["ranks=-2"]),
+        (lambda: unisono.run(train, 1, ranks=2.0), ["ranks=2.0", "whole number"]),
+        (lambda: unisono.run(train, 1, ranks=True), ["ranks=True"]),
+        (lambda: unisono.run(train, 1, on="inline", ranks=2), ["2 ranks > 1 process"]),
+        (lambda: unisono.run(train, 1, nodes=2), ["nodes=2", "torchrun"]),
+        (lambda: unisono.run(train, 1, timeout_s=0), ["timeout_s=0"]),
+        (lambda: unisono.run(train, 1, timeout_s="1h"), ["timeout_s='1h'", "not a number"]),
+        (lambda: unisono.run(train, 1, max_restarts=-1), ["max_restarts=-1"]),
+        (lambda: unisono.run(train), ["train(cfg, lr=0.1)", "missing a required argument"]),
+        (lambda: unisono.run(train, 1, momentum=2), ["unexpected keyword", "momentum"]),
+        (lambda: unisono.run(needs_ranks, ranks=2), ["functools.partial(needs_ranks, ranks="]),
+        (lambda: unisono.run(train(1)), ["cannot be called"]),
+        (lambda: unisono.run(coroutine), ["coroutine", "asyncio.run"]),
+        (lambda: unisono.run(train, 1, logs=3), ["logs=3"]),
+        (lambda: unisono.run(train, 1, logs=unisono.Logs(console="al")), ["console='al'"]),
+        (lambda: unisono.run(train, 1, logs=unisono.Logs(console=[0, 2])), ["2 is not a rank"]),
+    ],
+)
+def test_a_senseless_request_says_what_is_wrong(call, words):
+    with pytest.raises(PlatformError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_what_cannot_be_pickled_is_named_by_its_path():
+    cfg = SimpleNamespace(model={"lock": threading.Lock()})
+    with pytest.raises(PlatformError, match=r"kwargs\['cfg'\]\.model\['lock'\] is a lock"):
+        unisono.run(train, cfg=cfg)
+    lock = threading.Lock()
+    with pytest.raises(PlatformError, match="lock is a lock that cannot be pickled"):
+        unisono.run(lambda: lock)
+
+
+def test_a_partial_may_fill_a_reserved_keyword():
+    results = unisono.run(functools.partial(needs_ranks, ranks=5), on="inline")
+    assert list(results) == [5]
+
+
+def test_a_log_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlatformError, match="cannot be made"):
+        unisono.run(train, 1, logs=tmp_path / "file")

@@ -1,0 +1,127 @@
+"""Runs that succeed: what ranks get, what comes back, what is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import unisono
+from unisono.launch.cores import usable_cores
+
+SCALE = 7
+
+
+def sum_of_ranks(start: float, *, power: int = 1) -> dict[str, object]:
+    comm = unisono.world()
+    x = torch.full((2,), start + comm.rank**power)
+    return {"rank": comm.rank, "sum": comm.all_reduce(x), "scaled": SCALE * comm.rank}
+
+
+def test_values_come_back_in_rank_order_with_tensors_and_keywords(tmp_path):
+    results = unisono.run(sum_of_ranks, 1.0, power=2, on="cpu", ranks=3)
+    assert [value["rank"] for value in results] == [0, 1, 2]
+    assert all(torch.equal(value["sum"], torch.full((2,), 8.0)) for value in results)
+    assert results.rank(2)["scaled"] == 14  # a global of a module that ranks cannot import
+    assert (results.ranks, len(results.hosts), results.platform) == (3, 3, "cpu")
+    assert results.start_s > 0 < results.wall_s
+    assert results.dir is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closure_gets_its_place_threads_directory_and_arguments(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--fast"])
+    monkeypatch.setattr(sys, "path", [*sys.path, "/nowhere/in/particular"])
+    monkeypatch.setenv("MY_SETTING", "kept")
+    wanted = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MY_SETTING", "UNISONO_RESTART")
+
+    def look():
+        print("out", "of rank", unisono.world().rank)
+        print("err", file=sys.stderr)
+        os.write(1, b"from C\n")
+        return {
+            "env": [os.environ[name] for name in wanted],
+            "threads": torch.get_num_threads(),
+            "cwd": os.getcwd(),  # noqa: PTH109
+            "argv": sys.argv,
+            "last path": sys.path[-1],
+            "backend": dist.get_backend(),
+            "interface": os.environ["GLOO_SOCKET_IFNAME"],
+            "group": os.getpgrp() == os.getpid(),
+        }
+
+    results = unisono.run(look, ranks=2)
+    assert results[1] == {
+        "env": ["1", "1", "2", "127.0.0.1", "kept", "0"],
+        "threads": max(1, usable_cores() // 2),
+        "cwd": str(tmp_path),
+        "argv": ["train.py", "--fast"],
+        "last path": "/nowhere/in/particular",
+        "backend": "gloo",
+        "interface": "lo",
+        "group": True,
+    }
+    assert results.threads == results[0]["threads"]
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == [
+        "[0] from C",
+        "[0] out of rank 0",
+        "[1] from C",
+        "[1] out of rank 1",
+    ]
+    assert sorted(shown.err.splitlines()) == ["[0] err", "[1] err"]
+    assert sorted(results.log(1).splitlines()) == ["err", "from C", "out of rank 1"]
+
+
+def test_one_rank_has_a_real_group_and_no_prefix(tmp_path, capsys):
+    def alone():
+        print("hello")
+        dist.barrier()
+        return unisono.world().size
+
+    results = unisono.run(alone, on="cpu", ranks=1, logs=tmp_path / "logs", timeout_s=60)
+    assert list(results) == [1]
+    assert capsys.readouterr().out == "hello\n"
+    assert results.dir is not None
+    assert results.dir.parent == tmp_path / "logs"
+    assert (results.dir / "rank-0.log").read_text() == "hello\n"
+    assert results.dir.stat().st_mode & 0o777 == 0o700
+    assert (results.dir / "rank-0.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_inline_is_this_very_process_and_its_exceptions_pass_unchanged():
+    seen = []
+    results = unisono.run(lambda: seen.append(os.getpid()) or unisono.world().size, on="inline")
+    assert seen == [os.getpid()]
+    assert (list(results), results.platform) == ([1], "inline")
+    with pytest.raises(ZeroDivisionError):
+        unisono.run(lambda: 1 / 0, on="inline")
+
+
+def test_a_run_inside_a_rank_joins_its_world_instead_of_starting_another():
+    def outer():
+        inner = unisono.run(lambda: (unisono.world().rank, os.getpid()), ranks=2)
+        return os.getpid(), list(inner), inner.ranks
+
+    results = unisono.run(outer, ranks=2)
+    pids = [value[0] for value in results]
+    assert [value[1] for value in results] == [[(0, pids[0]), (1, pids[1])]] * 2
+
+
+def test_a_failed_attempt_is_started_again_with_its_number(tmp_path):
+    def fails_once():
+        attempt = int(os.environ["UNISONO_RESTART"])
+        if attempt == 0 and unisono.world().rank == 1:
+            raise OSError("disk on fire")
+        unisono.world().barrier()
+        return attempt
+
+    results = unisono.run(fails_once, ranks=2, max_restarts=1, logs=unisono.Logs(console="none"))
+    assert list(results) == [1, 1]
+    assert results.restarts == 1
+    assert list(tmp_path.iterdir()) == []

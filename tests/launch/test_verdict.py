@@ -1,0 +1,126 @@
+"""Whose fault it is, and what the caller reads. No process here."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from unisono.errors import RankFailed, RankTimeout, RemoteError
+from unisono.launch.messages import Failed
+from unisono.launch.verdict import Fate, choose_cause, failure, timeout
+
+
+def report(summary="ValueError: bad", *, consequence=False, error=None, code=None, site=""):
+    return Failed(
+        summary=summary,
+        traceback=f"Traceback (most recent call last):\n{summary}\n",
+        pickled=pickle.dumps(error) if error is not None else None,
+        is_consequence=consequence,
+        exit_code=code,
+        site=site,
+    )
+
+
+def fate(rank, **known):
+    return Fate(rank=rank, host=f"n{rank}", **known)
+
+
+def test_a_silent_death_comes_before_every_report():
+    fates = [fate(0, failed=report(), failed_at=1.0), fate(1, exit_code=-9), fate(2)]
+    assert choose_cause(fates).rank == 1
+
+
+def test_an_own_error_comes_before_an_earlier_lost_connection():
+    fates = [
+        fate(0, failed=report("ConnectionError", consequence=True), failed_at=1.0),
+        fate(1, failed=report(), failed_at=2.0, exit_code=1),
+    ]
+    assert choose_cause(fates).rank == 1
+
+
+def test_among_equals_the_earliest_is_the_cause():
+    fates = [fate(0, failed=report(), failed_at=2.0), fate(1, failed=report(), failed_at=1.0)]
+    assert choose_cause(fates).rank == 1
+
+
+def test_the_message_has_headline_traceback_the_others_and_a_hint():
+    fates = [
+        fate(0, failed=report("lost", consequence=True, site="a.py:3 in step"), failed_at=1.5),
+        fate(1, failed=report(error=ValueError("bad")), failed_at=1.0),
+        fate(2),
+        fate(3),
+    ]
+    stack = (
+        'Current thread 0x00007f0000000001 (most recent call first):\n  File "b.py", line 9 in f'
+    )
+    error = failure(fates, stacks={2: stack, 3: stack}, job_dir="/logs", attempt=2)
+    assert isinstance(error, RankFailed)
+    lines = str(error).splitlines()
+    assert lines[0] == "rank 1 of 4 on n1 raised ValueError: bad"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-2] == (
+        "Stopped as a consequence: ranks 0, 2-3 "
+        "(rank 0: at a.py:3 in step; ranks 2-3: at b.py:9 in f)"
+    )
+    assert lines[-1].startswith("HINT: ")
+    assert lines[-1].endswith("logs are in /logs")
+    assert (error.rank, error.host, error.attempt, error.job_dir) == (1, "n1", 2, "/logs")
+    assert isinstance(error.__cause__, ValueError)
+    assert error.waiting == {0: "a.py:3 in step", 2: "b.py:9 in f", 3: "b.py:9 in f"}
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.rank, str(copy)) == (1, str(error))
+
+
+def test_remote_frames_are_shown_once_when_the_exception_could_not_travel():
+    error = failure([fate(0, failed=report())], stacks={})
+    assert "Traceback" not in str(error)
+    assert isinstance(error.__cause__, RemoteError)
+    assert "Traceback" in str(error.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words", "attributes"),
+    [
+        (7, "exited with code 7", (7, None)),
+        (0, "exited with code 0 before returning", (0, None)),
+        (-9, "killed by SIGKILL", (None, "SIGKILL")),
+        (-11, "killed by SIGSEGV", (None, "SIGSEGV")),
+        (-64, "killed by SIGRTMAX", (None, "SIGRTMAX")),
+    ],
+)
+def test_a_silent_death_says_how_and_shows_the_log(exit_code, words, attributes):
+    fates = [fate(0, exit_code=exit_code, log_tail="last\nwords", peak_mb=100.0), fate(1)]
+    error = failure(fates, stacks={})
+    assert isinstance(error, RankFailed)
+    assert words in str(error).splitlines()[0]
+    assert "  last\n  words" in str(error)
+    assert (error.exit_code, error.signal) == attributes
+    hint = str(error).splitlines()[-1]
+    assert ("memory" in hint) == (exit_code == -9)
+    assert ("/dev/shm" in hint) == (exit_code == -11)
+
+
+def test_a_negative_code_of_sys_exit_is_not_a_signal():
+    error = failure([fate(0, failed=report("SystemExit: -9", code=-9))], stacks={})
+    assert isinstance(error, RankFailed)
+    assert (error.exit_code, error.signal) == (-9, None)
+
+
+def test_a_collective_that_ran_out_of_time_stays_a_timeout():
+    original = RankTimeout("barrier timed out", missing=[1], op="barrier", stacks={1: "there"})
+    fates = [fate(0, failed=report("RankTimeout", consequence=True, error=original)), fate(1)]
+    error = failure(fates, stacks={})
+    assert isinstance(error, RankTimeout)
+    assert (error.rank, error.op, error.stacks) == (1, "barrier", {1: "there"})
+
+
+def test_a_deadline_prints_equal_stacks_once_and_the_suspect_first():
+    same = "Thread 0x00007f00000000{0} (most recent call first):\n  File 'a.py', line 1 in wait"
+    stacks = {0: same.format("01"), 1: "elsewhere", 2: same.format("02")}
+    error = timeout([fate(r) for r in range(4)], what="too slow", stacks=stacks, suspect=1)
+    text = str(error)
+    assert text.index("--- rank 1\n") < text.index("--- rank 0, 2\n")
+    assert text.count("in wait") == 1
+    assert "No stack from rank 3" in text
+    assert (error.rank, sorted(error.stacks)) == (1, [0, 1, 2])

@@ -1,0 +1,164 @@
+"""Runs a pytest session of its own on a file of `sessions/`, and looks at what it leaves behind.
+
+The processes of such a session carry a variable in their environment, so that what is left of them
+can be told from everything else on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+collect_ignore = ["sessions"]
+
+SESSIONS = Path(__file__).parent / "sessions"
+MARK = "BENCH_UNDER_TEST"
+INI = "[pytest]\nxfail_strict = true\njunit_logging = system-out\n"
+
+
+@dataclass
+class Case:
+    """One test of an inner session."""
+
+    outcome: str
+    text: str
+    seconds: float
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+
+@dataclass
+class InnerSession:
+    """A pytest session in a process of its own."""
+
+    mark: str
+    temporary: Path
+    process: subprocess.Popen[str]
+    directory: Path
+    output: str = ""
+    cases: dict[str, Case] = field(default_factory=dict)
+
+    def finish(self, timeout_s: float = 60.0) -> InnerSession:
+        self.output, _ = self.process.communicate(timeout=timeout_s)
+        report = self.directory / "report.xml"
+        if report.exists():
+            for node in ElementTree.parse(report).iter("testcase"):
+                self.cases[node.attrib["name"]] = _read_case(node)
+        return self
+
+    def __getitem__(self, name: str) -> Case:
+        assert name in self.cases, f"{name} not in {sorted(self.cases)}\n{self.output}"
+        return self.cases[name]
+
+    def left_processes(self, patience_s: float = 5.0) -> list[str]:
+        """Processes of this session that are still there."""
+        return _wait_until_empty(lambda: _processes_with(f"{MARK}={self.mark}"), patience_s)
+
+    def left_files(self, patience_s: float = 5.0) -> list[str]:
+        """Temporary and shared-memory files of this session that are still there."""
+        return _wait_until_empty(self._files, patience_s)
+
+    def _files(self) -> list[str]:
+        segments = Path("/dev/shm").glob(f"*{self.mark[:8]}*")
+        return [str(path) for path in (*self.temporary.iterdir(), *segments)]
+
+
+def _read_case(node: ElementTree.Element) -> Case:
+    outcome, text = "passed", ""
+    for child in node:
+        if child.tag in ("failure", "error", "skipped"):
+            outcome = child.tag.replace("failure", "failed")
+            text += child.text or child.attrib.get("message", "")
+        if child.tag == "system-out":
+            text += child.text or ""
+    if outcome == "skipped" and node.find("skipped").attrib["type"] == "pytest.xfail":
+        outcome = "xfailed"
+    return Case(outcome, text, float(node.attrib["time"]))
+
+
+def _processes_with(variable: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            if variable.encode() in environ:
+                found.append(f"{entry.name} {command[:100]}")
+    return found
+
+
+def _wait_until_empty(look: Callable[[], list[str]], patience_s: float) -> list[str]:
+    deadline = time.monotonic() + patience_s
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def start_session(name: str, directory: Path, *options: str) -> InnerSession:
+    """Start pytest on a copy of `sessions/<name>` (a file, or a directory with conftest)."""
+    mark = uuid.uuid4().hex
+    source = SESSIONS / name
+    temporary = directory / "temporary"
+    temporary.mkdir()
+    work = directory / "work"
+    work.mkdir()
+    if source.is_dir():
+        shutil.copytree(source, work, dirs_exist_ok=True)
+    else:
+        shutil.copy(source, work / f"test_{name}")
+    (work / "pytest.ini").write_text(INI)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-ra"]
+    process = subprocess.Popen(
+        [*command, "--basetemp", str(directory / "base"), "--junitxml", "report.xml", *options],
+        cwd=work,
+        env={**os.environ, "TMPDIR": str(temporary), "COLUMNS": "200", MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return InnerSession(mark, temporary, process, work)
+
+
+@pytest.fixture(scope="session")
+def run_session(tmp_path_factory):
+    """Return a function that runs a whole inner session, once for each set of arguments."""
+    done: dict[tuple[str, ...], InnerSession] = {}
+
+    def run(name: str, *options: str) -> InnerSession:
+        if (name, *options) not in done:
+            directory = tmp_path_factory.mktemp("inner")
+            done[name, *options] = start_session(name, directory, *options).finish()
+        return done[name, *options]
+
+    return run
+
+
+@pytest.fixture
+def begin_session(tmp_path):
+    """Return a function that starts an inner session; it is ended by force in any case."""
+    begun: list[InnerSession] = []
+
+    def begin(name: str, *options: str) -> InnerSession:
+        begun.append(start_session(name, tmp_path, *options))
+        return begun[-1]
+
+    yield begin
+    for session in begun:
+        if session.process.poll() is None:
+            session.process.kill()
+        session.process.communicate()

@@ -1,0 +1,1 @@
+"""A package next to the tests."""

@@ -1,0 +1,254 @@
+"""Windows of random shards, kernels and padding modes, compared with torch on the whole tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unisono.errors import PartitionError
+from unisono.topology import decompose, halo
+from unisono.topology.window import PADDING_MODES, interior, output_length, window
+
+shards = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 0)
+
+
+@st.composite
+def convolutions(draw: st.DrawFn, spatial: int) -> dict[str, Any]:
+    """Draw shards and a kernel that fits them, in each of `spatial` dims."""
+    mode = draw(st.sampled_from(PADDING_MODES))
+    sizes: list[list[int]] = []
+    kernel: list[int] = []
+    stride: list[int] = []
+    padding: list[tuple[int, int]] = []
+    dilation: list[int] = []
+    for _ in range(spatial):
+        own = draw(shards if spatial == 1 else shards.filter(lambda s: len(s) <= 3))
+        x = sum(own)
+        most = {"zeros": 6, "replicate": 6, "circular": x, "reflect": x - 1}[mode]
+        left, right = (draw(st.integers(0, min(most, 6))) for _ in range(2))
+        k = draw(st.integers(1, 5))
+        room = x + left + right - 1
+        d = draw(st.integers(1, 3))
+        if d * (k - 1) > room:
+            d = 1
+            k = min(k, room + 1)
+        sizes.append(own)
+        kernel.append(k)
+        dilation.append(d)
+        padding.append((left, right))
+        stride.append(draw(st.integers(1, 4)))
+    return {
+        "sizes": sizes,
+        "args": {
+            "kernel_size": tuple(kernel),
+            "stride": tuple(stride),
+            "padding": tuple(padding),
+            "dilation": tuple(dilation),
+            "padding_mode": mode,
+        },
+    }
+
+
+def pad_like_torch(x: Tensor, args: dict[str, Any]) -> Tensor:
+    flat = [p for pair in reversed(args["padding"]) for p in pair]
+    mode = "constant" if args["padding_mode"] == "zeros" else args["padding_mode"]
+    return F.pad(x, flat, mode=mode) if any(flat) else x
+
+
+def conv(x: Tensor, weight: Tensor, args: dict[str, Any]) -> Tensor:
+    call = F.conv1d if weight.dim() == 3 else F.conv2d
+    return call(x, weight, stride=args["stride"], dilation=args["dilation"])
+
+
+def compare_with_torch(simulate: Any, case: dict[str, Any], batch: list[int]) -> None:
+    args = case["args"]
+    cuts = [decompose.bounds(batch), (0, 2), *(decompose.bounds(s) for s in case["sizes"])]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn([c[-1] for c in cuts], generator=generator, dtype=torch.float64)
+    weight = torch.randn([3, 2, *args["kernel_size"]], generator=generator, dtype=torch.float64)
+    plans = [halo.plan(cuts, index, **args) for index in simulate.indices(cuts)]
+    windows = simulate.fill_windows(simulate.cut_blocks(x, cuts), plans)
+    outputs = []
+    for plan, local in zip(plans, windows, strict=True):
+        assert tuple(local.shape) == plan.window_shape
+        shape = (plan.output_shape[0], 3, *plan.output_shape[2:])
+        outputs.append(conv(local, weight, args) if math.prod(shape) else x.new_zeros(shape))
+        assert tuple(outputs[-1].shape) == shape
+    grid = [len(c) - 1 for c in cuts]
+    expected = conv(pad_like_torch(x, args), weight, args)
+    torch.testing.assert_close(simulate.join_blocks(outputs, grid), expected)
+
+    # The adjoint: <F x, y> = <x, F* y>, with random window gradients.
+    grads = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in windows]
+    filled = simulate.fill_windows(
+        [torch.zeros_like(b) for b in simulate.cut_blocks(x, cuts)], plans
+    )
+    assert all(not w.any() for w in filled)
+    back = simulate.add_windows(grads, plans)
+    left = sum((w * g).sum() for w, g in zip(windows, grads, strict=True))
+    right = sum((a * b).sum() for a, b in zip(simulate.cut_blocks(x, cuts), back, strict=True))
+    torch.testing.assert_close(left, right)
+
+
+@settings(max_examples=15000, deadline=None)
+@given(case=convolutions(1), batch=st.sampled_from([[2], [1, 1], [3, 0]]))
+def test_conv1d_of_the_windows_is_conv1d_of_the_tensor(simulate, case, batch) -> None:
+    compare_with_torch(simulate, case, batch)
+
+
+@settings(max_examples=15000, deadline=None)
+@given(case=convolutions(2))
+def test_conv2d_of_the_windows_is_conv2d_of_the_tensor(simulate, case) -> None:
+    compare_with_torch(simulate, case, [1])
+
+
+@settings(max_examples=15000, deadline=None)
+@given(case=convolutions(2))
+def test_both_ends_of_a_message_list_the_same_pieces(simulate, case) -> None:
+    cuts = [decompose.bounds(s) for s in case["sizes"]]
+    plans = [halo.plan(cuts, index, **case["args"]) for index in simulate.indices(cuts)]
+    sent = {(plan.rank, m.peer): m.pieces for plan in plans for m in plan.sends}
+    received = {(m.peer, plan.rank): m.pieces for plan in plans for m in plan.recvs}
+    assert sent == received
+    for plan in plans:
+        peers = [m.peer for m in plan.recvs]
+        assert peers == sorted(peers), "one message a peer, ascending"
+        assert len(set(peers)) == len(peers)
+        covered = torch.zeros(plan.window_shape, dtype=torch.int64)
+        for piece in [*plan.local, *(p for m in plan.recvs for p in m.pieces)]:
+            covered[simulate.slices(piece.dest)] += 1
+        assert covered.max() <= 1 if covered.numel() else True
+        if not plan.has_fill and covered.numel():
+            assert covered.min() == 1
+
+
+@settings(max_examples=15000, deadline=None)
+@given(
+    sizes=shards,
+    k=st.integers(1, 4),
+    s=st.integers(1, 4),
+    p=st.integers(0, 2),
+    d=st.integers(1, 2),
+    ceil_mode=st.booleans(),
+)
+def test_max_pool_of_the_windows_is_max_pool_of_the_tensor(
+    simulate, sizes: list[int], k: int, s: int, p: int, d: int, ceil_mode: bool
+) -> None:
+    x_length = sum(sizes)
+    p = min(p, k // 2)
+    if d * (k - 1) + 1 > x_length + 2 * p:
+        k, d, p = 1, 1, 0
+    cuts = [(0, 1), (0, 1), decompose.bounds(sizes)]
+    x = torch.randn(1, 1, x_length, generator=torch.Generator().manual_seed(1))
+    expected = F.max_pool1d(x, k, s, p, d, ceil_mode=ceil_mode)
+    assert output_length(x_length, k, s, p, d, ceil_mode) == expected.shape[-1]
+    plans = [
+        halo.plan(cuts, index, (k,), s, p, d, fill=-math.inf, ceil_mode=ceil_mode)
+        for index in simulate.indices(cuts)
+    ]
+    windows = simulate.fill_windows(simulate.cut_blocks(x, cuts), plans)
+    outputs = [
+        F.max_pool1d(w, k, s, 0, d) if w.shape[-1] else x.new_zeros(plan.output_shape)
+        for plan, w in zip(plans, windows, strict=True)
+    ]
+    assert torch.equal(torch.cat(outputs, -1), expected)
+
+
+@settings(max_examples=15000, deadline=None)
+@given(case=convolutions(1))
+def test_interior_outputs_read_own_points_only(case) -> None:
+    args = case["args"]
+    (k,), (s,), ((pl, pr),), (d,) = (
+        args["kernel_size"], args["stride"], args["padding"], args["dilation"],
+    )  # fmt: skip
+    mode = args["padding_mode"]
+    cuts = decompose.bounds(case["sizes"][0])
+    x = cuts[-1]
+    y = output_length(x, k, s, (pl, pr), d)
+    for me in range(len(cuts) - 1):
+        own = (cuts[me], cuts[me + 1])
+        y0, y1 = decompose.block(y, len(cuts) - 1, me)
+        start, stop = interior(y0, y1, x, own, k, s, pl, pr, d, mode)
+        plan = halo.plan([cuts], (me,), **args)
+        assert plan.interior == ((start - y0, stop - y0),)
+        for i in range(y0, y1):
+            inside = all(
+                own[0] <= part.source[0] and part.source[1] <= own[1]
+                for part in window(i, i + 1, x, k, s, pl, pr, d, mode)
+                if part.kind != "fill"
+            )
+            if start <= i < stop:
+                assert inside
+            elif mode == "zeros" and inside:
+                reach = (s * i - pl, s * i - pl + d * (k - 1) + 1)
+                assert reach[1] <= 0 or reach[0] >= x, (
+                    "only outputs of pure padding may be left out"
+                )
+
+
+def test_a_kernel_that_needs_no_neighbour_leaves_every_output_interior() -> None:
+    plan = halo.plan([(0, 4, 8)], (0,), 2, 2)
+    assert plan.interior == ((0, 2),)
+    assert plan.is_identity
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+@pytest.mark.parametrize("d", [1, 2])
+def test_same_padding_is_what_torch_does(simulate, k: int, d: int) -> None:
+    cuts = [(0, 1), (0, 1), (0, 6, 10, 13)]
+    x = torch.randn(1, 1, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+    weight = torch.arange(1.0, k + 1, dtype=torch.float64).reshape(1, 1, k)
+    plans = [halo.plan(cuts, i, (k,), padding="same", dilation=d) for i in simulate.indices(cuts)]
+    windows = simulate.fill_windows(simulate.cut_blocks(x, cuts), plans)
+    joined = torch.cat([F.conv1d(w, weight, dilation=d) for w in windows], -1)
+    padded = F.pad(x, [(d * (k - 1)) // 2, d * (k - 1) - (d * (k - 1)) // 2])
+    torch.testing.assert_close(joined, F.conv1d(padded, weight, dilation=d))
+    assert joined.shape[-1] == 13
+
+
+BAD = {
+    "kernel larger than the input": (
+        lambda: halo.plan([(0, 2, 4)], (0,), 9, padding=1), ["X + 2p < K: 4 + 2 < 9", "dim 0"]),
+    "kernel larger, unequal padding": (
+        lambda: halo.plan([(0, 4)], (0,), 9, padding=((1, 2),)),
+        ["X + pl + pr < K: 4 + 1 + 2 < 9"]),
+    "reflect too wide": (
+        lambda: halo.plan([(0, 2, 4)], (0,), 3, padding=4, padding_mode="reflect"),
+        ["p >= X: 4 >= 4", "reflect padding below 4"]),
+    "circular too wide": (
+        lambda: halo.plan([(0, 2, 4)], (0,), 3, padding=5, padding_mode="circular"),
+        ["p > X: 5 > 4"]),
+    "unknown mode": (
+        lambda: halo.plan([(0, 4)], (0,), 3, padding_mode="mirror"), ["'mirror'", "'reflect'"]),
+    "unknown padding word": (lambda: halo.plan([(0, 4)], (0,), 3, padding="all"), ["'all'"]),
+    "same with a stride": (
+        lambda: halo.plan([(0, 4)], (0,), 3, stride=2, padding="same"), ["2 != 1"]),
+    "stride of nothing": (lambda: halo.plan([(0, 4)], (0,), 3, stride=0), ["stride: 0 < 1"]),
+    "negative padding": (lambda: halo.plan([(0, 4)], (0,), 3, padding=-1), ["padding: -1 < 0"]),
+    "too many kernel sizes": (lambda: halo.plan([(0, 4)], (0,), (3, 3)), ["2 > 1"]),
+    "strides of another length": (
+        lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), stride=(1,)), ["1 != 2", "stride"]),
+    "paddings of another length": (
+        lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), padding=(1, 1, 1)), ["3 != 2"]),
+    "index outside": (lambda: halo.plan([(0, 2, 4)], (2,), 3), ["index [2]", "shape [2]"]),
+    "cuts that go back": (lambda: halo.plan([(0, 5, 4)], (0,), 3), ["cuts [0, 5, 4]"]),
+    "ceil mode with circular": (
+        lambda: halo.plan([(0, 4)], (0,), 3, padding_mode="circular", ceil_mode=True),
+        ["ceil_mode"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_impossible_windows_are_refused_with_their_numbers(name: str) -> None:
+    call, texts = BAD[name]
+    with pytest.raises(PartitionError, match="HINT") as caught:
+        call()
+    for text in texts:
+        assert text in str(caught.value)

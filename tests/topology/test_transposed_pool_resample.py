@@ -1,0 +1,234 @@
+"""Pure arithmetic of transposed convolution, pooling counts and upsampling, compared with torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from unisono.errors import PartitionError
+from unisono.topology import decompose, halo
+from unisono.topology.pooling import check_pool, pool_counts
+from unisono.topology.resample import (
+    resample_length,
+    resample_needed,
+    resample_taps,
+    resample_window,
+)
+from unisono.topology.transposed import (
+    transposed_cover,
+    transposed_length,
+    transposed_needed,
+    transposed_window,
+)
+from unisono.topology.window import output_length
+
+shards = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 0)
+
+
+@settings(max_examples=15000, deadline=None)
+@given(
+    sizes=shards,
+    k=st.integers(1, 5),
+    s=st.integers(1, 4),
+    p=st.integers(0, 3),
+    d=st.integers(1, 3),
+    o=st.integers(0, 3),
+)
+def test_transposed_conv_of_the_needed_points_is_that_of_the_tensor(
+    simulate, sizes: list[int], k: int, s: int, p: int, d: int, o: int
+) -> None:
+    assume(o < max(s, d))
+    cuts = decompose.bounds(sizes)
+    x_length, parts = cuts[-1], len(sizes)
+    assume((x_length - 1) * s - 2 * p + d * (k - 1) + o + 1 > 0)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(1, 1, x_length, dtype=torch.float64, generator=generator)
+    weight = torch.randn(1, 1, k, dtype=torch.float64, generator=generator)
+    y = transposed_length(x_length, k, s, p, d, o)
+    # torch refuses an output padding of neither stride nor dilation only after computing sizes
+    expected = F.conv_transpose1d(x, weight, None, s, p, o, 1, d)
+    assert y == expected.shape[-1]
+
+    def window_of(i: int):
+        return transposed_window(*decompose.block(y, parts, i), x_length, k, s, p, d)
+
+    plans = [
+        halo.plan_windows([cuts], (i,), [window_of], [decompose.block(y, parts, i)])
+        for i in range(parts)
+    ]
+    windows = simulate.fill_windows(simulate.cut_blocks(x[0, 0], [cuts]), plans)
+    outputs = []
+    for i, local in enumerate(windows):
+        y0, y1 = decompose.block(y, parts, i)
+        needed = transposed_needed(y0, y1, x_length, k, s, p, d)
+        out = torch.zeros(y1 - y0, dtype=torch.float64)
+        if needed[0] < needed[1]:
+            assert local.numel() == needed[1] - needed[0]
+            spread = F.conv_transpose1d(local[None, None], weight, None, s, 0, 0, 1, d)[0, 0]
+            start, stop = transposed_cover(needed, k, s, p, d)
+            assert spread.numel() == stop - start
+            low, high = max(start, y0), min(stop, y1)
+            if low < high:
+                out[low - y0 : high - y0] = spread[low - start : high - start]
+        outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs), expected[0, 0])
+
+
+def test_transposed_lengths_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PartitionError, match="2 >= 2"):
+        transposed_length(5, 3, 2, 1, 1, output_padding=2)
+    with pytest.raises(PartitionError, match="= -1 < 1"):
+        transposed_length(1, 1, 1, 1)
+    with pytest.raises(PartitionError, match="dilation >= 1"):
+        transposed_length(4, 3, 0)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    x=st.integers(1, 20),
+    k=st.integers(1, 5),
+    s=st.integers(1, 5),
+    p=st.integers(0, 2),
+    ceil_mode=st.booleans(),
+    include=st.booleans(),
+    parts=st.integers(1, 4),
+)
+def test_average_pool_is_the_window_sum_over_the_count(
+    simulate, x: int, k: int, s: int, p: int, ceil_mode: bool, include: bool, parts: int
+) -> None:
+    p = min(p, k // 2)
+    assume(x + 2 * p >= k)
+    values = torch.randn(1, 1, x, dtype=torch.float64, generator=torch.Generator().manual_seed(x))
+    expected = F.avg_pool1d(values, k, s, p, ceil_mode, include)
+    y = output_length(x, k, s, p, ceil_mode=ceil_mode)
+    assert y == expected.shape[-1]
+    cuts = decompose.split_cuts(x, parts)
+    plans = [halo.plan([cuts], (i,), k, s, p, ceil_mode=ceil_mode) for i in range(parts)]
+    windows = simulate.fill_windows(simulate.cut_blocks(values[0, 0], [cuts]), plans)
+    averages = []
+    for i, local in enumerate(windows):
+        y0, y1 = decompose.block(y, parts, i)
+        counts = pool_counts(y0, y1, x, k, s, p, include)
+        sums = local.unfold(0, k, s).sum(-1) if y0 < y1 else local
+        assert sums.numel() == len(counts) == y1 - y0
+        averages.append(sums / torch.tensor(counts, dtype=torch.float64))
+    torch.testing.assert_close(torch.cat(averages), expected[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("x", "k", "s", "p", "floor", "ceil"),
+    [
+        (10, 3, 2, 0, 4, 5),
+        (5, 2, 3, 0, 2, 2),
+        (3, 2, 3, 1, 2, 2),
+        (7, 3, 3, 1, 3, 3),
+        (2, 3, 2, 0, 0, 1),
+    ],
+)
+def test_ceil_mode_counts_a_last_window_that_starts_inside(
+    x: int, k: int, s: int, p: int, floor: int, ceil: int
+) -> None:
+    assert output_length(x, k, s, p, ceil_mode=True) == ceil
+    if floor:
+        assert output_length(x, k, s, p) == floor
+    else:
+        with pytest.raises(PartitionError, match="2 \\+ 0 < 3"):
+            output_length(x, k, s, p)
+
+
+def test_pool_padding_above_half_the_kernel_is_refused() -> None:
+    check_pool(3, 1)
+    with pytest.raises(PartitionError, match=r"2 > 3 // 2 = 1"):
+        check_pool(3, 2, dim=2)
+
+
+RESAMPLE = [
+    ("nearest", False), ("nearest-exact", False), ("linear", False), ("linear", True),
+    ("cubic", False), ("cubic", True),
+]  # fmt: skip
+
+
+def torch_resample(x: torch.Tensor, mode: str, align: bool, **size: Any) -> torch.Tensor:
+    """One-dim `F.interpolate`; cubic exists in torch for images only, so rows are made equal."""
+    if mode != "cubic":
+        extra = {"align_corners": align} if mode == "linear" else {}
+        return F.interpolate(x[None, None], mode=mode, **size, **extra)[0, 0]
+    image = x.expand(4, -1)[None, None]
+    if "size" in size:
+        size = {"size": (4, size["size"])}
+    else:
+        size = {"scale_factor": (1.0, size["scale_factor"])}
+    return F.interpolate(image, mode="bicubic", align_corners=align, **size)[0, 0, 1]
+
+
+@settings(max_examples=15000, deadline=None)
+@given(
+    sizes=shards,
+    y=st.integers(1, 40),
+    scale=st.sampled_from([None, 0.5, 1.3, 1.5, 2.0, 2.6, 3.0]),
+    parts_of=st.sampled_from(RESAMPLE),
+)
+def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
+    simulate, sizes: list[int], y: int, scale: float | None, parts_of: tuple[str, bool]
+) -> None:
+    mode, align = parts_of
+    cuts = decompose.bounds(sizes)
+    x_length, parts = cuts[-1], len(sizes)
+    if scale is not None:
+        assume(math.floor(x_length * scale) >= 1)
+        assume(not align)  # torch ignores the factor there, and so must a layer
+        y = resample_length(x_length, scale=scale)
+        size: dict[str, Any] = {"scale_factor": scale}
+    else:
+        assert resample_length(x_length, size=y) == y
+        size = {"size": y}
+    options = {"scale": scale, "align_corners": align}
+    x = torch.randn(x_length, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected = torch_resample(x, mode, align, **size)
+    assert expected.shape[-1] == y
+
+    def window_of(i: int):
+        return resample_window(*decompose.block(y, parts, i), x_length, y, mode, **options)
+
+    shares = [decompose.block(y, parts, i) for i in range(parts)]
+    plans = [halo.plan_windows([cuts], (i,), [window_of], [shares[i]]) for i in range(parts)]
+    windows = simulate.fill_windows(simulate.cut_blocks(x, [cuts]), plans)
+    outputs = []
+    for (y0, y1), local in zip(shares, windows, strict=True):
+        start, stop = resample_needed(y0, y1, x_length, y, mode, **options)
+        assert local.numel() == stop - start
+        for j in range(y0, y1):
+            taps = resample_taps(j, x_length, y, mode, **options)
+            assert math.isclose(sum(taps.weights), 1.0)
+            assert all(start <= point < stop for point in taps.points)
+            outputs.append(
+                sum(w * local[t - start] for t, w in zip(taps.points, taps.weights, strict=True))
+            )
+    torch.testing.assert_close(torch.stack(outputs), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("x", "y"), [(100, 299), (10, 1000), (7, 93), (49, 50)])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_rounds_as_torch_does(x: int, y: int, mode: str) -> None:
+    expected = F.interpolate(torch.arange(float(x))[None, None], size=y, mode=mode)[0, 0]
+    found = [resample_taps(j, x, y, mode).points[0] for j in range(y)]
+    assert found == expected.to(torch.int64).tolist()
+
+
+def test_upsampling_that_cannot_be_is_refused() -> None:
+    with pytest.raises(PartitionError, match="exactly one"):
+        resample_length(4)
+    with pytest.raises(PartitionError, match="exactly one"):
+        resample_length(4, size=3, scale=2.0)
+    with pytest.raises(PartitionError, match="0 < 1"):
+        resample_length(4, scale=0.1)
+    with pytest.raises(PartitionError, match="'nearest-exact'"):
+        resample_taps(0, 4, 8, "area")
+    with pytest.raises(PartitionError, match="align_corners"):
+        resample_taps(0, 4, 8, "nearest", align_corners=True)
