@@ -34,7 +34,7 @@ test: $(STAMP) ## all tests, with lint, types, layers and code blocks of the doc
 lint: $(STAMP) ## ruff, pyright, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## let ruff rewrite the files
@@ -48,7 +48,7 @@ bench: $(STAMP) ## every benchmark, one table each
 	done
 
 docs: $(DOCS_STAMP) ## build the documentation into site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"

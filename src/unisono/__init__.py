@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from unisono import comm, errors, launch, operators, testing, topology
-    from unisono.comm import Communicator, world
-    from unisono.launch import Logs, Results, run
+    from unisono.comm import Communicator
+    from unisono.launch import Logs, Results, run, world
     from unisono.topology import Mesh, Partition
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Communicator": "unisono.comm",
-    "world": "unisono.comm",
     "Logs": "unisono.launch",
     "Results": "unisono.launch",
     "run": "unisono.launch",
+    "world": "unisono.launch",
     "Mesh": "unisono.topology",
     "Partition": "unisono.topology",
 }

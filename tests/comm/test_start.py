@@ -61,9 +61,11 @@ def test_the_store_of_another_run_is_refused():
         open_store(rank_of_two(1, ("127.0.0.1", store.port)), timeout_s=5, nonce="run-b")
 
 
-def test_a_rank_without_the_address_of_rank_0_says_what_to_set():
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_that_nobody_tells_an_address_says_what_to_set(rank):
+    environment = Environment(kind="mpich", rank=rank, size=2)
     with pytest.raises(PlatformError, match="MASTER_ADDR and MASTER_PORT"):
-        open_store(rank_of_two(1), timeout_s=5)
+        open_store(environment, timeout_s=5)
 
 
 def test_a_bare_process_is_a_world_of_one_and_nothing_is_started():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.comm import Pending, world
+from unisono.comm import Pending, trace, world
 from unisono.errors import MeshError, PartitionError, UnisonoError
 
 RANKS = [1, 2, 3, 4]
@@ -311,9 +311,7 @@ def test_coalesced_all_reduces_equal_single_ones():
 
 
 @pytest.mark.ranks([2])
-def test_coalescing_makes_one_call_of_many(monkeypatch=None):
-    from unisono.comm import trace
-
+def test_coalescing_makes_one_call_of_many():
     comm = world()
     with trace() as t, comm.coalesce():
         for _ in range(6):

@@ -38,6 +38,9 @@ def test_a_closure_gets_its_place_threads_directory_and_arguments(monkeypatch, t
     monkeypatch.setattr(sys, "argv", ["train.py", "--fast"])
     monkeypatch.setattr(sys, "path", [*sys.path, "/nowhere/in/particular"])
     monkeypatch.setenv("MY_SETTING", "kept")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of some other world: must not reach ours
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("UNISONO_DETECT", "0")
     wanted = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MY_SETTING", "UNISONO_RESTART")
 
     def look():

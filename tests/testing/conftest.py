@@ -50,12 +50,17 @@ class InnerSession:
     output: str = ""
     cases: dict[str, Case] = field(default_factory=dict)
 
-    def finish(self, timeout_s: float = 60.0) -> InnerSession:
-        self.output, _ = self.process.communicate(timeout=timeout_s)
+    def finish(self, timeout_s: float = 110.0) -> InnerSession:
+        try:
+            self.output, _ = self.process.communicate(timeout=timeout_s)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.communicate()
         report = self.directory / "report.xml"
         if report.exists():
             for node in ElementTree.parse(report).iter("testcase"):
-                self.cases[node.attrib["name"]] = _read_case(node)
+                self.cases[node.get("name", "")] = _read_case(node)
         return self
 
     def __getitem__(self, name: str) -> Case:
@@ -109,18 +114,15 @@ def _wait_until_empty(look: Callable[[], list[str]], patience_s: float) -> list[
     return found
 
 
-def start_session(name: str, directory: Path, *options: str) -> InnerSession:
-    """Start pytest on a copy of `sessions/<name>` (a file, or a directory with conftest)."""
+def start_session(directory: Path, names: tuple[str, ...], *options: str) -> InnerSession:
+    """Start pytest on copies of the directories `names` of `sessions/`."""
     mark = uuid.uuid4().hex
-    source = SESSIONS / name
     temporary = directory / "temporary"
     temporary.mkdir()
     work = directory / "work"
     work.mkdir()
-    if source.is_dir():
-        shutil.copytree(source, work, dirs_exist_ok=True)
-    else:
-        shutil.copy(source, work / f"test_{name}")
+    for name in names:
+        shutil.copytree(SESSIONS / name, work / name, ignore=shutil.ignore_patterns("__pycache__"))
     (work / "pytest.ini").write_text(INI)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-ra"]
     process = subprocess.Popen(
@@ -139,13 +141,27 @@ def run_session(tmp_path_factory):
     """Return a function that runs a whole inner session, once for each set of arguments."""
     done: dict[tuple[str, ...], InnerSession] = {}
 
-    def run(name: str, *options: str) -> InnerSession:
-        if (name, *options) not in done:
+    def run(names: tuple[str, ...], *options: str) -> InnerSession:
+        if (*names, *options) not in done:
             directory = tmp_path_factory.mktemp("inner")
-            done[name, *options] = start_session(name, directory, *options).finish()
-        return done[name, *options]
+            done[*names, *options] = start_session(directory, names, *options).finish()
+        return done[*names, *options]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def ordinary_session(run_session):
+    """Failing, drawn and ordinary tests, one after the other on the same pool."""
+    return run_session(("drawn", "failures", "features"))
+
+
+@pytest.fixture(scope="session")
+def watched_session(run_session):
+    """With hygiene for all tests, in the import mode in which test modules have no plain names."""
+    options = ("--import-mode", "importlib", "-o", "pythonpath=features")
+    chosen = ("-o", "unisono_hygiene=true", "-k", "hygiene or conftest or classes or modules")
+    return run_session(("features", "hygiene"), *options, *chosen)
 
 
 @pytest.fixture
@@ -153,8 +169,8 @@ def begin_session(tmp_path):
     """Return a function that starts an inner session; it is ended by force in any case."""
     begun: list[InnerSession] = []
 
-    def begin(name: str, *options: str) -> InnerSession:
-        begun.append(start_session(name, tmp_path, *options))
+    def begin(name: str) -> InnerSession:
+        begun.append(start_session(tmp_path, (name,)))
         return begun[-1]
 
     yield begin

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture(scope="module")
-def session(run_session):
-    return run_session("drawn.py")
+@pytest.fixture
+def session(ordinary_session):
+    return ordinary_session
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ def session(run_session):
         "test_parameters_and_fixtures_and_draws[1ranks-3]",
         "test_parameters_and_fixtures_and_draws[2ranks-3]",
         "test_method",
+        "test_plain_method_beside_a_drawn_one",
         "test_without_ranks",
     ],
 )
@@ -53,8 +54,3 @@ def test_explicit_example_runs_on_the_ranks(session):
 def test_interactive_draws_are_refused_by_name(session):
     case = session["test_interactive_data_cannot_travel"]
     assert "drawn value or fixture 'data'" in case.text
-
-
-def test_nothing_is_left(session):
-    assert session.left_processes() == []
-    assert session.left_files() == []

@@ -5,43 +5,43 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture(scope="module")
-def session(run_session):
-    return run_session("hygiene.py", "-o", "unisono_hygiene=true")
+@pytest.fixture
+def session(watched_session):
+    return watched_session
 
 
 PLAIN = {
-    "leak_variable": "environment: LEAKED=1",
-    "leak_thread": "threads: leaked-thread (daemon)",
-    "leak_process": "(sleep 60)",
-    "leak_file": "leaked-file",
-    "leak_shared_memory": "shared memory: /dev/shm/",
-    "leak_temporary": "unisono-leaked",
+    "variable": "environment: LEAKED=1",
+    "thread": "threads: leaked-thread (daemon)",
+    "process": "(sleep 60)",
+    "file": "leaked-file",
+    "shared_memory": "shared memory: /dev/shm/",
+    "temporary": "unisono-leaked",
 }
 
 
-@pytest.mark.parametrize("leak", PLAIN)
-def test_leak_of_a_plain_test_is_named(session, leak):
-    case = session[f"test_plain[{leak}]"]
+@pytest.mark.parametrize("what", PLAIN)
+def test_leak_of_a_plain_test_is_named(session, what):
+    case = session[f"test_plain[{what}]"]
     assert case.outcome == "error", session.output
     assert case.lines[0] == "the test left things behind"
-    assert PLAIN[leak] in case.text
+    assert PLAIN[what] in case.text
 
 
-@pytest.mark.parametrize("leak", ["leak_variable", "leak_thread", "leak_process", "leak_file"])
-def test_leak_of_one_rank_is_named_with_the_rank(session, leak):
-    case = session[f"test_one_rank[{leak}]"]
+@pytest.mark.parametrize("what", ["variable", "thread", "process", "file"])
+def test_leak_of_one_rank_is_named_with_the_rank(session, what):
+    case = session[f"test_one_rank[{what}]"]
     assert case.outcome == "failed", session.output
     assert case.lines[:2] == ["the test left things behind on its ranks", "rank 1:"]
-    assert PLAIN[leak] in case.text
+    assert PLAIN[what] in case.text
     assert "rank 0" not in case.text
 
 
-@pytest.mark.parametrize("leak", ["leak_shared_memory", "leak_temporary"])
-def test_files_that_a_rank_leaves_on_the_host_are_named(session, leak):
-    case = session[f"test_host[{leak}]"]
-    assert case.outcome == "error"
-    assert PLAIN[leak] in case.text
+@pytest.mark.parametrize("what", ["shared_memory", "temporary"])
+def test_files_that_a_rank_leaves_on_the_host_are_named(session, what):
+    case = session[f"test_host[{what}]"]
+    assert case.outcome == "error", case.text
+    assert PLAIN[what] in case.text
 
 
 def test_changed_setting_of_a_rank_is_named(session):
@@ -58,8 +58,8 @@ def test_process_group_left_open_is_named(session):
 @pytest.mark.parametrize(
     "name",
     [
-        "test_plain[leak_nothing]",
-        "test_one_rank[leak_nothing]",
+        "test_plain[nothing]",
+        "test_one_rank[nothing]",
         "test_group_of_a_rank_is_not_a_leak",
         "test_allowed",
         "test_allowed_on_ranks",
@@ -80,7 +80,10 @@ def test_leak_of_a_failing_test_is_not_told_in_addition(session):
     assert "left things behind" not in case.text
 
 
-def test_nothing_is_looked_at_unless_asked_for(run_session):
-    session = run_session("hygiene.py", "-k", "leak_variable")
-    assert session["test_plain[leak_variable]"].outcome == "passed"
-    assert session["test_one_rank[leak_variable]"].outcome == "passed"
+def test_nothing_is_looked_at_unless_asked_for(ordinary_session):
+    assert ordinary_session["test_settings_are_changed"].outcome == "passed"
+
+
+def test_nothing_is_left(session):
+    assert session.left_processes() == []
+    assert session.left_files() == []

@@ -103,7 +103,7 @@ def moved(
     return results
 
 
-@settings(max_examples=15000, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), min_size=1, max_size=3))
 def test_every_point_arrives_once_and_the_adjoint_brings_it_back(simulate, data, shape) -> None:
     src_bounds, src_ranks = data.draw(layouts(shape))

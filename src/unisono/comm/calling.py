@@ -42,6 +42,7 @@ class Caller:
     """Deadline of each wait, in seconds."""
     _entry: GroupEntry
     _engine: Engine
+    _closed: bool
 
     def _begin(
         self,
@@ -59,6 +60,13 @@ class Caller:
     ) -> Call:
         """Number the call, remember it, and in check mode compare it with the other ranks'."""
         entry = self._entry
+        if self._closed:
+            raise UnisonoError.because(
+                f"{op} on {entry.name}",
+                "this communicator was closed",
+                None,
+                "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
+            )
         if entry.broken is not None or not entry.is_alive():
             raise UnisonoError.because(
                 f"{op} on {entry.name}",

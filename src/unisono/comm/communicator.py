@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import groups
 from unisono.comm.arguments import check_timeout
-from unisono.comm.engine import Engine
-from unisono.comm.groups import GroupEntry
+from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.hosts import host_id
 from unisono.comm.tuning import measure_limits
 from unisono.comm.verbs_message import MessageVerbs
@@ -56,16 +56,17 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
         set_field(self, "backend", entry.backend(device))
         set_field(self, "_engine", entry.engine(device))
         set_field(self, "timeout_s", _deadline_of(entry, timeout_s))
-        set_field(self, "group_name", entry.key)
+        set_field(self, "group_name", GroupName(entry.key))
         set_field(self, "_closed", False)
-        entry.holders.add(self)
+        set_field(self, "_handle", Handle())
+        entry.holders.add(self._handle)
 
     backend: str
     """Name of the backend that moves tensors on `device`; `self` for one rank."""
-    group_name: str
+    group_name: GroupName
     """Name under which torch.distributed knows the group."""
     _own_timeout_s: float | None
-    _closed: bool
+    _handle: Handle
 
     @classmethod
     def of(
@@ -183,8 +184,7 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
         """
         if not self._closed:
             object.__setattr__(self, "_closed", True)
-            object.__setattr__(self, "_engine", _Closed(self.name))
-            self._entry.holders.discard(self)
+            self._entry.holders.discard(self._handle)
             groups.release(self._entry)
 
     def _made(self, ranks: tuple[int, ...]) -> Communicator:
@@ -228,21 +228,6 @@ def world(*, timeout_s: float | None = None) -> Communicator:
     Local; never initialises anything.
     """
     return Communicator.of(None, timeout_s=timeout_s)
-
-
-class _Closed:
-    """Stands in for the engine of a closed communicator: every use raises."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Engine:
-        raise UnisonoError.because(
-            f"a collective on {self._name}",
-            "this communicator was closed",
-            None,
-            "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
-        )
 
 
 def _entry_from(source: object, axis: str | int | None) -> GroupEntry:

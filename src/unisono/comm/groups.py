@@ -25,6 +25,10 @@ DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a wait where nothing else is said."""
 
 
+class Handle:
+    """Stands for one communicator that uses a group (communicators compare as values)."""
+
+
 class GroupEntry:
     """A process group as we use it: ranks, kernels, a counter of calls, and who holds it."""
 
@@ -35,28 +39,25 @@ class GroupEntry:
         self.ranks = ranks
         self.made_by_us = made_by_us
         self.rank = group.rank() if group is not None else 0
-        self.holders: weakref.WeakSet[object] = weakref.WeakSet()
+        self.holders: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.hosts: tuple[str, ...] | None = None
         self.broken: str | None = None
         self.coalescer: Coalescer | None = None
         self._counter = itertools.count(1)
         self._engines: dict[str, Engine] = {}
+        self.name = self._name()
+        """Name for traces and reports, the same on all members."""
+        self.key = "self" if group is None else str(group.group_name)
+        """Name under which torch.distributed knows the group, the same on all members."""
         if group is not None and len(ranks) > 1:
             watchdog.ensure()
 
-    @property
-    def name(self) -> str:
-        """Name for traces and reports, the same on all members."""
+    def _name(self) -> str:
         if self.group is None:
             return "self"
         if self.group is dist.group.WORLD:
             return "world"
         return f"ranks {','.join(map(str, self.ranks))} ({self.backend(self.default_device())})"
-
-    @property
-    def key(self) -> str:
-        """Name under which the group is known to torch.distributed, the same on all members."""
-        return "self" if self.group is None else str(self.group.group_name)
 
     @property
     def timeout_s(self) -> float:

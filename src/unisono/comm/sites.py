@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 _LIBRARIES: tuple[str, ...] = (
     f"{Path(__file__).resolve().parents[1]}{os.sep}",
     f"{Path(torch.__file__).resolve().parent}{os.sep}",
+    contextlib.__file__,
 )
 
 

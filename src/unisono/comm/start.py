@@ -55,20 +55,21 @@ def open_store(
         return _torchrun_store(environment, deadline)
     if addr is None and environment.master is not None:
         addr, port = environment.master
+    is_told_later = environment.rank == 0 and environment.kind == "unisono"
+    if environment.size > 1 and port == 0 and not is_told_later:
+        raise PlatformError.because(
+            f"rank {environment.rank} of {environment.size} meets the others at a store of rank 0",
+            f"no address of it (world of kind {environment.kind!r})",
+            None,
+            "set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there",
+        )
     if environment.rank == 0:
         listen_at = addr or ("127.0.0.1" if environment.nodes == 1 else "")
         store = _host_store(listen_at, port, deadline)
         if nonce is not None:
             store.set(_NONCE_KEY, nonce)
         return store
-    if addr is None or port == 0:
-        raise PlatformError.because(
-            f"rank {environment.rank} of {environment.size} joins the store of rank 0",
-            f"no address of rank 0 (world of kind {environment.kind!r})",
-            None,
-            "set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there",
-        )
-    store = dist.TCPStore(addr, port, None, False, deadline, wait_for_workers=False)
+    store = dist.TCPStore(addr or "127.0.0.1", port, None, False, deadline, wait_for_workers=False)
     if nonce is not None and (found := store.get(_NONCE_KEY).decode()) != nonce:
         raise PlatformError.because(
             f"rank {environment.rank} joins the store of rank 0 at {addr}:{port}",

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from unisono.launch.existing import world
 from unisono.launch.logs import Logs
 from unisono.launch.results import Results
 from unisono.launch.run import run
 
-__all__ = ["Logs", "Results", "run"]
+__all__ = ["Logs", "Results", "run", "world"]

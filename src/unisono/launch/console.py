@@ -8,6 +8,7 @@ elsewhere only its last state appears, as a line.
 from __future__ import annotations
 
 import codecs
+import shutil
 import sys
 from collections.abc import Collection
 from typing import TextIO
@@ -41,8 +42,6 @@ class Console:
         file = self._files[1]
         if not _is_terminal(file):
             return None
-        import shutil
-
         return shutil.get_terminal_size().columns - (len("[0] ") if self._prefix else 0)
 
     def line(self, rank: int, text: str, file: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""`run` in a process that is already a rank: the function runs here, nothing is started.
+"""`run` and `world` in a process that somebody else started as a rank: join, start nothing.
 
 So one script works under plain python, `unisono run` and torchrun. Return values are shared as
 plain data only; nothing that comes from another rank is unpickled.
@@ -6,6 +6,7 @@ plain data only; nothing that comes from another rank is unpickled.
 
 from __future__ import annotations
 
+import atexit
 import io
 import socket
 import sys
@@ -24,22 +25,51 @@ T = TypeVar("T")
 
 def is_in_world() -> bool:
     """Whether this process is a rank already, by its process group or by its environment."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    if _is_initialized():
         return True
     from unisono.comm.environment import detect
 
     return detect().is_world
 
 
-def run_here(fn: Callable[..., T], request: Request) -> Results[T]:
-    """Call `fn` on this rank of the world it is in; collective over that world."""
+def world(*, timeout_s: float | None = None) -> Communicator:
+    """Return the communicator of all ranks; in a plain process that is a world of one.
+
+    The first call in a process that torchrun or another launcher started as a rank joins that
+    world, so it is collective over it. The world is closed when the process ends.
+
+    Args:
+        timeout_s: deadline of each wait; None is that of the process group.
+    """
+    from unisono.comm import communicator
     from unisono.comm.environment import detect
-    from unisono.comm.failures import post_failure
     from unisono.comm.start import start_world
 
+    if not _is_initialized() and (environment := detect()).is_world:
+        start_world(environment)
+        atexit.register(_leave)
+    return communicator.world(timeout_s=timeout_s)
+
+
+def _is_initialized() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def _leave() -> None:
+    """Close the world together, unless this rank ends with an exception and nobody should wait."""
+    if getattr(sys, "last_value", None) is None:
+        from unisono.comm.start import stop_world
+
+        stop_world()
+
+
+def run_here(fn: Callable[..., T], request: Request) -> Results[T]:
+    """Call `fn` on this rank of the world it is in; collective over that world."""
+    from unisono.comm.failures import post_failure
+
     begin = time.perf_counter()
-    comm = start_world(detect())
+    comm = world()
     if request.is_explicit and comm.rank == 0 and request.ranks != comm.size:
         print(
             f"unisono: already in a world of {comm.size} ranks; ranks={request.ranks} is not used",
@@ -52,14 +82,14 @@ def run_here(fn: Callable[..., T], request: Request) -> Results[T]:
         post_failure(error)
         raise
     wall_s = time.perf_counter() - ready
-    packed = [pack(value), socket.gethostname().encode()]
-    gathered = _gather_bytes(comm, packed[0]), _gather_bytes(comm, packed[1])
+    hosts = _gather_bytes(comm, socket.gethostname().encode())
     values = [
-        value if rank == comm.rank else unpack(data, rank) for rank, data in enumerate(gathered[0])
+        value if rank == comm.rank else unpack(data, rank)
+        for rank, data in enumerate(_gather_bytes(comm, pack(value)))
     ]
     return Results(
         values,
-        hosts=[host.decode(errors="replace") for host in gathered[1]],
+        hosts=[host.decode(errors="replace") for host in hosts],
         platform=comm.backend,
         wall_s=wall_s,
         start_s=ready - begin,

@@ -7,7 +7,7 @@ import pickle
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,10 +43,11 @@ def run_local(
     )
     with supervisor, _payload(job) as payload_fd:
         for rank in range(ranks):
-            env = dict(os.environ)
+            env = rank_environment(
+                os.environ, rank=rank, ranks=ranks, run_id=run_id, job_dir=job_dir, attempt=attempt
+            )
             if (width := console.width()) is not None:
-                env.update(COLUMNS=str(width), LINES="24")
-            env |= rank_environment(rank, ranks, run_id, job_dir, attempt)
+                env |= {"COLUMNS": str(width), "LINES": "24"}
             supervisor.watch(
                 start_rank(rank, ranks, payload_fd=payload_fd, env=env, job_dir=job_dir)
             )
@@ -54,11 +55,16 @@ def run_local(
 
 
 def rank_environment(
-    rank: int, ranks: int, run_id: str, job_dir: Path, attempt: int
+    base: Mapping[str, str], *, rank: int, ranks: int, run_id: str, job_dir: Path, attempt: int
 ) -> dict[str, str]:
-    """Return the variables that tell a rank of this host its place and its share of the cores."""
-    threads = threads_per_rank(ranks, usable_cores())
+    """Return `base` with what tells a rank of this host its place and its share of the cores.
+
+    What would tell it of another world is left out.
+    """
+    misleading = ("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT")
     return {
+        "OMP_NUM_THREADS": str(threads_per_rank(ranks, usable_cores())),
+        **{name: value for name, value in base.items() if name not in misleading},
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),
@@ -67,7 +73,6 @@ def rank_environment(
         "UNISONO_RUN_ID": run_id,
         "UNISONO_JOB_DIR": str(job_dir),
         "UNISONO_RESTART": str(attempt),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
 
 

@@ -112,7 +112,7 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> None:
     from unisono.comm.environment import detect
     from unisono.comm.start import open_store, start_world
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    torch.set_num_threads(_threads(os.environ["OMP_NUM_THREADS"]))
     environment = detect()
     run_id = os.environ["UNISONO_RUN_ID"]
     attempt = os.environ["UNISONO_RESTART"]
@@ -133,6 +133,12 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> None:
         store=store,
         name=nonce,
     )
+
+
+def _threads(text: str) -> int:
+    """Read OMP_NUM_THREADS, which may be a list of one number for each level of nesting."""
+    first = text.split(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else 1
 
 
 def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:

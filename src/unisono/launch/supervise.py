@@ -30,8 +30,8 @@ STACKS_S = 0.2
 """Longest wait for stacks after a failure."""
 DEADLINE_STACKS_S = 0.5
 """Longest wait for stacks after a deadline."""
-LEAVE_S = 5.0
-"""Longest time a rank may take to leave after all have returned."""
+LEAVE_S = 10.0
+"""Longest time a rank may take to leave after all have returned; closing a world may take 5 s."""
 DRAIN_S = 1.0
 """Longest time to read what ended ranks have left in their pipes."""
 

@@ -10,9 +10,11 @@ from unisono.operators.all_gather import AllGather, ReduceScatter, all_gather, r
 from unisono.operators.all_reduce import AllSumReduce, all_sum_reduce
 from unisono.operators.all_to_all import AllToAll, all_to_all
 from unisono.operators.attach import attach
+from unisono.operators.halo import HaloAdd, HaloExchange, halo_add, halo_exchange
 from unisono.operators.linear import LinearMap
 from unisono.operators.message import Recv, Send, recv, send
 from unisono.operators.permute import Permute, permute
+from unisono.operators.repartition import Repartition, repartition
 from unisono.operators.replicate import Copy, SumToReplicated, copy, sum_to_replicated
 from unisono.operators.root import Broadcast, SumReduce, broadcast, sum_reduce
 from unisono.operators.rows import AddRows, AllGatherRows, add_rows, all_gather_rows
@@ -37,11 +39,14 @@ __all__ = [
     "Copy",
     "Example",
     "Gather",
+    "HaloAdd",
+    "HaloExchange",
     "LinearMap",
     "Pair",
     "Permute",
     "Recv",
     "ReduceScatter",
+    "Repartition",
     "Scatter",
     "Send",
     "SliceReplicated",
@@ -57,9 +62,12 @@ __all__ = [
     "concat_replicated",
     "copy",
     "gather",
+    "halo_add",
+    "halo_exchange",
     "permute",
     "recv",
     "reduce_scatter",
+    "repartition",
     "scatter",
     "send",
     "slice_replicated",

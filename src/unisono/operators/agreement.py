@@ -61,8 +61,15 @@ def announce(
     return shape, dtype, bool(received[1]), received[cut:]
 
 
-def anchor(dtype: torch.dtype, needs_grad: bool, comm: Communicator) -> Tensor:
-    """Return an input without elements that ties a rank's output to the graph."""
+def anchor(
+    dtype: torch.dtype, needs_grad: bool, comm: Communicator, given: Tensor | None = None
+) -> Tensor:
+    """Return an input without elements that ties a rank's output to the graph.
+
+    `given` is it, if it has no elements and the right dtype.
+    """
+    if given is not None and given.numel() == 0 and given.dtype == dtype:
+        return given
     wants = needs_grad and torch.is_grad_enabled() and (dtype.is_floating_point or dtype.is_complex)
     return torch.empty(0, dtype=dtype, device=comm.device, requires_grad=wants)
 

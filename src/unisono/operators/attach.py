@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.operators.linear import LinearMap
+from unisono.operators.linear import refuse_vmap
 
 
 class Attach(torch.autograd.Function):
@@ -35,7 +35,7 @@ class Attach(torch.autograd.Function):
         """Pass the tangent."""
         return tangent.view_as(tangent)
 
-    vmap = LinearMap.vmap
+    vmap = staticmethod(refuse_vmap)
 
 
 def attach(y: Tensor, token: Tensor) -> Tensor:

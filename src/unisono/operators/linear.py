@@ -1,7 +1,7 @@
 """The rule all operators follow: backward of a linear map is the Function of its adjoint.
 
-An operator is a pair of autograd Functions written side by side. Since the backward of each is the
-other (itself recorded), derivatives of every order run the same two kernels.
+An operator is a pair of maps written side by side. Since the backward of each is the other (itself
+recorded), derivatives of every order run the same two kernels.
 """
 
 from __future__ import annotations
@@ -14,60 +14,78 @@ from torch import Tensor
 from unisono.errors import UnisonoError
 
 
-class LinearMap(torch.autograd.Function):
-    """Base of the operators' Functions, applied as `Map.apply(x, plan)`.
+class LinearMap:
+    """Base of the operators' maps, used as `Map.apply(x, plan)`.
 
     A subclass gives `kernel` (the map without autograd) and `adjoint` (the other class of its
-    pair); forward, backward and jvp follow. The plan holds ints, ranks and the communicator, and
-    `plan.adjoint` is the plan of the adjoint.
+    pair); its autograd Function follows. The plan holds ints, ranks and the communicator, never a
+    tensor to differentiate; `plan.adjoint` is the plan of the adjoint. The map of an affine kernel
+    (a constant filled in) has a plan with `tangent`, which leaves the constant out.
     """
 
     adjoint: ClassVar[type[LinearMap]]
     """The class of the adjoint map."""
+    function: ClassVar[Any]
+    """The autograd Function of the map."""
+    traced: ClassVar[Any]
+    """The same Function without jvp and vmap, which torch.compile does not trace."""
+
+    def __init_subclass__(cls) -> None:
+        """Make the Functions from the kernel and the adjoint."""
+        super().__init_subclass__()
+
+        def forward(x: Tensor, plan: Any) -> Tensor:
+            return cls.kernel(x, plan)
+
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return cls.adjoint.apply_in_backward(grad, ctx.plan.adjoint), None
+
+        def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+            return cls.apply(tangent, getattr(ctx.plan, "tangent", ctx.plan))
+
+        common = {
+            "__module__": cls.__module__,
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(_keep_plan),
+            "backward": staticmethod(backward),
+        }
+        transforms = {"jvp": staticmethod(jvp), "vmap": staticmethod(refuse_vmap)}
+        base = (torch.autograd.Function,)
+        cls.function = type(cls.__name__, base, common | transforms)
+        cls.traced = type(cls.__name__, base, common)
 
     @staticmethod
     def kernel(x: Tensor, plan: Any) -> Tensor:
         """Return the image of `x`: a new tensor, `x` unchanged."""
         raise TypeError(f"a LinearMap without a kernel was applied to {x.shape} with {plan}")
 
-    def __init_subclass__(cls) -> None:
-        """Derive the Function from the kernel and the adjoint."""
-        super().__init_subclass__()
+    @classmethod
+    def apply(cls, x: Tensor, plan: Any) -> Tensor:
+        """Apply the map, recorded for autograd."""
+        if torch.compiler.is_compiling():
+            return cls.traced.apply(x, plan)
+        return cls.function.apply(x, plan)
 
-        def forward(x: Tensor, plan: Any) -> Tensor:
-            return cls.kernel(x, plan)
-
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-            return apply_linear(cls.adjoint, grads[0], ctx.plan.adjoint), None
-
-        def jvp(ctx: Any, *tangents: Any) -> Tensor:
-            return apply_linear(cls, tangents[0], ctx.plan)
-
-        cls.forward = staticmethod(forward)
-        cls.backward = staticmethod(backward)
-        cls.jvp = staticmethod(jvp)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
-        """Keep the plan; no tensor is saved."""
-        ctx.plan = inputs[1]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
-        """Refuse: one collective per sample is never what is meant."""
-        raise UnisonoError.because(
-            "torch.func.vmap over a collective",
-            "a collective cannot be vmapped: ranks would not agree on the number of calls",
-            None,
-            "give the tensor a batch dim and call the operator once",
-        )
+    @classmethod
+    def apply_in_backward(cls, x: Tensor, plan: Any) -> Tensor:
+        """Apply the map to a gradient; not recorded where nothing would come of it."""
+        if torch.is_grad_enabled():
+            return cls.apply(x, plan)
+        return cls.kernel(x, plan)
 
 
-def apply_linear(function: type[LinearMap], x: Tensor, plan: Any) -> Tensor:
-    """Apply `function`; without the recording where nothing would be recorded."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return function.apply(x, plan)
-    return function.kernel(x, plan)
+def _keep_plan(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
+    ctx.plan = inputs[1]
+
+
+def refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
+    """Raise: one collective per sample is never what is meant."""
+    raise UnisonoError.because(
+        "torch.func.vmap over a collective",
+        "a collective cannot be vmapped: ranks would not agree on the number of calls",
+        None,
+        "give the tensor a batch dim and call the operator once",
+    )
 
 
 def identity(x: Tensor) -> Tensor:

@@ -63,12 +63,12 @@ def send(x: Tensor, dst: int, *, comm: Communicator) -> Tensor:
     return Send.apply(x, MessagePlan(comm, dst, tuple(x.shape), x.dtype))
 
 
-def recv(like: Like, src: int, *, comm: Communicator) -> Tensor:
+def recv(like: Like, src: int, *, token: Tensor | None = None, comm: Communicator) -> Tensor:
     """Return the tensor that rank `src` sends; its gradient is sent back there.
 
     Not collective. `like` gives shape and dtype. The result takes part in autograd whenever grad
-    mode is on, so it must be used if the sender differentiates.
+    mode is on, so it must be used if the sender differentiates. It hangs on `token` (an empty
+    tensor, such as `send` returns) when one is given, which orders the backward of both.
     """
     shape, dtype = like_of(like)
-    token = anchor(dtype, True, comm)
-    return Recv.apply(token, MessagePlan(comm, src, shape, dtype))
+    return Recv.apply(anchor(dtype, True, comm, token), MessagePlan(comm, src, shape, dtype))

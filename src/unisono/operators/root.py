@@ -47,7 +47,8 @@ def broadcast(
     Collective over `comm`, and so is the backward: every rank must use its result (or `attach` it).
 
     Args:
-        x: the tensor on `src`; ignored elsewhere, None is fine.
+        x: the tensor on `src`. Elsewhere None, or anything: only a tensor without elements counts,
+            as the (empty) input that the result's graph hangs on.
         src: rank of `comm` that holds it.
         like: shape and dtype (or a tensor like it). Given on every rank, nothing has to be
             announced beforehand, and every rank's result takes part in autograd.
@@ -63,7 +64,7 @@ def broadcast(
     else:
         (shape, dtype), needs_grad = like_of(like), torch.is_grad_enabled()
     plan = RootPlan(comm, src, shape, dtype)
-    mine = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm)
+    mine = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
     return Broadcast.apply(mine, plan)
 
 

@@ -68,7 +68,7 @@ def scatter(
     shape, dtype, needs_grad, told = announce(x, src, numbers, comm, "scatter", refused)
     dim, blocks = told[0], told[1:]
     block = (*shape[:dim], blocks[comm.rank], *shape[dim + 1 :])
-    whole = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm)
+    whole = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
     return Scatter.apply(whole, BlockPlan(comm, dim, blocks, src, block, dtype))
 
 

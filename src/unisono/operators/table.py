@@ -15,9 +15,11 @@ from unisono.comm import Communicator
 from unisono.operators.all_gather import AllGather, ReduceScatter, all_gather, reduce_scatter
 from unisono.operators.all_reduce import AllSumReduce, all_sum_reduce
 from unisono.operators.all_to_all import AllToAll, all_to_all
+from unisono.operators.halo import HaloAdd, HaloExchange, halo_add, halo_exchange
 from unisono.operators.linear import LinearMap
 from unisono.operators.message import Recv, Send, recv, send
 from unisono.operators.permute import Permute, permute
+from unisono.operators.repartition import Repartition, repartition
 from unisono.operators.replicate import Copy, SumToReplicated, copy, sum_to_replicated
 from unisono.operators.root import Broadcast, SumReduce, broadcast, sum_reduce
 from unisono.operators.rows import AddRows, AllGatherRows, add_rows, all_gather_rows
@@ -28,7 +30,7 @@ from unisono.operators.slice import (
     concat_replicated,
     slice_replicated,
 )
-from unisono.topology import RowPlan
+from unisono.topology import RowPlan, decompose, halo, overlap
 
 Map = Callable[[Tensor], Tensor]
 MakeTensor = Callable[..., Tensor]
@@ -160,20 +162,21 @@ def _send(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Examp
     """Rank 0 sends to the last rank; ranks between them, and a rank alone, do nothing."""
     shape, nothing = (lengths[0], 2), make(0)
     first, last = 0, comm.size - 1
+    arriving = (shape, nothing.dtype)
 
     def from_first(t: Tensor) -> Tensor:
         if first == last:
             return t.view_as(t)
         if comm.rank == first:
             return send(t, last, comm=comm)
-        return recv((shape, nothing.dtype), first, comm=comm) if comm.rank == last else t * 1
+        return recv(arriving, first, token=t, comm=comm) if comm.rank == last else t * 1
 
     def from_last(t: Tensor) -> Tensor:
         if first == last:
             return t.view_as(t)
         if comm.rank == last:
             return send(t, first, comm=comm)
-        return recv((shape, nothing.dtype), last, comm=comm) if comm.rank == first else t * 1
+        return recv(arriving, last, token=t, comm=comm) if comm.rank == first else t * 1
 
     x = make(*shape) if comm.rank == first else nothing
     y = make(*shape) if comm.rank == last else nothing
@@ -197,6 +200,33 @@ def _rows(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Examp
         lambda t: add_rows(t, plan, comm=comm),
         make(lengths[me], 2),
         make(sum(plan.recv_sizes), 2),
+    )
+
+
+def _halo(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
+    """A kernel of 3 with two points of padding before and one after."""
+    cuts = [decompose.bounds(lengths), (0, 2)]
+    plan = halo.plan(cuts, (comm.rank, 0), (3, 1), padding=((2, 1), (0, 0)))
+    return Example(
+        lambda t: halo_exchange(t, plan, comm=comm),
+        lambda t: halo_add(t, plan, comm=comm),
+        make(*plan.block_shape),
+        make(*plan.window_shape),
+    )
+
+
+def _repartition(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
+    """Rows to columns, the ranks in descending order."""
+    rows = [decompose.bounds(lengths), (0, 3)]
+    columns = [(0, sum(lengths)), decompose.split_cuts(3, comm.size)]
+    ranks = range(comm.size)
+    plan = overlap.overlaps(rows, ranks, columns, ranks[::-1], comm.rank)
+    back = plan.adjoint
+    return Example(
+        lambda t: repartition(t, plan, comm=comm),
+        lambda t: repartition(t, back, comm=comm),
+        make(*(plan.source_shape or ())),
+        make(*(plan.dest_shape or ())),
     )
 
 
@@ -244,6 +274,8 @@ _PAIRS: tuple[Pair, ...] = (
     Pair("all_to_all", "all_to_all", AllToAll, AllToAll, "S", "S", _all_to_all),
     Pair("permute", "permute", Permute, Permute, "S", "S", _permute),
     Pair("send", "recv", Send, Recv, "I", "I", _send),
+    Pair("halo_exchange", "halo_add", HaloExchange, HaloAdd, "S", "I", _halo),
+    Pair("repartition", "repartition", Repartition, Repartition, "S", "S", _repartition),
     Pair("all_gather_rows", "add_rows", AllGatherRows, AddRows, "S", "I", _rows),
 )
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import Communicator
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Tensor:
     """Return the sum of `x` over all ranks."""
-    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", GroupName(comm.group_name)))
+    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", comm.group_name))
 
 
 def all_to_all(
@@ -24,7 +23,7 @@ def all_to_all(
 ) -> Tensor:
     """Return the rows received from all ranks."""
     received = funcol.all_to_all_single(
-        x.contiguous(), list(recv_sizes), list(send_sizes), GroupName(comm.group_name)
+        x.contiguous(), list(recv_sizes), list(send_sizes), comm.group_name
     )
     return funcol.wait_tensor(received)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,11 +55,11 @@ def drawn_on_ranks(
     @functools.wraps(inner)
     def on_ranks(*args: Any, **drawn: Any) -> None:
         __tracebackhide__ = True
-        bound = inner.__get__(args[0]) if args else inner
+        values = dict(zip(inspect.signature(inner).parameters, args, strict=False)) | drawn
         try:
-            run(bound, drawn)
+            run(inner, values)
         except RankStall as stall:
-            shown = ", ".join(f"{key}={value!r}" for key, value in drawn.items())
+            shown = ", ".join(f"{k}={v!r}" for k, v in values.items() if k != "self")
             stall.add_note(f"Stalled example (not shrunk): {inner.__name__}({shown})")
             raise StopDrawing(stall) from None
 

@@ -45,7 +45,7 @@ class Holdings:
         """Look at this process."""
         return cls({kind: _LOOK[kind]() for kind in kinds})
 
-    def new(self, *, ignore: Collection[str] = (), patience_s: float = 1.0) -> dict[str, list[str]]:
+    def new(self, *, ignore: Collection[str] = (), patience_s: float = 0.5) -> dict[str, list[str]]:
         """Return what is there now and was not then, by kind.
 
         Args:
@@ -124,11 +124,8 @@ def _files() -> dict[str, str]:
     lasting = _fds_of_multiprocessing()
     found: dict[str, str] = {}
     for entry in _numbered(_PROC):
-        try:
-            target = entry.readlink()
-        except OSError:
-            continue  # the descriptor of this very listing
-        if int(entry.name) not in lasting:
+        target = _target(entry)  # none: the descriptor of this very listing
+        if target and int(entry.name) not in lasting:
             found[f"fd:{entry.name}"] = f"fd {entry.name} -> {target}"
     return found
 
@@ -175,16 +172,28 @@ def _is_own(entry: os.DirEntry[str]) -> bool:
 def _belongs_to_another(path: str) -> bool:
     """Whether another test session on this host, and not this one, made the file `path`.
 
-    Names of ours carry the pid of their maker; a shared-memory file without one is another's if a
-    process outside this one's family has it open.
+    Names of ours carry the pid of their maker; a name without one is another's if a process outside
+    this one's family uses it: has it open or mapped, or names it in its command or environment.
     """
     family = _family()
     for number in re.findall(r"(?<![0-9A-Za-z])[0-9]{2,7}(?![0-9A-Za-z])", Path(path).name):
         if Path("/proc", number).exists() and int(number) not in family:
             return True
-    if not path.startswith(str(_SHM)):
-        return False
-    return any(path in _read(p / "maps") for p in _numbered("/proc") if int(p.name) not in family)
+    others = [entry for entry in _numbered("/proc") if int(entry.name) not in family]
+    return any(_uses(process, path) for process in others)
+
+
+def _uses(process: Path, path: str) -> bool:
+    if any(path in _read(process / name) for name in ("maps", "cmdline", "environ")):
+        return True
+    return any(path in _target(link) for link in (process / "cwd", *_numbered(process / "fd")))
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
 
 
 def _family() -> set[int]:

@@ -79,8 +79,10 @@ def check_parity(
     if len(outs) != len(expected):
         found = [f"{len(outs)} outputs, but {len(expected)} on one"]
         raise_together(title, found, comm=comm)
-    given_out = partition if out_partition == "same" else out_partition
-    out_layouts = [as_layout(p, comm) for p in _one_each(given_out, len(outs), first=True)]
+    if out_partition == "same":
+        out_layouts = [layouts[0]] * len(outs)
+    else:
+        out_layouts = [as_layout(p, comm) for p in _one_each(out_partition, len(outs))]
 
     for i, (out, want) in enumerate(zip(outs, expected, strict=True)):
         compare(f"output {i}", out_layouts[i].join(out), want)
@@ -191,17 +193,16 @@ def _whole_inputs(
     return [torch.randn(sizes, dtype=dtype, generator=generator)]
 
 
-def _one_each(given: object, count: int, *, first: bool = False) -> list[Spread]:
+def _one_each(given: object, count: int) -> list[Spread]:
     """Spread one layout over `count` tensors, or check that a list has that many."""
     if isinstance(given, list):
-        chosen: list[Spread] = given[:1] * count if first and len(given) != count else given
-        if len(chosen) != count:
+        if len(given) != count:
             raise PartitionError.because(
                 "check_parity(..., partition=[...])",
                 f"{len(given)} layouts for {count} tensors",
                 hint="one for each, or a single one for all",
             )
-        return chosen
+        return given
     if given is None or isinstance(given, (Partition, Layout)):
         return [given] * count
     raise PartitionError.because(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest.unittest import TestCaseFunction
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, explain
 from unisono.testing import hygiene as hygiene_module
 from unisono.testing.hygiene import hygiene, watched_kinds
 from unisono.testing.marker import DESCRIPTION, RanksMarker
@@ -49,7 +49,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each number of ranks in the marker's list."""
-    marker = RanksMarker.of(metafunc.definition, _default_timeout_s(metafunc.config))
+    marker = _marker_of(metafunc.definition)
     if marker is not None and marker.many:
         if "rank_count" not in metafunc.fixturenames:
             metafunc.fixturenames.append("rank_count")
@@ -67,18 +67,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse the marker where it would have no effect."""
     if item.get_closest_marker("ranks") and isinstance(item, TestCaseFunction):
-        raise PlatformError.because(
+        told = explain(
             "@pytest.mark.ranks on a method of unittest.TestCase",
             f"{item.nodeid}, which unittest runs itself, in this process",
             hint="write it as a function, or as a method of a plain class",
         )
+        pytest.fail(told, pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     """Run a marked test on ranks; leave all others to pytest."""
     __tracebackhide__ = True
-    marker = RanksMarker.of(pyfuncitem, _default_timeout_s(pyfuncitem.config))
+    marker = _marker_of(pyfuncitem)
     if marker is None:
         return None
     from unisono.testing.runner import run_on_ranks
@@ -112,7 +113,7 @@ def rank_pool(pytestconfig: pytest.Config) -> RankPool:
 @pytest.fixture
 def rank_count(request: pytest.FixtureRequest) -> int:
     """Number of ranks of this test; 1 without the marker."""
-    marker = RanksMarker.of(request.node, _default_timeout_s(request.config))
+    marker = _marker_of(request.node)
     return 1 if marker is None else marker.counts[0]
 
 
@@ -134,8 +135,13 @@ def pool_holdings(config: pytest.Config) -> set[str]:
     return set() if pool is None else pool.owned()
 
 
-def _default_timeout_s(config: pytest.Config) -> float:
-    return float(config.getini("unisono_rank_timeout"))
+def _marker_of(node: pytest.Item) -> RanksMarker | None:
+    """Read the marker of a test; a bad one fails it without a traceback of ours."""
+    __tracebackhide__ = True
+    try:
+        return RanksMarker.of(node, float(node.config.getini("unisono_rank_timeout")))
+    except PlatformError as error:
+        pytest.fail(str(error), pytrace=False)
 
 
 def _is_own_report(error: BaseException | None) -> bool:

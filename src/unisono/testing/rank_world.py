@@ -84,7 +84,7 @@ class RankWorld:
             world=self.size,
             store=str(self._store),
             backend=self._backend,
-            group_timeout_s=max(self._timeout_s - 2.0, 0.75 * self._timeout_s),
+            group_timeout_s=_group_timeout_s(self._timeout_s),
             environ=dict(os.environ),
             cwd=str(Path.cwd()),
             path=absolute_path(),
@@ -225,6 +225,14 @@ class RankWorld:
             return readable_stacks(file.read_text(errors="replace"))
         except OSError:
             return ""
+
+
+def _group_timeout_s(timeout_s: float) -> float:
+    """Deadline of a collective: a bit before that of the test, so that it can tell its own story.
+
+    Joining the group has this much time too, so a short test leaves the word to the pool.
+    """
+    return timeout_s - 2.0 if timeout_s >= 6.0 else 30.0
 
 
 def _warning_filters() -> bytes:

@@ -15,7 +15,6 @@ from unisono.testing.pool import RankPool
 from unisono.testing.rank_files import REMADE_FIXTURES
 from unisono.testing.rank_world import RankWorld, UnanimousOutcome
 from unisono.testing.report import LeakFound
-from unisono.testing.shipping import without_marks
 
 
 def run_on_ranks(
@@ -58,12 +57,15 @@ def run_on_ranks(
             with drawn_on_ranks(function, call):
                 function(**fixtures, **dict.fromkeys(remake))
         else:
-            call(without_marks(function), fixtures)
+            call(function, fixtures)
         world.echo()
         leaks = {
             rank: {kind: items for kind, items in found.items() if kind in watch}
             for rank, found in world.close().items()
         }
+    except (pytest.skip.Exception, pytest.xfail.Exception):
+        world.close()  # all ranks agreed, so they are well
+        raise
     except StopDrawing as stop:
         raise stop.stall from None
     finally:

@@ -7,6 +7,8 @@ module need not be importable. Everything else is imported again by the rank, fr
 from __future__ import annotations
 
 import contextlib
+import inspect
+import io
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +21,7 @@ import cloudpickle
 from unisono.errors import UnisonoError
 
 _OWN_PACKAGE = __name__.partition(".")[0]
+_MACHINERY = ("__builtins__", "__cached__", "__loader__", "__spec__")
 
 
 class CannotTravel(UnisonoError, TypeError):
@@ -45,19 +48,41 @@ def pack(
     Raises:
         CannotTravel: names the argument or the global that cannot be pickled.
     """
-    with _registered(by_value):
+    modules = list(by_value)
+    with _registered(modules):
         try:
-            return cloudpickle.dumps((function, args, dict(kwargs)))
+            return _dumps((function, args, dict(kwargs)), modules)
         except Exception as error:
             raise _blame(function, args, kwargs, kind, error) from None
 
 
-def without_marks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a test function without what pytest hung on it, which need not be able to travel."""
-    if isinstance(function, types.MethodType):
-        inner = without_marks(function.__func__)
-        return types.MethodType(inner, function.__self__)
-    if not isinstance(function, types.FunctionType) or "pytestmark" not in function.__dict__:
+class _Pickler(cloudpickle.CloudPickler):
+    """Leaves behind what pytest and hypothesis hung on test code and what ranks do not need."""
+
+    def __init__(self, file: io.BytesIO, by_value: Iterable[types.ModuleType]) -> None:
+        super().__init__(file)
+        self._by_value = {module.__name__: module for module in by_value}
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Say how an object travels; cloudpickle decides about all that is not named here."""
+        if isinstance(obj, types.FunctionType):
+            if getattr(obj, "is_hypothesis_test", False):
+                return _stand_in, (obj.__qualname__,)  # holds the whole machinery of hypothesis
+            return super().reducer_override(_without_marks(obj))
+        if isinstance(obj, types.ModuleType) and self._by_value.get(obj.__name__) is obj:
+            return _new_module, (obj.__name__,), _contents(obj)
+        return super().reducer_override(obj)
+
+
+def _dumps(value: Any, by_value: Iterable[types.ModuleType]) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file, by_value).dump(value)
+        return file.getvalue()
+
+
+def _without_marks(function: types.FunctionType) -> types.FunctionType:
+    """Copy a test function without its marks, whose arguments need not be able to travel."""
+    if "pytestmark" not in function.__dict__:
         return function
     copy = types.FunctionType(
         function.__code__,
@@ -73,6 +98,26 @@ def without_marks(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+def _stand_in(name: str) -> Callable[..., Any]:
+    def drawn_test(*_args: Any, **_kwargs: Any) -> None:
+        raise CannotTravel(f"{name} is drawn by hypothesis; another test cannot call it on a rank")
+
+    return drawn_test
+
+
+def _new_module(name: str) -> types.ModuleType:
+    return types.ModuleType(name)
+
+
+def _contents(module: types.ModuleType) -> dict[str, Any]:
+    """Return the globals of a module that can travel."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _MACHINERY and (inspect.isroutine(value) or _why_not(value) is None)
+    }
+
+
 class TestModules:
     """Finds the modules of a test session that must travel by value."""
 
@@ -80,14 +125,16 @@ class TestModules:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._known: set[str] = set()
+        self._seen: dict[str, object] = {}
         self._by_value: dict[str, types.ModuleType] = {}
 
     def current(self) -> list[types.ModuleType]:
         """Return the modules loaded by now that a rank could not import in the same form."""
-        for name in set(sys.modules) - self._known:
-            self._known.add(name)
-            module = sys.modules.get(name)
+        for name, module in list(sys.modules.items()):
+            if self._seen.get(name) is module:  # a name may get another module: conftest does
+                continue
+            self._seen[name] = module
+            self._by_value.pop(name, None)
             if isinstance(module, types.ModuleType) and self._travels_by_value(name, module):
                 self._by_value[name] = module
         return [m for name, m in self._by_value.items() if sys.modules.get(name) is m]
@@ -175,7 +222,7 @@ def _blame(
 
 def _why_not(value: Any) -> str | None:
     try:
-        cloudpickle.dumps(value)
+        _dumps(value, ())
     except Exception as error:
         return str(error)
     return None

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from types import FrameType
 
 PRELOAD = (
     "cloudpickle",
@@ -51,7 +50,8 @@ def serve(control_fd: int, directory: str, parent_pid: int) -> None:
     control = socket.socket(fileno=control_fd)
     ranks: set[int] = set()
     keep = False
-    signal.signal(signal.SIGTERM, _leave)
+    # A handler that raised could do so in the middle of the cleaning up; this one ends the wait.
+    signal.signal(signal.SIGTERM, lambda *_: control.shutdown(socket.SHUT_RDWR))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -60,13 +60,15 @@ def serve(control_fd: int, directory: str, parent_pid: int) -> None:
             return
         preload()
         importlib.import_module("unisono.testing.rank_main")
-        control.sendall(b"0 0\n")
-        _answer(control, directory, ranks)
+        with contextlib.suppress(OSError):  # the pool is gone
+            control.sendall(b"0 0\n")
+            _answer(control, directory, ranks)
     except Exception:
         keep = True
         traceback.print_exc()  # into a file of the directory, for the pool to read
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        control.close()
         for pid in ranks:
             _reap(pid, kill=True)
         if not keep:
@@ -89,10 +91,7 @@ def preload() -> None:
 
 def _answer(control: socket.socket, directory: str, ranks: set[int]) -> None:
     while True:
-        try:
-            message, fds, _, _ = socket.recv_fds(control, 1024, 1)
-        except (ConnectionResetError, OSError):
-            return
+        message, fds, _, _ = socket.recv_fds(control, 1024, 1)
         if not message:
             return
         verb, serial, number, *rest = message.split()
@@ -156,10 +155,6 @@ def _collect_group(pgid: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-pgid, os.WNOHANG)[0]:
             pass
-
-
-def _leave(_signum: int, _frame: FrameType | None) -> None:
-    raise SystemExit(0)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -88,9 +88,8 @@ class Reducer:
         self._is_wide = op == "sum64" and dtype == torch.float32
 
     def array(self, x: Tensor) -> Array:
-        """Return the elements of a contiguous tensor as a flat array on the same memory."""
-        flat = x.detach().view(-1)
-        return (flat.view(torch.int16) if self._is_half else flat).numpy()
+        """Return the elements of a contiguous, detached tensor as a flat array on its memory."""
+        return (x.view(torch.int16) if self._is_half else x).numpy().reshape(-1)
 
     def fill(self, out: Array, parts: Sequence[Array]) -> None:
         """Write the reduction of `parts`, first to last, to `out`.
@@ -105,16 +104,16 @@ class Reducer:
             np.copyto(out, parts[0])
         else:
             combine = self._combine
-            combine(parts[0], parts[1], out)
+            combine(parts[0], parts[1], out=out)
             for part in parts[2:]:
-                combine(out, part, out)
+                combine(out, part, out=out)
             if self._op == "mean":
-                np.divide(out, len(parts), out)
+                np.divide(out, len(parts), out=out)
 
     def _fill_wide(self, out: Array, parts: Sequence[Array]) -> None:
         total = parts[0].astype(np.float64)
         for part in parts[1:]:
-            np.add(total, part, total)
+            np.add(total, part, out=total)
         np.copyto(out, total, casting="same_kind")
 
     def _fill_half(self, out: Array, parts: Sequence[Array]) -> None:

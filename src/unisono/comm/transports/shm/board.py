@@ -8,6 +8,7 @@ rank writes what it is about to do; ranks that disagree find out before any data
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,6 +43,8 @@ _DTYPE_NUMBER = {dtype: number + 1 for number, dtype in enumerate(DTYPES)}
 _NO_OP = 255
 _NO_ROOT = (1 << 24) - 1
 _MAX_VIEWS = 512
+SMALL_BYTES = 16 * 1024
+"""Up to here every rank reduces everything itself after one meeting."""
 
 
 class Board:
@@ -102,6 +105,10 @@ class Board:
         )
         self._turn = 0
         self._views: dict[tuple[str, int], tuple[list[Array], list[Array]]] = {}
+        self._private = np.empty(min(SMALL_BYTES, self.slot_bytes), np.uint8)
+        self.private_address = self._private.ctypes.data
+        """A place for small results, in memory of this rank alone."""
+        self._private_views: dict[tuple[str, int], Array] = {}
 
     def turn(self) -> int:
         """Begin a turn; returns which slots it uses."""
@@ -127,6 +134,16 @@ class Board:
             )
             self._views[key] = both
         return both[turn]
+
+    def private(self, storage: np.dtype[np.generic], nbytes: int) -> Array:
+        """Return the first `nbytes` at `private_address`, as elements."""
+        key = (storage.char, nbytes)
+        view = self._private_views.get(key)
+        if view is None:
+            if len(self._private_views) >= _MAX_VIEWS:
+                self._private_views.clear()
+            view = self._private_views[key] = self._private[:nbytes].view(storage)
+        return view
 
     def meet(
         self,
@@ -216,13 +233,14 @@ class Board:
         self.buffers.close()
 
 
+@functools.cache
 def code_of(
     verb: str, dtype: torch.dtype | None = None, op_number: int = _NO_OP, root: int | None = None
 ) -> int:
     """Return one word for all that must agree between ranks but sizes."""
     return (
         _NUMBER[verb]
-        | _DTYPE_NUMBER.get(dtype, 0) << 8  # type: ignore[call-overload]
+        | (0 if dtype is None else _DTYPE_NUMBER.get(dtype, 0)) << 8
         | op_number << 16
         | (_NO_ROOT if root is None else root) << 24
     )

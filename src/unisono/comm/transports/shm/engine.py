@@ -162,9 +162,7 @@ class ShmEngine(QueuedEngine):
         """See `Engine`."""
         return self.call("barrier", partial(moves.barrier, self.board), async_op, timeout_s)
 
-    def all_gather_ints(
-        self, values: Sequence[int], *, timeout_s: float
-    ) -> list[tuple[int, ...]]:
+    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """See `Engine`."""
         rows: list[tuple[int, ...]] = []
 

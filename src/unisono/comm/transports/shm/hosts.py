@@ -271,9 +271,7 @@ class HostsEngine(QueuedEngine):
 
         return self._call("barrier", kernel, async_op, timeout_s)
 
-    def all_gather_ints(
-        self, values: Sequence[int], *, timeout_s: float
-    ) -> list[tuple[int, ...]]:
+    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """See `Engine`."""
         mine = torch.tensor(list(values), dtype=torch.int64)
         everybody = mine.new_empty(self.size, len(mine))

@@ -130,7 +130,13 @@ def has_futex() -> bool:
 def futex_wait(address: int, expected: int, timeout: Timespec) -> None:
     """Sleep while the 32-bit word at `address` is `expected`, at most for `timeout`."""
     _syscall(
-        _futex_number, address, _FUTEX_WAIT, expected & 0xFFFFFFFF, ctypes.addressof(timeout), None, 0
+        _futex_number,
+        address,
+        _FUTEX_WAIT,
+        expected & 0xFFFFFFFF,
+        ctypes.addressof(timeout),
+        None,
+        0,
     )
 
 

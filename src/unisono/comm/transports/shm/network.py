@@ -29,7 +29,9 @@ class Network:
         timeout_s: deadline of making a connection.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
@@ -84,9 +86,7 @@ class Network:
             TorchTicket([work]).wait(timeout_s)
 
     @contextlib.contextmanager
-    def translating(
-        self, what: str, members: Sequence[int], timeout_s: float
-    ) -> Iterator[None]:
+    def translating(self, what: str, members: Sequence[int], timeout_s: float) -> Iterator[None]:
         """Turn errors of gloo into ours."""
         others = [self._ranks[r] for r in members if r != self._rank]
         try:

@@ -15,10 +15,10 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
+from unisono.comm.hosts import host_id
 from unisono.comm.transports.shm.layout import (
     DEFAULT_SLOT_KB,
     MAGIC,
@@ -66,19 +66,11 @@ class Meeting:
     segment: Segment | None
 
 
-def host_id() -> str:
+def memory_id() -> str:
     """Return a word shared by the processes that can share memory with this one."""
-    pretended = os.environ.get("UNISONO_HOST_ID")
-    if pretended:
-        return pretended
-    why = unavailable()
-    if why is not None:
+    if unavailable() is not None:
         return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
-    return f"{boot}-{pid_namespace()}-{os.getuid()}"
+    return f"{host_id()}-{pid_namespace()}-{os.getuid()}"
 
 
 def unavailable() -> str | None:
@@ -127,7 +119,7 @@ class Rendezvous:
         """Find out who shares memory with whom. Collective over the group."""
         pid = os.getpid()
         me = Member(
-            host_id(), pid, process_start(pid) or 0, secrets.token_hex(8), socket.gethostname()
+            memory_id(), pid, process_start(pid) or 0, secrets.token_hex(8), socket.gethostname()
         )
         texts = self.share("member", json.dumps(me.__dict__))
         self._members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}

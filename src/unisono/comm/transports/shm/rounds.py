@@ -45,9 +45,7 @@ def run_rounds(
     turn = board.turn()
     if not place:
         fill(board.address[turn][board.rank], 0)
-    places = board.meet(
-        turn, code, nbytes, digest=digest, place=place, same_size=same_size
-    )
+    places = board.meet(turn, code, nbytes, digest=digest, place=place, same_size=same_size)
     count = rounds(turn)
     done = 0
     if places is None:

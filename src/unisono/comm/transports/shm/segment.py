@@ -31,7 +31,7 @@ KINDS: tuple[str, ...] = ("memfd", "named")
 NONCE_BYTES = 16
 """A segment starts with a random word, so that nobody takes another file for it."""
 
-_DIRECTORY = Path("/dev/shm")  # noqa: S108 (only listed, to sweep what dead processes left)
+_DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"unisono-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}")
 _MB = 1 << 20
 

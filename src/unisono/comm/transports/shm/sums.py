@@ -11,17 +11,15 @@ import numpy as np
 from torch import Tensor
 
 from unisono.comm.transports.rank_order import Array, Reducer
-from unisono.comm.transports.shm.board import Board, code_of
+from unisono.comm.transports.shm.board import SMALL_BYTES, Board, code_of
 from unisono.comm.transports.shm.buffers import SharedBuffer
 from unisono.comm.transports.shm.libc import memmove
 from unisono.comm.transports.shm.moves import place_in_slot
 from unisono.comm.transports.shm.rounds import row_place, run_rounds, sizes_of
 
-SMALL_BYTES = 16 * 1024
-"""Up to here every rank reduces everything itself after one meeting."""
-
-_BLOCK_BYTES = 128 * 1024
-"""Working on shared buffers, a block of this size stays in a core's own cache."""
+import os
+_BLOCK_BYTES = int(os.environ.get("BB","128")) * 1024
+"""A block of this size stays in a core's own cache while it is reduced and copied."""
 
 _LINE = 64
 
@@ -37,7 +35,9 @@ def all_reduce(board: Board, x: Tensor, reducer: Reducer, dst: int | None = None
         memmove(board.address[turn][board.rank], pointer, nbytes)
         board.meet(turn, code, nbytes)
         if wanted and nbytes:
-            reducer.fill(reducer.array(x), board.views(turn, reducer.storage, nbytes))
+            result = board.private(reducer.storage, nbytes)
+            reducer.fill(result, board.views(turn, reducer.storage, nbytes))
+            memmove(pointer, board.private_address, nbytes)
         return
     pieces = _Pieces(board, x, reducer, wanted)
     place = board.buffers.place(pointer, nbytes)
@@ -90,9 +90,9 @@ class _Pieces:
         if high > low:
             slots = board.raw[turn]
             parts = [
-                (
-                    self._bytes[begin + low : begin + high] if peer == rank else slot[low:high]
-                ).view(storage)
+                (self._bytes[begin + low : begin + high] if peer == rank else slot[low:high]).view(
+                    storage
+                )
                 for peer, slot in enumerate(slots)
             ]
             self._reducer.fill(slots[rank][low:high].view(storage), parts)

@@ -38,7 +38,8 @@ from unisono.comm.transports.shm.watch import Watch
 
 _SPINS = 200
 _YIELD_S = 1e-3
-_YIELD_S_BEHIND = 5e-5
+import os as _os
+_YIELD_S_BEHIND = float(_os.environ.get("YB","5e-5"))
 _FIRST_NAP_S = 20e-6
 _LAST_NAP_S = 1e-3
 _LONG_SLICE_S = 1e-2

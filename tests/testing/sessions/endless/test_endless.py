@@ -14,6 +14,6 @@ def test_never_ends():
     import torch.distributed as dist
 
     subprocess.Popen(["sleep", "300"])
-    Path(f"started{dist.get_rank()}").touch()
+    Path(__file__).with_name(f"started{dist.get_rank()}").touch()
     while True:
         time.sleep(1)

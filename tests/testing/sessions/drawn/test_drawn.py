@@ -25,6 +25,11 @@ def agreed(n):
 
 
 @pytest.mark.ranks(3)
+def test_start_the_ranks():
+    assert 0 <= rank() < 3
+
+
+@pytest.mark.ranks(3)
 @settings(max_examples=50)
 @given(n=st.integers(-1000, 1000))
 def test_all_ranks_get_the_same_values(n):
@@ -73,11 +78,18 @@ def test_parameters_and_fixtures_and_draws(n, offset, tmp_path, rank_count):
 
 
 class TestMethods:
+    def upper(self):
+        return 50
+
+    @pytest.mark.ranks(2)
+    def test_plain_method_beside_a_drawn_one(self):
+        assert self.upper() == 50
+
     @pytest.mark.ranks(2)
     @settings(max_examples=5)
     @given(n=st.integers(0, 50))
     def test_method(self, n):
-        assert self is not None
+        assert self.upper() == 50
         assert 0 <= n <= 50
 
 
@@ -90,7 +102,3 @@ def test_interactive_data_cannot_travel(data):
 @given(n=st.integers(0, 3))
 def test_without_ranks(n):
     assert n <= 3
-
-
-def test_ranks_started(rank_pool):
-    print("starts", rank_pool.starts)

@@ -1,0 +1,113 @@
+"""What all benchmarks share: interleaved timing on ranks, one table, one page of results.
+
+Machines are shared and noisy, so nothing is judged in seconds: a case and its reference run in
+turns in the same processes, a round counts its slowest rank, and the figure is the ratio of medians.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from unisono.comm import Communicator
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a benchmark's table; times in seconds."""
+
+    case: str
+    ours: float
+    reference: float
+    reference_name: str
+    target: float | None
+    """Largest ratio that counts as reached; None where none is set."""
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Ours over the reference."""
+        return self.ours / self.reference
+
+    @property
+    def verdict(self) -> str:
+        """Whether the target is reached."""
+        if self.target is None:
+            return "-"
+        return "ok" if self.ratio <= self.target else "MISSED"
+
+
+def interleaved(
+    comm: Communicator,
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 15,
+    repeats: int = 1,
+) -> dict[str, float]:
+    """Return for each candidate the median over rounds of the slowest rank's time per call.
+
+    Collective over `comm`. In each round every candidate runs `repeats` times, in turn.
+    """
+    names = list(candidates)
+    times = torch.zeros(rounds, len(names), dtype=torch.float64)
+    for run in candidates.values():
+        run()
+    for i in range(rounds):
+        for j, name in enumerate(names):
+            run = candidates[name]
+            comm.barrier()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            times[i, j] = (time.perf_counter() - start) / repeats
+    slowest = comm.all_reduce(times, "max")
+    return {
+        name: statistics.median(slowest[:, j].tolist()) for j, name in enumerate(names)
+    }
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [
+        "| case | ours | reference | ratio | target | verdict |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        target = "-" if row.target is None else f"<= {row.target:g}"
+        note = f" ({row.note})" if row.note else ""
+        lines.append(
+            f"| {row.case} | {_time(row.ours)} | {_time(row.reference)} {row.reference_name} "
+            f"| {row.ratio:.2f} | {target} | {row.verdict}{note} |"
+        )
+    return "\n".join(lines)
+
+
+def publish(section: str, text: str, *, write: bool = True) -> None:
+    """Print `text` and put it under the heading `section` of RESULTS.md, replacing what is there."""
+    machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+    body = f"## {section}\n\nMeasured on {machine}.\n\n{text.strip()}\n"
+    print(body)
+    if not write:
+        return
+    page = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "# Benchmarks\n"
+    pattern = re.compile(rf"^## {re.escape(section)}\n.*?(?=^## |\Z)", re.S | re.M)
+    if pattern.search(page):
+        page = pattern.sub(lambda _: body + "\n", page)
+    else:
+        page = page.rstrip() + "\n\n" + body
+    RESULTS.write_text(page.rstrip() + "\n", encoding="utf-8")
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,144 @@
+"""The backend `shm` of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.engine import Engine
+from unisono.comm.self_engine import SelfEngine
+from unisono.comm.transports.c10d import TransportProcessGroup
+from unisono.comm.transports.jobs import JobQueue
+from unisono.comm.transports.queued import QueuedEngine
+from unisono.comm.transports.shm.engine import ShmEngine
+from unisono.comm.transports.shm.hosts import HostsEngine
+from unisono.comm.transports.shm.libc import populate
+from unisono.comm.transports.shm.network import Network
+from unisono.comm.transports.shm.rendezvous import Meeting, Rendezvous, read_constants, setting
+
+_groups: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
+
+
+class ShmProcessGroup(TransportProcessGroup):
+    """Ranks of one host pass tensors through shared memory; ranks of several, also over gloo.
+
+    Collective over the ranks of the group when it is made.
+
+    Args:
+        store: where the ranks meet.
+        rank: own rank in the group.
+        size: ranks of the group.
+        timeout: deadline of making the group, and of each call.
+        ranks: world ranks of the group; empty means 0 to `size` - 1.
+        name: name of the group, for its thread.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        ranks: Sequence[int] = (),
+        name: str = "",
+    ) -> None:
+        ranks = tuple(ranks) or tuple(range(size))
+        jobs = JobQueue(f"unisono-shm-{name or 'group'}")
+        self._store = store
+        self._inner: dict[str, Any] = {}
+        engine, self._nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), jobs)
+        super().__init__(engine, jobs, ranks, timeout, "shm")
+        _groups.add(self)
+
+    def inner_group(self, device: torch.device) -> Any:
+        """Return the nccl group that serves CUDA tensors; made when first asked for."""
+        if device.type != "cuda" or not dist.is_nccl_available():
+            return super().inner_group(device)
+        inner = self._inner.get(device.type)
+        if inner is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self.options._timeout
+            inner = dist.ProcessGroupNCCL(
+                dist.PrefixStore(f"nccl/{self._nonce}", self._store),
+                self.rank(),
+                self.size(),
+                options,
+            )
+            self._inner[device.type] = inner
+        return inner
+
+    def shutdown(self) -> None:
+        """See `TransportProcessGroup`."""
+        for inner in self._inner.values():
+            inner.shutdown()
+        self._inner.clear()
+        super().shutdown()
+
+
+def create(options: Any, _: Any = None) -> ShmProcessGroup:
+    """Make a group for torch.distributed from its backend options."""
+    return ShmProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.global_ranks_in_group,
+        str(options.group_id),
+    )
+
+
+def _make_engine(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, jobs: JobQueue
+) -> tuple[Engine, str]:
+    """Let the ranks meet, and return the kernels that fit where they are, with a word of theirs."""
+    if len(ranks) == 1:
+        return SelfEngine(), "alone"
+    rendezvous = Rendezvous(dist.PrefixStore("shm", store), rank, ranks, timeout_s)
+    meeting = rendezvous.meet()
+    local = _local_engine(meeting, rank, ranks, jobs, timeout_s)
+    if len(meeting.hosts) == 1:
+        engine: Engine = local
+    else:
+        network = Network(
+            dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, ranks, timeout_s
+        )
+        engine = HostsEngine(local, meeting.hosts, rank, ranks, network, jobs)
+        rendezvous.share("ready", "")
+    rendezvous.clean()
+    return engine, meeting.nonce
+
+
+def _local_engine(
+    meeting: Meeting, rank: int, ranks: Sequence[int], jobs: JobQueue, timeout_s: float
+) -> Engine:
+    if meeting.segment is None:
+        return SelfEngine()
+    layout, semaphores = read_constants(meeting.segment)
+    populate(meeting.segment.address, layout.rings)
+    engine = ShmEngine(
+        meeting.segment,
+        layout,
+        meeting.local.index(rank),
+        [ranks[r] for r in meeting.local],
+        meeting.processes,
+        jobs,
+        semaphores=semaphores,
+        max_mb=setting("UNISONO_SHM_MAX_MB", None, least=0),
+    )
+    engine.barrier(async_op=False, timeout_s=timeout_s)
+    return engine
+
+
+def _abandon_after_fork() -> None:
+    for group in list(_groups):
+        if isinstance(group.unisono_engine, QueuedEngine):
+            group.unisono_engine.abandon_after_fork()
+
+
+os.register_at_fork(after_in_child=_abandon_after_fork)

@@ -1,0 +1,152 @@
+"""Between the tensors torch.distributed passes and those an engine takes: contiguous and detached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.errors import PartitionError, UnisonoError
+
+_OPS: dict[Any, str] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "and",
+    dist.ReduceOp.BOR: "or",
+    dist.ReduceOp.BXOR: "xor",
+}
+
+
+def op_name(options: Any) -> str:
+    """Return our name of the reduction in an options object of torch.distributed."""
+    wanted = getattr(options, "reduceOp", dist.ReduceOp.SUM)
+    name = _OPS.get(getattr(wanted, "op", wanted))
+    if name is None:
+        raise UnisonoError.because(
+            f"a reduction with {wanted}", f"known here: {', '.join(_OPS.values())}"
+        )
+    return name
+
+
+def given_timeout_s(options: Any) -> float | None:
+    """Return the deadline in an options object, None where the caller set none."""
+    timeout = getattr(options, "timeout", None)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+    return seconds if seconds > 0 else None
+
+
+def first_tensor(value: object) -> Tensor | None:
+    """Return the first tensor in nested lists."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = first_tensor(item)
+            if found is not None:
+                return found
+    return None
+
+
+def source(x: Tensor) -> Tensor:
+    """Return the values of `x` as an engine reads them; `x` itself where that is possible."""
+    check_dense(x)
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x if x.is_contiguous() else x.contiguous()
+
+
+class Targets:
+    """Tensors an engine writes to, standing in for those the caller wants filled.
+
+    Args:
+        wanted: the caller's tensors.
+        keep: whether their present values matter (in-place collectives).
+    """
+
+    def __init__(self, wanted: Sequence[Tensor], *, keep: bool = False) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.tensors: list[Tensor] = []
+        for x in wanted:
+            check_dense(x)
+            x = x.detach()
+            if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+                self.tensors.append(x)
+                continue
+            stand_in = torch.empty_like(x, memory_format=torch.contiguous_format)
+            if keep:
+                stand_in.copy_(x)
+            self._copies.append((x, stand_in))
+            self.tensors.append(stand_in)
+
+    def deliver(self) -> None:
+        """Copy what stand-ins received to the caller's tensors."""
+        for x, stand_in in self._copies:
+            x.copy_(stand_in)
+
+
+def check_dense(x: Tensor) -> None:
+    """Refuse what has no plain memory."""
+    if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
+        kind = "quantised" if x.is_quantized else str(x.layout if x.layout != torch.strided else x.device)
+        raise UnisonoError.because(
+            f"a collective on a {kind} tensor",
+            "only dense tensors with memory can travel",
+            None,
+            "x.to_dense(), or x.dequantize(), first",
+        )
+
+
+def cut_evenly(x: Tensor, parts: int, what: str) -> list[Tensor]:
+    """Return `parts` equal flat pieces of a contiguous tensor."""
+    if x.numel() % parts:
+        raise PartitionError.because(
+            f"{what} of a tensor with {x.numel()} elements over {parts} ranks",
+            "the elements do not divide",
+            f"{x.numel()} % {parts} = {x.numel() % parts}",
+            "pad the tensor, or use the list form with one tensor a rank",
+        )
+    flat = x.view(-1)
+    length = x.numel() // parts
+    return [flat[i * length : (i + 1) * length] for i in range(parts)]
+
+
+def cut_rows(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[Tensor]:
+    """Return the blocks of rows of a contiguous tensor; no sizes means equal ones."""
+    rows = x.shape[0] if x.dim() else 1
+    wanted = list(sizes)
+    if not wanted:
+        if rows % parts:
+            raise PartitionError.because(
+                f"{what} with {rows} rows over {parts} ranks and no split sizes",
+                "the rows do not divide",
+                f"{rows} % {parts} = {rows % parts}",
+                "pass split sizes",
+            )
+        wanted = [rows // parts] * parts
+    if len(wanted) != parts or sum(wanted) != rows:
+        raise PartitionError.because(
+            f"{what} with split sizes {wanted}",
+            f"{rows} rows over {parts} ranks",
+            f"{' + '.join(map(str, wanted))} = {sum(wanted)}",
+        )
+    return list((x if x.dim() else x.view(1)).split(wanted))
+
+
+def check_same_bytes(outs: Sequence[Tensor], ins: Sequence[Tensor], what: str) -> None:
+    """Refuse blocks that must have the same number of bytes and do not."""
+    for out, block in zip(outs, ins, strict=True):
+        have, want = block.numel() * block.element_size(), out.numel() * out.element_size()
+        if have != want:
+            raise PartitionError.because(
+                f"{what} of {list(block.shape)} {block.dtype} into {list(out.shape)} {out.dtype}",
+                "input and output of this rank have different sizes",
+                f"{have} bytes != {want} bytes",
+            )

@@ -1,0 +1,140 @@
+"""Deadlines, failed ranks and mismatched calls: an error with names, never a hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from unisono.comm import check, close_world, post_failure, world
+from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
+
+
+@pytest.mark.ranks(3)
+def test_a_deadline_names_the_missing_rank_and_shows_its_stack():
+    comm = world()
+
+    def absent_minded():
+        time.sleep(4.5)
+
+    if comm.rank == 1:
+        absent_minded()
+        return
+    with pytest.raises(RankTimeout) as caught:
+        comm.all_reduce(torch.ones(2), timeout_s=1.0)
+    assert caught.value.missing == (1,)
+    assert "absent_minded" in caught.value.stacks[1]
+    assert "not arrived: rank 1" in str(caught.value)
+    assert "test_failures.py" in caught.value.site
+    assert caught.value.op == "all_reduce"
+    with pytest.raises(UnisonoError, match="no longer usable"):
+        comm.barrier()
+    time.sleep(1.0)
+
+
+@pytest.mark.ranks(2)
+def test_a_late_rank_is_not_a_failure():
+    comm = world()
+    if comm.rank:
+        time.sleep(1.3)
+    assert comm.all_reduce(torch.ones(1), timeout_s=10.0).item() == 2
+
+
+@pytest.mark.ranks(3)
+def test_a_posted_failure_reaches_ranks_that_wait():
+    comm = world()
+    comm.barrier()
+    if comm.rank == 2:
+        try:
+            raise ZeroDivisionError("in the third rank")
+        except ZeroDivisionError as error:
+            post_failure(error)
+        time.sleep(3)
+        return
+    started = time.monotonic()
+    with pytest.raises(
+        RankFailed, match=r"rank 2 of 3.*ZeroDivisionError: in the third rank"
+    ) as got:
+        comm.all_reduce(torch.ones(1), timeout_s=15.0)
+    assert time.monotonic() - started < 3
+    assert got.value.rank == 2
+    assert "test_failures.py" in got.value.traceback
+
+
+CASES = {
+    "different operations": lambda c: c.barrier() if c.rank == 1 else c.all_reduce(torch.ones(2)),
+    "different reductions": lambda c: c.all_reduce(torch.ones(2), "max" if c.rank else "sum"),
+    "different shapes": lambda c: c.all_reduce(torch.ones(2 + c.rank // 2)),
+    "different dtypes": lambda c: c.all_reduce(
+        torch.ones(2).to(torch.float64 if c.rank else torch.float32)
+    ),
+    "different roots": lambda c: c.broadcast(torch.ones(2), src=c.rank % 2),
+    "different dims": lambda c: c.all_gather(torch.ones(2, 2), dim=c.rank % 2, sizes=[2] * 3),
+    "different sizes": lambda c: c.reduce_scatter(
+        torch.ones(4), sizes=[2, 1, 1] if c.rank else [1, 1, 2]
+    ),
+    "sends 1 rows to rank 1, which expects 2": lambda c: c.all_to_all(
+        torch.ones(3), [1, 1, 1], [1 + (c.rank == 1), 1, 1]
+    ),
+    "requires_grad": lambda c: c.all_reduce(torch.ones(2, requires_grad=c.rank == 0)),
+}
+
+
+@pytest.mark.ranks(3)
+def test_check_mode_names_ranks_and_lines_on_all_ranks():
+    comm = world()
+    with check():
+        for words, mistake in CASES.items():
+            with pytest.raises(CollectiveMismatch) as caught:
+                mistake(comm)
+            text = str(caught.value)
+            assert words in text
+            assert text.count("test_failures.py:") >= 3, text
+            assert set(caught.value.calls) == {0, 1, 2}
+        assert comm.all_reduce(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.ranks(3)
+def test_check_mode_marks_the_odd_one_out():
+    comm = world()
+    with check(), pytest.raises(CollectiveMismatch) as caught:
+        comm.all_reduce(torch.ones(2 if comm.rank != 1 else 3))
+    (marked,) = [line for line in str(caught.value).splitlines() if "<- differs" in line]
+    assert marked.strip().startswith("rank 1")
+
+
+@pytest.mark.ranks(2)
+def test_check_mode_reports_a_rank_that_makes_no_call():
+    comm = world()
+    if comm.rank == 0:
+        with check(), pytest.raises(RankTimeout, match="not arrived: rank 1"):
+            comm.all_reduce(torch.ones(1), timeout_s=1.0)
+    else:
+        time.sleep(3.5)
+
+
+@pytest.mark.ranks(2)
+def test_check_mode_passes_what_is_right():
+    comm = world()
+    with check():
+        comm.all_gather(torch.ones(comm.rank, 2))
+        comm.all_to_all(torch.ones(3 + comm.rank), [1 + comm.rank, 2], [1 + comm.rank, 2])
+        comm.scatter(torch.ones(3) if comm.rank == 0 else None)
+        comm.broadcast(torch.ones(2) if comm.rank == 0 else None, like=((2,), torch.float32))
+        comm.reduce(torch.full((3,), float("nan")))
+        comm.all_reduce(torch.full((3,), float("nan")))
+        comm.exchange({1 - comm.rank: torch.ones(2)}, {1 - comm.rank: torch.ones(2)})
+        comm.all_gather_object([comm.rank])
+
+
+@pytest.mark.ranks(2)
+def test_closing_the_world_ends_its_thread_and_can_be_repeated():
+    comm = world()
+    comm.barrier()
+    assert any(t.name == "unisono-watchdog" for t in threading.enumerate())
+    close_world()
+    close_world()
+    assert not any(t.name == "unisono-watchdog" for t in threading.enumerate())
+    assert world().size == 1

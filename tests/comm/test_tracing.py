@@ -1,0 +1,84 @@
+"""The trace: what was recorded, the table, the file for Perfetto."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from unisono.comm import trace, tracing, world
+from unisono.comm.tracing_report import load, table
+
+
+@pytest.mark.ranks(2)
+def test_each_call_is_one_event_with_its_bytes_and_site():
+    comm = world()
+    with trace() as t:
+        comm.all_reduce(torch.ones(256))
+        comm.all_gather(torch.ones(3 + comm.rank, 2, dtype=torch.float64), sizes=[3, 4])
+        pending = comm.broadcast(torch.ones(4), async_op=True)
+        assert len(t.events) == 2
+        pending.wait()
+    comm.barrier()
+    first, second, third = t.events
+    assert (first.op, first.sent, first.dtype) == ("all_reduce", 1024, "float32")
+    assert second.received == 16 * (4 if comm.rank == 0 else 3)
+    assert third.is_async
+    assert "test_tracing.py:" in first.site
+    assert first.t_start <= first.t_end <= second.t_start
+    assert [e.seq for e in t.events] == sorted(e.seq for e in t.events)
+    assert 0 <= first.wait_ns <= first.t_end - first.t_start
+
+
+def test_nothing_is_recorded_when_off():
+    assert tracing.recorder is None
+    world().all_reduce(torch.ones(2))
+    with trace() as outer:
+        with trace() as inner:
+            world().barrier()
+        world().all_reduce(torch.ones(1))
+    assert [e.op for e in inner.events] == ["barrier"]
+    assert [e.op for e in outer.events] == ["all_reduce"]
+    assert tracing.recorder is None
+
+
+@pytest.mark.ranks(3)
+def test_the_saved_file_joins_all_ranks(tmp_path):
+    comm = world()
+    path = tmp_path / "trace.json"
+    with trace(path):
+        comm.all_reduce(torch.ones(8))
+        comm.barrier()
+    if comm.rank == 0:
+        content = json.loads(path.read_text())
+        bars = [e for e in content["traceEvents"] if e["ph"] == "X"]
+        assert sorted({e["pid"] for e in bars}) == [0, 1, 2]
+        assert len(bars) == 6
+        flows = [e for e in content["traceEvents"] if e["ph"] in "sf"]
+        assert len({e["id"] for e in flows}) == 2
+        text = table(load(path))
+        header, *rows = text.splitlines()
+        assert header.split() == [
+            "op",
+            "calls",
+            "bytes",
+            "total",
+            "ms",
+            "wait",
+            "ms",
+            "share",
+            "slowest",
+            "site",
+        ]
+        assert {row.split()[0] for row in rows} == {"all_reduce", "barrier"}
+        assert all(row.split()[1] == "3" for row in rows)
+    comm.barrier()
+
+
+def test_the_ring_buffer_drops_the_oldest(monkeypatch):
+    monkeypatch.setattr(tracing, "MAX_EVENTS", 3)
+    with trace() as t:
+        for n in range(5):
+            world().all_reduce(torch.ones(n))
+    assert [e.sent for e in t.events] == [8, 12, 16]

@@ -1,0 +1,37 @@
+"""Every example runs as a user would run it, is short, and ends well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(example, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(example), "--ranks", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.strip(), "an example shows something"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short(example):
+    assert len(example.read_text().splitlines()) < 120
+
+
+def test_there_are_examples():
+    assert EXAMPLES

@@ -1,0 +1,49 @@
+"""Operators inside torch.compile: whole graphs, same values and gradients as eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.comm import world
+from unisono.operators import (
+    all_gather,
+    all_sum_reduce,
+    all_to_all,
+    concat_replicated,
+    copy,
+    reduce_scatter,
+    slice_replicated,
+    sum_to_replicated,
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.ranks([2, 3], timeout=90)
+def test_operators_compile_into_one_graph():
+    comm = world()
+    sizes = tuple(range(1, comm.size + 1))
+    back = tuple(sizes[comm.rank] for _ in sizes)
+    cases = {
+        "all_gather": lambda t: all_gather(t, 0, sizes, comm=comm) ** 2,
+        "all_gather dim 1": lambda t: all_gather(t.t(), 1, sizes, comm=comm) ** 2,
+        "reduce_scatter": lambda t: (
+            reduce_scatter(t.repeat(sum(sizes), 1)[: sum(sizes)], 0, sizes, comm=comm) ** 2
+        ),
+        "all_sum_reduce": lambda t: all_sum_reduce(t.sum(), comm=comm) ** 2,
+        "copy": lambda t: copy(t.sum(), comm=comm) ** 2,
+        "sum_to_replicated": lambda t: sum_to_replicated(t.sum(), comm=comm) ** 2,
+        "slice_replicated": lambda t: slice_replicated(t.sum().repeat(7), 0, comm=comm) ** 2,
+        "concat_replicated": lambda t: concat_replicated(t, 0, sizes, comm=comm) ** 2,
+        "all_to_all": lambda t: all_to_all(t.repeat(comm.size, 1), back, sizes, comm=comm) ** 2,
+    }
+    x = torch.arange(2.0 * sizes[comm.rank]).view(-1, 2).double() + comm.rank
+    for name, function in cases.items():
+        torch._dynamo.reset()
+        eager, traced = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected = function(eager)
+        expected.sum().backward()
+        got = torch.compile(function, fullgraph=True, backend="aot_eager")(traced)
+        got.sum().backward()
+        assert torch.allclose(got, expected), name
+        assert torch.allclose(traced.grad, eager.grad), name

@@ -1,0 +1,207 @@
+"""Every pair of the adjoint table: dot product, first and second derivative, and good manners."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.comm import world
+from unisono.errors import UnisonoError
+from unisono.operators import TABLE, all_gather, copy, slice_replicated
+from unisono.testing import check_adjoint
+
+RANKS = [1, 2, 3, 4]
+LENGTHS = st.lists(st.integers(0, 3), min_size=4, max_size=4)
+
+
+def make_for(comm, dtype=torch.float64, seed=0):
+    """Return a maker of tensors: different on each rank, or the same on all."""
+    own = torch.Generator().manual_seed(1000 * seed + comm.rank)
+    shared = torch.Generator().manual_seed(7777 + seed)
+
+    def make(*shape, same=False):
+        return torch.randn(*shape, dtype=dtype, generator=shared if same else own)
+
+    return make
+
+
+@pytest.mark.ranks(RANKS, timeout=60)
+@settings(max_examples=5, deadline=None)
+@given(lengths=LENGTHS)
+def test_dot_product_of_each_operator_and_its_adjoint(lengths):
+    comm = world()
+    for pair, dtype in itertools.product(TABLE, (torch.float64, torch.complex128)):
+        case = pair.example(comm, lengths[: comm.size], make_for(comm, dtype))
+        check_adjoint(
+            case.forward,
+            case.adjoint,
+            case.x,
+            case.y,
+            comm=comm,
+            domain=pair.domain,
+            range=pair.range,
+        )
+
+
+@pytest.mark.ranks(RANKS, timeout=60)
+@settings(max_examples=5, deadline=None)
+@given(lengths=LENGTHS)
+def test_second_derivative_of_each_operator_is_that_of_the_linear_map(lengths):
+    """For L(x) = <F(x)^2, w> over all ranks: grad = F*(2 w F x), and its derivative along v is
+    F*(2 w F v). A backward that is not itself differentiable gives zero or raises."""
+    for pair in TABLE:
+        check_second_derivative(pair, lengths)
+
+
+def check_second_derivative(pair, lengths):
+    comm = world()
+    make = make_for(comm)
+    case = pair.example(comm, lengths[: comm.size], make)
+    x = case.x.clone().requires_grad_()
+    replicated = pair.range == "R"
+    w = make(*case.y.shape, same=replicated)
+    v = make(*case.x.shape, same=pair.domain == "R")
+    y = case.forward(x)
+    assert y.shape == case.y.shape
+    (grad,) = torch.autograd.grad(y, x, 2 * w * y, create_graph=True)
+    expected_grad = case.adjoint(2 * w * case.forward(case.x))
+    assert torch.allclose(grad, expected_grad, atol=1e-12)
+    (second,) = torch.autograd.grad(grad, x, v)
+    # grad = F*(2 w F x) is linear in x with a symmetric matrix, so its adjoint acts as itself.
+    expected = case.adjoint(2 * w * case.forward(v))
+    assert torch.allclose(second, expected, atol=1e-12)
+
+
+@pytest.mark.ranks([2, 3], timeout=60)
+def test_gradients_of_each_operator_equal_finite_differences_of_the_global_function():
+    for pair in TABLE:
+        check_finite_differences(pair)
+
+
+def check_finite_differences(pair):
+    """Move the entries of all ranks' inputs one after the other; the other ranks join each call."""
+    comm = world()
+    lengths = [2, 1, 0, 3][: comm.size]
+    make = make_for(comm)
+    case = pair.example(comm, lengths, make)
+    weights = make(*case.y.shape, same=pair.range == "R")
+
+    def loss(x):
+        y = case.forward(x)
+        value = (weights * y.sin()).sum()
+        return value, y
+
+    def total(value):
+        if pair.range == "R":
+            return value.detach()
+        return comm.all_reduce(value.detach())
+
+    x = case.x.clone().requires_grad_()
+    value, _ = loss(x)
+    (grad,) = torch.autograd.grad(value, x, create_graph=True)
+    sizes = [n for (n,) in comm.all_gather_ints([x.numel()])]
+    turns = [0] if pair.domain == "R" else range(comm.size)
+    eps = 1e-6
+    for turn in turns:
+        for i in range(sizes[turn]):
+            moves = pair.domain == "R" or comm.rank == turn
+            step = torch.zeros_like(case.x)
+            if moves:
+                step.view(-1)[i] = eps
+            up, _ = loss(case.x + step)
+            down, _ = loss(case.x - step)
+            slope = (total(up) - total(down)) / (2 * eps)
+            if moves:
+                assert abs(slope - grad.detach().reshape(-1)[i]) < 1e-7
+    # Second order: derivative of the gradient along a direction, against finite differences.
+    v = make(*case.x.shape, same=pair.domain == "R")
+
+    def gradient_at(point):
+        point = point.clone().requires_grad_()
+        value, _ = loss(point)
+        return torch.autograd.grad(value, point)[0]
+
+    numeric = (gradient_at(case.x + eps * v) - gradient_at(case.x - eps * v)) / (2 * eps)
+    (exact,) = torch.autograd.grad(grad, x, v)
+    assert torch.allclose(exact, numeric, atol=1e-7)
+
+
+@pytest.mark.ranks([2, 3], timeout=60)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_operators_leave_inputs_and_incoming_gradients_alone(dtype):
+    for pair in TABLE:
+        check_nothing_is_changed(pair, dtype)
+
+
+def check_nothing_is_changed(pair, dtype):
+    comm = world()
+    case = pair.example(comm, [3, 2, 0][: comm.size], make_for(comm, dtype))
+    x = case.x.t().contiguous().t() if case.x.dim() > 1 else case.x
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    before = x.detach().clone()
+    y = case.forward(x)
+    assert y.dtype == dtype
+    kept = y.detach().clone()
+    grad = torch.ones_like(y).t().contiguous().t() if y.dim() > 1 else torch.ones_like(y)
+    grad_before = grad.clone()
+    y.backward(grad)
+    assert torch.equal(x.detach(), before)
+    assert torch.equal(grad, grad_before)
+    assert torch.equal(y.detach(), kept)
+    if x.grad.numel() and pair.adjoint_name != "copy":  # whose kernel is an alias
+        assert x.grad.data_ptr() != grad.data_ptr()
+
+
+@pytest.mark.ranks(2)
+def test_vmap_is_refused_before_anything_is_sent():
+    comm = world()
+    for pair in TABLE:
+        case = pair.example(comm, [2, 1], make_for(comm))
+        batch = torch.stack([case.x, case.x])
+        with pytest.raises(UnisonoError, match="a collective cannot be vmapped"):
+            torch.func.vmap(case.forward)(batch)
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_func_grad_and_jvp_go_through_operators():
+    comm = world()
+    sizes = [comm.rank * 0 + r + 1 for r in range(comm.size)]
+    x = torch.arange(1.0, sizes[comm.rank] + 1).double()
+
+    def loss(t):
+        return (all_gather(t, 0, sizes, comm=comm) ** 2).sum()
+
+    grad = torch.func.grad(loss)(x)
+    assert torch.allclose(grad, 2 * x * comm.size)
+    _, tangent = torch.func.jvp(lambda t: all_gather(t, 0, sizes, comm=comm), (x,), (2 * x,))
+    assert torch.allclose(tangent, 2 * comm.all_gather(x))
+
+
+@pytest.mark.ranks([2, 3])
+def test_chained_regions_give_the_second_derivative_of_the_serial_function():
+    comm = world()
+    x = torch.arange(1.0, 6.0).double().requires_grad_()
+    part = slice_replicated(x, 0, comm=comm)
+    from unisono.operators import concat_replicated
+
+    whole = concat_replicated(part**3, 0, comm=comm)
+    (first,) = torch.autograd.grad(whole.sum(), x, create_graph=True)
+    assert torch.allclose(first, 3 * x**2)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.allclose(second, 6 * x.detach())
+    y = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad((copy(y, comm=comm) ** 3).sum(), y, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), y)
+    assert torch.allclose(second, 6 * comm.size * y.detach())
+
+
+def test_the_table_names_each_operator_and_its_adjoint_both_ways():
+    names = {pair.name for pair in TABLE}
+    assert {pair.adjoint_name for pair in TABLE} == names
+    for pair in TABLE:
+        assert pair.forward.adjoint is pair.adjoint
+        assert pair.adjoint.adjoint is pair.forward

@@ -1,0 +1,121 @@
+"""The text of the report, its stacks, the marker: all that needs no process."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+
+from unisono.errors import PlatformError
+from unisono.testing.leaks import Holdings
+from unisono.testing.marker import RanksMarker
+from unisono.testing.report import Findings, RankFailure, headline, how_it_died
+from unisono.testing.stacks import readable_stacks
+
+
+@pytest.mark.parametrize(
+    ("findings", "line"),
+    [
+        (
+            Findings(world=4, raised={0: "a", 2: "b"}, died={1: 7}, waiting={3: ""}),
+            "2 of 4 ranks raised, 1 died (exit code 7), 1 still waiting",
+        ),
+        (
+            Findings(world=3, died={0: 7, 1: -9}, waiting={2: ""}),
+            "2 of 3 ranks died (exit code 7 / killed by SIGKILL), 1 still waiting",
+        ),
+        (Findings(world=2, waiting={1: ""}), "1 of 2 ranks still waiting, 1 returned"),
+        (Findings(world=2, raised={1: ""}, doing="x"), "1 of 2 ranks raised, 1 returned, while x"),
+    ],
+)
+def test_headline_counts_every_rank(findings, line):
+    assert headline(findings) == line
+
+
+def test_unknown_signal_is_numbered():
+    assert how_it_died(-100) == "killed by signal 100"
+
+
+def test_texts_that_differ_in_addresses_are_shown_once():
+    one = "Read error [127.0.0.1]:1708: closed, <f at 0x7f00>"
+    two = "Read error [127.0.0.1]:4242: closed, <f at 0x7f99>"
+    text = str(RankFailure(Findings(world=3, raised={0: one, 2: two, 1: "other"})))
+    assert "---- ranks 0, 2 raised" in text
+    assert one in text
+    assert two not in text
+
+
+def test_long_output_is_cut_at_its_start():
+    printed = "\n".join(f"line {i}" for i in range(100))
+    text = str(RankFailure(Findings(world=1, raised={0: "x"}, output={0: printed})))
+    assert "... 60 lines before ..." in text
+    assert "line 99" in text
+    assert "line 59\n" not in text
+
+
+def test_failure_survives_pickling():
+    failure = RankFailure(Findings(world=2, raised={1: "x"}, died={0: -9}))
+    copy = pickle.loads(pickle.dumps(failure))
+    assert str(copy) == str(failure)
+    assert copy.died == {0: "killed by SIGKILL"}
+
+
+def test_stacks_get_source_lines_and_end_with_the_innermost_call():
+    text = (
+        "Thread 0x1 [worker] (most recent call first):\n"
+        '  File "/no/such.py", line 3 in inner\n'
+        '  File "/no/such.py", line 9 in outer\n'
+        "\n"
+        "Current thread 0x2 (most recent call first):\n"
+        f'  File "{__file__}", line 1 in main\n'
+    )
+    assert readable_stacks(text).splitlines() == [
+        "in thread worker (most recent call last):",
+        '  File "/no/such.py", line 9, in outer',
+        '  File "/no/such.py", line 3, in inner',
+        "in the main thread (most recent call last):",
+        f'  File "{__file__}", line 1, in main',
+        '    """The text of the report, its stacks, the marker: all that needs no process."""',
+    ]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        pytest.mark.ranks(),
+        pytest.mark.ranks(0),
+        pytest.mark.ranks(2.0),
+        pytest.mark.ranks([]),
+        pytest.mark.ranks([2, 0]),
+        pytest.mark.ranks("2"),
+        pytest.mark.ranks(2, timeout=0),
+        pytest.mark.ranks(2, timeout="20"),
+        pytest.mark.ranks(2, backends="gloo"),
+        pytest.mark.ranks(2, 3),
+    ],
+    ids=str,
+)
+def test_marker_that_makes_no_sense_is_refused(mark):
+    with pytest.raises(PlatformError, match=r"@pytest.mark.ranks\(.*\n.*\n  HINT: @pytest"):
+        RanksMarker.read(mark.mark, 20.0)
+
+
+def test_marker_is_read():
+    marker = RanksMarker.read(pytest.mark.ranks([1, 2], timeout=3, backend="shm").mark, 20.0)
+    assert marker == RanksMarker(counts=(1, 2), many=True, timeout_s=3.0, backend="shm")
+
+
+def test_things_that_end_by_themselves_are_no_leaks():
+    before = Holdings.now()
+    thread = threading.Timer(0.1, lambda: None)
+    thread.start()
+    assert before.new() == {}
+    thread.join()
+
+
+def test_ignored_keys_do_not_count(tmp_path):
+    before = Holdings.now(["files"])
+    with (tmp_path / "file").open("w") as file:
+        assert list(before.new(patience_s=0)) == ["files"]
+        assert before.new(ignore=[f"fd:{file.fileno()}"], patience_s=0) == {}
