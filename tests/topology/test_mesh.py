@@ -150,7 +150,7 @@ def test_the_device_mesh_stands_on_the_same_groups() -> None:
     assert device_mesh.get_coordinate() == mesh.index
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, timeout=60)
 def test_dtensor_runs_on_the_device_mesh() -> None:
     mesh = Mesh(data=2, tensor=2)
     x = torch.arange(12.0).reshape(4, 3)

@@ -128,7 +128,7 @@ def test_asking_for_the_own_place_in_a_world_too_small_says_how_to_start_it() ->
             ["rank 1 more than once", "2 different ranks for 3"],
         ),
         (lambda: Partition([2], ranks=(0, -1)), ["rank -1 < 0"]),
-        (lambda: Partition([2], comm=world()), ["2 = 2 > 1", "HINT: Partition([1])"]),
+        (lambda: Partition([2], comm=world()), ["2 > 1", "HINT: Partition([1])"]),
         (lambda: Partition([1], ranks=(3,), comm=world()), ["rank 3 >= 1"]),
         (lambda: Partition([2]).index_of(2), ["not 0 <= 2 < 2"]),
         (lambda: Partition([2, 2]).rank_at([1]), ["1 coordinates, 2 dims"]),
@@ -138,7 +138,7 @@ def test_asking_for_the_own_place_in_a_world_too_small_says_how_to_start_it() ->
             ["3 dims != 2 dims", "[4, 4, 4]", "[2, 2]"],
         ),
         (lambda: Partition([2, 2]).sub([2], rank=0), ["not 0 <= 2 < 2"]),
-        (lambda: Partition([2, 2]).reshape([3]), ["3 = 3 != 4 ranks", "HINT: Partition([4])"]),
+        (lambda: Partition([2, 2]).reshape([3]), ["3 != 4 ranks", "HINT: Partition([4])"]),
         (lambda: Partition.from_mesh(Mesh(h=1), {"h": 2}, ndim=2), ["not 0 <= 2 < 2"]),
     ],
 )

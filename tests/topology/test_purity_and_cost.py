@@ -14,8 +14,8 @@ import pytest
 from unisono.topology import decompose, halo, overlap
 
 PURE = (
-    "decompose", "window", "halo", "halo_plan", "transposed", "pooling", "resample", "fanout",
-    "overlap", "draw",
+    "decompose", "members", "window", "halo", "halo_plan", "transposed", "pooling", "resample",
+    "fanout", "overlap", "draw",
 )  # fmt: skip
 
 

@@ -6,7 +6,9 @@ and independent tensors ("I") are summed over ranks. A wrong sum or a missing on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import LayoutError
-from unisono.testing.agreement import raise_together
+from unisono.testing.agreement import raise_together, raise_what_was_found
 
 Space = Literal["R", "S", "I"]
 """Replicated, sharded, or independent on each rank."""
@@ -74,81 +76,181 @@ def check_adjoint(
     comm = Communicator.of(comm)
     _check_spaces(domain, range)
     title = f"{_name(forward)} and {_name(adjoint)} are not adjoint ({domain} -> {range})"
-    kept = x.detach().clone(), y.detach().clone()
-    fx = forward(x.detach())
-    problems = _shape_problems("forward(x)", fx, "y", y)
-    raise_together(title, problems, comm=comm)
-    fy = adjoint(y.detach())
-    problems += _shape_problems("adjoint(y)", fy, "x", x)
-    if not (_same(x, kept[0]) and _same(y, kept[1])):
-        problems.append("an input was changed in place")
-    raise_together(title, problems, comm=comm)
+    derive = backward and (x.is_floating_point() or x.is_complex())
+    point, toward = x.detach().clone(), y.detach().clone()
+    fx = forward(point.requires_grad_(derive))
+    fy = adjoint(toward)
 
-    problems += _replica_problems({"x": x, "adjoint(y)": fy}, domain, comm)
-    problems += _replica_problems({"y": y, "forward(x)": fx}, range, comm)
-    raise_together(title, problems, comm=comm)
+    mine = _Part.of(x, y, fx, fy, domain, range)
+    if not (_same(point, x) and _same(toward, y)):
+        mine.problems.append("an input was changed in place")
+    if derive and not fx.requires_grad:
+        mine.problems.append("forward(x) has no gradient although x asks for one")
+    parts: list[_Part] = comm.all_gather_object(mine)
+    _note_replicas(parts)
+    raise_what_was_found(title, [part.problems for part in parts])
 
-    limit = _limit(rtol, x, y)
-    left, right = _inner(fx, y, range, comm), _inner(x, fy, domain, comm)
-    if x.is_complex() != y.is_complex():  # linear over the reals only
-        left, right = complex(left.real), complex(right.real)
-    scale = max(
-        _norm(fx, range, comm) * _norm(y, range, comm),
-        _norm(x, domain, comm) * _norm(fy, domain, comm),
-    )
-    error = abs(left - right) / scale if scale > 0 else 0.0
-    if not error <= limit:
-        problems.append(_numbers(left, right, error, limit, domain, range))
-    raise_together(title, problems, comm=comm)
-    if backward and (x.is_floating_point() or x.is_complex()):
-        _check_autograd(forward, x, y, fx, fy, limit, title, comm, twice)
-    return error
+    limit = rtol if rtol is not None else max(_RTOL.get(t.dtype, 0.0) for t in (x, y))
+    sums = _Sums.over(parts, domain, range, real=x.is_complex() != y.is_complex())
+    if not sums.error <= limit:
+        raise_what_was_found(title, [[sums.numbers(limit, domain, range)]] * comm.size)
+    if derive:
+        largest = _Largest(
+            *(max(values) for values in zip(*(p.largest for p in parts), strict=True))
+        )
+        _check_autograd(point, fx, toward, fy, limit, largest, title, comm, twice)
+    return sums.error
+
+
+@dataclass
+class _Part:
+    """What one rank tells the others."""
+
+    left: complex
+    right: complex
+    squares: tuple[float, float, float, float]
+    """Squared norms of Fx, y, x, F*y."""
+    largest: tuple[float, float]
+    """Largest values of Fx and F*y."""
+    digests: dict[str, bytes]
+    """What must be the same on all ranks."""
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, x: Tensor, y: Tensor, fx: Tensor, fy: Tensor, domain: Space, range_: Space
+    ) -> _Part:
+        problems = _shape_problems("forward(x)", fx, "y", y)
+        problems += _shape_problems("adjoint(y)", fy, "x", x)
+        replicated = {"x": x, "adjoint(y)": fy} if domain == "R" else {}
+        replicated |= {"y": y, "forward(x)": fx} if range_ == "R" else {}
+        return cls(
+            left=0 if problems else _inner(fx, y),
+            right=0 if problems else _inner(x, fy),
+            squares=(_square(fx), _square(y), _square(x), _square(fy)),
+            largest=(_largest(fx), _largest(fy)),
+            digests={name: _digest(value) for name, value in replicated.items()},
+            problems=problems,
+        )
+
+
+@dataclass(frozen=True)
+class _Largest:
+    fx: float
+    fy: float
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The two inner products over all ranks."""
+
+    left: complex
+    right: complex
+    error: float
+
+    @classmethod
+    def over(cls, parts: Sequence[_Part], domain: Space, range_: Space, *, real: bool) -> _Sums:
+        """Add up what the ranks have; `real` for operators that are linear over the reals only."""
+        in_range = parts[:1] if range_ == "R" else parts
+        in_domain = parts[:1] if domain == "R" else parts
+        left = sum(part.left for part in in_range)
+        right = sum(part.right for part in in_domain)
+        if real:
+            left, right = complex(left.real), complex(right.real)
+        norms = [sum(p.squares[i] for p in in_range) ** 0.5 for i in (0, 1)]
+        norms += [sum(p.squares[i] for p in in_domain) ** 0.5 for i in (2, 3)]
+        scale = max(norms[0] * norms[1], norms[2] * norms[3])
+        return cls(left, right, abs(left - right) / scale if scale > 0 else abs(left - right))
+
+    def numbers(self, limit: float, domain: Space, range_: Space) -> str:
+        real = self.left.imag == 0 and self.right.imag == 0
+        a, b = (self.left.real, self.right.real) if real else (self.left, self.right)
+        ratio = f", ratio {abs(self.left / self.right):.6g}" if self.right else ""
+        return (
+            f"<Fx, y>  = {a:.12g} (space {range_})\n"
+            f"<x, F*y> = {b:.12g} (space {domain})\n"
+            f"relative difference {self.error:.3g} > {limit:.3g}{ratio}"
+        )
 
 
 def _check_autograd(
-    forward: Callable[[Tensor], Tensor],
-    x: Tensor,
-    y: Tensor,
+    point: Tensor,
     fx: Tensor,
+    y: Tensor,
     fy: Tensor,
     limit: float,
+    largest: _Largest,
     title: str,
     comm: Communicator,
     twice: bool,
 ) -> None:
     __tracebackhide__ = True
-    point = x.detach().clone().requires_grad_()
     toward = y.detach().clone().requires_grad_(twice)
-    value = forward(point)
-    lost = [] if value.requires_grad else ["forward(x) has no gradient although x asks for one"]
-    raise_together(title, lost, comm=comm)
-    (gradient,) = torch.autograd.grad(value, point, toward, create_graph=twice)
+    (gradient,) = torch.autograd.grad(fx, point, toward, create_graph=twice)
     problems = _difference(
-        "the gradient that autograd computes", gradient, "adjoint(y)", fy, limit, comm
+        "the gradient that autograd computes", gradient, "adjoint(y)", fy, limit * largest.fy
     )
+    if twice and not gradient.requires_grad:
+        problems.append("the gradient cannot be differentiated again")
     raise_together(title, problems, comm=comm)
     if twice:
-        lost = [] if gradient.requires_grad else ["the gradient cannot be differentiated again"]
-        raise_together(title, lost, comm=comm)
-        (again,) = torch.autograd.grad(gradient, toward, x.detach().clone())
-        problems = _difference("the gradient of the gradient", again, "forward(x)", fx, limit, comm)
+        (again,) = torch.autograd.grad(gradient, toward, point.detach().clone())
+        problems = _difference(
+            "the gradient of the gradient", again, "forward(x)", fx, limit * largest.fx
+        )
         raise_together(title, problems, comm=comm)
 
 
-def _inner(a: Tensor, b: Tensor, space: Space, comm: Communicator) -> complex:
-    """Return `<a, b>`, linear in `a` and antilinear in `b`."""
+def _note_replicas(parts: Sequence[_Part]) -> None:
+    """Add a problem to each rank whose replicated tensors are not those of rank 0."""
+    for part in parts:
+        part.problems += [
+            f'{name} is in a replicated space "R" but differs from that of rank 0'
+            for name, digest in part.digests.items()
+            if digest != parts[0].digests[name]
+        ]
+
+
+def _inner(a: Tensor, b: Tensor) -> complex:
+    """Return the own part of `<a, b>`, linear in `a` and antilinear in `b`."""
     wide = torch.complex128
-    own = torch.sum(a.detach().to(wide) * b.detach().to(wide).conj()).item()
-    everybody: list[complex] = comm.all_gather_object(complex(own))
-    return everybody[0] if space == "R" else sum(everybody)
+    return complex(torch.sum(a.detach().to(wide) * b.detach().to(wide).conj()).item())
 
 
-def _norm(a: Tensor, space: Space, comm: Communicator) -> float:
-    return abs(_inner(a, a, space, comm)) ** 0.5
+def _square(a: Tensor) -> float:
+    return _inner(a, a).real
 
 
-def _limit(rtol: float | None, *tensors: Tensor) -> float:
-    return rtol if rtol is not None else max(_RTOL.get(t.dtype, 0.0) for t in tensors)
+def _largest(a: Tensor) -> float:
+    return a.detach().abs().max().item() if a.numel() else 0.0
+
+
+def _digest(a: Tensor) -> bytes:
+    values = (a.detach().cpu() + 0).contiguous()  # -0.0 becomes 0.0
+    described = f"{values.dtype} {tuple(values.shape)} ".encode()
+    return hashlib.sha256(described + bytes(values.view(torch.uint8).flatten().tolist())).digest()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    a, b = a.detach(), b.detach()
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _difference(
+    name: str, found: Tensor, other: str, expected: Tensor, allowed: float
+) -> list[str]:
+    if found.shape != expected.shape:
+        return _shape_problems(name, found, other, expected)
+    gap = _largest(found.detach() - expected.detach())
+    if gap <= allowed:
+        return []
+    return [f"{name} is not {other}: largest difference {gap:.6g}, allowed {allowed:.3g}"]
+
+
+def _shape_problems(name: str, value: Tensor, other: str, like: Tensor) -> list[str]:
+    if value.shape == like.shape:
+        return []
+    return [f"{name} has shape {list(value.shape)}, but {other} has {list(like.shape)}"]
 
 
 def _check_spaces(*spaces: str) -> None:
@@ -159,61 +261,6 @@ def _check_spaces(*spaces: str) -> None:
                 "spaces are 'R' (replicated), 'S' (sharded), 'I' (independent)",
                 hint='check_adjoint(..., domain="S", range="R")',
             )
-
-
-def _shape_problems(name: str, value: Tensor, other: str, like: Tensor) -> list[str]:
-    if value.shape == like.shape:
-        return []
-    return [f"{name} has shape {list(value.shape)}, but {other} has {list(like.shape)}"]
-
-
-def _replica_problems(values: dict[str, Tensor], space: Space, comm: Communicator) -> list[str]:
-    """Compare replicated tensors with those of rank 0. Collective if the space is R."""
-    if space != "R":
-        return []
-    mine = {name: value.detach().cpu() for name, value in values.items()}
-    first: dict[str, Tensor] = comm.broadcast_object(mine, 0)
-    return [
-        f'{name} is in a replicated space "R" but differs from that of rank 0'
-        for name, value in mine.items()
-        if not _same(value, first[name])
-    ]
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _difference(
-    name: str, found: Tensor, other: str, expected: Tensor, limit: float, comm: Communicator
-) -> list[str]:
-    """Compare two tensors, relative to the largest value on any rank. Collective."""
-    scale = max(comm.all_gather_object(_largest(expected)))
-    if found.shape != expected.shape:
-        return _shape_problems(name, found, other, expected)
-    gap = _largest(found.detach() - expected.detach())
-    if gap <= limit * scale:
-        return []
-    return [f"{name} is not {other}: largest difference {gap:.6g}, largest value {scale:.6g}"]
-
-
-def _largest(a: Tensor) -> float:
-    return a.detach().abs().max().item() if a.numel() else 0.0
-
-
-def _numbers(
-    left: complex, right: complex, error: float, limit: float, domain: Space, range_: Space
-) -> str:
-    real = left.imag == 0 and right.imag == 0
-    a, b = (left.real, right.real) if real else (left, right)
-    ratio = f", ratio {abs(left / right):.6g}" if right else ""
-    return (
-        f"<Fx, y>  = {a:.12g} (space {range_})\n"
-        f"<x, F*y> = {b:.12g} (space {domain})\n"
-        f"relative difference {error:.3g} > {limit:.3g}{ratio}"
-    )
 
 
 def _name(function: Callable[..., object]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from unisono.comm import Communicator
 from unisono.errors import compress_ranks
@@ -17,19 +17,27 @@ def raise_together(title: str, found: Sequence[str], *, comm: Communicator) -> N
         comm: the ranks that take part.
     """
     __tracebackhide__ = True
-    everybody: list[list[str]] = comm.all_gather_object(list(found))
+    raise_what_was_found(title, comm.all_gather_object(list(found)))
+
+
+def raise_what_was_found(title: str, everybody: Sequence[Sequence[str]]) -> None:
+    """Raise an `AssertionError` if there is anything in the lists that all ranks know.
+
+    Args:
+        title: what was checked.
+        everybody: what each rank found wrong.
+    """
+    __tracebackhide__ = True
     by_text: dict[str, list[int]] = {}
     for rank, texts in enumerate(everybody):
         for text in texts:
             by_text.setdefault(text, []).append(rank)
     if by_text:
-        raise AssertionError("\n".join([title, *_lines(by_text, comm.size)]))
+        lines = [_line(text, ranks, len(everybody)) for text, ranks in by_text.items()]
+        raise AssertionError("\n".join([title, *lines]))
 
 
-def _lines(by_text: Mapping[str, Sequence[int]], size: int) -> list[str]:
-    lines: list[str] = []
-    for text, ranks in by_text.items():
-        where = "all ranks" if len(ranks) == size else f"rank {compress_ranks(ranks)}"
-        indented = text.strip().replace("\n", "\n    ")
-        lines.append(f"  {where}: {indented}" if size > 1 else f"  {indented}")
-    return lines
+def _line(text: str, ranks: Sequence[int], size: int) -> str:
+    where = "all ranks" if len(ranks) == size else f"rank {compress_ranks(ranks)}"
+    indented = text.strip().replace("\n", "\n    ")
+    return f"  {where}: {indented}" if size > 1 else f"  {indented}"

@@ -7,7 +7,7 @@ pickled and asked for sizes in any process. Only `comm` and `group` touch a netw
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,11 @@ from unisono.comm import Communicator, world
 from unisono.errors import PartitionError, compress_ranks
 from unisono.topology.decompose import (
     block,
-    fitting_shape,
     flat_index,
     grid_index,
     split_cuts,
 )
+from unisono.topology.members import check_members, check_shape
 
 if TYPE_CHECKING:
     from unisono.topology.mesh import Mesh
@@ -52,20 +52,16 @@ class Partition:
 
     def __init__(
         self,
-        shape: int | Sequence[int],
+        shape: int | Iterable[int],
         *,
-        ranks: Sequence[int] | None = None,
+        ranks: Iterable[int] | None = None,
         comm: Communicator | dist.ProcessGroup | Any | None = None,
     ) -> None:
-        sizes = tuple(as_int(n) for n in (shape if isinstance(shape, Sequence) else [shape]))
-        if not sizes or min(sizes) < 1:
-            raise PartitionError.because(
-                f"Partition({list(sizes)})",
-                arithmetic=f"{min(sizes)} < 1" if sizes else "0 dims",
-                hint="at least one dim, and at least 1 rank in each",
-            )
-        count = math.prod(sizes)
-        members = tuple(range(count)) if ranks is None else tuple(as_int(r) for r in ranks)
+        sizes = tuple(as_int(n) for n in (shape if isinstance(shape, Iterable) else [shape]))
+        check_shape(sizes)
+        members = (
+            tuple(range(math.prod(sizes))) if ranks is None else tuple(as_int(r) for r in ranks)
+        )
         # Communicators and process groups are known at once; anything else waits for its first use.
         known = isinstance(comm, Communicator | dist.ProcessGroup)
         root = Communicator.of(comm) if known else None
@@ -73,7 +69,8 @@ class Partition:
         object.__setattr__(self, "_ranks", members)
         object.__setattr__(self, "_source", None if known else comm)
         object.__setattr__(self, "_root", root)
-        self._check_ranks(count, root or _running_world(comm))
+        running = root or _running_world(comm)
+        check_members(sizes, members, None if running is None else running.size)
 
     @classmethod
     def from_mesh(
@@ -133,7 +130,7 @@ class Partition:
         root = self._root
         if root is None:
             root = world() if self._source is None else Communicator.of(self._source)
-            self._check_ranks(self.size, root)
+            check_members(self._shape, self._ranks, root.size)
             if self._source is not None:
                 object.__setattr__(self, "_root", root)
         return root
@@ -363,47 +360,6 @@ class Partition:
                 f"{len(global_shape)} dims != {self.dim} dims",
                 "one partition size for each tensor dim; write 1 where a dim is not split",
             )
-
-    def _check_ranks(self, count: int, root: Communicator | None) -> None:
-        asked = f"Partition({list(self._shape)}, ranks={list(self._ranks)})"
-        times = " * ".join(map(str, self._shape))
-        given = len(self._ranks)
-        if count != given:
-            fits = fitting_shape(self._shape, given) if given else self._shape
-            raise PartitionError.because(
-                asked,
-                arithmetic=f"{times} = {count} != {given} ranks",
-                hint=f"Partition({list(fits)})" if given else f"give {count} ranks",
-            )
-        if len(set(self._ranks)) != given:
-            twice = sorted({rank for rank in self._ranks if self._ranks.count(rank) > 1})
-            raise PartitionError.because(
-                asked,
-                f"rank {compress_ranks(twice)} more than once",
-                f"{len(set(self._ranks))} different ranks for {count} blocks",
-                "each rank once",
-            )
-        lowest, highest = min(self._ranks), max(self._ranks)
-        if lowest < 0:
-            raise PartitionError.because(
-                asked, arithmetic=f"rank {lowest} < 0", hint="ranks from 0 on"
-            )
-        if root is None or highest < root.size:
-            return
-        if count <= root.size:
-            raise PartitionError.because(
-                asked,
-                f"a communicator of {root.size} ranks",
-                f"rank {highest} >= {root.size}",
-                f"ranks from 0 to {root.size - 1}",
-            )
-        fits = list(fitting_shape(self._shape, root.size))
-        raise PartitionError.because(
-            f"Partition({list(self._shape)})",
-            f"a communicator of {root.size} ranks",
-            f"{times} = {count} > {root.size}",
-            f"Partition({fits}), or start {count} ranks: unisono.run(fn, {count})",
-        )
 
 
 def _running_world(source: object) -> Communicator | None:

@@ -17,8 +17,7 @@ from unisono.comm.transports.shm.libc import memmove
 from unisono.comm.transports.shm.moves import place_in_slot
 from unisono.comm.transports.shm.rounds import row_place, run_rounds, sizes_of
 
-import os
-_BLOCK_BYTES = int(os.environ.get("BB","128")) * 1024
+_BLOCK_BYTES = 512 * 1024
 """A block of this size stays in a core's own cache while it is reduced and copied."""
 
 _LINE = 64

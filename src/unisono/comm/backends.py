@@ -1,0 +1,83 @@
+"""Which torch.distributed backend a world uses: a pure choice, with its reason."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unisono.errors import PlatformError
+
+NAMES: tuple[str, ...] = ("gloo", "nccl", "shm", "mpi")
+"""What the platform's `backend` may say."""
+
+_TORCH_NAME = {"mpi": "mpi4py"}
+"""Names torch.distributed uses where they differ; it keeps "mpi" for a backend of its own."""
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend and why it was taken."""
+
+    name: str
+    """As `torch.distributed.init_process_group` wants it."""
+    reason: str
+    """One sentence for people."""
+
+
+def choose_backend(
+    asked: str | None,
+    *,
+    device: str,
+    nodes: int,
+    available: Mapping[str, str],
+    environ: Mapping[str, str] = os.environ,
+) -> BackendChoice:
+    """Return the backend for a world.
+
+    Args:
+        asked: the platform's `backend`, None for a choice.
+        device: kind of device the tensors live on.
+        nodes: number of hosts.
+        available: for each backend "ok" or why it does not work here.
+        environ: `UNISONO_BACKEND` in it goes before our choice, not before `asked`.
+
+    >>> choose_backend(None, device="cpu", nodes=1, available={"shm": "ok"}, environ={}).name
+    'shm'
+    """
+    wanted, source = asked, f"backend={asked!r}"
+    if wanted is None and environ.get("UNISONO_BACKEND"):
+        wanted = environ["UNISONO_BACKEND"]
+        source = f"UNISONO_BACKEND={wanted}"
+    if wanted is not None:
+        return BackendChoice(_checked(wanted, source, available), f"asked for by {source}")
+    if device == "cuda":
+        return BackendChoice("cpu:gloo,cuda:nccl", "CUDA tensors travel by nccl")
+    if device != "cpu":
+        return BackendChoice("gloo", f"tensors on {device} travel through CPU memory")
+    if available.get("shm") == "ok":
+        where = "one host" if nodes == 1 else f"{nodes} hosts: gloo carries what leaves a host"
+        return BackendChoice("shm", f"CPU tensors through shared memory ({where})")
+    return BackendChoice("gloo", f"no shared memory here: {available.get('shm', 'not there')}")
+
+
+def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:
+    """Return torch's name of `wanted`, or explain what is wrong with it."""
+    if ":" in wanted:
+        return wanted  # a device map such as cpu:gloo,cuda:nccl, which torch checks itself
+    name = "mpi" if wanted == "mpi4py" else wanted
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        raise PlatformError.because(
+            source,
+            f"backends are {', '.join(NAMES)}",
+            None,
+            f"backend={(near[0] if near else 'gloo')!r}",
+        )
+    state = available.get(name, "ok")
+    if state != "ok":
+        raise PlatformError.because(
+            source, state, None, "leave it out, and one that works is taken"
+        )
+    return _TORCH_NAME.get(name, name)
