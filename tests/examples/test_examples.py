@@ -25,7 +25,7 @@ def test_an_example_runs(example, tmp_path):
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.strip(), "an example shows something"
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("unisono-*")) == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

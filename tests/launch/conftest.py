@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -11,3 +13,25 @@ import pytest
 def watched(hygiene, tmp_path, monkeypatch):
     """Keep the directories of failed runs below `tmp_path`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def has_ended():
+    """Return a function that tells whether a process ends within five seconds."""
+
+    def is_running(pid: int) -> bool:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state != "Z"  # ended, and its parent has not looked yet
+
+    def has_ended(pid: int) -> bool:
+        end = time.monotonic() + 5.0
+        while is_running(pid):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
+    return has_ended

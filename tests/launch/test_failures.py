@@ -14,7 +14,7 @@ import pytest
 import unisono
 from unisono.errors import RankFailed, RankTimeout, RemoteError
 
-AT_ONCE_S = 2.0
+AT_ONCE_S = 4.0  # two seconds are promised; a loaded machine may take longer
 
 
 def fail(function, tmp_path, *, timeout_s=60.0, ranks=2):
@@ -152,7 +152,7 @@ def test_a_deadline_shows_where_every_rank_stands(tmp_path):
     assert "unisono-lifeline" not in str(error)
 
 
-def test_processes_that_a_rank_started_end_with_it(tmp_path):
+def test_processes_that_a_rank_started_end_with_it(tmp_path, has_ended):
     def start_a_child(mark):
         import subprocess
 
@@ -163,6 +163,4 @@ def test_processes_that_a_rank_started_end_with_it(tmp_path):
         raise RuntimeError("and leave it")
 
     fail(start_a_child, tmp_path)
-    pid = int((tmp_path / "mark").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert has_ended(int((tmp_path / "mark").read_text()))

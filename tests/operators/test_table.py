@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from unisono.comm import world
 from unisono.errors import UnisonoError
-from unisono.operators import TABLE, all_gather, copy, slice_replicated
+from unisono.operators import TABLE, all_gather, copy, slice_replicated, table_text
 from unisono.testing import check_adjoint
 
 RANKS = [1, 2, 3, 4]
@@ -205,3 +206,8 @@ def test_the_table_names_each_operator_and_its_adjoint_both_ways():
     for pair in TABLE:
         assert pair.forward.adjoint is pair.adjoint
         assert pair.adjoint.adjoint is pair.forward
+
+
+def test_the_documentation_prints_the_table():
+    page = Path(__file__).parents[2] / "docs" / "operators.md"
+    assert table_text() in page.read_text(encoding="utf-8")

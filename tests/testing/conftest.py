@@ -45,23 +45,27 @@ class InnerSession:
 
     mark: str
     temporary: Path
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     directory: Path
     output: str = ""
     cases: dict[str, Case] = field(default_factory=dict)
 
     def finish(self, timeout_s: float = 110.0) -> InnerSession:
         try:
-            self.output, _ = self.process.communicate(timeout=timeout_s)
+            self.process.wait(timeout_s)
         finally:
-            if self.process.poll() is None:
-                self.process.kill()
-                self.process.communicate()
+            self.kill()
+        self.output = (self.directory / "output").read_text()
         report = self.directory / "report.xml"
         if report.exists():
             for node in ElementTree.parse(report).iter("testcase"):
                 self.cases[node.get("name", "")] = _read_case(node)
         return self
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
     def __getitem__(self, name: str) -> Case:
         assert name in self.cases, f"{name} not in {sorted(self.cases)}\n{self.output}"
@@ -125,43 +129,42 @@ def start_session(directory: Path, names: tuple[str, ...], *options: str) -> Inn
         shutil.copytree(SESSIONS / name, work / name, ignore=shutil.ignore_patterns("__pycache__"))
     (work / "pytest.ini").write_text(INI)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-ra"]
-    process = subprocess.Popen(
-        [*command, "--basetemp", str(directory / "base"), "--junitxml", "report.xml", *options],
-        cwd=work,
-        env={**os.environ, "TMPDIR": str(temporary), "COLUMNS": "200", MARK: mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with (work / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--basetemp", str(directory / "base"), "--junitxml", "report.xml", *options],
+            cwd=work,
+            env={**os.environ, "TMPDIR": str(temporary), "COLUMNS": "200", MARK: mark},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     return InnerSession(mark, temporary, process, work)
 
 
 @pytest.fixture(scope="session")
-def run_session(tmp_path_factory):
-    """Return a function that runs a whole inner session, once for each set of arguments."""
-    done: dict[tuple[str, ...], InnerSession] = {}
-
-    def run(names: tuple[str, ...], *options: str) -> InnerSession:
-        if (*names, *options) not in done:
-            directory = tmp_path_factory.mktemp("inner")
-            done[*names, *options] = start_session(directory, names, *options).finish()
-        return done[*names, *options]
-
-    return run
+def inner_sessions(tmp_path_factory):
+    """Two inner sessions, side by side because both spend their time waiting."""
+    watched = ("--import-mode", "importlib", "-o", "pythonpath=features")
+    watched += ("-o", "unisono_hygiene=true")
+    watched += ("-k", "hygiene or conftest or classes or modules")
+    begun = {
+        "ordinary": start_session(tmp_path_factory.mktemp("a"), ("drawn", "failures", "features")),
+        "watched": start_session(tmp_path_factory.mktemp("b"), ("features", "hygiene"), *watched),
+    }
+    yield begun
+    for session in begun.values():
+        session.kill()
 
 
 @pytest.fixture(scope="session")
-def ordinary_session(run_session):
+def ordinary_session(inner_sessions):
     """Failing, drawn and ordinary tests, one after the other on the same pool."""
-    return run_session(("drawn", "failures", "features"))
+    return inner_sessions["ordinary"].finish()
 
 
 @pytest.fixture(scope="session")
-def watched_session(run_session):
+def watched_session(inner_sessions):
     """With hygiene for all tests, in the import mode in which test modules have no plain names."""
-    options = ("--import-mode", "importlib", "-o", "pythonpath=features")
-    chosen = ("-o", "unisono_hygiene=true", "-k", "hygiene or conftest or classes or modules")
-    return run_session(("features", "hygiene"), *options, *chosen)
+    return inner_sessions["watched"].finish()
 
 
 @pytest.fixture
@@ -170,11 +173,11 @@ def begin_session(tmp_path):
     begun: list[InnerSession] = []
 
     def begin(name: str) -> InnerSession:
-        begun.append(start_session(tmp_path, (name,)))
+        directory = tmp_path / str(len(begun))
+        directory.mkdir()
+        begun.append(start_session(directory, (name,)))
         return begun[-1]
 
     yield begin
     for session in begun:
-        if session.process.poll() is None:
-            session.process.kill()
-        session.process.communicate()
+        session.kill()

@@ -71,12 +71,22 @@ def test_stacks_get_source_lines_and_end_with_the_innermost_call():
         f'  File "{__file__}", line 1 in main\n'
     )
     assert readable_stacks(text).splitlines() == [
-        "in thread worker (most recent call last):",
-        '  File "/no/such.py", line 9, in outer',
-        '  File "/no/such.py", line 3, in inner',
         "in the main thread (most recent call last):",
         f'  File "{__file__}", line 1, in main',
         '    """The text of the report, its stacks, the marker: all that needs no process."""',
+        "in thread worker (most recent call last):",
+        '  File "/no/such.py", line 9, in outer',
+        '  File "/no/such.py", line 3, in inner',
+    ]
+
+
+def test_last_words_of_the_interpreter_come_before_the_stack():
+    stack = 'Current thread 0x2 (most recent call first):\n  File "a", line 1 in f\n'
+    text = f"Fatal Python error: Aborted\n\n{stack}"
+    assert readable_stacks(text).splitlines() == [
+        "Fatal Python error: Aborted",
+        "in the main thread (most recent call last):",
+        '  File "a", line 1, in f',
     ]
 
 

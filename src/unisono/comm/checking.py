@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from unisono.comm.call import Call
+from unisono.comm.torch_engine import bytes_of
 from unisono.comm.watchdog import default_store
 from unisono.errors import CollectiveMismatch
 
@@ -84,7 +85,7 @@ def verify_equal_result(
 ) -> None:
     """After a reduction: raise unless all ranks hold the same finite bits."""
     finite = bool(torch.isfinite(result).all()) if result.dtype.itemsize > 1 else True
-    raw = result.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = bytes_of(result.detach().cpu().contiguous()).numpy()
     mine = {"op": call.op, "site": call.site, "crc": zlib.crc32(raw.tobytes()) if finite else None}
     prints = _share(f"{call.key}/{call.seq}/sum", mine, rank, len(ranks), timeout_s)
     if len({p["crc"] for p in prints if p["crc"] is not None}) > 1:

@@ -107,6 +107,10 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
         """The process group; None for a rank alone."""
         return self._entry.group
 
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the process group, for torch code that wants one even for a rank alone. Local."""
+        return groups.process_group_of(self._entry)
+
     @property
     def name(self) -> str:
         """Name in traces and reports."""

@@ -42,6 +42,7 @@ class GroupEntry:
         self.holders: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.hosts: tuple[str, ...] | None = None
         self.broken: str | None = None
+        self.single: dist.ProcessGroup | None = None
         self.coalescer: Coalescer | None = None
         self._counter = itertools.count(1)
         self._engines: dict[str, Engine] = {}
@@ -184,6 +185,25 @@ def alone(rank: int) -> GroupEntry:
     if entry is None:
         entry = _made[key] = GroupEntry(None, (rank,), made_by_us=False)
     return entry
+
+
+def process_group_of(entry: GroupEntry) -> dist.ProcessGroup:
+    """Return the group of `entry`; for a rank alone one is made, since torch wants it. Local."""
+    world = dist.group.WORLD
+    if entry.group is not None:
+        return entry.group
+    if world is None:
+        raise MeshError.because(
+            "a process group of this rank alone",
+            "torch.distributed is not initialised",
+            None,
+            "unisono.run(fn, ...), or torch.distributed.init_process_group",
+        )
+    if world.size() == 1:
+        return world
+    if entry.single is None or entry.single not in c10d._world.pg_map:
+        entry.single = _new_group(entry.ranks, str(dist.get_backend(world)), DEFAULT_TIMEOUT_S)
+    return entry.single
 
 
 def release(entry: GroupEntry) -> None:

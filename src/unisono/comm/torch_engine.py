@@ -334,7 +334,10 @@ class TorchEngine(Engine):
 def bytes_of(x: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor as a flat uint8 view."""
     flat = x.reshape(-1)
-    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
+    if flat.dtype == torch.uint8:
+        return flat
+    # A single element may have any stride and still count as contiguous.
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
 
 
 def _assign(x: Tensor, value: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -391,7 +391,7 @@ class MoveVerbs(Caller):
         *,
         async_op: bool = False,
         timeout_s: float | None = None,
-    ) -> Tensor | list[Tensor] | Pending[Tensor] | Pending[list[Tensor]]:
+    ) -> Tensor | list[Tensor] | Pending[Any]:
         """Send a block of rows to every rank and return the rows received, in rank order.
 
         Collective over the communicator.

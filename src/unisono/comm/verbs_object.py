@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unisono.comm.arguments import check_rank
 from unisono.comm.calling import Caller
+from unisono.comm.torch_engine import bytes_of
 from unisono.comm.verbs_move import MoveVerbs
 
 
@@ -82,7 +83,7 @@ def _unpickled(raw: Tensor) -> Any:
 
 def _canonical(value: Any) -> bytes:
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        flat = bytes_of(value.detach().cpu().contiguous())
         return f"{value.dtype}{list(value.shape)}".encode() + flat.numpy().tobytes()
     if isinstance(value, dict):
         return b"{" + b",".join(_canonical(k) + _canonical(v) for k, v in value.items()) + b"}"

@@ -7,7 +7,6 @@ last axis. Making a mesh sends nothing; its communicators come from the group ca
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping
 from functools import reduce
 from itertools import product
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Mesh"]
-
-_singles: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class Mesh:
@@ -236,30 +231,12 @@ class Mesh:
                 "torch.distributed is not initialised: torch's DeviceMesh needs a process group",
                 hint="start the function with unisono.run(fn, ranks)",
             )
-        groups = [_process_group(self.comm(name)) for name in self.names]
+        groups = [self.comm(name).process_group() for name in self.names]
         ranks = torch.tensor(self._comm.ranks, dtype=torch.int).reshape(self.shape)
         kind = self._comm.device.type
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=self.names)
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=self.names)
-
-
-def _process_group(comm: Communicator) -> dist.ProcessGroup:
-    """Return the group of `comm`; torch wants one even for a single rank."""
-    if comm.group is not None:
-        return comm.group
-    world = dist.group.WORLD
-    if world is None:
-        raise MeshError("torch.distributed is not initialised")
-    if world.size() == 1:
-        return world
-    single = _singles.get(world)
-    if single is None:
-        made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        if not isinstance(made, dist.ProcessGroup):  # pragma: no cover - own rank is a member
-            raise MeshError(f"torch made no group of rank {dist.get_rank()}")
-        single = _singles[world] = made
-    return single
 
 
 def _resolved(axes: dict[str, int], total: int) -> dict[str, int]:

@@ -76,7 +76,9 @@ def test_moves_between_buffers():
     outs = [torch.empty(N) for _ in range(size)]
     engine.gather(outs if me == 0 else None, rows[me], 0, **DEADLINE)
     if me == 0:
-        assert [o.unique().item() for o in outs] == [size * q + 10.0 * sum(range(size)) for q in range(size)]
+        assert [o.unique().item() for o in outs] == [
+            size * q + 10.0 * sum(range(size)) for q in range(size)
+        ]
 
 
 @at_2_to_4

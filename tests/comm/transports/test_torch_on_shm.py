@@ -35,7 +35,9 @@ on_shm = pytest.mark.ranks(2, backend="shm", timeout=60)
 
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
+    return nn.Sequential(
+        nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3)
+    )
 
 
 def batch(rank: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +77,9 @@ def serial(steps: int = 3) -> nn.Module:
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
         full = p.full_tensor() if isinstance(p, DTensor) else p
-        torch.testing.assert_close(full, q, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            full, q, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @on_shm
@@ -174,7 +178,9 @@ def test_ddp_with_a_hook_that_issues_a_collective_in_its_callback():
 @on_shm
 def test_ddp_forces_by_double_backward():
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
+    x = torch.randn(
+        4, 3, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True
+    )
     energy = model(x).sum()
     force = torch.autograd.grad(energy, x, create_graph=True)[0]
     (energy + force.pow(2).sum()).backward()
@@ -311,7 +317,9 @@ def test_functional_collectives_eager_with_first_and_second_derivative():
     total = funcol.all_reduce(x, "sum", group)
     assert total.tolist() == [3.0] * 4
     for _ in range(20):
-        assert funcol.all_reduce(torch.ones(3, requires_grad=True), "sum", group).tolist() == [2.0] * 3
+        assert (
+            funcol.all_reduce(torch.ones(3, requires_grad=True), "sum", group).tolist() == [2.0] * 3
+        )
     y = funcol.all_gather_tensor_autograd(x.pow(3), 0, group)
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert torch.allclose(g, 2 * 3 * x.pow(2))
@@ -384,7 +392,10 @@ def test_coalescing_manager_joins_reductions_gathers_and_scatters():
 def test_device_mesh_of_two_axes_and_subgroups():
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    for name, expected in (("a", [rank % 2, rank % 2 + 2]), ("b", [rank // 2 * 2, rank // 2 * 2 + 1])):
+    for name, expected in (
+        ("a", [rank % 2, rank % 2 + 2]),
+        ("b", [rank // 2 * 2, rank // 2 * 2 + 1]),
+    ):
         x = torch.tensor([float(rank)])
         dist.all_reduce(x, group=mesh.get_group(name))
         assert x.item() == sum(expected)

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 _BACKGROUND_NAP_S = 2e-3
-_POLITE_S = 0.01
-"""Longest time to leave the cores to the thread that issued a call."""
-_POLITE_NAP_S = 1e-4
 
 
 def _nothing() -> None:
@@ -87,12 +83,6 @@ class JobQueue:
         """Tells whether `chore` has something to do; asked by the idle background thread."""
         self.chore: Callable[[], bool] | None = None
         """Work without an order, done between calls; returns whether it got anything done."""
-        self.is_polite = False
-        """Whether queued calls wait for a moment in which their issuer does not compute.
-
-        Where every core has a rank that computes, moving data at the same time only makes both
-        slower, and ranks that wait for each other lose their turns."""
-        self._issuer: int | None = None
         self._jobs: deque[Job] = deque()
         self._busy = threading.Lock()
         self._runner: int | None = None
@@ -123,8 +113,6 @@ class JobQueue:
             job.run()
             return
         self._jobs.append(job)
-        if self.is_polite:
-            self._issuer = threading.get_ident()
         self.wake()
 
     def wake(self) -> None:
@@ -194,8 +182,6 @@ class JobQueue:
                 goes_on = self._tokens.get(timeout=nap_s) if chores else self._tokens.get()
             except queue.Empty:
                 goes_on = True
-            if goes_on and self.is_polite and self._jobs:
-                self._let_issuer_compute()
             while self._jobs:
                 with self._busy:
                     if not self._jobs:
@@ -211,20 +197,3 @@ class JobQueue:
                 return
             if self.chore is not None and self.has_chores is not None and self.has_chores():
                 nap_s = 1e-4 if self.chore() else _BACKGROUND_NAP_S
-
-    def _let_issuer_compute(self) -> None:
-        """Return when the thread that issued the latest call does not use a core."""
-        if self._issuer is None:
-            return
-        give_up = time.monotonic() + _POLITE_S
-        try:
-            clock = time.pthread_getcpuclockid(self._issuer)
-            used, seen = time.clock_gettime(clock), time.monotonic()
-            while self._jobs and seen < give_up:
-                time.sleep(_POLITE_NAP_S)
-                used_now, now = time.clock_gettime(clock), time.monotonic()
-                if used_now - used < 0.5 * (now - seen):
-                    return
-                used, seen = used_now, now
-        except OSError:  # the thread has ended
-            return

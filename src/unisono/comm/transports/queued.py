@@ -1,8 +1,9 @@
-"""An engine whose calls run in one order, at once or behind the caller's back, and which can break."""
+"""An engine whose calls run in one order, at once or in the background, and which can break."""
 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -139,11 +140,9 @@ class QueuedEngine(Engine):
         )
         self.jobs.forget()
 
+    @abstractmethod
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
         """Start to receive a message with `tag` from whoever sends one first."""
-        raise UnisonoError.because(
-            f"a receive from any rank of a {self.backend} group", "this transport has no such thing"
-        )
 
     def close(self) -> None:
         """Leave the group: let queued calls end, then give everything back. Safe to repeat."""

@@ -1,4 +1,4 @@
-"""Between the tensors torch.distributed passes and those an engine takes: contiguous and detached."""
+"""From the tensors torch.distributed passes to those an engine takes: contiguous, detached."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Targets:
 def check_dense(x: Tensor) -> None:
     """Refuse what has no plain memory."""
     if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
-        kind = "quantised" if x.is_quantized else str(x.layout if x.layout != torch.strided else x.device)
+        kind = "quantised" if x.is_quantized else f"{x.layout} {x.device.type}"
         raise UnisonoError.because(
             f"a collective on a {kind} tensor",
             "only dense tensors with memory can travel",

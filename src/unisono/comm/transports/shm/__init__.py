@@ -1,4 +1,4 @@
-"""Transport for ranks of one host: tensors go through shared memory, not through the network stack."""
+"""Transport for ranks of one host: tensors go through shared memory, not through the network."""
 
 from __future__ import annotations
 

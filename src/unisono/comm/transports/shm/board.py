@@ -66,6 +66,7 @@ class Board:
         sync: Sync,
         ranks: Sequence[int],
     ) -> None:
+        memory = memoryview(segment.memory)
         self.rank = control.rank
         self.size = layout.size
         self.ranks = tuple(ranks)
@@ -78,7 +79,7 @@ class Board:
         """Where the slots lie: `address[turn][rank]`."""
         self.raw: tuple[tuple[Array, ...], ...] = tuple(
             tuple(
-                np.frombuffer(segment.memory, np.uint8, self.slot_bytes, layout.slot(k, r))
+                np.frombuffer(memory, np.uint8, self.slot_bytes, layout.slot(k, r))
                 for r in range(self.size)
             )
             for k in (0, 1)
@@ -86,7 +87,7 @@ class Board:
         """The slots as bytes: `raw[turn][rank]`."""
         self.tables: tuple[Array, ...] = tuple(
             np.frombuffer(
-                segment.memory,
+                memory,
                 np.int64,
                 self.size * 2 * self.size,
                 layout.tables + k * self.size * 2 * self.size * WORD,

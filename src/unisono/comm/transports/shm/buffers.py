@@ -1,7 +1,7 @@
 """Tensors that live in shared memory, and how a collective recognises them.
 
-A shared buffer is one segment with a region for each rank; a rank's tensor is its own region. A
-rank that finds the tensors of all ranks at the same place of the same buffer can work on the others'
+A shared buffer is one segment with a region for each rank; a rank's tensor is its own region. When
+the tensors of all ranks lie at the same place of the same buffer, ranks can work on each other's
 regions directly. The memory goes when the tensors have died on all ranks.
 """
 
@@ -45,7 +45,9 @@ class SharedBuffer:
         memory = self._memory()
         if memory is None:
             raise ReferenceError("the tensor of this shared buffer is gone")
-        return np.frombuffer(memory, np.uint8, nbytes, PAGE + rank * self.stride + offset)
+        return np.frombuffer(
+            memoryview(memory), np.uint8, nbytes, PAGE + rank * self.stride + offset
+        )
 
     def address(self, rank: int, offset: int) -> int:
         """Return where `offset` of a rank's region lies in this process."""

@@ -1,7 +1,7 @@
 """The kernels of a group that spans several hosts: shared memory inside a host, gloo between.
 
 Where every host has as many ranks, each place of a host carries its share over the network; else
-the first rank of each host speaks for it. Sums run over the ranks of a host and then over the hosts,
+the first rank of each host speaks for it. Sums run over the ranks of a host, then over the hosts,
 in order; all ranks get the same bits.
 """
 

@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def tables(self) -> int:
-        """Size tables `[2, size, 2 * size]`: what each rank sends to and expects from the others."""
+        """Size tables `[2, size, 2 * size]`: what each rank sends and what it expects."""
         return self.headers + 2 * self.size * HEADER_WORDS * WORD
 
     @property

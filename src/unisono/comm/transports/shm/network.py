@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +37,10 @@ class Network:
         self._rank = rank
         self._ranks = tuple(ranks)
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
         self._making = threading.Lock()
 
-    def group(self, members: tuple[int, ...]) -> dist.ProcessGroupGloo:
+    def group(self, members: tuple[int, ...]) -> Any:
         """Return the gloo group of these ranks. Collective over them when it is first asked for."""
         with self._making:
             group = self._groups.get(members)

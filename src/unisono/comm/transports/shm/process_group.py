@@ -21,7 +21,6 @@ from unisono.comm.transports.shm.hosts import HostsEngine
 from unisono.comm.transports.shm.libc import populate
 from unisono.comm.transports.shm.network import Network
 from unisono.comm.transports.shm.rendezvous import Meeting, Rendezvous, read_constants, setting
-from unisono.comm.transports.shm.waiting import cores
 
 _groups: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
 
@@ -106,9 +105,7 @@ def _make_engine(
     if len(meeting.hosts) == 1:
         engine: Engine = local
     else:
-        network = Network(
-            dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, ranks, timeout_s
-        )
+        network = Network(dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, ranks, timeout_s)
         engine = HostsEngine(local, meeting.hosts, rank, ranks, network, jobs)
         rendezvous.share("ready", "")
     rendezvous.clean()
@@ -132,7 +129,6 @@ def _local_engine(
         semaphores=semaphores,
         max_mb=setting("UNISONO_SHM_MAX_MB", None, least=0),
     )
-    jobs.is_polite = cores() < 2 * engine.size and not os.environ.get('NOPOL')
     engine.barrier(async_op=False, timeout_s=timeout_s)
     return engine
 

@@ -6,7 +6,6 @@ they can map it; a rank that cannot counts as a host of its own and is reached o
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
@@ -106,7 +105,9 @@ class Rendezvous:
         timeout_s: deadline for the others to come.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float):
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
@@ -124,7 +125,8 @@ class Rendezvous:
         texts = self.share("member", json.dumps(me.__dict__))
         self._members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}
         hosts = _by_host([self._members[r].host for r in range(self._size)])
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             kind = KINDS[min(attempt, len(KINDS) - 1)]
             local = next(ranks for ranks in hosts if self._rank in ranks)
             reports, segment = self._attempt(attempt, kind, local)
@@ -133,6 +135,7 @@ class Rendezvous:
                 break
             if kind == KINDS[-1]:
                 hosts = _isolate(hosts, refused)
+            attempt += 1
         processes = [(self._members[r].pid, self._members[r].started) for r in local]
         return Meeting(hosts, local, tuple(processes), self._members[0].nonce, segment)
 
@@ -232,14 +235,14 @@ class Rendezvous:
     def _look_for_dead(self, suspects: Sequence[int] | None = None) -> None:
         for rank, member in self._members.items():
             here = member.host == self._members[self._rank].host
-            if here and (suspects is None or rank in suspects):
-                if is_dead(member.pid, member.started):
-                    raise RankFailed(
-                        f"rank {self._ranks[rank]} (process {member.pid} on {member.hostname}) "
-                        "died while the group was made",
-                        rank=self._ranks[rank],
-                        host=member.hostname,
-                    )
+            asked = suspects is None or rank in suspects
+            if here and asked and is_dead(member.pid, member.started):
+                raise RankFailed(
+                    f"rank {self._ranks[rank]} (process {member.pid} on {member.hostname}) "
+                    "died while the group was made",
+                    rank=self._ranks[rank],
+                    host=member.hostname,
+                )
 
 
 def create(size: int, kind: str) -> Segment:

@@ -6,6 +6,7 @@ named one with an unpredictable name that is unlinked as soon as everybody has m
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -98,7 +99,7 @@ class Segment:
                 _unlink(where)
             raise
         nonce = secrets.token_bytes(NONCE_BYTES)
-        memory[:NONCE_BYTES] = nonce  # type: ignore[assignment]
+        memory[:NONCE_BYTES] = nonce
         return cls(memory, Ticket(kind, where, size, nonce.hex()), fd)
 
     @classmethod
@@ -157,10 +158,8 @@ def _shm_open(name: str, flags: int) -> int:
 
 def _unlink(name: str) -> None:
     if _posixshmem is not None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             _posixshmem.shm_unlink(name)
-        except FileNotFoundError:
-            pass
 
 
 def _reserve(fd: int, size: int, kind: str, purpose: str) -> None:
@@ -190,7 +189,7 @@ def _room(kind: str) -> str:
 def pid_namespace() -> int:
     """Return a number that processes share which see each other's process ids."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return 0
 

@@ -37,9 +37,10 @@ from unisono.comm.transports.shm.libc import (
 from unisono.comm.transports.shm.watch import Watch
 
 _SPINS = 200
-_YIELD_S = 1e-3
-import os as _os
-_YIELD_S_BEHIND = float(_os.environ.get("YB","5e-5"))
+_YIELD_S = 2e-3
+_YIELD_S_BEHIND = 5e-3
+"""Beside a thread that computes, giving the core away for longer beats sleeping: waking up costs
+far more than the wait, and the computing thread gets the core meanwhile."""
 _FIRST_NAP_S = 20e-6
 _LAST_NAP_S = 1e-3
 _LONG_SLICE_S = 1e-2

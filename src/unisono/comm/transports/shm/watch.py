@@ -100,7 +100,8 @@ class Watch:
     def _left(self, rank: int) -> RankFailed:
         name = self._ranks[rank]
         return RankFailed(
-            f"rank {name} has closed the group while rank {self._me} waited for it in {self.doing}\n"
+            f"rank {name} has closed the group, "
+            f"but rank {self._me} waits for it in {self.doing}\n"
             "  HINT: let all ranks make the same calls before destroy_process_group()",
             rank=name,
             host=socket.gethostname(),

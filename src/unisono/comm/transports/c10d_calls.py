@@ -1,0 +1,217 @@
+"""A process group of torch.distributed as such: what it is called, how its calls are run.
+
+Every call goes through `_submit`: it is numbered, compared in check mode, traced, and run in order,
+in the caller's thread or behind it, without autograd.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import GroupName
+
+from unisono.comm import call as calls
+from unisono.comm import checking, tracing
+from unisono.comm.call import Call
+from unisono.comm.engine import Engine
+from unisono.comm.transports import staging
+from unisono.comm.transports.jobs import Job, JobQueue
+from unisono.comm.transports.queued import QueuedEngine
+from unisono.comm.transports.work import TransportWork
+from unisono.errors import UnisonoError
+
+Kernel = Callable[[float], Any]
+
+
+class CallingGroup(dist.ProcessGroup):
+    """Identity and order of calls of a group whose kernels are those of `unisono_engine`.
+
+    Args:
+        engine: kernels of the group.
+        jobs: order of its calls.
+        ranks: world ranks of the group.
+        timeout: deadline of a call where none is given.
+        backend: name under which the transport is registered.
+    """
+
+    unisono_engine: Engine
+    """The blocking kernels, called directly by `Communicator`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        jobs: JobQueue,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        backend: str,
+    ) -> None:
+        super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
+        self.unisono_engine = engine
+        self.options = SimpleNamespace(_timeout=timeout, backend=backend)
+        self._jobs = jobs
+        self._ranks = tuple(ranks)
+        self._backend = backend
+        self._group_name: str | None = None
+        self._group_desc = "undefined"
+        self._numbers = itertools.count(1)
+
+    # -- what the group is ----------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """Name of the backend."""
+        return self._backend
+
+    def name(self) -> str:
+        """Name of the backend."""
+        return self._backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self.inner_group(device)
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_time_estimate = False
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    @property
+    def group_name(self) -> GroupName:
+        """Name under which torch.distributed knows the group."""
+        if self._group_name is None:
+            raise UnisonoError("this process group has no name yet")
+        return GroupName(self._group_name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    @property
+    def group_desc(self) -> str:
+        """Description of the group."""
+        return self._group_desc
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later calls."""
+        self.options._timeout = timeout
+
+    def inner_group(self, device: torch.device) -> Any:
+        """Return a process group of the same ranks for tensors on `device`."""
+        raise UnisonoError.because(
+            f"a collective on a {device.type} tensor in a {self._backend} group",
+            f"{self._backend} moves CPU tensors",
+            None,
+            "x.cpu(), or a group of another backend",
+        )
+
+    def shutdown(self) -> None:
+        """Leave the group; calls under way end first. Called by `destroy_process_group`."""
+        if isinstance(self.unisono_engine, QueuedEngine):
+            self.unisono_engine.close()
+        else:
+            self._jobs.close(10.0)
+
+    def abort(self) -> None:
+        """Break the group: calls under way and later ones fail on all ranks."""
+        if isinstance(self.unisono_engine, QueuedEngine):
+            self.unisono_engine.fail(UnisonoError("the group was aborted"))
+            self.unisono_engine.cancel("the group was aborted")
+
+    # -- how calls are run ----------------------------------------------------------------------
+
+    def _submit(
+        self,
+        name: str,
+        kernel: Kernel,
+        outputs: Sequence[Tensor],
+        opts: Any,
+        *,
+        kind: str = "",
+        root: int | None = None,
+        brought: Sequence[Tensor] = (),
+    ) -> Work:
+        """Run `kernel` in the group's order: now if the caller waits, else behind its back."""
+        is_async = bool(getattr(opts, "asyncOp", True))
+        note = self._enter(name, kind, root, brought, outputs, is_async)
+        run = partial(self._execute, note, kernel, self._timeout_s(opts))
+        if not is_async:
+            self._jobs.run(run)
+            return self._done(outputs)
+        if isinstance(self.unisono_engine, QueuedEngine):
+            self.unisono_engine.check_usable()
+        job = Job(run)
+        work = TransportWork(self._jobs, job, outputs)
+        self._jobs.post(job)
+        return work
+
+    def _enter(
+        self,
+        name: str,
+        kind: str,
+        root: int | None,
+        brought: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        is_async: bool,
+    ) -> Call:
+        """Take down a call of torch.distributed; the one place where all of them pass."""
+        x = brought[0] if brought else None
+        note = Call(
+            op=name,
+            group=self._group_desc if self._group_name is None else self._group_name,
+            key=f"{self._group_name}/c10d",
+            seq=next(self._numbers),
+            shape=tuple(x.shape) if x is not None else None,
+            dtype=x.dtype if x is not None else None,
+            kind=kind,
+            root=root,
+            is_async=is_async,
+        )
+        if tracing.recorder is not None:
+            note.t_start = time.perf_counter_ns()
+            note.sent = sum(t.numel() * t.element_size() for t in brought)
+            note.received = sum(t.numel() * t.element_size() for t in outputs)
+            if tracing.recorder.call_sites:
+                _ = note.site
+        elif checking.is_enabled():
+            _ = note.site
+        calls.set_latest(note)
+        return note
+
+    def _execute(self, note: Call, kernel: Kernel, timeout_s: float) -> None:
+        """Run a call, in whichever thread."""
+        if checking.is_enabled() and self.size() > 1:
+            checking.verify(note, self.rank(), self._ranks, timeout_s)
+        waited = getattr(self.unisono_engine, "waited_ns", 0)
+        with torch.no_grad():
+            kernel(timeout_s)
+        note.done = True
+        recorder = tracing.recorder
+        if recorder is not None and note.t_start:
+            note.wait_ns = getattr(self.unisono_engine, "waited_ns", 0) - waited
+            note.algorithm = getattr(self.unisono_engine, "last_algorithm", self._backend)
+            recorder.add(note, self._ranks[self.rank()])
+
+    def _timeout_s(self, opts: Any) -> float:
+        """Return the deadline of a call: its own, the environment's, the group's."""
+        given = staging.given_timeout_s(opts)
+        if given is not None:
+            return given
+        text = os.environ.get("UNISONO_TIMEOUT_S")
+        return float(text) if text else self.options._timeout.total_seconds()
+
+    def _done(self, outputs: Sequence[Tensor]) -> Work:
+        return TransportWork(self._jobs, Job.finished(), outputs)
