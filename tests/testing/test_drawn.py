@@ -34,7 +34,7 @@ def test_failure_is_found_and_shrunk_to_the_smallest(session):
     case = session["test_failure_is_shrunk"]
     assert case.lines[0] == "1 of 2 ranks raised, 1 returned"
     assert "assert (100 < 100 or 1 == 0)" in case.text
-    assert "test_failure_is_shrunk(\n    n=100,\n    values=[],\n)" in case.text
+    assert "test_failure_is_shrunk(\n    n=100,\n    flag=False,\n)" in case.text
     assert "unisono/testing" not in case.text
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 
@@ -101,3 +104,11 @@ def test_test_modules_travel_in_either_import_mode(watched_session):
     assert session["test_fixtures_of_plain_data_and_own_classes"].outcome == "passed"
     assert session["test_modules_next_to_the_tests_can_be_used"].outcome == "passed"
     assert "from conftest" in session["test_functions_of_conftest_keep_their_messages"].text
+
+
+def test_loading_the_plugin_imports_no_torch():
+    code = (
+        "import sys, unisono.testing.plugin; print([m in sys.modules for m in ('torch', 'numpy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[False, False]"

@@ -94,6 +94,24 @@ def test_rank_with_a_lasting_thread_is_replaced(rank_pool):
     assert set(before).isdisjoint(rank_pool.run(os.getpid, world=2))
 
 
+def test_forked_child_neither_answers_for_its_rank_nor_hides_its_death(rank_pool):
+    def fork_and_die():
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(5)
+
+    def fork_and_return():
+        os.fork()
+        return dist.get_rank()
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"2 of 2 ranks died \(exit code 5\)"):
+        rank_pool.run(fork_and_die, world=2, timeout=30)
+    assert time.monotonic() - start < 15
+    assert rank_pool.run(fork_and_return, world=2) == [0, 1]
+    assert rank_pool.run(dist.get_rank, world=2) == [0, 1]
+
+
 def test_value_that_cannot_travel_is_told(rank_pool):
     with pytest.raises(RankFailure, match="rank 0 returned a lock that cannot travel"):
         rank_pool.run(threading.Lock, world=1)

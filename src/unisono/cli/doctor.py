@@ -119,6 +119,23 @@ def check_backends() -> Check:
     return Check("backends", "ok", found)
 
 
+def check_choice() -> Check:
+    """Which backend ranks on this machine get, and why."""
+    import torch
+
+    from unisono.comm import transports
+    from unisono.comm.backends import choose_backend
+    from unisono.errors import PlatformError
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        choice = choose_backend(None, device=device, nodes=1, available=transports.available())
+    except PlatformError as error:
+        asked, *rest = str(error).splitlines()
+        return Check("choice", "FAIL", f"{asked} ({rest[0].strip()})", "unset UNISONO_BACKEND")
+    return Check("choice", "ok", f"{choice.name} ({choice.reason})")
+
+
 def check_cores() -> Check:
     """How many cores ranks can share."""
     from unisono.launch.cores import cgroup_quota, usable_cores
@@ -208,6 +225,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_torch,
     check_devices,
     check_backends,
+    check_choice,
     check_cores,
     check_shared_memory,
     check_host_name,

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from unisono.comm import tracing, watchdog
+from unisono.comm import groups, tracing, watchdog
 
 LEAVE_S = 5.0
 """Longest time to wait for the other ranks."""
@@ -41,3 +41,4 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
     else:
         tracing.save_whole_run()
     dist.destroy_process_group()
+    groups.forget_ended()

@@ -125,7 +125,7 @@ _alone = GroupEntry(None, (0,), made_by_us=False)
 
 def entry_of(group: dist.ProcessGroup) -> GroupEntry:
     """Return the entry of an existing group. Local."""
-    _forget_dead()
+    forget_ended()
     key = str(group.group_name)
     entry = _wrapped.get(key)
     if entry is None or entry.group is not group:
@@ -147,7 +147,7 @@ def entry_for(
 
     Collective over `ranks` (only they call it) when it is made; local afterwards.
     """
-    _forget_dead()
+    forget_ended()
     if len(ranks) == 1:
         return alone(ranks[0])
     world = dist.group.WORLD
@@ -219,12 +219,12 @@ def release(entry: GroupEntry) -> None:
 
 def count() -> int:
     """Return how many groups this cache has made and still keeps."""
-    _forget_dead()
+    forget_ended()
     return sum(entry.made_by_us for entry in _made.values())
 
 
-def _forget_dead() -> None:
-    """Drop groups the user has destroyed; a new world starts with an empty cache."""
+def forget_ended() -> None:
+    """Let go of groups that were destroyed; a new world starts with an empty cache. Local."""
     global _world_seen
     world = dist.group.WORLD if dist.is_initialized() else None
     if (None if _world_seen is None else _world_seen()) is not world:

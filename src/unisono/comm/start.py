@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from unisono.comm import groups
+from unisono.comm import transports
+from unisono.comm.backends import choose_backend
 from unisono.comm.closing import close_world
 from unisono.errors import PlatformError
 
@@ -129,8 +130,7 @@ def start_world(
 
     Args:
         environment: the world, as `detect` tells it.
-        backend: name of a torch.distributed backend; None chooses gloo for CPU and MPS tensors and
-            nccl for CUDA tensors.
+        backend: `"gloo"`, `"nccl"`, `"shm"`, `"mpi"`, or None for a choice (`choose_backend`).
         device: where this rank's tensors live; None is the CPU.
         timeout_s: deadline of each collective, and of the start itself.
         store: an open store; None opens it with `open_store`.
@@ -146,8 +146,14 @@ def start_world(
             _set_for_this_world(_IFNAME, "lo" if sys.platform == "linux" else "lo0")
         if store is None:
             store = open_store(environment, timeout_s=timeout_s)
+        choice = choose_backend(
+            backend,
+            device=place.type,
+            nodes=environment.nodes,
+            available=transports.available(),
+        )
         dist.init_process_group(
-            backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"),
+            choice.name,
             store=dist.PrefixStore(f"unisono/{name}", store),
             rank=environment.rank,
             world_size=environment.size,
@@ -163,7 +169,6 @@ def stop_world() -> None:
     Collective over the world, where there is one.
     """
     close_world()
-    groups.count()  # looks at its cache, and so lets go of groups (and stores) that have ended
     while _changed_environment:
         name, before = _changed_environment.popitem()
         if before is None:

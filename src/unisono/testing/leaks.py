@@ -1,7 +1,7 @@
 """What a process holds (environment, threads, children, files, ...), and what is new in it later.
 
-Used in the test process around plain tests and in each rank around a ranks test. Things that the
-standard library keeps for the life of a process on purpose do not count.
+Used in the test process around plain tests and in each rank around a ranks test. Things that
+libraries keep for the life of a process on purpose do not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PREFIXES = ("unisono",)
 
 _SHM = Path("/dev/shm")
 _PROC = Path("/proc/self/fd")
-_OWN_VARIABLES = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION")
+_LASTING_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
 _LASTING_THREADS = ("TMonitor", "pytest_timeout")
 _LASTING_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -88,7 +88,7 @@ def describe(leaks: dict[str, list[str]]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {k: f"{k}={v}" for k, v in os.environ.items() if k not in _OWN_VARIABLES}
+    return {k: f"{k}={v}" for k, v in os.environ.items() if not k.startswith(_LASTING_VARIABLES)}
 
 
 def _threads() -> dict[str, str]:

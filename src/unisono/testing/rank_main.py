@@ -46,12 +46,15 @@ _WATCHED = tuple(kind for kind in KINDS if kind not in HOST_KINDS)
 
 def rank_main(conn: Connection, rank: int, directory: str) -> None:
     """Answer the pool until its connection closes."""
+    # What a test forks or starts must neither speak for this rank nor keep its line open.
+    os.set_inheritable(conn.fileno(), False)
+    os.register_at_fork(after_in_child=conn.close)
     stacks = _redirect(rank, Path(directory))
     process = _RankProcess(rank, stacks)
     while True:
         try:
             command: Command = pickle.loads(conn.recv_bytes())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             return
         try:
             reply = process.answer(command)
@@ -83,7 +86,7 @@ class _RankProcess:
     def __init__(self, rank: int, stacks: int) -> None:
         self.rank = rank
         self.stacks = stacks
-        self.undo = contextlib.ExitStack()
+        self.filters = b""
         torch.set_num_threads(1)
 
     def answer(self, command: Command) -> Reply:
@@ -101,10 +104,7 @@ class _RankProcess:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
         os.chdir(command.cwd)
         sys.path[:] = command.path
-        self.undo.enter_context(warnings.catch_warnings())
-        warnings.filters[:] = cloudpickle.loads(command.filters)  # pyright: ignore[reportIndexIssue]
-        # On a rank, assume() is called outside hypothesis itself, but not by mistake.
-        warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")
+        self.filters = command.filters
         self.state = RankState.now()
         self.holdings = Holdings.now(_WATCHED)
         dist.init_process_group(
@@ -121,6 +121,7 @@ class _RankProcess:
         numpy.random.seed(command.seed)
         torch.manual_seed(command.seed)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_warnings_filtered(self.filters))
             stack.enter_context(show_comparisons(command.verbosity))
             function, args, kwargs = cloudpickle.loads(command.payload)
             for name in command.remake:
@@ -130,7 +131,6 @@ class _RankProcess:
 
     def close(self) -> Closed:
         _leave_group()
-        self.undo.close()
         leaks = self.holdings.new()
         changed = self.state.restore()
         reusable = not leaks or set(leaks) == {"environment"}
@@ -160,6 +160,16 @@ def _pickled(value: Any, rank: int) -> bytes:
             f"rank {rank} returned a {type(value).__name__} that cannot travel to the test "
             f"process: {error}"
         ) from None
+
+
+@contextlib.contextmanager
+def _warnings_filtered(filters: bytes) -> Iterator[None]:
+    """Hold the warning filters of the test process, for the test alone."""
+    with warnings.catch_warnings():
+        warnings.filters[:] = cloudpickle.loads(filters)  # pyright: ignore[reportIndexIssue]
+        # On a rank, assume() is called outside hypothesis itself, but not by mistake.
+        warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")
+        yield
 
 
 @contextlib.contextmanager

@@ -144,9 +144,11 @@ class TestModules:
         if not file or name.partition(".")[0] in (_OWN_PACKAGE, "__main__"):
             return False
         path = Path(file)
-        if "site-packages" in path.parts or not path.is_relative_to(self._root):
+        if "site-packages" in path.parts:
             return False
-        return _is_rewritten(module) or not _is_importable(name, path)
+        if _is_rewritten(module):
+            return True
+        return path.is_relative_to(self._root) and not _is_importable(name, path)
 
 
 def _is_rewritten(module: types.ModuleType) -> bool:

@@ -75,6 +75,8 @@ class HostsEngine(QueuedEngine):
             tuple(members[local.rank] for members in hosts) if self._is_even else self._leaders
         )
         """Ranks of the other hosts that this rank talks to, one a host."""
+        # Not later: a message concerns two ranks, but all must take part in making the group.
+        network.group(self._everybody)
 
     # -- reductions -----------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ def _make_engine(
     else:
         network = Network(dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, ranks, timeout_s)
         engine = HostsEngine(local, meeting.hosts, rank, ranks, network, jobs)
-        rendezvous.share("ready", "")
+        rendezvous.wait_for_all(meeting.nonce)
     rendezvous.clean()
     return engine, meeting.nonce
 

@@ -186,6 +186,11 @@ class Rendezvous:
         self._await(keys, range(self._size))
         return [raw.decode() for raw in self._store.multi_get(keys)]
 
+    def wait_for_all(self, nonce: str) -> None:
+        """Return when all ranks have come here; `nonce` is a word of this group alone."""
+        self.share(f"ready/{nonce}", "")
+        self._own_keys.pop()  # others may still read this one
+
     def clean(self) -> None:
         """Delete what this rank wrote; call it when all ranks have read it."""
         for key in self._own_keys:
