@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
@@ -61,6 +62,22 @@ def test_a_posted_failure_reaches_ranks_that_wait():
     assert time.monotonic() - started < 3
     assert got.value.rank == 2
     assert "test_failures.py" in got.value.traceback
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_shapes_that_disagree_end_in_an_error_that_names_the_mismatch(
+    monkeypatch, tmp_path, backend
+):
+    """gloo ends the process itself when sizes differ; the launcher says why all the same."""
+    monkeypatch.setenv("UNISONO_BACKEND", backend)
+
+    def disagree():
+        comm = world().with_timeout(5.0)
+        comm.all_reduce(torch.ones(2 + 100_000 * comm.rank))
+        comm.barrier()
+
+    with pytest.raises(RankFailed, match=r"mismatch|different numbers of bytes|timed out"):
+        run(disagree, ranks=2, logs=Logs(dir=tmp_path, console="none"), timeout_s=60)
 
 
 CASES = {

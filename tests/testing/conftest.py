@@ -23,6 +23,7 @@ collect_ignore = ["sessions"]
 
 SESSIONS = Path(__file__).parent / "sessions"
 MARK = "BENCH_UNDER_TEST"
+QUICK = ("-p", "no:hypothesispytest")
 INI = "[pytest]\nxfail_strict = true\njunit_logging = system-out\n"
 
 
@@ -144,7 +145,7 @@ def start_session(directory: Path, names: tuple[str, ...], *options: str) -> Inn
 def inner_sessions(tmp_path_factory):
     """Two inner sessions, side by side because both spend their time waiting."""
     watched = ("--import-mode", "importlib", "-o", "pythonpath=features")
-    watched += ("-o", "unisono_hygiene=true")
+    watched += ("-o", "unisono_hygiene=true", *QUICK)
     watched += ("-k", "hygiene or conftest or classes or modules")
     begun = {
         "ordinary": start_session(tmp_path_factory.mktemp("a"), ("drawn", "failures", "features")),
@@ -175,7 +176,7 @@ def begin_session(tmp_path):
     def begin(name: str) -> InnerSession:
         directory = tmp_path / str(len(begun))
         directory.mkdir()
-        begun.append(start_session(directory, (name,)))
+        begun.append(start_session(directory, (name,), *QUICK))
         return begun[-1]
 
     yield begin

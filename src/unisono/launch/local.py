@@ -63,6 +63,7 @@ def rank_environment(
     """
     misleading = ("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT")
     return {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each lost connection prints a C++ stack
         "OMP_NUM_THREADS": str(threads_per_rank(ranks, usable_cores())),
         **{name: value for name, value in base.items() if name not in misleading},
         "RANK": str(rank),

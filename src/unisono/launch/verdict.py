@@ -197,6 +197,8 @@ def _hint(fate: Fate, job_dir: str | None) -> str:
     if name == "SIGKILL":
         peak = "" if fate.peak_mb is None else f"; this rank's peak was {fate.peak_mb:,.0f} MB"
         return f"often the kernel, out of memory: {_host_memory()}{peak}{at}"
+    if name == "SIGABRT" and "collective mismatch" in fate.log_tail:
+        return f"ranks made unlike calls; UNISONO_CHECK=1 names them and their source lines{at}"
     if name in ("SIGSEGV", "SIGBUS"):
         return f"a native library crashed, or /dev/shm is full: {_shm_space()}{at}"
     return f"something in the function ends the process (os._exit?){at}"
