@@ -46,7 +46,10 @@ def two_ranks(rounds: int) -> list[Row]:
     x = torch.randn(sizes[comm.rank], 2)
     times = interleaved(
         comm,
-        {"ours": lambda: comm.all_gather(x, sizes=sizes), "ref": lambda: padded_all_gather(x, sizes)},
+        {
+            "ours": lambda: comm.all_gather(x, sizes=sizes),
+            "ref": lambda: padded_all_gather(x, sizes),
+        },
         rounds=rounds,
     )
     rows.append(
@@ -146,9 +149,7 @@ def four_ranks(rounds: int) -> list[Row]:
     times = interleaved(
         comm, {"ours": lambda: comm.all_reduce(small), "ref": native}, rounds=2 * rounds, repeats=3
     )
-    rows.append(
-        Row("all_reduce 1 KB, 4 ranks", times["ours"], times["ref"], "native gloo", None)
-    )
+    rows.append(Row("all_reduce 1 KB, 4 ranks", times["ours"], times["ref"], "native gloo", None))
     return rows
 
 

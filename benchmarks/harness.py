@@ -70,9 +70,7 @@ def interleaved(
                 run()
             times[i, j] = (time.perf_counter() - start) / repeats
     slowest = comm.all_reduce(times, "max")
-    return {
-        name: statistics.median(slowest[:, j].tolist()) for j, name in enumerate(names)
-    }
+    return {name: statistics.median(slowest[:, j].tolist()) for j, name in enumerate(names)}
 
 
 def markdown(rows: list[Row]) -> str:

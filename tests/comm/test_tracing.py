@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from unisono import run
 from unisono.comm import trace, tracing, world
 from unisono.comm.tracing_report import load, table
 
@@ -82,3 +86,19 @@ def test_the_ring_buffer_drops_the_oldest(monkeypatch):
         for n in range(5):
             world().all_reduce(torch.ones(n))
     assert [e.sent for e in t.events] == [8, 12, 16]
+
+
+def test_a_process_that_never_closes_its_world_still_leaves_its_trace(tmp_path):
+    path = tmp_path / "whole.json"
+    script = "import torch; from unisono.comm import world; world().all_reduce(torch.ones(4))"
+    environment = {**os.environ, "UNISONO_TRACE": str(path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+    assert [e["op"] for e in load(path)] == ["all_reduce"]
+
+
+def test_a_launched_run_leaves_one_trace_of_all_ranks(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    monkeypatch.setenv("UNISONO_TRACE", str(path))
+    run(lambda: world().all_reduce(torch.ones(4)), ranks=2)
+    assert sorted(e["rank"] for e in load(path) if e["op"] == "all_reduce") == [0, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]

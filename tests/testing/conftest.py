@@ -156,6 +156,22 @@ def inner_sessions(tmp_path_factory):
         session.kill()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def begin_early(request):
+    """Let the inner sessions run while the other tests of this folder do."""
+    if any("inner_sessions" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("inner_sessions")
+
+
+def pytest_collection_modifyitems(items):
+    """Put the tests of this folder that look at inner sessions behind the others of it."""
+    places = [i for i, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    ours = [items[i] for i in places]
+    ours.sort(key=lambda item: "inner_sessions" in item.fixturenames)
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
+
+
 @pytest.fixture(scope="session")
 def ordinary_session(inner_sessions):
     """Failing, drawn and ordinary tests, one after the other on the same pool."""

@@ -84,8 +84,8 @@ class Call:
 _latest: Call | None = None
 
 
-def set_latest(call: Call) -> None:
-    """Remember `call` as the latest of this process."""
+def set_latest(call: Call | None) -> None:
+    """Remember `call` as the latest of this process; None when a world has ended."""
     global _latest
     _latest = call
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from unisono.comm import call as calls
 from unisono.comm import watchdog
 from unisono.comm.coalesce import Coalescer
 from unisono.comm.engine import Engine
@@ -231,6 +232,7 @@ def forget_ended() -> None:
         _made.clear()
         _wrapped.clear()
         _generation.clear()
+        calls.set_latest(None)
         _world_seen = None if world is None else weakref.ref(world)
         return
     for key in [key for key, entry in _made.items() if not entry.is_alive()]:

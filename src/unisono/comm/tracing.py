@@ -6,6 +6,7 @@ Off, it costs one `is None` test a call. `with trace() as t:` records; `t.table(
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections import deque
@@ -138,6 +139,20 @@ def start_from_environment() -> None:
     if os.environ.get("UNISONO_TRACE") and _whole_run is None:
         _whole_run = trace()
         _whole_run.__enter__()
+        atexit.register(_save_own_part)
+
+
+def _save_own_part() -> None:
+    """At the end of a process whose world was not closed: write this rank's events beside the file.
+
+    Gathering them would need the other ranks, which may be gone.
+    """
+    global _whole_run
+    if _whole_run is not None:
+        from unisono.comm.tracing_report import save_alone
+
+        whole, _whole_run = _whole_run, None
+        save_alone(os.environ.get("UNISONO_TRACE", "trace.json"), whole.events)
 
 
 def save_whole_run() -> None:

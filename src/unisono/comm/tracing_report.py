@@ -86,6 +86,14 @@ def save(path: str | os.PathLike[str], events: list[Event]) -> None:
     store.set("written", "1")
 
 
+def save_alone(path: str | os.PathLike[str], events: list[Event]) -> None:
+    """Write `events` of this rank only, to `path` or, beside other ranks, `path.rank3`. Local."""
+    ranks = {event.rank for event in events}
+    alone = not dist.is_initialized() and ranks <= {0}
+    name = str(path) if alone else f"{path}.rank{min(ranks, default=0)}"
+    _write(name, [asdict(e) for e in events])
+
+
 def clock_offset_ns(store: PrefixStore, rank: int, size: int) -> int:
     """Return what to add to this rank's clock to get rank 0's: median over some ping-pongs."""
     if rank == 0:

@@ -126,6 +126,7 @@ def test_different_sizes_are_named_on_all_ranks(mortal_world):
     for report in mortal_world("sizes_differ"):
         assert report["error"] == "CollectiveMismatch"
         for rank in range(3):
-            assert f"rank {rank}: all_reduce(sum, float32) of {4 * (40_000 + rank)} bytes" in (
-                report["text"]
+            assert (
+                f"rank {rank}: all_reduce(sum, float32) of {4 * (40_000 + rank)} bytes"
+                in (report["text"])
             )

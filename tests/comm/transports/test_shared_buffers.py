@@ -23,6 +23,10 @@ def mapped_segments():
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "unisono" in line]
 
 
+def open_fds():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def filled(buffer, rank):
     return buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) % 11 + rank)
 
@@ -127,11 +131,11 @@ def test_torch_collectives_and_verbs_take_buffers_too():
 @pytest.mark.ranks(2, backend="shm")
 def test_memory_goes_when_the_tensor_dies_and_views_keep_it():
     engine = dist.group.WORLD.unisono_engine
-    before, fds = len(mapped_segments()), len(os.listdir("/proc/self/fd"))
+    before, fds = len(mapped_segments()), open_fds()
     buffer = engine.shared_buffer((N,), torch.float32)
     view = buffer[10:]
     assert len(mapped_segments()) == before + 1
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert open_fds() == fds
     del buffer
     gc.collect()
     assert len(mapped_segments()) == before + 1
@@ -144,7 +148,7 @@ def test_memory_goes_when_the_tensor_dies_and_views_keep_it():
         engine.shared_buffer((N,), torch.float32)
     gc.collect()
     assert len(mapped_segments()) == before
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert open_fds() == fds
 
 
 @pytest.mark.ranks(2, backend="shm")

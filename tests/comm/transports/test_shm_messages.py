@@ -115,7 +115,9 @@ def test_a_message_of_another_length_is_refused_by_its_receiver():
         dist.send(torch.ones(4), 1)
         dist.group.WORLD.unisono_engine.messages.progress()
     else:
-        with pytest.raises(CollectiveMismatch, match="expects 12 bytes, but the message .* has 16"):
+        with pytest.raises(
+            CollectiveMismatch, match=r"expects 12 bytes, but the message .* has 16"
+        ):
             dist.recv(torch.empty(3), 0)
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from unisono.comm.reductions import check_op
 from unisono.comm.transports import staging
 from unisono.comm.transports.c10d_calls import CallingGroup
 from unisono.comm.transports.queued import QueuedEngine
@@ -32,7 +33,7 @@ def _by_device(method: Method) -> Method:
     @functools.wraps(method)
     def routed(self: TransportProcessGroup, *args: Any, **kwargs: Any) -> Any:
         x = staging.first_tensor(args)
-        if x is not None and x.device.type not in ("cpu", "meta"):
+        if x is not None and x.device.type != "cpu":
             return getattr(self.inner_group(x.device), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -61,6 +62,8 @@ class TransportProcessGroup(CallingGroup):
 
     def _reduce(self, name: str, xs: list[Tensor], opts: Any, root: int | None = None) -> Work:
         op, engine = staging.op_name(opts), self.unisono_engine
+        for x in xs:
+            check_op(op, x.dtype)
 
         def kernel(timeout_s: float) -> None:
             targets = Targets(xs, keep=True)
@@ -99,6 +102,7 @@ class TransportProcessGroup(CallingGroup):
     ) -> Work:
         op, engine = staging.op_name(opts), self.unisono_engine
         for out, blocks in zip(outs, ins, strict=True):
+            check_op(op, out.dtype)
             staging.check_same_bytes([out], [blocks[self.rank()]], "reduce_scatter")
 
         def kernel(timeout_s: float) -> None:

@@ -145,6 +145,8 @@ class CallingGroup(dist.ProcessGroup):
         brought: Sequence[Tensor] = (),
     ) -> Work:
         """Run `kernel` in the group's order: now if the caller waits, else behind its back."""
+        for x in brought:
+            staging.check_dense(x)
         is_async = bool(getattr(opts, "asyncOp", True))
         note = self._enter(name, kind, root, brought, outputs, is_async)
         run = partial(self._execute, note, kernel, self._timeout_s(opts))

@@ -45,19 +45,6 @@ def test_group_of_a_rank_is_not_a_leak():
     dist.new_group([0, 1])
 
 
-def test_group(tmp_path):
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-
-def test_after_the_group():
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-
-
 @pytest.mark.leaks("environment")
 def test_allowed(leak):
     leak("variable")

@@ -88,6 +88,7 @@ class ShmEngine(QueuedEngine):
         self.sync = kind(self.control, self.watch)
         self.board = Board(segment, layout, self.control, self.sync, ranks)
         self.messages = Messages(self.control, self.watch, semaphores=semaphores)
+        self.sync.idle = self.messages.progress
         jobs.chore = self.messages.progress
         jobs.has_chores = self._has_chores
         self.control.join()
@@ -241,7 +242,6 @@ class ShmEngine(QueuedEngine):
         sync = self.sync
         sync.timeout_s = timeout_s
         sync.behind = self.jobs.in_background
-        sync.idle = self.messages.progress if self.messages.under_way else None
         self.watch.doing = name
 
     def tell_failure(self, error: BaseException) -> None:

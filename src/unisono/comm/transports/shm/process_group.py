@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -21,7 +22,9 @@ from unisono.comm.transports.shm.hosts import HostsEngine
 from unisono.comm.transports.shm.libc import populate
 from unisono.comm.transports.shm.network import Network
 from unisono.comm.transports.shm.rendezvous import Meeting, Rendezvous, read_constants, setting
+from unisono.errors import compress_ranks
 
+_log = logging.getLogger("unisono")
 _groups: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
 
 
@@ -107,6 +110,12 @@ def _make_engine(
     else:
         network = Network(dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, ranks, timeout_s)
         engine = HostsEngine(local, meeting.hosts, rank, ranks, network, jobs)
+        if rank == 0:
+            _log.info(
+                "shm group of ranks %s spans %d hosts: shared memory inside, gloo between",
+                compress_ranks(ranks),
+                len(meeting.hosts),
+            )
         rendezvous.wait_for_all(meeting.nonce)
     rendezvous.clean()
     return engine, meeting.nonce

@@ -43,7 +43,7 @@ _YIELD_S_BEHIND = 5e-3
 far more than the wait, and the computing thread gets the core meanwhile."""
 _FIRST_NAP_S = 20e-6
 _LAST_NAP_S = 1e-3
-_LONG_SLICE_S = 1e-2
+_SLICE_S = 2e-3
 _STRONG_ORDER = ("x86_64", "AMD64", "i686", "x86")
 
 
@@ -210,7 +210,7 @@ class SemaphoreSync(Sync):
         while True:
             if self.idle is not None:
                 self.idle()
-            self._until.set(time.time() + (_LONG_SLICE_S if self.idle is None else _LAST_NAP_S))
+            self._until.set(time.time() + _SLICE_S)
             if sem_wait_until(address, self._until):
                 return
             vigil.look(lambda: self._missing(place))

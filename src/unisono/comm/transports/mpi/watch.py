@@ -1,0 +1,234 @@
+"""What a rank looks for during a long wait: failed, dead and departed peers, and its deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from unisono.comm.failures import posted_failure
+from unisono.comm.transports.mpi.news import News, Notice
+from unisono.comm.transports.shm.peers import is_dead
+from unisono.comm.watchdog import own_connection
+from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
+
+PEERS_S = 0.05
+"""Seconds between two looks at the peers."""
+STORE_S = 0.5
+"""Seconds between two looks at the store."""
+GONE_S = 1.0
+"""What a rank sent before it left arrives within this time."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of a group, as it told about itself when the group was made."""
+
+    position: int
+    """Rank in the communicator from which the group was made."""
+    jobs: int
+    """Size of that communicator."""
+    memory: str
+    """The same word for processes that can see each other."""
+    pid: int
+    started: int
+    hostname: str
+
+
+class Marks:
+    """How far each rank of a group has come, kept in the store by ranks that wait for long.
+
+    Args:
+        store: store of the group, under a prefix of this group alone.
+        rank: own rank in the group.
+        size: ranks of the group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._shared = store
+        self._rank = rank
+        self._size = size
+        self._own: dist.Store | None = None
+        self._lock = threading.Lock()
+
+    def leave(self, number: int) -> None:
+        """Tell that this rank waits in collective `number`."""
+        with self._lock:
+            try:
+                self._connection().set(str(self._rank), str(number))
+            except RuntimeError:  # the store has gone: nobody will know, nothing breaks
+                return
+
+    def missing(self, number: int) -> list[int]:
+        """Return the ranks that are not known to wait in collective `number` or a later one."""
+        absent: list[int] = []
+        with self._lock:
+            try:
+                store = self._connection()
+                for rank in range(self._size):
+                    key = str(rank)
+                    if rank == self._rank or (store.check([key]) and int(store.get(key)) >= number):
+                        continue
+                    absent.append(rank)
+            except RuntimeError:
+                return []
+        return absent
+
+    def _connection(self) -> dist.Store:
+        if self._own is None:
+            self._own = own_connection(self._shared)
+        return self._own
+
+
+class Watch:
+    """Judges the peers of one rank of a group.
+
+    Args:
+        ranks: world ranks of the group.
+        rank: own rank in the group.
+        members: what the ranks told about themselves.
+        news: what they tell each other.
+        marks: how far they have come.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        members: Sequence[Member],
+        news: News,
+        marks: Marks,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.news = news
+        self.marks = marks
+        self.doing = "set-up"
+        """Name of the call under way, for messages."""
+        self.number = 0
+        """Number of the latest collective."""
+        self.cancelled: str | None = None
+        """Why waits of this rank shall end, set by another thread of this process."""
+        here = members[rank].memory
+        self._neighbours = [
+            (place, member)
+            for place, member in enumerate(members)
+            if place != rank and member.memory == here
+        ]
+
+    def begin(self, timeout_s: float, peers: Sequence[int] | None = None) -> Vigil:
+        """Start to watch over one wait, for `peers` or for the whole group."""
+        return Vigil(self, timeout_s, peers)
+
+    @property
+    def me(self) -> int:
+        """Own world rank."""
+        return self.ranks[self.rank]
+
+    def judge(self, peers: Sequence[int] | None) -> None:
+        """Raise if a rank that is waited for has failed or died."""
+        if self.cancelled is not None:
+            raise UnisonoError.because(f"{self.doing} on rank {self.me}", self.cancelled)
+        self.news.listen()
+        for notice in self.news.failures:
+            # Ranks that wait in one collective have their own deadlines for it.
+            if notice.kind != "timeout" or notice.number != self.number:
+                raise self._failed(notice)
+        for place, member in self._neighbours:
+            awaited = peers is None or place in peers
+            if awaited and is_dead(member.pid, member.started):
+                raise self._died(self.ranks[place], member)
+
+    def departed(self, peers: Sequence[int] | None) -> list[int]:
+        """Return the world ranks among `peers` that have left the group."""
+        awaited = self.ranks if peers is None else [self.ranks[place] for place in peers]
+        return sorted(self.news.gone.intersection(awaited))
+
+    def timed_out(self, peers: Sequence[int] | None, timeout_s: float) -> RankTimeout:
+        """Return the error for a deadline that passed."""
+        places = self.marks.missing(self.number) if peers is None else peers
+        absent = [self.ranks[place] for place in places]
+        arrival = f"rank {compress_ranks(absent)}" if absent else "not known"
+        return RankTimeout(
+            f"{self.doing} on rank {self.me} timed out after {timeout_s:g} s\n"
+            f"  not arrived: {arrival}\n"
+            "  HINT: UNISONO_CHECK=1 names the first call in which ranks disagree; "
+            "UNISONO_TIMEOUT_S sets the deadline",
+            missing=absent,
+            op=self.doing,
+        )
+
+    def left(self, gone: Sequence[int]) -> RankFailed:
+        """Return the error for peers that have left."""
+        return RankFailed(
+            f"rank {compress_ranks(gone)} has closed the group, "
+            f"but rank {self.me} waits for it in {self.doing}\n"
+            "  HINT: let all ranks make the same calls before destroy_process_group()",
+            rank=gone[0],
+        )
+
+    def _failed(self, notice: Notice) -> RankFailed:
+        start = (
+            f"rank {notice.teller} failed"
+            if notice.culprit == notice.teller
+            else f"rank {notice.culprit} failed, as rank {notice.teller} has seen"
+        )
+        return RankFailed(
+            f"{start} while rank {self.me} waited in {self.doing}\n{notice.text}",
+            rank=notice.culprit,
+            host=notice.host,
+            traceback=notice.text,
+        )
+
+    def _died(self, rank: int, member: Member) -> RankFailed:
+        return RankFailed(
+            f"rank {rank} (process {member.pid} on {member.hostname}) died "
+            f"while rank {self.me} waited for it in {self.doing}\n"
+            f"  HINT: look at the last output of rank {rank}",
+            rank=rank,
+            host=member.hostname,
+        )
+
+
+class Vigil:
+    """One wait: when to look at the peers, and when to give up."""
+
+    __slots__ = ("_deadline", "_gone_since", "_look", "_mark", "_peers", "_store", "_watch", "_s")
+
+    def __init__(self, watch: Watch, timeout_s: float, peers: Sequence[int] | None) -> None:
+        now = time.monotonic()
+        self._watch = watch
+        self._peers = peers
+        self._s = timeout_s
+        self._deadline = now + timeout_s
+        self._look = now + min(PEERS_S, timeout_s / 2)
+        self._mark = now + min(STORE_S, timeout_s / 2)
+        self._store = now + STORE_S
+        self._gone_since: float | None = None
+
+    def look(self) -> None:
+        """Look at the peers if it is time to."""
+        now = time.monotonic()
+        if now < self._look:
+            return
+        watch = self._watch
+        watch.judge(self._peers)
+        if now >= self._mark and self._peers is None:
+            self._mark = float("inf")
+            watch.marks.leave(watch.number)
+        if now >= self._deadline:
+            raise watch.timed_out(self._peers, self._s)
+        gone = watch.departed(self._peers)
+        if gone and self._gone_since is None:
+            self._gone_since = now
+        elif self._gone_since is not None and now > self._gone_since + GONE_S:
+            raise watch.left(gone)
+        if now >= self._store:
+            self._store = now + STORE_S
+            failure = posted_failure()
+            if failure is not None:
+                raise failure
+        self._look = min(now + PEERS_S, self._deadline)
