@@ -9,6 +9,7 @@ from unisono.comm import Pending, trace, world
 from unisono.errors import MeshError, PartitionError, UnisonoError
 
 RANKS = [1, 2, 3, 4]
+BACKENDS = ["gloo", "shm"]
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -34,7 +35,7 @@ def block(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
     return values.reshape(shape).to(dtype)
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_reduce_sums_every_dtype_and_size(dtype):
     comm = world()
@@ -53,7 +54,7 @@ def test_all_reduce_sums_every_dtype_and_size(dtype):
         assert total.dtype == dtype
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.int16, torch.uint64, torch.bool], ids=str
 )
@@ -68,7 +69,7 @@ def test_all_reduce_with_other_ops(dtype, op):
     assert torch.equal(comm.all_reduce(mine, op), expected.to(dtype))
 
 
-@pytest.mark.ranks([2, 3])
+@pytest.mark.ranks([2, 3], backend=BACKENDS)
 def test_unsigned_64_bit_order_has_no_sign():
     comm = world()
     big = torch.tensor([2**63 + 5], dtype=torch.uint64)
@@ -78,7 +79,7 @@ def test_unsigned_64_bit_order_has_no_sign():
     assert comm.all_reduce(mine, "min").tolist() == [7]
 
 
-@pytest.mark.ranks([1, 3])
+@pytest.mark.ranks([1, 3], backend=BACKENDS)
 @pytest.mark.parametrize("op", ["and", "or", "xor"])
 def test_bitwise_reductions(op):
     comm = world()
@@ -90,7 +91,7 @@ def test_bitwise_reductions(op):
     assert torch.equal(comm.all_reduce(mine, op), expected)
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([2, 4], backend=BACKENDS)
 @pytest.mark.parametrize("n", [3, 100_000])
 def test_sixteen_bit_sums_are_rounded_once(n):
     """Rounding after each addition would lose the small terms."""
@@ -104,7 +105,7 @@ def test_sixteen_bit_sums_are_rounded_once(n):
     assert torch.equal(part, torch.full_like(part, exact.item()))
 
 
-@pytest.mark.ranks([2, 3])
+@pytest.mark.ranks([2, 3], backend=BACKENDS)
 def test_sum64_carries_float32_in_float64():
     comm = world()
     mine = torch.tensor([1e8 if comm.rank == 0 else 1.0] * 3)
@@ -112,7 +113,7 @@ def test_sum64_carries_float32_in_float64():
     assert comm.all_reduce(mine, "sum64")[0].item() == torch.tensor(sum(terms)).item()
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 def test_mean_divides_by_the_number_of_ranks():
     comm = world()
     mine = torch.full((2, 2), float(comm.rank), dtype=torch.float64)
@@ -121,7 +122,7 @@ def test_mean_divides_by_the_number_of_ranks():
     )
 
 
-@pytest.mark.ranks([1, 2])
+@pytest.mark.ranks([1, 2], backend=BACKENDS)
 def test_all_reduce_in_place_keeps_layout_and_leaf():
     comm = world()
     base = torch.arange(12.0).view(3, 4)
@@ -134,7 +135,7 @@ def test_all_reduce_in_place_keeps_layout_and_leaf():
     assert leaf.tolist() == [float(comm.size)] * 3
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 def test_reduce_gives_the_result_to_one_rank_only():
     comm = world()
     dst = comm.size - 1
@@ -147,7 +148,7 @@ def test_reduce_gives_the_result_to_one_rank_only():
     assert torch.equal(mine, block(comm.rank, (3,), torch.float64))
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bool, torch.int16, torch.float8_e5m2, torch.complex64], ids=str
 )
@@ -162,7 +163,7 @@ def test_all_gather_joins_uneven_blocks(dtype, rows):
         assert torch.equal(joined.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 def test_all_gather_along_any_dim_of_a_strided_tensor():
     comm = world()
     whole = torch.arange(2 * 3 * 12.0).view(2, 3, 12)
@@ -172,7 +173,7 @@ def test_all_gather_along_any_dim_of_a_strided_tensor():
     assert comm.all_gather(torch.tensor(comm.rank)).tolist() == list(range(comm.size))
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 def test_gather_and_scatter_are_inverse():
     comm = world()
     whole = torch.arange(14.0).view(2, 7)
@@ -186,7 +187,7 @@ def test_gather_and_scatter_are_inverse():
             assert back is None
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 @pytest.mark.parametrize("rows", [2, 5, 50_000])
 def test_reduce_scatter_gives_each_rank_its_block(rows):
     comm = world()
@@ -200,7 +201,7 @@ def test_reduce_scatter_gives_each_rank_its_block(rows):
     assert part.shape == (3, sizes[comm.rank])
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 def test_all_to_all_delivers_rows_in_rank_order():
     comm = world()
     sizes = [[(r + q) % 3 for q in range(comm.size)] for r in range(comm.size)]
@@ -217,7 +218,7 @@ def test_all_to_all_delivers_rows_in_rank_order():
     assert torch.equal(torch.cat(parts), expected)
 
 
-@pytest.mark.ranks([2, 3])
+@pytest.mark.ranks([2, 3], backend=BACKENDS)
 def test_broadcast_reaches_ranks_that_bring_nothing():
     comm = world()
     data = torch.arange(6.0).view(2, 3).t()
@@ -229,7 +230,7 @@ def test_broadcast_reaches_ranks_that_bring_nothing():
     assert torch.equal(mine, data)
 
 
-@pytest.mark.ranks([2, 4])
+@pytest.mark.ranks([2, 4], backend=BACKENDS)
 def test_messages_arrive_in_order_and_by_tag():
     comm = world()
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -241,7 +242,7 @@ def test_messages_arrive_in_order_and_by_tag():
     second.wait()
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 def test_exchange_needs_no_order():
     comm = world()
     sends = {q: torch.full((q + 1, comm.rank), float(comm.rank)) for q in range(comm.size)}
@@ -251,7 +252,7 @@ def test_exchange_needs_no_order():
         assert torch.equal(x, torch.full((comm.rank + 1, q), float(q)))
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 def test_every_verb_also_runs_async():
     comm = world()
     x = torch.arange(8.0) + comm.rank
@@ -275,7 +276,7 @@ def test_every_verb_also_runs_async():
     assert pending[0].result is results[0]
 
 
-@pytest.mark.ranks(RANKS)
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
 def test_objects_travel():
     comm = world()
     assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
@@ -284,7 +285,7 @@ def test_objects_travel():
     assert (gathered is None) == (comm.rank != 0)
 
 
-@pytest.mark.ranks([1, 3])
+@pytest.mark.ranks([1, 3], backend=BACKENDS)
 def test_all_equal_compares_values_and_types():
     comm = world()
     assert comm.all_equal({"lr": 0.1, "layers": [1, 2]})
@@ -295,7 +296,7 @@ def test_all_equal_compares_values_and_types():
         assert not comm.all_equal(torch.zeros(2, comm.rank + 1))
 
 
-@pytest.mark.ranks([1, 2, 3])
+@pytest.mark.ranks([1, 2, 3], backend=BACKENDS)
 def test_coalesced_all_reduces_equal_single_ones():
     comm = world()
     xs = [torch.full((n,), float(comm.rank + n)) for n in (1, 3, 0, 70_000)]
@@ -310,7 +311,7 @@ def test_coalesced_all_reduces_equal_single_ones():
     assert [int(t) for t in tops] == [comm.size - 1, comm.size + 3]
 
 
-@pytest.mark.ranks([2])
+@pytest.mark.ranks([2], backend=BACKENDS)
 def test_coalescing_makes_one_call_of_many():
     comm = world()
     with trace() as t, comm.coalesce():
@@ -352,7 +353,7 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.send(x, 0)
 
 
-@pytest.mark.ranks([2, 3])
+@pytest.mark.ranks([2, 3], backend=BACKENDS)
 def test_blocks_that_do_not_fit_are_refused_on_all_ranks_alike():
     comm = world()
     with pytest.raises(PartitionError, match=r"rank 1: float32 rows of \[3\]"):

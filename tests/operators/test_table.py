@@ -30,7 +30,7 @@ def make_for(comm, dtype=torch.float64, seed=0):
     return make
 
 
-@pytest.mark.ranks(RANKS, timeout=60)
+@pytest.mark.ranks(RANKS, timeout=60, backend=["gloo", "shm"])
 @settings(max_examples=5, deadline=None)
 @given(lengths=LENGTHS)
 def test_dot_product_of_each_operator_and_its_adjoint(lengths):
@@ -48,7 +48,7 @@ def test_dot_product_of_each_operator_and_its_adjoint(lengths):
         )
 
 
-@pytest.mark.ranks(RANKS, timeout=60)
+@pytest.mark.ranks(RANKS, timeout=60, backend=["gloo", "shm"])
 @settings(max_examples=5, deadline=None)
 @given(lengths=LENGTHS)
 def test_second_derivative_of_each_operator_is_that_of_the_linear_map(lengths):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from unisono.comm.call import Call
-from unisono.comm.torch_engine import bytes_of
+from unisono.comm.raw import bytes_of
 from unisono.comm.watchdog import default_store
 from unisono.errors import CollectiveMismatch
 

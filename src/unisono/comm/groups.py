@@ -237,6 +237,8 @@ def forget_ended() -> None:
         return
     for key in [key for key, entry in _made.items() if not entry.is_alive()]:
         del _made[key]
+    for name in [name for name, entry in _wrapped.items() if not entry.is_alive()]:
+        del _wrapped[name]
 
 
 def _new_group(ranks: tuple[int, ...], backend: str, timeout_s: float) -> dist.ProcessGroup:

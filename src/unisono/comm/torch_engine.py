@@ -18,6 +18,7 @@ from torch import Tensor
 from unisono.comm.algorithms import choose
 from unisono.comm.engine import Engine, Ticket
 from unisono.comm.failures import posted_failure
+from unisono.comm.raw import bytes_of
 from unisono.comm.reductions import accumulation_dtype, reduce_in_rank_order
 
 _SLICE_S = 0.5
@@ -329,15 +330,6 @@ class TorchEngine(Engine):
         second = self.all_gather(shares, mine, async_op=False, timeout_s=timeout_s)
         self.last_algorithm = "scatter_gather"
         return second
-
-
-def bytes_of(x: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor as a flat uint8 view."""
-    flat = x.reshape(-1)
-    if flat.dtype == torch.uint8:
-        return flat
-    # A single element may have any stride and still count as contiguous.
-    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
 
 
 def _assign(x: Tensor, value: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.comm.arguments import check_rank
 from unisono.comm.calling import Caller
-from unisono.comm.torch_engine import bytes_of
+from unisono.comm.raw import bytes_of
 from unisono.comm.verbs_move import MoveVerbs
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
+from unisono.comm.raw import bytes_of
 from unisono.errors import LayoutError
 from unisono.testing.agreement import raise_together, raise_what_was_found
 
@@ -228,7 +229,7 @@ def _largest(a: Tensor) -> float:
 def _digest(a: Tensor) -> bytes:
     values = (a.detach().cpu() + 0).contiguous()  # -0.0 becomes 0.0
     described = f"{values.dtype} {tuple(values.shape)} ".encode()
-    return hashlib.sha256(described + bytes(values.view(torch.uint8).flatten().tolist())).digest()
+    return hashlib.sha256(described + bytes_of(values).numpy().tobytes()).digest()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

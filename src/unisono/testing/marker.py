@@ -12,7 +12,7 @@ from unisono.errors import PlatformError
 
 DESCRIPTION = (
     'ranks(n, timeout=20, backend="gloo"): run the test body on n ranks, each with a default '
-    "process group; a list of n runs the test once for each"
+    "process group; a list of n, or of backends, runs the test once for each"
 )
 
 
@@ -26,8 +26,10 @@ class RanksMarker:
     """Whether a list was given, so that the test is run once for each."""
     timeout_s: float
     """Seconds for the body of the test (for each drawn example under hypothesis)."""
-    backend: str
-    """Backend of the process group."""
+    backends: tuple[str, ...]
+    """Backends of the process group."""
+    many_backends: bool
+    """Whether a list of backends was given."""
 
     @classmethod
     def of(
@@ -48,6 +50,8 @@ class RanksMarker:
         asked: Any = mark.args[0] if len(mark.args) == 1 else None
         timeout_s = options.pop("timeout", default_timeout_s)
         backend = options.pop("backend", "gloo")
+        many_backends = isinstance(backend, Sequence) and not isinstance(backend, str)
+        backends: tuple[Any, ...] = tuple(backend) if many_backends else (backend,)
         many = isinstance(asked, Sequence)
         counts: tuple[Any, ...] = tuple(asked) if many else (asked,)
         fits = (
@@ -55,13 +59,21 @@ class RanksMarker:
             and all(isinstance(n, int) and n >= 1 for n in counts)
             and isinstance(timeout_s, (int, float))
             and timeout_s > 0
+            and bool(backends)
+            and all(isinstance(name, str) for name in backends)
             and not options
         )
         if not fits:
             said = [repr(a) for a in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
             raise PlatformError.because(
                 f"@pytest.mark.ranks({', '.join(said)})",
-                "it takes a number of ranks (or a list of them), timeout and backend",
+                "it takes a number of ranks, a timeout and a backend (lists of the first and last)",
                 hint='@pytest.mark.ranks(2, timeout=20, backend="gloo")',
             )
-        return cls(counts=counts, many=many, timeout_s=float(timeout_s), backend=backend)
+        return cls(
+            counts=counts,
+            many=many,
+            timeout_s=float(timeout_s),
+            backends=backends,
+            many_backends=many_backends,
+        )

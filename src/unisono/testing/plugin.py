@@ -19,7 +19,7 @@ from unisono.testing.marker import DESCRIPTION, RanksMarker
 if TYPE_CHECKING:
     from unisono.testing.pool import RankPool
 
-__all__ = ["hygiene", "rank_count", "rank_pool"]
+__all__ = ["hygiene", "rank_backend", "rank_count", "rank_pool"]
 
 _POOL: pytest.StashKey[RankPool] = pytest.StashKey()
 
@@ -48,13 +48,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each number of ranks in the marker's list."""
+    """Make one test for each number of ranks, and each backend, in the marker's lists."""
     marker = _marker_of(metafunc.definition)
     if marker is not None and marker.many:
         if "rank_count" not in metafunc.fixturenames:
             metafunc.fixturenames.append("rank_count")
         ids = [f"{n}ranks" for n in marker.counts]
         metafunc.parametrize("rank_count", marker.counts, ids=ids)
+    if marker is not None and marker.many_backends:
+        if "rank_backend" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("rank_backend")
+        metafunc.parametrize("rank_backend", marker.backends)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -85,9 +89,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     from unisono.testing.runner import run_on_ranks
 
     pool = session_pool(pyfuncitem.config)
-    params = pyfuncitem.callspec.params if marker.many else {"rank_count": marker.counts[0]}
-    count = int(str(params["rank_count"]))
-    run_on_ranks(pyfuncitem, pool, marker, count, watch=watched_kinds(pyfuncitem))
+    drawn = getattr(pyfuncitem, "callspec", None)
+    params = {} if drawn is None else drawn.params
+    count = int(params.get("rank_count", marker.counts[0]))
+    backend = str(params.get("rank_backend", marker.backends[0]))
+    watch = watched_kinds(pyfuncitem)
+    run_on_ranks(pyfuncitem, pool, marker, count, backend, watch=watch)
     return True
 
 
@@ -115,6 +122,13 @@ def rank_count(request: pytest.FixtureRequest) -> int:
     """Number of ranks of this test; 1 without the marker."""
     marker = _marker_of(request.node)
     return 1 if marker is None else marker.counts[0]
+
+
+@pytest.fixture
+def rank_backend(request: pytest.FixtureRequest) -> str:
+    """Backend of this test's process group."""
+    marker = _marker_of(request.node)
+    return "self" if marker is None else marker.backends[0]
 
 
 def session_pool(config: pytest.Config) -> RankPool:

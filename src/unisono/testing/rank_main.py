@@ -146,10 +146,9 @@ def _leave_group() -> None:
         close_world()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Being asked for their number makes the cache of groups let go of those of the old world.
-    count_groups = getattr(sys.modules.get("unisono.comm.groups"), "count", None)
-    if count_groups is not None:
-        count_groups()
+    forget_ended = getattr(sys.modules.get("unisono.comm.groups"), "forget_ended", None)
+    if forget_ended is not None:
+        forget_ended()
 
 
 def _pickled(value: Any, rank: int) -> bytes:

@@ -18,15 +18,22 @@ from unisono.testing.report import LeakFound
 
 
 def run_on_ranks(
-    item: pytest.Function, pool: RankPool, marker: RanksMarker, count: int, *, watch: set[str]
+    item: pytest.Function,
+    pool: RankPool,
+    marker: RanksMarker,
+    count: int,
+    backend: str,
+    *,
+    watch: set[str],
 ) -> None:
     """Run the body of `item` on `count` ranks.
 
     Args:
         item: the test; its fixtures are ready.
         pool: where the ranks come from.
-        marker: deadline and backend.
+        marker: the deadline.
         count: number of ranks.
+        backend: backend of their process group.
         watch: kinds of leaks in the ranks that fail the test.
 
     Raises:
@@ -41,7 +48,7 @@ def run_on_ranks(
     grace_s = pool.grace_s
     function = item.obj
     kind = "drawn value or fixture" if is_drawn(function) else "fixture"
-    world = RankWorld(pool, count, timeout_s=marker.timeout_s, backend=marker.backend)
+    world = RankWorld(pool, count, timeout_s=marker.timeout_s, backend=backend)
 
     def call(body: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         __tracebackhide__ = True

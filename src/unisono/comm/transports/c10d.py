@@ -33,7 +33,7 @@ def _by_device(method: Method) -> Method:
     @functools.wraps(method)
     def routed(self: TransportProcessGroup, *args: Any, **kwargs: Any) -> Any:
         x = staging.first_tensor(args)
-        if x is not None and x.device.type != "cpu":
+        if x is not None and not x.is_cpu:
             return getattr(self.inner_group(x.device), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -63,6 +63,7 @@ class TransportProcessGroup(CallingGroup):
     def _reduce(self, name: str, xs: list[Tensor], opts: Any, root: int | None = None) -> Work:
         op, engine = staging.op_name(opts), self.unisono_engine
         for x in xs:
+            staging.check_dense(x)
             check_op(op, x.dtype)
 
         def kernel(timeout_s: float) -> None:

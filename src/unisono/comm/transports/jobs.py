@@ -17,10 +17,6 @@ from typing import Any
 _BACKGROUND_NAP_S = 2e-3
 
 
-def _nothing() -> None:
-    pass
-
-
 class Job:
     """A call whose end others can wait for.
 
@@ -39,13 +35,6 @@ class Job:
         self.error: BaseException | None = None
         self.is_done = False
         self.on_done: Callable[[Job], None] | None = None
-
-    @classmethod
-    def finished(cls) -> Job:
-        """Return a job that has ended well."""
-        job = cls(_nothing)
-        job.run()
-        return job
 
     def run(self) -> None:
         """Run the call; its exception is kept for those who wait."""

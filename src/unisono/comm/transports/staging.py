@@ -57,7 +57,8 @@ def first_tensor(value: object) -> Tensor | None:
 def source(x: Tensor) -> Tensor:
     """Return the values of `x` as an engine reads them; `x` itself where that is possible."""
     check_dense(x)
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x if x.is_contiguous() else x.contiguous()
@@ -76,7 +77,8 @@ class Targets:
         self.tensors: list[Tensor] = []
         for x in wanted:
             check_dense(x)
-            x = x.detach()
+            if x.requires_grad:
+                x = x.detach()
             if x.is_contiguous() and not x.is_conj() and not x.is_neg():
                 self.tensors.append(x)
                 continue
@@ -94,7 +96,7 @@ class Targets:
 
 def check_dense(x: Tensor) -> None:
     """Refuse what has no plain memory."""
-    if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
+    if x.layout is not torch.strided or x.is_quantized or x.is_meta:
         kind = "quantised" if x.is_quantized else f"{x.layout} {x.device.type}"
         raise UnisonoError.because(
             f"a collective on a {kind} tensor",

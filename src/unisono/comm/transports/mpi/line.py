@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -32,6 +32,8 @@ _YIELD_S_PER_BYTE = 2e-9
 """MPI moves data only inside its calls, so sleep starts when the bytes should have arrived."""
 _FIRST_NAP_S = 20e-6
 _LAST_NAP_S = 200e-6
+
+_LOST = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
 
 _abandoned: list[Any] = []
 
@@ -106,6 +108,10 @@ class Line:
         self._nbytes += length
         return self.mpi.buffer.fromaddress(x.data_ptr() + begin, length)
 
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Let tensors live until `finish`."""
+        self._held.extend(tensors)
+
     def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield begin and length of the stretches in which `nbytes` bytes travel."""
         for begin in range(0, nbytes, self.chunk_bytes):
@@ -179,7 +185,7 @@ class Line:
                 f"  MPI says: {words}\n"
                 "  HINT: UNISONO_CHECK=1 names the first call in which ranks disagree"
             )
-        if kind in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+        if kind in [getattr(mpi, name, None) for name in _LOST]:
             return RankFailed(
                 f"{start} broke off: another rank of the group has gone\n  MPI says: {words}"
             )

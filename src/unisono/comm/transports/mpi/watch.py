@@ -196,13 +196,22 @@ class Watch:
 class Vigil:
     """One wait: when to look at the peers, and when to give up."""
 
-    __slots__ = ("_deadline", "_gone_since", "_look", "_mark", "_peers", "_store", "_watch", "_s")
+    __slots__ = (
+        "_deadline",
+        "_gone_since",
+        "_look",
+        "_mark",
+        "_peers",
+        "_store",
+        "_timeout_s",
+        "_watch",
+    )
 
     def __init__(self, watch: Watch, timeout_s: float, peers: Sequence[int] | None) -> None:
         now = time.monotonic()
         self._watch = watch
         self._peers = peers
-        self._s = timeout_s
+        self._timeout_s = timeout_s
         self._deadline = now + timeout_s
         self._look = now + min(PEERS_S, timeout_s / 2)
         self._mark = now + min(STORE_S, timeout_s / 2)
@@ -220,7 +229,7 @@ class Vigil:
             self._mark = float("inf")
             watch.marks.leave(watch.number)
         if now >= self._deadline:
-            raise watch.timed_out(self._peers, self._s)
+            raise watch.timed_out(self._peers, self._timeout_s)
         gone = watch.departed(self._peers)
         if gone and self._gone_since is None:
             self._gone_since = now

@@ -1,0 +1,195 @@
+"""What can be wrong with a platform, each as a `PlatformError` with its numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections import Counter
+
+from unisono.errors import PlatformError
+from unisono.launch import accelerators
+from unisono.launch.device import Device
+from unisono.launch.platform import Platform
+
+_ONE_HOST = (Device.CPU, Device.GPU, Device.MPS)
+_CHOICES = {
+    "spawn_method": ("auto", "forkserver", "fork", "spawn"),
+    "ipc_protocol": ("tcp", "file"),
+    "submitter": ("auto", "submitit", "sbatch"),
+}
+
+
+def check_platform(platform: Platform) -> None:
+    """Raise `PlatformError` if `platform` makes no sense, or cannot be had on this machine."""
+    for name, words in _CHOICES.items():
+        if (value := getattr(platform, name)) not in words:
+            raise PlatformError.because(
+                f"Platform({name}={value!r})", f"choices are {', '.join(map(repr, words))}"
+            )
+    _check_sizes(platform)
+    _check_groups(platform)
+    _check_seconds(platform)
+    _check_signals(platform)
+    _check_master(platform)
+    if platform.kind is Device.GPU:
+        gpu_of_rank(platform, platform.ranks_per_node - 1)
+    if platform.kind is Device.MPS and not accelerators.has_mps():
+        raise PlatformError.because(
+            _asked(platform),
+            "no Apple GPU that torch can use on this machine",
+            None,
+            'device="cpu" (or UNISONO_FORCE_ON=cpu) rehearses it on processes of this host',
+        )
+
+
+def gpu_of_rank(platform: Platform, local_rank: int) -> int:
+    """Return the number of the GPU of a rank, or explain that there are too few."""
+    visible = accelerators.visible_gpus()
+    size = platform.ranks_per_node
+    index = accelerators.gpu_index(
+        local_rank, size, visible, oversubscribe=platform.oversubscribe or _is_bound()
+    )
+    # One visible device for several ranks is a scheduler's doing inside a rank; here it is one.
+    if index is None or (visible < size and not platform.oversubscribe and not _is_bound()):
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise PlatformError.because(
+            _asked(platform),
+            f"{visible} GPU{'' if visible == 1 else 's'} visible "
+            f"(CUDA_VISIBLE_DEVICES {'is not set' if seen is None else f'={seen!r}'})",
+            f"{size} ranks > {visible} GPUs",
+            f'on="cpu", ranks={size} (or UNISONO_FORCE_ON=cpu) rehearses it on processes',
+        )
+    return index
+
+
+def _is_bound() -> bool:
+    """Whether this process is a rank, whose devices somebody has chosen."""
+    return "LOCAL_RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
+def _asked(platform: Platform) -> str:
+    return f"Platform(device={platform.kind.value!r}) with {platform.world_size} ranks"
+
+
+def _check_sizes(platform: Platform) -> None:
+    for name, least in (("ranks", 1), ("n_nodes", 1), ("n_gpus_per_node", 0), ("n_cpus_per_node", 1)):
+        value = getattr(platform, name)
+        may_be_none = name in ("ranks", "n_cpus_per_node")
+        if value is None and may_be_none:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PlatformError.because(
+                f"Platform({name}={value!r})", f"a whole number, {least} or more, is needed"
+            )
+    if platform.n_nodes > 1 and platform.kind in _ONE_HOST:
+        raise PlatformError.because(
+            f"Platform(device={platform.kind.value!r}, n_nodes={platform.n_nodes})",
+            "ranks on one host only, this one",
+            None,
+            "torchrun --nnodes, SLURM or MPI start ranks on several hosts; unisono.run joins them",
+        )
+    if platform.kind is Device.GPU and platform.n_gpus_per_node == 0 and platform.ranks is None:
+        raise PlatformError.because(
+            "Platform(device='gpu', n_gpus_per_node=0)", "no rank at all", None, 'device="cpu"'
+        )
+    check_divides(platform.ranks, platform.n_nodes)
+    per_node = platform.ranks_per_node
+    cpus = platform.n_cpus_per_node
+    if (
+        platform.is_explicit("n_cpus_per_node")
+        and not platform._is_per_task
+        and cpus is not None
+        and cpus % per_node
+    ):
+        raise PlatformError.because(
+            f"Platform(n_cpus_per_node={cpus}) with {per_node} ranks on a node",
+            "CPUs that cannot be shared evenly",
+            f"{cpus} CPUs / {per_node} ranks = {cpus / per_node:g}",
+            f"n_cpus_per_node={max(1, cpus // per_node) * per_node}",
+        )
+
+
+def check_divides(ranks: int | None, nodes: int) -> None:
+    """Raise `PlatformError` unless every node gets the same number of ranks."""
+    if ranks is not None and ranks % nodes:
+        below = ranks // nodes * nodes
+        fits = [size for size in (below, below + nodes) if size]
+        raise PlatformError.because(
+            f"ranks={ranks}, nodes={nodes}",
+            "nodes with unlike numbers of ranks",
+            f"{ranks} ranks / {nodes} nodes = {ranks / nodes:g}",
+            f"ranks={' or ranks='.join(map(str, fits))}",
+        )
+
+
+def _check_groups(platform: Platform) -> None:
+    groups = platform.ipc_groups
+    if not groups:
+        return
+    size = platform.world_size
+    asked = f"Platform(ipc_groups={groups!r}) with {size} ranks"
+    hint = "disjoint lists of ranks that cover all of them, or [] for one group of all"
+    for number, group in enumerate(groups):
+        if not group:
+            raise PlatformError.because(asked, f"group {number} is empty", None, hint)
+        for rank in group:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+                raise PlatformError.because(
+                    asked,
+                    f"rank {rank!r} in group {number}",
+                    f"ranks of a world of {size} are 0 to {size - 1}",
+                    hint,
+                )
+    counts = Counter(rank for group in groups for rank in group)
+    for rank, count in counts.items():
+        if count > 1:
+            where = [number for number, group in enumerate(groups) if rank in group]
+            found = f"rank {rank} is in group {' and '.join(map(str, where))}"
+            raise PlatformError.because(asked, f"{found} ({count} times in all)", None, hint)
+    if missing := sorted(set(range(size)) - set(counts)):
+        raise PlatformError.because(asked, f"rank {missing[0]} is in no group", None, hint)
+
+
+def _check_seconds(platform: Platform) -> None:
+    for name in ("start_timeout_s", "comm_timeout_s", "grace_s"):
+        value = getattr(platform, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise PlatformError.because(f"Platform({name}={value!r})", "not a time in seconds")
+    if isinstance(platform.max_requeues, bool) or platform.max_requeues < 0:
+        raise PlatformError.because(f"Platform(max_requeues={platform.max_requeues!r})", "negative")
+
+
+def _check_signals(platform: Platform) -> None:
+    for name in (*platform.stop_signals, platform.stack_signal):
+        if name not in signal.Signals.__members__:
+            raise PlatformError.because(
+                f"a signal {name!r}", "no signal of this system", None, '"SIGTERM", "SIGUSR2"'
+            )
+
+
+def _check_master(platform: Platform) -> None:
+    port = platform.master_port
+    if port is None:
+        return
+    hint = "leave master_port out, and a free port is taken at the start"
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise PlatformError.because(
+            f"Platform(master_port={port!r})", "not a port", "ports are 1 to 65535", hint
+        )
+    if platform.kind not in _ONE_HOST or not platform.requires_ipc:
+        return
+    addr = platform.master_addr or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in addr else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((addr, port))
+        except OSError as error:
+            why = "privileged" if isinstance(error, PermissionError) else "in use or not to be had"
+            raise PlatformError.because(
+                f"Platform(master_addr={addr!r}, master_port={port})",
+                f"port {port} is {why}: {error.strerror}",
+                None,
+                hint,
+            ) from error
