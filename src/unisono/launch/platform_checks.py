@@ -48,9 +48,9 @@ def gpu_of_rank(platform: Platform, local_rank: int) -> int:
     visible = accelerators.visible_gpus()
     size = platform.ranks_per_node
     index = accelerators.gpu_index(
-        local_rank, size, visible, oversubscribe=platform.oversubscribe or _is_bound()
+        local_rank, size, visible, oversubscribe=platform.oversubscribe
     )
-    # One visible device for several ranks is a scheduler's doing inside a rank; here it is one.
+    # A rank may see one device because a scheduler bound it; a launcher that sees one has one.
     if index is None or (visible < size and not platform.oversubscribe and not _is_bound()):
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise PlatformError.because(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,16 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import PlatformError
+from unisono.launch.configuration import RUN_NAMES, read_configuration
+from unisono.launch.device import Device
 from unisono.launch.logs import Logs, checked_logs
+from unisono.launch.places import resolve
+from unisono.launch.platform import Platform
 
-RESERVED = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs")
+RESERVED = RUN_NAMES
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
-PLACES = ("cpu", "inline")
-"""Places where this release starts ranks."""
-PLANNED_PLACES = ("gpu", "mps", "mpi", "slurm")
-DEFAULT_RANKS = {"cpu": 2, "inline": 1}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A checked request."""
@@ -31,9 +28,9 @@ class Request:
     kwargs: Mapping[str, object]
     """Its keyword arguments."""
     place: str
-    """Where it runs: one of `PLACES`."""
-    ranks: int
-    """On how many ranks."""
+    """Where it runs, as `on` says it."""
+    platform: Platform
+    """The same with all its details; a copy of the caller's."""
     timeout_s: float | None
     """Deadline of the function."""
     max_restarts: int
@@ -42,6 +39,11 @@ class Request:
     """What happens to the output."""
     is_explicit: bool
     """Whether the caller named a place or a number of ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """On how many ranks."""
+        return self.platform.world_size
 
     @property
     def name(self) -> str:
@@ -54,24 +56,41 @@ def checked_request(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     *,
-    on: str | None,
+    on: str | Device | Platform | None,
     ranks: int | None,
     nodes: int | None,
     timeout_s: float | None,
     max_restarts: int | None,
     logs: str | Path | Logs | None,
+    is_called_plainly: bool = True,
 ) -> Request:
-    """Return the request, or raise `PlatformError` that says what is wrong with it."""
-    check_call(fn, args, kwargs)
-    place = checked_place(on)
-    count = _checked_ranks(ranks, place)
-    if nodes not in (None, 1):
-        raise PlatformError.because(
-            f"unisono.run(..., on={place!r}, nodes={nodes!r})",
-            "ranks on one host only, this one",
-            None,
-            "torchrun --nnodes starts ranks on several hosts; unisono.run joins its world",
-        )
+    """Return the request, or raise `PlatformError` that says what is wrong with it.
+
+    What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
+    `is_called_plainly` is false where ranks add arguments of their own to the call.
+    """
+    if is_called_plainly:
+        check_call(fn, args, kwargs)
+    is_explicit = ranks is not None or on not in (None, "auto")
+    configuration = read_configuration()
+    if not isinstance(on, Platform):
+        on = configuration.value("on") if on is None else on
+        ranks = configuration.value("ranks") if ranks is None else ranks
+        nodes = configuration.value("nodes") if nodes is None else nodes
+    timeout_s = configuration.value("timeout_s") if timeout_s is None else timeout_s
+    max_restarts = configuration.value("max_restarts") if max_restarts is None else max_restarts
+    logs = configuration.value("logs") if logs is None else logs
+    for name, count in (("ranks", ranks), ("nodes", nodes)):
+        if count is not None and (
+            isinstance(count, bool) or not isinstance(count, int) or count < 1
+        ):
+            raise PlatformError.because(
+                f"unisono.run(..., {name}={count!r})",
+                f"a number of {name} is a whole number, 1 or more",
+                None,
+                f"{name}=2",
+            )
+    place, platform = resolve(on, ranks=ranks, nodes=nodes, configuration=configuration)
     for name, value in (("timeout_s", timeout_s), ("max_restarts", max_restarts)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise PlatformError.because(f"unisono.run(..., {name}={value!r})", "not a number")
@@ -88,55 +107,12 @@ def checked_request(
         args=args,
         kwargs=kwargs,
         place=place,
-        ranks=count,
+        platform=platform,
         timeout_s=timeout_s,
         max_restarts=int(max_restarts or 0),
-        logs=checked_logs(logs, count),
-        is_explicit=ranks is not None or on not in (None, "auto"),
+        logs=checked_logs(logs, platform.world_size),
+        is_explicit=is_explicit,
     )
-
-
-def checked_place(on: str | None) -> str:
-    """Return where to run: `on` itself, or the CPU where nothing is said."""
-    if on is None or on == "auto":
-        return "cpu"
-    if on in PLACES:
-        return on
-    available = f"this release starts ranks on: {', '.join(map(repr, PLACES))}"
-    if on in PLANNED_PLACES:
-        raise PlatformError.because(
-            f"unisono.run(..., on={on!r})",
-            f"{available} ({', '.join(map(repr, PLANNED_PLACES))} are planned)",
-            None,
-            'on="cpu" rehearses the same function on processes; under torchrun it joins that world',
-        )
-    near = difflib.get_close_matches(str(on), (*PLACES, *PLANNED_PLACES, "auto"), n=1)
-    raise PlatformError.because(
-        f"unisono.run(..., on={on!r})",
-        available,
-        None,
-        f"did you mean on={near[0]!r}?" if near else 'on="cpu"',
-    )
-
-
-def _checked_ranks(ranks: int | None, place: str) -> int:
-    if ranks is None:
-        return DEFAULT_RANKS[place]
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise PlatformError.because(
-            f"unisono.run(..., ranks={ranks!r})",
-            "a number of ranks is a whole number, 1 or more",
-            None,
-            f"ranks={max(1, DEFAULT_RANKS[place])}",
-        )
-    if place == "inline" and ranks > 1:
-        raise PlatformError.because(
-            f'unisono.run(..., on="inline", ranks={ranks})',
-            "one process, this one",
-            f"{ranks} ranks > 1 process",
-            f'on="cpu", ranks={ranks}',
-        )
-    return ranks
 
 
 def check_call(

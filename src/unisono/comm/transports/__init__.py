@@ -1,6 +1,6 @@
 """Our own backends of torch.distributed.
 
-`register()` makes them known; then `init_process_group("shm")`, `new_group(backend="shm")`, DDP,
+`register()` makes them known; then `init_process_group("shm")`, `new_group(backend="mpi4py")`, DDP,
 FSDP and DTensor use them like gloo.
 """
 
@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from unisono.comm.communicator import register_source
+from unisono.comm.transports import mpi
 from unisono.comm.transports.shm import rendezvous
 from unisono.comm.transports.shm.process_group import create as create_shm
 
-__all__ = ["available", "register"]
+__all__ = ["available", "mpi", "register"]
 
 
 def register() -> None:
     """Make the backends known to torch.distributed. Idempotent, local."""
     if "SHM" not in dist.Backend._plugins:
         dist.Backend.register_backend("shm", create_shm, extended_api=True, devices=["cpu"])
+    if "MPI4PY" not in dist.Backend._plugins:
+        dist.Backend.register_backend("mpi4py", mpi.create, extended_api=True, devices=["cpu"])
+        register_source(mpi.is_communicator, mpi.entry_of)
 
 
 def available() -> dict[str, str]:
     """Return for each transport "ok", or why it is not to be had here."""
-    why = rendezvous.unavailable()
-    return {"shm": "ok" if why is None else f"{why}; tensors go over gloo instead"}
+    no_shm, no_mpi = rendezvous.unavailable(), mpi.unavailable()
+    return {
+        "shm": "ok" if no_shm is None else f"{no_shm}; tensors go over gloo instead",
+        "mpi": "ok" if no_mpi is None else no_mpi,
+    }

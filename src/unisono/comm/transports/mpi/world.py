@@ -177,10 +177,10 @@ def _share(mpi: Any, comm: MPI.Intracomm, text: str, timeout_s: float) -> list[s
 
 
 def _finish(mpi: Any, request: Any, timeout_s: float, what: str) -> None:
-    give_up = time.monotonic() + timeout_s
+    give_up, lock = time.monotonic() + timeout_s, Threads(mpi).lock
     nap_s = 20e-6
     while True:
-        with Threads(mpi).lock:
+        with lock:
             if request.Test():
                 return
         if time.monotonic() > give_up:

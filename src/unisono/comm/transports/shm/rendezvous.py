@@ -103,16 +103,23 @@ class Rendezvous:
         rank: own rank in the group.
         ranks: world ranks of the group, for messages.
         timeout_s: deadline for the others to come.
+        backend: name of the backend, for messages.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        backend: str = "shm",
     ) -> None:
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
         self._size = len(self._ranks)
         self._timeout_s = timeout_s
+        self._backend = backend
         self._members: dict[int, Member] = {}
         self._own_keys: list[str] = []
 
@@ -229,7 +236,7 @@ class Rendezvous:
             if now > began + self._timeout_s and missing:
                 absent = [self._ranks[r] for r in missing]
                 raise RankTimeout(
-                    f"a shm group of ranks {list(self._ranks)} was not made within "
+                    f"a {self._backend} group of ranks {list(self._ranks)} was not made within "
                     f"{self._timeout_s:g} s\n  not arrived: rank {compress_ranks(absent)}",
                     missing=absent,
                     op="new_group",

@@ -1,0 +1,166 @@
+"""Settings from `unisono.toml` and `UNISONO_*` variables, each with where it came from.
+
+Order: defaults, the file, variables, arguments; the later one wins. `UNISONO_FORCE_ON` alone goes
+before an argument, so that a GPU script runs on a laptop unchanged (`places.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import PlatformError
+from unisono.launch.platform import FIELDS, OLD_NAMES
+
+FILE_NAME = "unisono.toml"
+RUN_NAMES = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs")
+"""Arguments of `run` itself."""
+_PREFIX = "UNISONO_"
+_NOT_FROM_TEXT = ("upon_finish", "upon_error")
+NAMES = frozenset((*RUN_NAMES, *FIELDS, *OLD_NAMES)).difference(_NOT_FROM_TEXT)
+"""What a file may set."""
+_WORDS = frozenset(
+    "on logs name device partition spawn_method ipc_protocol master_addr backend console_logs "
+    "stack_signal submitter mpiexec".split()
+)
+"""Settings whose variable is taken as it is, not as a TOML value."""
+_READ_ELSEWHERE = frozenset(
+    "ALGO ALGO_FILE BACKEND CHECK CONFIG DETECT FORCE_ON HOST_ID JOB_DIR REQUIRE RESTART RUN_ID "
+    "SERVER_IDLE_S STDIN_RANK TEST_KILL TIMEOUT_S TRACE".split()
+)
+"""Variables with a meaning of their own; UNISONO_TIMEOUT_S is the deadline of collectives."""
+_FAMILIES = ("SHM_", "MPI_", "TEST_", "SLURM_")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value and where it came from."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """All settings that were found."""
+
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """`on="NAME"` -> fields of its platform."""
+    path: Path | None = None
+    """The file, if there is one."""
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return the value of a setting."""
+        return self.settings[name].value if name in self.settings else default
+
+    def fields(self) -> dict[str, Any]:
+        """Return those settings that are fields of a platform (and not arguments of `run`)."""
+        return {n: s.value for n, s in self.settings.items() if n not in (*RUN_NAMES, "device")}
+
+
+def read_configuration(
+    env: Mapping[str, str] | None = None, directory: Path | None = None
+) -> Configuration:
+    """Read the file and the variables in force for this process, in this directory."""
+    env = os.environ if env is None else env
+    path = find_file(env, Path.cwd() if directory is None else directory)
+    run, profiles = _read_file(path) if path is not None else ({}, {})
+    settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
+    settings |= _read_variables(env)
+    return Configuration(settings, profiles, path)
+
+
+def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
+    """Return the file: what `UNISONO_CONFIG` says, else the nearest one upwards.
+
+    The search ends at a directory with `.git`, which is where a project ends.
+    """
+    if named := env.get("UNISONO_CONFIG"):
+        path = Path(named)
+        if not path.is_file():
+            raise PlatformError.because(
+                f"UNISONO_CONFIG={named}", "no such file", None, "unset UNISONO_CONFIG"
+            )
+        return path
+    for folder in (directory, *directory.parents):
+        if (folder / FILE_NAME).is_file():
+            return folder / FILE_NAME
+        if (folder / ".git").exists():
+            return None
+    return None
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlatformError.because(f"the settings in {path}", f"{error}") from error
+    _check_keys(content, ("run", "platform"), str(path), "tables")
+    run = _table(content.get("run", {}), f"[run] of {path}")
+    _check_keys(run, NAMES, f"[run] of {path}", "settings")
+    profiles: dict[str, dict[str, Any]] = {}
+    for name, entries in _table(content.get("platform", {}), f"[platform] of {path}").items():
+        where = f"[platform.{name}] of {path}"
+        profile = _table(entries, where)
+        _check_keys(profile, FIELDS | set(OLD_NAMES), where, "fields")
+        if "device" not in profile:
+            raise PlatformError.because(
+                where, "no device in it", None, 'device = "cpu" (or "gpu", "slurm", ...)'
+            )
+        profiles[name] = profile
+    return run, profiles
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise PlatformError.because(where, f"{value!r} where a table is expected")
+    return value
+
+
+def _check_keys(found: Mapping[str, Any], known: Any, where: str, what: str) -> None:
+    for key in found:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise PlatformError.because(
+                f"{key} in {where}",
+                f"{what} are {', '.join(sorted(known))}",
+                None,
+                f"did you mean {near[0]}?" if near else None,
+            )
+
+
+def _read_variables(env: Mapping[str, str]) -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for variable, text in sorted(env.items()):
+        if not variable.startswith(_PREFIX):
+            continue
+        word = variable.removeprefix(_PREFIX)
+        if word in _READ_ELSEWHERE or word.startswith(_FAMILIES):
+            continue
+        name = word.lower()
+        if name in NAMES:
+            found[name] = Setting(_value(name, text, variable), variable)
+            continue
+        known = [_PREFIX + n.upper() for n in sorted(NAMES)]
+        near = difflib.get_close_matches(variable, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        warnings.warn(f"{variable} means nothing to unisono{hint}", RuntimeWarning, stacklevel=3)
+    return found
+
+
+def _value(name: str, text: str, variable: str) -> Any:
+    if name in _WORDS:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise PlatformError.because(
+            f"{variable}={text}", f"not a TOML value: {error}", None, f"{variable}=2, true or [1, 2]"
+        ) from error

@@ -1,0 +1,120 @@
+"""From what `on` says to a checked platform: a word, a profile, a `Device` or a `Platform`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.errors import PlatformError
+from unisono.launch import accelerators
+from unisono.launch.configuration import Configuration
+from unisono.launch.device import Device
+from unisono.launch.platform import Platform
+
+PLACES = ("cpu", "gpu", "mps", "inline")
+"""Places where this release starts ranks."""
+PLANNED_PLACES = ("mpi", "slurm")
+DEFAULT_RANKS = {"cpu": 2, "mps": 1, "inline": 1}
+
+
+def resolve(
+    on: str | Device | Platform | None,
+    *,
+    ranks: int | None,
+    nodes: int | None,
+    configuration: Configuration,
+) -> tuple[str, Platform]:
+    """Return the place and a private, checked platform.
+
+    Args:
+        on: what the caller, a file or a variable says; None chooses.
+        ranks: number of ranks over all nodes, where the caller says it.
+        nodes: number of nodes, where the caller says it.
+        configuration: settings for the fields that the caller leaves open.
+    """
+    forced = os.environ.get("UNISONO_FORCE_ON")
+    if isinstance(on, Platform):
+        platform = on.copy()
+        platform.fill(configuration.fields())
+        place = platform.kind.value
+        if forced:
+            place = _force(platform, forced)
+    else:
+        place, platform = _from_word(forced or on, configuration, ranks)
+    if ranks is not None:
+        platform.ranks = ranks
+    if nodes is not None:
+        platform.n_nodes = nodes
+    check_place(place)
+    platform.validate()
+    if place == "inline" and platform.world_size > 1:
+        raise PlatformError.because(
+            f'unisono.run(..., on="inline", ranks={platform.world_size})',
+            "one process, this one",
+            f"{platform.world_size} ranks > 1 process",
+            f'on="cpu", ranks={platform.world_size}',
+        )
+    return place, platform
+
+
+def _force(platform: Platform, forced: str) -> str:
+    """Put the platform on another device with as many ranks as it had; return the new place."""
+    size = platform.world_size
+    platform.device = Device.from_str(forced)
+    platform.n_nodes = 1
+    if platform.world_size != size:
+        platform.ranks = size
+    return platform.kind.value
+
+
+def _from_word(
+    on: str | Device | None, configuration: Configuration, ranks: int | None
+) -> tuple[str, Platform]:
+    word = on.value if isinstance(on, Device) else on
+    given: Mapping[str, Any] = configuration.fields()
+    if word is None or word == "auto":
+        word = "gpu" if accelerators.visible_gpus() else "cpu"
+    elif isinstance(word, str) and word in configuration.profiles:
+        given = {**given, **configuration.profiles[word]}
+        word = Device.from_str(given["device"]).value
+    if word == "inline":
+        return word, Platform.of_place("cpu", {"ranks": ranks or 1})
+    if word not in (*PLACES, *PLANNED_PLACES):
+        word = _known(word, configuration)
+    platform = Platform.of_place(word, {**given, "device": word})
+    is_counted = ranks is not None or platform.ranks is not None
+    if platform.kind is Device.GPU and not platform.is_explicit("n_gpus_per_node"):
+        platform.n_gpus_per_node = max(1, accelerators.visible_gpus())
+    elif not is_counted and word in DEFAULT_RANKS:
+        counts = ("n_gpus_per_node", "n_cpus_per_node")
+        if not any(platform.is_explicit(name) for name in counts):
+            platform.ranks = DEFAULT_RANKS[word]
+    return word, platform
+
+
+def _known(word: object, configuration: Configuration) -> str:
+    """Return the usual spelling of a place, or explain which there are."""
+    if isinstance(word, str) and word.strip().lower() in ("cuda", *PLACES, *PLANNED_PLACES):
+        return Device.from_str(word).value
+    places = [*PLACES, *configuration.profiles]
+    near = difflib.get_close_matches(str(word), (*places, *PLANNED_PLACES, "auto"), n=1)
+    raise PlatformError.because(
+        f"unisono.run(..., on={word!r})",
+        f"this release starts ranks on: {', '.join(map(repr, places))}",
+        None,
+        f"did you mean on={near[0]!r}?" if near else 'on="cpu"',
+    )
+
+
+def check_place(place: str) -> None:
+    """Raise `PlatformError` if this release starts no ranks there."""
+    if place in PLANNED_PLACES:
+        raise PlatformError.because(
+            f"unisono.run(..., on={place!r})",
+            f"this release starts ranks on: {', '.join(map(repr, PLACES))} "
+            f"({', '.join(map(repr, PLANNED_PLACES))} are planned)",
+            None,
+            'on="cpu" rehearses the same function on processes; under torchrun it joins that world',
+        )
