@@ -64,19 +64,22 @@ def rounds_for(nbytes: int, quick: bool) -> int:
     """Fewer rounds where one takes long."""
     if quick:
         return 3
-    return 40 if nbytes <= 100 * KB else 25 if nbytes <= MB else 15 if nbytes <= 10 * MB else 7
+    return 25 if nbytes <= MB else 15 if nbytes <= 10 * MB else 7
 
 
-def measure(comm: Communicator, candidates: dict[str, Candidate], rounds: int) -> dict[str, float]:
-    """Return the median over rounds of the slowest rank's time, candidates in turns."""
+def measure(
+    comm: Communicator, candidates: dict[str, Candidate], rounds: int, repeats: int = 1
+) -> dict[str, float]:
+    """Return the median over rounds of the slowest rank's time per call, candidates in turns."""
     times = torch.zeros(rounds + 2, len(candidates), dtype=torch.float64)
     for i in range(rounds + 2):
         for j, candidate in enumerate(candidates.values()):
             candidate.before()
             comm.barrier()
             start = time.perf_counter()
-            candidate.run()
-            times[i, j] = time.perf_counter() - start
+            for _ in range(repeats):
+                candidate.run()
+            times[i, j] = (time.perf_counter() - start) / repeats
     slowest = comm.all_reduce(times, "max")[2:]
     return {name: statistics.median(slowest[:, j].tolist()) for j, name in enumerate(candidates)}
 
@@ -111,7 +114,8 @@ def sweep(sizes: tuple[int, ...], quick: bool, also: tuple[str, ...]) -> list[Po
             candidates["zero-copy"] = Candidate(
                 call(verb, shared, groups["shm"]), lambda x=shared: x.fill_(1.0)
             )
-            for name, seconds in measure(comm, candidates, rounds_for(nbytes, quick)).items():
+            rounds, repeats = rounds_for(nbytes, quick), 10 if nbytes <= 100 * KB else 1
+            for name, seconds in measure(comm, candidates, rounds, repeats).items():
                 points.append(Point(comm.size, verb, nbytes, name, seconds))
     return points
 
@@ -142,6 +146,7 @@ def special_cases(quick: bool) -> list[Row]:
             "sync": Candidate(lambda: dist.all_reduce(x, group=shm)),
         },
         rounds_for(KB, quick),
+        repeats=10,
     )
     rows.append(
         Row("async all_reduce 1 KB and wait, 2 ranks", found["async"], found["sync"], "sync", 4.0)
