@@ -1,13 +1,46 @@
 """The same function, anywhere: start ranks, watch them, bring back what they return.
 
-`run` is the front door. Starting this package imports neither torch nor numpy.
+`run` is the front door, `submit` the one that does not wait; `Wrapper` and `wrapper` speak DDPW.
+Starting this package imports neither torch nor numpy.
 """
 
 from __future__ import annotations
 
+from unisono.launch.device import Device
 from unisono.launch.existing import world
+from unisono.launch.io import IO
+from unisono.launch.job import Job, dry_run, submit
 from unisono.launch.logs import Logs
+from unisono.launch.platform import Platform
 from unisono.launch.results import Results
 from unisono.launch.run import run
+from unisono.launch.stopping import (
+    job_dir,
+    requeue,
+    restart_count,
+    should_stop,
+    simulate_preemption,
+)
+from unisono.launch.warm import shutdown
+from unisono.launch.wrapping import Wrapper, wrapper
 
-__all__ = ["Logs", "Results", "run", "world"]
+__all__ = [
+    "IO",
+    "Device",
+    "Job",
+    "Logs",
+    "Platform",
+    "Results",
+    "Wrapper",
+    "dry_run",
+    "job_dir",
+    "requeue",
+    "restart_count",
+    "run",
+    "should_stop",
+    "shutdown",
+    "simulate_preemption",
+    "submit",
+    "world",
+    "wrapper",
+]

@@ -11,16 +11,16 @@ import io
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from unisono.launch.conventions import Convention
+from unisono.launch.here import Here, here
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
 
 if TYPE_CHECKING:
     from unisono.comm import Communicator
-
-T = TypeVar("T")
 
 
 def is_in_world() -> bool:
@@ -48,7 +48,9 @@ def world(*, timeout_s: float | None = None) -> Communicator:
     if not _is_initialized() and (environment := detect()).is_world:
         start_world(environment)
         atexit.register(_leave)
-    return communicator.world(timeout_s=timeout_s)
+    comm = communicator.world(timeout_s=timeout_s)
+    me = here()
+    return comm if me is None or me.device == comm.device else comm.with_device(me.device)
 
 
 def _is_initialized() -> bool:
@@ -64,8 +66,8 @@ def _leave() -> None:
         stop_world()
 
 
-def run_here(fn: Callable[..., T], request: Request) -> Results[T]:
-    """Call `fn` on this rank of the world it is in; collective over that world."""
+def run_here(request: Request, convention: Convention) -> Results[Any]:
+    """Call the function on this rank of the world it is in; collective over that world."""
     from unisono.comm.failures import post_failure
 
     begin = time.perf_counter()
@@ -77,7 +79,7 @@ def run_here(fn: Callable[..., T], request: Request) -> Results[T]:
         )
     ready = time.perf_counter()
     try:
-        value = fn(*request.args, **request.kwargs)
+        value = convention.call(request.fn, request.args, request.kwargs, _place(comm, request))
     except BaseException as error:
         post_failure(error)
         raise
@@ -93,6 +95,22 @@ def run_here(fn: Callable[..., T], request: Request) -> Results[T]:
         platform=comm.backend,
         wall_s=wall_s,
         start_s=ready - begin,
+    )
+
+
+def _place(comm: Communicator, request: Request) -> Here:
+    """Return what the task is told of this rank: what our launcher knows, else the world itself."""
+    known = here()
+    if known is not None:
+        return replace(known, platform=request.platform)
+    from unisono.comm.environment import detect
+
+    return Here(
+        rank=comm.rank,
+        local_rank=detect().local_rank,
+        platform=request.platform,
+        device=comm.device,
+        group=comm.process_group(),
     )
 
 

@@ -12,6 +12,7 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,13 +26,19 @@ class Stopped(BaseException):
 class Lifeline:
     """Reads the launcher's orders in a thread of its own."""
 
-    def __init__(self, control_fd: int) -> None:
+    def __init__(self, control_fd: int, on_request: Callable[[], None]) -> None:
         self._fd = control_fd
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._stop_ordered = threading.Event()
         self._leaving = False
+        self._on_request = on_request
         threading.Thread(target=self._read_orders, name="unisono-lifeline", daemon=True).start()
         signal.signal(signal.SIGTERM, self._on_term)
+
+    def take(self, signals: Sequence[str]) -> None:
+        """Treat these signals as a request to stop, too."""
+        for name in signals:
+            signal.signal(signal.Signals[name], self._on_term)
 
     def wait_for(self, key: str, *, timeout_s: float) -> Any:
         """Return the value of the next order that has `key`; raise `queue.Empty` after a while."""
@@ -56,14 +63,16 @@ class Lifeline:
             kill_own_group()
         self._orders.put({"stop": True})
 
-    def _on_term(self, signum: int, _frame: FrameType | None) -> None:
-        """Raise `Stopped` if the launcher asked for the end, else end as the signal means."""
+    def _on_term(self, _signum: int, _frame: FrameType | None) -> None:
+        """Raise `Stopped` if the launcher asked for the end; else note that somebody wants it.
+
+        Whoever sends TERM to a rank (a scheduler, `simulate_preemption`) gives it time to save.
+        """
         if self._leaving:
             return
         if self._stop_ordered.wait(_NOTICE_S):
             raise Stopped
-        signal.signal(signum, signal.SIG_DFL)
-        signal.raise_signal(signum)
+        self._on_request()
 
 
 def kill_own_group() -> None:

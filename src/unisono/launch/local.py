@@ -5,76 +5,153 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from unisono.launch.console import Console
-from unisono.launch.cores import threads_per_rank, usable_cores
-from unisono.launch.process import start_rank
+from unisono.launch.platform import Platform
+from unisono.launch.process import ForkedRank, Pipes, RankProcess, spawn_rank
 from unisono.launch.rank import Job
 from unisono.launch.supervise import Outcome, Supervisor
+from unisono.launch.warm import ServerGone, get_server, shutdown, why_not
+
+_ANSWER_S = 120.0
+"""Longest wait for the warm server, which may have to load torch first."""
+_MISLEADING = ("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_local(
     job: Job,
     *,
-    ranks: int,
     console: Console,
     job_dir: Path,
     timeout_s: float | None,
     attempt: int = 0,
-    grace_s: float = 1.0,
+    on_start: Callable[[Supervisor], None] | None = None,
 ) -> Outcome:
-    """Run `job` on `ranks` processes of this host; return what they returned, or raise.
+    """Run `job` on processes of this host; return what they returned, or raise.
 
-    Whatever happens, no process, descriptor or thread of the run is left when this returns.
+    Whatever happens, no rank, descriptor or thread of the run is left when this returns; the warm
+    server stays. `on_start` is given the supervisor before ranks are started.
     """
+    platform = job.platform
     run_id = secrets.token_hex(8)
     supervisor = Supervisor(
         console,
-        start_timeout_s=job.start_timeout_s,
+        start_timeout_s=platform.start_timeout_s,
         timeout_s=timeout_s,
-        grace_s=grace_s,
+        grace_s=platform.grace_s,
         job_dir=job_dir,
         attempt=attempt,
+        stack_signal=signal.Signals[platform.stack_signal],
     )
     with supervisor, _payload(job) as payload_fd:
-        for rank in range(ranks):
-            env = rank_environment(
-                os.environ, rank=rank, ranks=ranks, run_id=run_id, job_dir=job_dir, attempt=attempt
-            )
-            if (width := console.width()) is not None:
-                env |= {"COLUMNS": str(width), "LINES": "24"}
+        if on_start is not None:
+            on_start(supervisor)
+        own = [
+            own_variables(platform, rank=rank, run_id=run_id, job_dir=job_dir, attempt=attempt)
+            for rank in range(platform.world_size)
+        ]
+        ranks = _forked(platform, own, payload_fd, job_dir)
+        for rank, variables in enumerate(own):
             supervisor.watch(
-                start_rank(rank, ranks, payload_fd=payload_fd, env=env, job_dir=job_dir)
+                ranks[rank]
+                if ranks
+                else spawn_rank(
+                    rank,
+                    len(own),
+                    payload_fd=payload_fd,
+                    env={**job.setting.environment, **variables},
+                    job_dir=job_dir,
+                )
             )
         return supervisor.until_all_returned()
 
 
-def rank_environment(
-    base: Mapping[str, str], *, rank: int, ranks: int, run_id: str, job_dir: Path, attempt: int
+def common_variables(
+    base: Mapping[str, str], platform: Platform, console: Console
 ) -> dict[str, str]:
-    """Return `base` with what tells a rank of this host its place and its share of the cores.
+    """Return `base` with what all ranks of this host get: their share of the cores, their width.
 
-    What would tell it of another world is left out.
+    What would tell them of another world is left out.
     """
-    misleading = ("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT")
-    return {
+    variables = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each lost connection prints a C++ stack
-        "OMP_NUM_THREADS": str(threads_per_rank(ranks, usable_cores())),
-        **{name: value for name, value in base.items() if name not in misleading},
+        "OMP_NUM_THREADS": str(platform.cpus_per_rank),
+        **{name: value for name, value in base.items() if name not in _MISLEADING},
+        **(platform.env or {}),
+    }
+    if (width := console.width()) is not None:
+        variables |= {"COLUMNS": str(width), "LINES": "24"}
+    return variables
+
+
+def own_variables(
+    platform: Platform, *, rank: int, run_id: str, job_dir: Path, attempt: int
+) -> dict[str, str]:
+    """Return what tells one rank of this host its place."""
+    size = str(platform.world_size)
+    return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": size,
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": size,
         "NODE_RANK": "0",
         "UNISONO_RUN_ID": run_id,
         "UNISONO_JOB_DIR": str(job_dir),
         "UNISONO_RESTART": str(attempt),
     }
+
+
+def _forked(
+    platform: Platform, own: Sequence[Mapping[str, str]], payload_fd: int, job_dir: Path
+) -> Sequence[RankProcess]:
+    """Return ranks forked by the warm server; none of them where fresh interpreters are needed."""
+    if why_not(platform.spawn_method) is not None:
+        return ()
+    for _ in range(2):  # a server may have left, idle, at this very moment
+        ranks: list[ForkedRank] = []
+        try:
+            for rank, variables in enumerate(own):
+                ranks.append(_fork_rank(rank, variables, payload_fd, job_dir))
+            refusals = [why for rank in ranks if (why := rank.confirm(_ANSWER_S)) is not None]
+        except ServerGone:
+            refusals = ["the server is gone"]
+        except BaseException:
+            _give_up(ranks)
+            raise
+        if not refusals:
+            return ranks
+        _give_up(ranks)
+        shutdown()
+    return ()
+
+
+def _fork_rank(
+    rank: int, variables: Mapping[str, str], payload_fd: int, job_dir: Path
+) -> ForkedRank:
+    pipes = Pipes.open(rank, job_dir)
+    status_read, status_write = os.pipe()
+    try:
+        get_server().fork(variables, (payload_fd, *pipes.theirs, status_write))
+    except BaseException:
+        pipes.close_ours()
+        os.close(status_read)
+        raise
+    finally:
+        pipes.close_theirs()
+        os.close(status_write)
+    return ForkedRank(rank, status_read, pipes)
+
+
+def _give_up(ranks: Sequence[ForkedRank]) -> None:
+    """Let go of ranks that are not wanted; one that was started ends when its pipe closes."""
+    for rank in ranks:
+        rank.close()
 
 
 @contextmanager

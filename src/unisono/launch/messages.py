@@ -67,7 +67,20 @@ class Failed:
     """Innermost line of the user's code, as `file.py:12 in step`."""
 
 
-Message = Hello | Address | Ready | Returned | Failed
+@dataclass(frozen=True, kw_only=True)
+class Requeued:
+    """The function has saved what it needs and asks for another attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preempt:
+    """The function asks for a stop signal, to rehearse one."""
+
+    rank: int
+    """Who shall get it."""
+
+
+Message = Hello | Address | Ready | Returned | Failed | Requeued | Preempt
 
 
 def send_message(fd: int, message: Message) -> None:

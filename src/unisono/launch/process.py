@@ -1,14 +1,21 @@
-"""One rank as its launcher sees it: a process, its pipes, its log, and how it ended."""
+"""One rank as its launcher sees it: a process, its pipes, its log, and how it ended.
+
+`SpawnedRank` is a fresh interpreter, a child of ours; `ForkedRank` was forked by the warm server,
+which tells how it ended.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -22,25 +29,80 @@ _BOOTSTRAP = (
 )
 
 
-@dataclass(eq=False, kw_only=True)
-class RankProcess:
-    """A rank that was started, with everything it has said so far."""
+@dataclass(frozen=True)
+class Pipes:
+    """The descriptors that connect a launcher with one rank."""
 
-    rank: int
-    process: subprocess.Popen[bytes]
-    report_fd: int
-    control_fd: int
+    report: tuple[int, int]
+    control: tuple[int, int]
+    stdout: tuple[int, int]
+    stderr: tuple[int, int]
     log: IO[bytes]
     stack_path: Path
-    pidfd: int | None
-    hello: Hello | None = None
-    is_ready: bool = False
-    returned: Returned | None = None
-    failed: Failed | None = None
-    failed_at: float = 0.0
-    exit_code: int | None = None
-    peak_mb: float | None = None
-    _reader: MessageReader = field(default_factory=MessageReader)
+
+    @classmethod
+    def open(cls, rank: int, job_dir: Path) -> Pipes:
+        """Make the pipes and the log of `rank`."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        log = os.fdopen(os.open(job_dir / f"rank-{rank}.log", flags, 0o600), "ab", buffering=0)
+        return cls(
+            os.pipe(), os.pipe(), os.pipe(), os.pipe(), log, job_dir / f"rank-{rank}.stack"
+        )
+
+    @property
+    def theirs(self) -> tuple[int, int, int, int]:
+        """The rank's ends: report, control, stdout, stderr."""
+        return self.report[1], self.control[0], self.stdout[1], self.stderr[1]
+
+    def close_theirs(self) -> None:
+        """Close the rank's ends in this process, so that its end can be noticed."""
+        for fd in self.theirs:
+            os.close(fd)
+
+    def close_ours(self) -> None:
+        """Close our ends."""
+        self.log.close()
+        for fd in (self.report[0], self.control[1], self.stdout[0], self.stderr[0]):
+            os.close(fd)
+
+
+class RankProcess(ABC):
+    """A rank that was started, with everything it has said so far."""
+
+    def __init__(self, rank: int, pid: int, pipes: Pipes) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.pipes = pipes
+        self.log = pipes.log
+        self.stack_path = pipes.stack_path
+        self.hello: Hello | None = None
+        self.is_ready = False
+        self.returned: Returned | None = None
+        self.is_requeued = False
+        self.failed: Failed | None = None
+        self.failed_at = 0.0
+        self.exit_code: int | None = None
+        self.peak_mb: float | None = None
+        self._reader = MessageReader()
+
+    @property
+    @abstractmethod
+    def end_fd(self) -> int | None:
+        """A descriptor that becomes readable when the process has ended, where there is one."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Wait for the end of the process, end its group, and keep its status."""
+
+    @property
+    def report_fd(self) -> int:
+        """Where its messages come."""
+        return self.pipes.report[0]
+
+    @property
+    def output_fds(self) -> tuple[int, int]:
+        """Where its stdout and its stderr come."""
+        return self.pipes.stdout[0], self.pipes.stderr[0]
 
     @property
     def is_running(self) -> bool:
@@ -48,9 +110,14 @@ class RankProcess:
         return self.exit_code is None
 
     @property
+    def is_done(self) -> bool:
+        """Whether its function has come to a good end: it returned, or asked to be requeued."""
+        return self.returned is not None or self.is_requeued
+
+    @property
     def is_bad(self) -> bool:
         """Whether it failed, or ended without a result."""
-        return self.failed is not None or (not self.is_running and self.returned is None)
+        return self.failed is not None or (not self.is_running and not self.is_done)
 
     def read_messages(self) -> list[Message] | None:
         """Return the messages that have come; None when the rank can send no more."""
@@ -62,84 +129,124 @@ class RankProcess:
     def order(self, **order: object) -> None:
         """Send the rank an order. If it has gone, its exit status tells more than this could."""
         with suppress(OSError):
-            send_order(self.control_fd, **order)
+            send_order(self.pipes.control[1], **order)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the rank alone."""
+        if self.is_running:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and all it started in its process group."""
         if self.is_running:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, number)
+                os.killpg(self.pid, number)
 
-    def has_ended(self) -> bool:
-        """Whether the process has ended, without collecting it."""
-        with suppress(ChildProcessError):
-            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self.process.pid, options) is not None
-        return True
+    def close(self) -> None:
+        """Close all descriptors."""
+        self.pipes.close_ours()
+        if self.end_fd is not None:
+            os.close(self.end_fd)
+
+
+class SpawnedRank(RankProcess):
+    """A rank in an interpreter of its own."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], pipes: Pipes) -> None:
+        super().__init__(rank, process.pid, pipes)
+        self._process = process
+        self._pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+
+    @property
+    def end_fd(self) -> int | None:
+        """The process descriptor, where the system has such a thing."""
+        return self._pidfd
 
     def collect(self) -> None:
         """Wait for the end of the process, end its group, and keep its status."""
         with suppress(ChildProcessError):
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         # While the leader is a zombie its number is not given away: the group is still ours.
         self.signal_group(signal.SIGKILL)
         try:
-            _, status, usage = os.wait4(self.process.pid, 0)
+            _, status, usage = os.wait4(self.pid, 0)
         except ChildProcessError:  # somebody else in this process collected it
-            self.exit_code = self.process.wait()
+            self.exit_code = self._process.wait()
         else:
-            self.exit_code = self.process.returncode = os.waitstatus_to_exitcode(status)
+            self.exit_code = self._process.returncode = os.waitstatus_to_exitcode(status)
             self.peak_mb = usage.ru_maxrss / 1024
 
-    def close(self) -> None:
-        """Close all descriptors."""
-        for pipe in (self.process.stdout, self.process.stderr, self.log):
-            if pipe is not None:
-                pipe.close()
-        for fd in (self.report_fd, self.control_fd, self.pidfd):
-            if fd is not None:
-                os.close(fd)
+
+class ForkedRank(RankProcess):
+    """A rank that the warm server has forked; news of its process come on a pipe of its own."""
+
+    def __init__(self, rank: int, status_fd: int, pipes: Pipes) -> None:
+        super().__init__(rank, 0, pipes)
+        self._status_fd = status_fd
+        self._rest = b""
+
+    @property
+    def end_fd(self) -> int:
+        """The pipe on which the server tells of the end."""
+        return self._status_fd
+
+    def confirm(self, timeout_s: float) -> str | None:
+        """Wait until the server has forked the rank; return why not, if it has not."""
+        word, *rest = self._next_line(timeout_s) or ["refused", "the server did not answer"]
+        if word == "started":
+            self.pid = int(rest[0])
+            return None
+        return " ".join(rest)
+
+    def collect(self) -> None:
+        """Wait until the server has told of the end of the process, whose group it ends."""
+        line = self._next_line(None)
+        if line is None:  # the server is gone, and its ranks with it
+            self.exit_code = -signal.SIGKILL
+        else:
+            self.exit_code, self.peak_mb = int(line[1]), float(line[2])
+
+    def _next_line(self, timeout_s: float | None) -> list[str] | None:
+        """Return the words of the next line of news; None at the end, or when it takes too long."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not select.select([self._status_fd], [], [], left)[0]:
+                return None
+            data = read_available(self._status_fd)
+            if data == b"":
+                return None
+            self._rest += data or b""
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode().split(" ")
 
 
-def start_rank(
+def spawn_rank(
     rank: int, ranks: int, *, payload_fd: int, env: Mapping[str, str], job_dir: Path
-) -> RankProcess:
+) -> SpawnedRank:
     """Start a fresh interpreter as `rank`, leader of its own process group."""
-    log_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    log = os.fdopen(os.open(job_dir / f"rank-{rank}.log", log_flags, 0o600), "ab", buffering=0)
-    report_read, report_write = os.pipe()
-    control_read, control_write = os.pipe()
-    inherited = (payload_fd, report_write, control_read)
+    pipes = Pipes.open(rank, job_dir)
+    report_fd, control_fd, stdout_fd, stderr_fd = pipes.theirs
+    inherited = (payload_fd, report_fd, control_fd)
     flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
     label = f"unisono rank {rank} of {ranks}"
     try:
         process = subprocess.Popen(
             [sys.executable, *flags, "-c", _BOOTSTRAP, label, *map(str, inherited)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
+            stdout=stdout_fd,
+            stderr=stderr_fd,
             pass_fds=inherited,
             env=env,
             process_group=0,
         )
     except BaseException:
-        log.close()
-        os.close(report_read)
-        os.close(control_write)
+        pipes.close_ours()
         raise
     finally:
-        os.close(report_write)
-        os.close(control_read)
-    return RankProcess(
-        rank=rank,
-        process=process,
-        report_fd=report_read,
-        control_fd=control_write,
-        log=log,
-        stack_path=job_dir / f"rank-{rank}.stack",
-        pidfd=os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None,
-    )
+        pipes.close_theirs()
+    return SpawnedRank(rank, process, pipes)
 
 
 def read_available(fd: int) -> bytes | None:

@@ -1,32 +1,43 @@
 """The life of one rank: come up, join the world, call the function, report, leave.
 
-Runs in a fresh interpreter that `launch.local` starts. It never runs the user's main script again:
-the function comes by pickle.
+Runs in a fresh interpreter or in a fork of the warm server. It never runs the user's main script
+again: the function comes by pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import pickle
 import queue
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from unisono.launch.lifeline import Lifeline, Stopped
-from unisono.launch.messages import Address, Failed, Hello, Ready, Returned, send_message
+from unisono.errors import PlatformError, Requeue
+from unisono.launch.conventions import Convention
+from unisono.launch.here import Here
+from unisono.launch.lifeline import Lifeline, Stopped, kill_own_group
+from unisono.launch.messages import Address, Failed, Hello, Ready, Requeued, Returned, send_message
 from unisono.launch.payload import dump_exception, dump_value, load_call
+from unisono.launch.platform import Platform
+from unisono.launch.setting import Setting
 from unisono.launch.stacks import is_user_file
+from unisono.launch.stopping import note_request
 
-STACK_SIGNAL = signal.SIGUSR1
-"""A rank that gets it writes the stacks of its threads to its stack file."""
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from unisono.launch.server import Assignment
+
 _LINGER_S = 30.0
 _OWN_DIR = Path(__file__).parent
 
@@ -39,12 +50,12 @@ class Job:
     """The launcher's `sys.argv`."""
     call: bytes
     """Function and arguments, pickled."""
-    start_timeout_s: float
-    """Deadline of the start."""
-    comm_timeout_s: float
-    """Deadline of each collective."""
-    backend: str | None
-    """Backend of the world; None chooses."""
+    convention: Convention
+    """How to call it."""
+    platform: Platform
+    """What was asked for."""
+    setting: Setting
+    """The launcher's surroundings."""
 
 
 def main() -> NoReturn:
@@ -52,15 +63,36 @@ def main() -> NoReturn:
     payload_fd, report_fd, control_fd = (int(word) for word in sys.argv[-3:])
     for fd in (payload_fd, report_fd, control_fd):
         os.set_inheritable(fd, False)
+    _, job = _read_payload(payload_fd)
+    _be(job, report_fd, control_fd)
+
+
+def live_as_forked(assignment: Assignment) -> NoReturn:
+    """Be a rank in a fork of the warm server: take over what the launcher is now, then live."""
+    from unisono.comm.tracing import start_from_environment
+    from unisono.launch.server import reseed
+
+    sys.path[:], job = _read_payload(assignment.payload_fd)
+    importlib.invalidate_caches()
+    job.setting.apply(assignment.own)
+    reseed()
+    start_from_environment()
+    _be(job, assignment.report_fd, assignment.control_fd)
+
+
+def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     stack_path = Path(os.environ["UNISONO_JOB_DIR"], f"rank-{os.environ['RANK']}.stack")
     stack_file = open(os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")  # noqa: SIM115, PTH123
-    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
-    lifeline = Lifeline(control_fd)
+    number = signal.Signals[job.platform.stack_signal]
+    faulthandler.register(number, file=stack_file, all_threads=True)
+    lifeline = Lifeline(control_fd, note_request)
+    lifeline.take(job.platform.stop_signals)
     send_message(report_fd, Hello(host=socket.gethostname()))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.breakpointhook = _refuse_breakpoint
     try:
-        _live(payload_fd, report_fd, lifeline)
+        _live(job, report_fd, lifeline)
         code = 0
     except Stopped:
         code = 128 + signal.SIGTERM
@@ -75,63 +107,105 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _live(payload_fd: int, report_fd: int, lifeline: Lifeline) -> None:
+def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
     """Join the world, call the function, send what it returned, and leave when all have."""
-    job = _read_job(payload_fd)
     sys.argv = list(job.argv)
-    _join_world(job, report_fd, lifeline)
+    here = _join_world(job, report_fd, lifeline)
     from unisono.comm.start import stop_world
 
     fn, args, kwargs = load_call(job.call)
+    job.setting.apply_filters()
+    _rehearse_death(here.rank)
     send_message(report_fd, Ready())
     begin = time.perf_counter()
-    value = fn(*args, **kwargs)
-    wall_s = time.perf_counter() - begin
-    send_message(report_fd, Returned(value=dump_value(value), wall_s=wall_s))
+    try:
+        value = job.convention.call(fn, args, kwargs, here)
+    except Requeue:
+        send_message(report_fd, Requeued())
+    else:
+        wall_s = time.perf_counter() - begin
+        send_message(report_fd, Returned(value=dump_value(value), wall_s=wall_s))
     lifeline.wait_for("finish", timeout_s=float(2**31))
     lifeline.leave()
     stop_world()
 
 
-def _read_job(payload_fd: int) -> Job:
-    """Read what follows the search path that the bootstrap has already taken."""
+def _read_payload(payload_fd: int) -> tuple[list[str], Job]:
+    """Return the launcher's search path and the job, and close the descriptor."""
     size = os.fstat(payload_fd).st_size
-    skip = 8 + int.from_bytes(os.pread(payload_fd, 8, 0), "little")
+    length = int.from_bytes(os.pread(payload_fd, 8, 0), "little")
+    search_path = os.fsdecode(os.pread(payload_fd, length, 8)).split("\0")
+    skip = 8 + length
     chunks: list[bytes] = []
     while skip < size:
         chunks.append(os.pread(payload_fd, size - skip, skip))
         skip += len(chunks[-1])
     os.close(payload_fd)
-    return pickle.loads(b"".join(chunks))
+    return search_path, pickle.loads(b"".join(chunks))
 
 
-def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> None:
+def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
     """Meet the other ranks: rank 0 tells the launcher its address, the others are told it."""
     import torch
 
     from unisono.comm.environment import detect
-    from unisono.comm.start import open_store, start_world
+    from unisono.launch.entering import enter_world
 
     torch.set_num_threads(_threads(os.environ["OMP_NUM_THREADS"]))
     environment = detect()
-    run_id = os.environ["UNISONO_RUN_ID"]
-    attempt = os.environ["UNISONO_RESTART"]
-    nonce = f"{run_id}/{attempt}"
+    platform = job.platform
+    nonce = f"{os.environ['UNISONO_RUN_ID']}/{os.environ['UNISONO_RESTART']}"
+    store: dist.Store | None = None
+    if platform.ipc_groups is not None:
+        if platform.ipc_protocol == "file":
+            import torch.distributed as dist
+
+            path = Path(os.environ["UNISONO_JOB_DIR"], f"store-{os.environ['UNISONO_RESTART']}")
+            store = dist.FileStore(str(path), environment.size)
+        else:
+            store, address = _meet(job, nonce, report_fd, lifeline)
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
+            platform.master_addr, platform.master_port = address
+    return enter_world(environment, platform, store=store, name=nonce, report_fd=report_fd)
+
+
+def _meet(
+    job: Job, nonce: str, report_fd: int, lifeline: Lifeline
+) -> tuple[dist.Store, tuple[str, int]]:
+    """Return the store of this world, and where it is."""
+    from unisono.comm.environment import detect
+    from unisono.comm.start import open_store
+
+    environment = detect()
+    timeout_s = job.platform.start_timeout_s
     if environment.rank == 0:
-        store = open_store(environment, timeout_s=job.start_timeout_s, nonce=nonce)
-        addr, port = "127.0.0.1", store.port  # pyright: ignore[reportAttributeAccessIssue]
+        asked = job.platform.master_addr
+        port = job.platform.master_port or 0
+        store = open_store(environment, addr=asked, port=port, timeout_s=timeout_s, nonce=nonce)
+        addr, port = asked or "127.0.0.1", store.port  # pyright: ignore[reportAttributeAccessIssue]
         send_message(report_fd, Address(addr=addr, port=port))
     else:
-        addr, port = lifeline.wait_for("master", timeout_s=job.start_timeout_s)
+        addr, port = lifeline.wait_for("master", timeout_s=timeout_s)
         environment = replace(environment, master=(addr, port))
-        store = open_store(environment, timeout_s=job.start_timeout_s, nonce=nonce)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = addr, str(port)
-    start_world(
-        environment,
-        backend=job.backend,
-        timeout_s=job.comm_timeout_s,
-        store=store,
-        name=nonce,
+        store = open_store(environment, timeout_s=timeout_s, nonce=nonce)
+    return store, (addr, port)
+
+
+def _rehearse_death(rank: int) -> None:
+    """Die later, if `UNISONO_TEST_KILL=rank:seconds` names this rank in its first attempt."""
+    who, _, seconds = os.environ.get("UNISONO_TEST_KILL", "").partition(":")
+    if who == str(rank) and os.environ["UNISONO_RESTART"] == "0":
+        timer = threading.Timer(float(seconds or 0), kill_own_group)
+        timer.daemon = True
+        timer.start()
+
+
+def _refuse_breakpoint(*_args: object, **_kwargs: object) -> NoReturn:
+    raise PlatformError.because(
+        f"breakpoint() in rank {os.environ['RANK']}",
+        "ranks have no terminal",
+        None,
+        'on="inline" runs the function in your own process, where a debugger works',
     )
 
 

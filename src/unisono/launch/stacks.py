@@ -12,7 +12,7 @@ from unisono.errors import compress_ranks
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _BOTTOM = re.compile(
-    r'(?:^\s*File "[^"]*unisono/launch/rank\.py", line \d+ in \w+\n)+'
+    r'(?:^\s*File "[^"]*unisono/launch/(?:rank|server|conventions)\.py", line \d+ in \w+\n)+'
     r'^\s*File "<string>", line 1 in <module>\n?',
     re.MULTILINE,
 )

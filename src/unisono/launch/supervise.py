@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,9 +20,17 @@ from pathlib import Path
 
 from unisono.launch import verdict
 from unisono.launch.console import Console, RankStream
-from unisono.launch.messages import Address, Failed, Hello, Message, Ready, Returned
+from unisono.launch.messages import (
+    Address,
+    Failed,
+    Hello,
+    Message,
+    Preempt,
+    Ready,
+    Requeued,
+    Returned,
+)
 from unisono.launch.process import RankProcess, read_available
-from unisono.launch.rank import STACK_SIGNAL
 from unisono.launch.stacks import outside_collectives, user_threads
 
 COLLECT_S = 0.25
@@ -38,10 +47,12 @@ DRAIN_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A world in which every rank returned."""
+    """A world in which every rank came to a good end."""
 
     values: Sequence[bytes]
     """Pickled return values, by rank."""
+    is_requeued: bool
+    """Whether the ranks asked for another attempt instead of returning."""
     hosts: Sequence[str]
     """Host of each rank."""
     start_s: float
@@ -62,6 +73,7 @@ class Supervisor:
         grace_s: float,
         job_dir: Path,
         attempt: int,
+        stack_signal: signal.Signals = signal.SIGUSR1,
     ) -> None:
         self._ranks: list[RankProcess] = []
         self._console = console
@@ -74,6 +86,11 @@ class Supervisor:
         self._streams: list[RankStream] = []
         self._began = time.monotonic()
         self._ready_at: float | None = None
+        self._stack_signal = stack_signal
+        self._questions: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._listen(self._wake_read, self._answer_questions)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -88,22 +105,45 @@ class Supervisor:
             for rank in self._ranks:
                 rank.close()
             self._selector.close()
+            wake_write, self._wake_write = self._wake_write, -1
+            os.close(wake_write)
+            os.close(self._wake_read)
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether all ranks have been ready."""
+        return self._ready_at is not None
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Have `question` called by the thread that supervises, soon. From any thread."""
+        self._questions.append(question)
+        with suppress(OSError):  # nobody supervises any more: no answer
+            os.write(self._wake_write, b".")
+
+    def stacks(self) -> dict[int, str]:
+        """Return the stacks of all ranks that answer; only in the thread that supervises."""
+        return self._stacks(self._ranks, DEADLINE_STACKS_S)
+
+    def _answer_questions(self) -> bool:
+        read_available(self._wake_read)
+        while self._questions:
+            self._questions.popleft()()
+        return True
 
     def watch(self, rank: RankProcess) -> None:
         """Begin to listen to a rank that was just started."""
         self._ranks.append(rank)
         self._listen(rank.report_fd, lambda: self._read_report(rank))
-        for number, pipe in enumerate((rank.process.stdout, rank.process.stderr)):
-            if pipe is not None:
-                stream = self._console.stream(rank.rank, number)
-                self._streams.append(stream)
-                self._listen(pipe.fileno(), self._output_reader(rank, pipe.fileno(), stream))
-        if rank.pidfd is not None:
-            self._listen(rank.pidfd, lambda: self._note_end(rank))
+        for number, fd in enumerate(rank.output_fds):
+            stream = self._console.stream(rank.rank, number)
+            self._streams.append(stream)
+            self._listen(fd, self._output_reader(rank, fd, stream))
+        if rank.end_fd is not None:
+            self._listen(rank.end_fd, lambda: self._note_end(rank))
 
     def until_all_returned(self) -> Outcome:
         """Return when every rank has returned and left; raise if one failed or time ran out."""
-        while not all(rank.returned for rank in self._ranks):
+        while not all(rank.is_done for rank in self._ranks):
             self._step(self._seconds_left())
             if any(rank.is_bad for rank in self._ranks):
                 raise self._failure()
@@ -114,6 +154,7 @@ class Supervisor:
         ready_at = self._ready_at or ended
         return Outcome(
             values=[rank.returned.value for rank in self._ranks if rank.returned],
+            is_requeued=any(rank.is_requeued for rank in self._ranks),
             hosts=[rank.hello.host for rank in self._ranks if rank.hello],
             start_s=ready_at - self._began,
             wall_s=ended - ready_at,
@@ -153,7 +194,7 @@ class Supervisor:
         messages = rank.read_messages()
         for message in messages or ():
             self._take(rank, message)
-        if messages is None and rank.pidfd is None:
+        if messages is None and rank.end_fd is None:
             self._note_end(rank)  # where the system cannot tell us of an exit in another way
         return messages is not None
 
@@ -171,6 +212,12 @@ class Supervisor:
                     self._ready_at = time.monotonic()
             case Returned():
                 rank.returned = message
+            case Requeued():
+                rank.is_requeued = True
+            case Preempt():
+                for other in self._ranks:
+                    if other.rank == message.rank:
+                        other.signal(signal.SIGTERM)
             case Failed():
                 rank.failed, rank.failed_at = message, time.monotonic()
                 rank.log.write(message.traceback.encode(errors="replace"))
@@ -216,7 +263,7 @@ class Supervisor:
         """Find out whose fault it is, stop all, and return the error."""
         self._step_until(lambda: all(rank.is_bad for rank in self._ranks), COLLECT_S)
         fates = self._fates()
-        unaware = [rank for rank in self._ranks if not rank.is_bad and not rank.returned]
+        unaware = [rank for rank in self._ranks if not rank.is_bad and not rank.is_done]
         stacks = self._stacks(unaware, STACKS_S)
         self._stop_all()
         self._kill_all()
@@ -234,7 +281,7 @@ class Supervisor:
             late = [rank.rank for rank in self._ranks if not rank.is_ready]
             deadline = f"not ready {self._start_timeout_s:g} s after the start"
         else:
-            late = [rank.rank for rank in self._ranks if not rank.returned]
+            late = [rank.rank for rank in self._ranks if not rank.is_done]
             deadline = f"not done within timeout_s={self._timeout_s:g}"
         stacks = self._stacks(self._ranks, DEADLINE_STACKS_S)
         fates = self._fates()
@@ -257,7 +304,7 @@ class Supervisor:
                 host=rank.hello.host if rank.hello else socket.gethostname(),
                 failed=rank.failed,
                 failed_at=rank.failed_at,
-                exit_code=None if rank.returned else rank.exit_code,
+                exit_code=None if rank.is_done else rank.exit_code,
                 peak_mb=rank.peak_mb,
             )
             for rank in self._ranks
@@ -273,8 +320,7 @@ class Supervisor:
         for rank in ranks:
             if rank.is_running and rank.hello:
                 begin[rank] = _size(rank.stack_path)
-                with suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, STACK_SIGNAL)
+                rank.signal(self._stack_signal)
         sizes = dict(begin)
 
         def all_written() -> bool:
@@ -308,7 +354,7 @@ class Supervisor:
         for rank in running:
             rank.collect()
         end = time.monotonic() + DRAIN_S
-        while self._selector.get_map() and time.monotonic() < end and self._step(0):
+        while time.monotonic() < end and self._step(0):
             pass
 
 
