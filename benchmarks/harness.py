@@ -1,7 +1,7 @@
 """What all benchmarks share: interleaved timing on ranks, one table, one page of results.
 
 Machines are shared and noisy, so nothing is judged in seconds: a case and its reference run in
-turns in the same processes, a round counts its slowest rank, and the figure is the ratio of medians.
+turns in the same processes, a round counts its slowest rank, the figure is the ratio of medians.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def publish(section: str, text: str, *, write: bool = True) -> None:
-    """Print `text` and put it under the heading `section` of RESULTS.md, replacing what is there."""
+    """Print `text` and put it under the heading `section` of RESULTS.md, in place of the old."""
     machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
     body = f"## {section}\n\nMeasured on {machine}.\n\n{text.strip()}\n"
     print(body)
