@@ -10,39 +10,75 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unisono import comm, errors, launch, operators, testing, topology
+    from unisono import comm, compat, errors, launch, operators, testing, topology
     from unisono.comm import Communicator
-    from unisono.launch import Logs, Results, run, world
+    from unisono.launch import (
+        Device,
+        Job,
+        Logs,
+        Platform,
+        Results,
+        Wrapper,
+        job_dir,
+        requeue,
+        restart_count,
+        run,
+        should_stop,
+        submit,
+        world,
+        wrapper,
+    )
     from unisono.topology import Mesh, Partition
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Communicator": "unisono.comm",
+    "Device": "unisono.launch",
+    "Job": "unisono.launch",
     "Logs": "unisono.launch",
+    "Platform": "unisono.launch",
+    "Wrapper": "unisono.launch",
+    "job_dir": "unisono.launch",
+    "requeue": "unisono.launch",
+    "restart_count": "unisono.launch",
+    "should_stop": "unisono.launch",
+    "submit": "unisono.launch",
+    "wrapper": "unisono.launch",
     "Results": "unisono.launch",
     "run": "unisono.launch",
     "world": "unisono.launch",
     "Mesh": "unisono.topology",
     "Partition": "unisono.topology",
 }
-_PACKAGES = ("comm", "errors", "launch", "operators", "testing", "topology")
+_PACKAGES = ("comm", "compat", "errors", "launch", "operators", "testing", "topology")
 
 __all__ = [
     "Communicator",
+    "Device",
+    "Job",
     "Logs",
     "Mesh",
     "Partition",
+    "Platform",
     "Results",
+    "Wrapper",
     "__version__",
     "comm",
+    "compat",
     "errors",
+    "job_dir",
     "launch",
     "operators",
+    "requeue",
+    "restart_count",
     "run",
+    "should_stop",
+    "submit",
     "testing",
     "topology",
     "world",
+    "wrapper",
 ]
 
 

@@ -125,11 +125,53 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "json:dump5"], "no 'dump5' in json"),
         (["run", "no_such_module:f"], "No module named 'no_such_module'"),
         (["run", "--console", "loud", "json:dumps", "--", "1"], "console='loud'"),
+        (["run", "--set", "sed=1", "json:dumps", "--", "1"], "did you mean seed?"),
+        (["run", "--env", "A", "json:dumps", "--", "1"], "--env NAME=value"),
+        (["run", "--nodes", "2", "json:dumps", "--", "1"], "torchrun"),
+        (["job", "status", "nothing-here"], "no such job"),
     ],
 )
 def test_bad_usage_is_exit_code_2_with_a_message(words, message, capsys):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_and_a_check_start_nothing(capsys):
+    words = ["json:dumps", "--", "1"]
+    assert main(["run", "--ranks", "2", "--dry-run", *words]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["rank", "0", "1"]
+    assert main(["run", "--ranks", "2", "--check", *words]) == 0
+    assert "2 ranks on cpu can be started" in capsys.readouterr().out
+
+
+def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path):
+    (tmp_path / "old.py").write_text(
+        "import os, torch\n"
+        "from ddpw import Platform, Wrapper\n"
+        "from ddpw import functional as DF\n"
+        "assert os.environ['MODE'] == 'x=y' and DF.has_batch_norm\n"
+        "def task(global_rank, local_rank, process_group, args):\n"
+        "    print('rank', global_rank, args, torch.initial_seed())\n"
+        "Wrapper(Platform(device='gpu', n_gpus=2, verbose=False)).start(task, ('a',))\n"
+    )
+    fields = ("--set", "seed=7", "--set", "seed_per_rank=False", "--env", "MODE=x=y")
+    # The script asks for GPUs, but it is in a world already, and that counts.
+    done = unisono_command("run", "--compat", "ddpw", *fields, "old.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] rank {r} ('a',) 7" for r in range(2)]
+
+
+def test_a_detached_job_is_followed_and_waited_for(tmp_path):
+    (tmp_path / "job.py").write_text("import unisono\nprint('at', unisono.world().rank)\n")
+    started = unisono_command("run", "--ranks", "2", "--detach", "job.py", cwd=tmp_path)
+    assert started.returncode == 0, started.stderr
+    name = started.stdout.strip()
+    waited = unisono_command("job", "wait", name, "--timeout-s", "60", cwd=tmp_path)
+    assert (waited.returncode, waited.stdout) == (0, "done\n")
+    logs = unisono_command("job", "logs", name, "--rank", "all", cwd=tmp_path)
+    assert logs.stdout == "[0] at 0\n[1] at 1\n"
+    status = unisono_command("job", "status", name, cwd=tmp_path)
+    assert status.stdout == "done, attempt 0\n"
 
 
 @pytest.mark.parametrize("words", [[], ["frobnicate"], ["run", "--ranks", "two", "x.py"]])

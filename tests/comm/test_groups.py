@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from unisono import Logs, run
 from unisono.comm import Communicator, groups, world
-from unisono.errors import MeshError, UnisonoError
+from unisono.errors import MeshError, RankFailed, UnisonoError
 
 
 def test_a_plain_process_is_a_world_of_one():
@@ -176,3 +177,9 @@ def test_a_communicator_travels_by_pickle_inside_its_world():
     back = pickle.loads(pickle.dumps(comm))
     assert back == comm
     assert back.group is comm.group
+
+
+def test_a_communicator_of_another_world_is_refused(tmp_path):
+    comm = world()
+    with pytest.raises((MeshError, RankFailed), match="inside the function"):
+        run(lambda: comm.size, ranks=2, logs=Logs(dir=tmp_path, console="none"))

@@ -349,6 +349,15 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.all_reduce([1, 2])
     with pytest.raises(UnisonoError, match="neither a tensor nor like"):
         comm.recv(None, 0) if comm.size > 1 else comm.broadcast(None)
+    with pytest.raises(MeshError, match=r"broadcast\(src=0.0\)\n  found: a float"):
+        comm.broadcast(x, 0.0)
+    for shape in ((-1,), "ab", (2.0,), 3):
+        with pytest.raises(PartitionError, match="none of them negative"):
+            comm.shared_buffer(shape)
+    with pytest.raises(UnisonoError, match=r"MB \* 1 = "):
+        comm.shared_buffer((10**9, 10**4))
+    with pytest.raises(UnisonoError, match="neither a tensor nor"):
+        comm.broadcast(None, like="x")
     with pytest.raises(MeshError, match="this is rank 0 itself"):
         comm.send(x, 0)
 
@@ -358,6 +367,8 @@ def test_blocks_that_do_not_fit_are_refused_on_all_ranks_alike():
     comm = world()
     with pytest.raises(PartitionError, match=r"rank 1: float32 rows of \[3\]"):
         comm.all_gather(torch.ones(2, 3 if comm.rank == 1 else 2))
+    with pytest.raises(PartitionError, match=r"rank 1: float32 rows of \[2\], joined along 1"):
+        comm.all_gather(torch.ones(2, 2), dim=min(comm.rank, 1))
     with pytest.raises(PartitionError, match="scatter"):
         comm.scatter(torch.ones(3) if comm.rank == 0 else None, 0, sizes=[1] * comm.size + [9])
     assert comm.all_reduce(torch.ones(1)).item() == comm.size

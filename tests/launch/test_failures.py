@@ -17,14 +17,15 @@ from unisono.errors import RankFailed, RankTimeout, RemoteError
 AT_ONCE_S = 4.0  # two seconds are promised; a loaded machine may take longer
 
 
-def fail(function, tmp_path, *, timeout_s=60.0, ranks=2):
+def fail(function, tmp_path, *, timeout_s=60.0, ranks=2, spawn_method="auto"):
     """Run `function(mark)`; return the error and the seconds since a rank wrote the mark."""
+    platform = unisono.Platform(device="cpu", ranks=ranks, spawn_method=spawn_method)
     mark = tmp_path / "mark"
     with pytest.raises((RankFailed, RankTimeout)) as caught:
         unisono.run(
             function,
             mark,
-            ranks=ranks,
+            on=platform,
             timeout_s=timeout_s,
             logs=unisono.Logs(console="none"),
         )
@@ -32,7 +33,11 @@ def fail(function, tmp_path, *, timeout_s=60.0, ranks=2):
     return caught.value, since
 
 
-def test_a_rank_that_raises_ends_the_one_that_waits_in_a_collective(tmp_path):
+both_starts = pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+
+
+@both_starts
+def test_a_rank_that_raises_ends_the_one_that_waits_in_a_collective(tmp_path, spawn_method):
     def step(mark):
         comm = unisono.world()
         if comm.rank == 1:
@@ -40,7 +45,7 @@ def test_a_rank_that_raises_ends_the_one_that_waits_in_a_collective(tmp_path):
             print(1 // (comm.rank - 1))
         comm.barrier()
 
-    error, seconds = fail(step, tmp_path)
+    error, seconds = fail(step, tmp_path, spawn_method=spawn_method)
     assert seconds < AT_ONCE_S
     assert isinstance(error, RankFailed)
     assert (error.rank, error.exit_code, error.signal) == (1, None, None)
@@ -56,15 +61,19 @@ def test_a_rank_that_raises_ends_the_one_that_waits_in_a_collective(tmp_path):
     assert "ZeroDivisionError" in Path(error.job_dir, "rank-1.log").read_text()
 
 
+@both_starts
 @pytest.mark.parametrize(
     ("how", "exit_code", "signal_name"),
     [
         (lambda: os._exit(7), 7, None),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), None, "SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), None, "SIGSEGV"),
     ],
-    ids=["os._exit", "SIGKILL"],
+    ids=["os._exit", "SIGKILL", "SIGSEGV"],
 )
-def test_a_rank_that_dies_without_a_word_is_named(how, exit_code, signal_name, tmp_path):
+def test_a_rank_that_dies_without_a_word_is_named(
+    how, exit_code, signal_name, tmp_path, spawn_method
+):
     def die(mark):
         if unisono.world().rank == 1:
             print("last words", flush=True)
@@ -72,7 +81,7 @@ def test_a_rank_that_dies_without_a_word_is_named(how, exit_code, signal_name, t
             how()
         time.sleep(60)
 
-    error, seconds = fail(die, tmp_path)
+    error, seconds = fail(die, tmp_path, spawn_method=spawn_method)
     assert seconds < AT_ONCE_S
     assert isinstance(error, RankFailed)
     assert (error.rank, error.exit_code, error.signal) == (1, exit_code, signal_name)

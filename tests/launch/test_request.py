@@ -26,18 +26,23 @@ def needs_ranks(ranks):
 
 @pytest.fixture(autouse=True)
 def nothing_may_start(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
     def refuse(*_args, **_kwargs):
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("unisono.launch.local.start_rank", refuse)
+    monkeypatch.setattr("unisono.launch.local.spawn_rank", refuse)
+    monkeypatch.setattr("unisono.launch.warm.WarmServer", refuse)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: unisono.run(train, 1, on="cqu"), ["on='cqu'", "'cpu', 'inline'", "did you mean"]),
-        (lambda: unisono.run(train, 1, on="gpu"), ["on='gpu'", "planned", 'HINT: on="cpu"']),
-        (lambda: unisono.run(train, 1, on="slurm"), ["on='slurm'", "'cpu', 'inline'"]),
+        (lambda: unisono.run(train, 1, on="cqu"), ["on='cqu'", "'cpu', 'gpu'", "did you mean"]),
+        (lambda: unisono.run(train, 1, on="gpu"), ["0 GPUs visible", 'on="cpu", ranks=1']),
+        (lambda: unisono.run(train, 1, on="cuda", ranks=3), ["3 ranks > 0 GPUs", "CUDA_VISIBLE"]),
+        (lambda: unisono.run(train, 1, on=unisono.Device.MPS), ["no Apple GPU", 'device="cpu"']),
+        (lambda: unisono.run(train, 1, on="slurm"), ["on='slurm'", "planned", 'HINT: on="cpu"']),
         (lambda: unisono.run(train, 1, ranks=0), ["ranks=0", "1 or more"]),
         (lambda: unisono.run(train, 1, ranks=-2), ["ranks=-2"]),
         (lambda: unisono.run(train, 1, ranks=2.0), ["ranks=2.0", "whole number"]),

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import unisono
+from unisono.comm.backends import choose_backend
+from unisono.comm.transports import available
 from unisono.launch.cores import usable_cores
 
 SCALE = 7
@@ -65,7 +67,7 @@ def test_a_closure_gets_its_place_threads_directory_and_arguments(monkeypatch, t
         "cwd": str(tmp_path),
         "argv": ["train.py", "--fast"],
         "last path": "/nowhere/in/particular",
-        "backend": "gloo",
+        "backend": choose_backend(None, device="cpu", nodes=1, available=available()).name,
         "interface": "lo",
         "group": True,
     }

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import unisono
-from unisono.cli import demo, doctor, run
+from unisono.cli import demo, doctor, job, run
 from unisono.cli.outcome import exit_code_of
 
 __all__ = ["main"]
@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, demo, doctor):
+    for command in (run, job, demo, doctor):
         command.add_parser(commands)
     return parser
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, _, forwarded = _split(words)
     args = build_parser().parse_args(own)
     args.forwarded = forwarded
+    args.words = words[1:]
     return exit_code_of(lambda: args.execute(args), debug=getattr(args, "debug", False))
 
 

@@ -8,9 +8,13 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from unisono.cli import aliased, detached
 from unisono.errors import PlatformError
+
+if TYPE_CHECKING:
+    from unisono.launch.request import Request
 
 _EXAMPLES = """\
 examples:
@@ -31,15 +35,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("target", nargs="?", help="script.py, or package.module:function")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
-    parser.add_argument("--on", help="cpu (default) or inline")
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2)")
-    parser.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
-    parser.add_argument(
-        "--max-restarts", type=int, metavar="N", help="new attempts after a failure"
+    places = parser.add_argument_group("sizes and places")
+    places.add_argument("--on", help="cpu, gpu, mps, inline, or a profile of unisono.toml")
+    places.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2 on cpu)")
+    places.add_argument("--nodes", type=int, metavar="N", help="number of hosts (1)")
+    places.add_argument("--gpus", type=int, metavar="N", help="GPUs, and ranks, of each node")
+    places.add_argument("--partition", metavar="NAME", help="partition of the cluster")
+    places.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of Platform"
     )
-    parser.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
-    parser.add_argument("--console", metavar="WHO", help="auto, all, rank0, none, or ranks as 0,2")
-    parser.add_argument("--debug", action="store_true", help="show the launcher's own traceback")
+    places.add_argument(
+        "--env", action="append", default=[], metavar="K=V", help="a variable for the ranks"
+    )
+    places.add_argument("--no-detect", action="store_true", help="do not join an existing world")
+    places.add_argument("--compat", choices=["ddpw"], help="let `import ddpw` find unisono's")
+    how = parser.add_argument_group("how")
+    how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
+    how.add_argument("--max-restarts", type=int, metavar="N", help="new attempts after a failure")
+    how.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
+    how.add_argument("--console", metavar="WHO", help="auto, all, rank0, none, or ranks as 0,2")
+    how.add_argument("--dry-run", action="store_true", help="show the ranks, start nothing")
+    how.add_argument("--check", action="store_true", help="check the request, start nothing")
+    how.add_argument("--detach", action="store_true", help="run in the background, print the id")
+    how.add_argument("--supervise", action="store_true", help=argparse.SUPPRESS)
+    how.add_argument("--debug", action="store_true", help="show the launcher's own traceback")
     parser.set_defaults(execute=execute)
 
 
@@ -52,27 +71,23 @@ def execute(args: argparse.Namespace) -> int:
             None,
             "unisono run --ranks 2 script.py -- arguments of the script",
         )
-    from unisono.launch import Logs, run
-    from unisono.launch.cores import threads_per_rank, usable_cores
-    from unisono.launch.request import checked_request
+    from unisono.launch.conventions import Convention
+    from unisono.launch.run import execute as execute_request
 
     function, is_script = _function(args)
-    logs = Logs(dir=args.logs, console=_console(args.console))
-    options = {
-        "on": args.on,
-        "ranks": args.ranks,
-        "timeout_s": args.timeout_s,
-        "max_restarts": args.max_restarts,
-        "logs": logs,
-    }
-    request = checked_request(function, (), {}, nodes=None, **options)
-    threads = threads_per_rank(request.ranks, usable_cores())
+    request = _request(args, function)
+    if args.dry_run or args.check:
+        return _show(args, request)
+    if args.detach:
+        return detached.start(args)
+    if args.supervise:
+        return detached.supervise(request)
     print(
         f"unisono: {_count(request.ranks, 'rank')} on {request.place}, "
-        f"{_count(threads, 'thread')} each",
+        f"{_count(request.platform.cpus_per_rank, 'thread')} each",
         file=sys.stderr,
     )
-    results = run(function, **options)
+    results = execute_request(request, Convention())
     if not is_script:
         for rank, value in enumerate(results):
             if value is not None:
@@ -80,8 +95,73 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
+def _request(args: argparse.Namespace, function: Callable[[], object]) -> Request:
+    """Check what the command line asks for."""
+    from unisono.launch import Logs
+    from unisono.launch.request import checked_request
+
+    fields: dict[str, Any] = {
+        name: _literal(value) for name, value in _pairs(args.set, "--set field=value")
+    }
+    if args.env:
+        fields["env"] = dict(_pairs(args.env, "--env NAME=value"))
+    if args.gpus is not None:
+        fields["n_gpus_per_node"] = args.gpus
+    if args.partition is not None:
+        fields["partition"] = args.partition
+    if args.no_detect:
+        fields["detect"] = False
+    directory = args.logs
+    console = _console("none" if args.supervise else args.console)
+    logs = None
+    if directory is not None or console != "auto" or args.supervise:
+        logs = Logs(dir=directory, console=console)
+    return checked_request(
+        function,
+        (),
+        {},
+        on=args.on,
+        ranks=args.ranks,
+        nodes=args.nodes,
+        timeout_s=args.timeout_s,
+        max_restarts=args.max_restarts,
+        logs=logs,
+        fields=fields,
+    )
+
+
+def _show(args: argparse.Namespace, request: Request) -> int:
+    """Print the ranks, or that all is well; start nothing."""
+    import socket
+
+    from unisono.launch.platform_table import rank_table
+
+    if args.dry_run:
+        print(rank_table(request.platform, socket.gethostname()))
+    else:
+        print(f"unisono: {_count(request.ranks, 'rank')} on {request.place} can be started")
+    return 0
+
+
+def _pairs(words: Sequence[str], usage: str) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise PlatformError.because(f"unisono run ... {word}", "no = in it", None, usage)
+        pairs.append((name, value))
+    return pairs
+
+
 def _function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
     """Return what each rank calls, and whether it is a whole script."""
+    function, is_script = _plain_function(args)
+    if args.compat is not None:
+        return functools.partial(aliased.call_with_alias, args.compat, function), is_script
+    return function, is_script
+
+
+def _plain_function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
     from unisono.launch import script
 
     if args.module is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +39,14 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
 
 def check_rank(rank: int, size: int, what: str, verb: str) -> int:
     """Return `rank` if it is a rank of a group of `size`."""
-    if not isinstance(rank, int) or not 0 <= rank < size:
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise MeshError.because(
+            f"{verb}({what}={rank!r})",
+            f"a {type(rank).__name__}",
+            None,
+            f"{what}=0, a whole number below {size}",
+        )
+    if not 0 <= rank < size:
         raise MeshError.because(
             f"{verb}({what}={rank!r})",
             f"the group has {size} rank{'s' if size > 1 else ''}",
@@ -50,11 +59,16 @@ def check_rank(rank: int, size: int, what: str, verb: str) -> int:
 def check_dim(dim: int, x: Tensor, verb: str) -> int:
     """Return `dim` counted from the front; a tensor without dims counts as one row."""
     dims = max(x.dim(), 1)
-    if not isinstance(dim, int) or not -dims <= dim < dims:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise PartitionError.because(
+            f"{verb}(dim={dim!r})", f"a {type(dim).__name__}", None, "dim=0, a whole number"
+        )
+    if not -dims <= dim < dims:
         raise PartitionError.because(
             f"{verb}(dim={dim!r}) of shape {list(x.shape)}",
             f"{x.dim()} dims",
             f"-{dims} <= dim < {dims} does not hold",
+            f"dim={dims - 1} is the last one",
         )
     return dim % dims
 
@@ -67,10 +81,15 @@ def check_sizes(
     asked = f"{verb}({what}={list(values)})"
     if len(values) != size:
         raise PartitionError.because(
-            asked, f"{len(values)} entries for {size} ranks", f"{len(values)} != {size}"
+            asked,
+            f"{len(values)} entries for {size} ranks",
+            f"{len(values)} != {size}",
+            f"{what} has one entry a rank",
         )
     if any(n < 0 for n in values):
-        raise PartitionError.because(asked, f"a negative size: {min(values)}")
+        raise PartitionError.because(
+            asked, f"a negative size: {min(values)}", None, "0 for a rank without a block"
+        )
     if total is not None and sum(values) != total:
         terms = " + ".join(map(str, values))
         raise PartitionError.because(
@@ -80,6 +99,37 @@ def check_sizes(
             f"{what} must add up to the rows of the tensor",
         )
     return values
+
+
+def check_shape(shape: object, verb: str) -> tuple[int, ...]:
+    """Return a shape as a tuple of whole numbers, none negative."""
+    sizes: list[int] = []
+    for n in shape if isinstance(shape, Sequence) and not isinstance(shape, str) else [-1]:
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise PartitionError.because(
+                f"{verb}({shape!r})",
+                "a shape is a list of whole numbers, none of them negative",
+                None,
+                f"{verb}((1000, 20), torch.float32)",
+            )
+        sizes.append(n)
+    return tuple(sizes)
+
+
+def check_fits_memory(sizes: Sequence[int], dtype: torch.dtype, ranks: int, verb: str) -> None:
+    """Refuse what this host could never hold, before anybody tries. The same on all its ranks."""
+    wanted = math.prod(sizes) * dtype.itemsize
+    try:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return
+    if wanted * ranks > there:
+        raise UnisonoError.because(
+            f"{verb}({list(sizes)}) on {ranks} ranks",
+            f"this host has {there / 2**20:,.0f} MB of memory",
+            f"{wanted / 2**20:,.0f} MB * {ranks} = {wanted * ranks / 2**20:,.0f} MB",
+            "a smaller buffer, or one that is used in turns",
+        )
 
 
 def check_timeout(timeout_s: float) -> float:

@@ -194,6 +194,13 @@ class Caller:
             )
         if isinstance(like, Tensor):
             return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        if not isinstance(like, tuple) or len(like) != 2 or not isinstance(like[1], torch.dtype):
+            raise UnisonoError.because(
+                f"{verb} of something like {like!r}",
+                "neither a tensor nor (shape, dtype)",
+                None,
+                f"{verb}(((3, 4), torch.float32), ...)",
+            )
         shape, dtype = like
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
@@ -205,13 +212,18 @@ class Caller:
         return check_sizes(sizes, self.size, verb, total=rows, what=what)
 
     def _lengths(
-        self, rows: Tensor, sizes: Sequence[int] | None, verb: str, timeout_s: float | None
+        self,
+        rows: Tensor,
+        dim: int,
+        sizes: Sequence[int] | None,
+        verb: str,
+        timeout_s: float | None,
     ) -> tuple[int, ...]:
         """Return the block lengths of all ranks: those given, else learned."""
         if sizes is None:
             deadline = self._deadline(timeout_s)
             with self._reporting(verb, None, deadline):
-                return learn_blocks(self._engine, rows, verb, self.ranks, deadline)
+                return learn_blocks(self._engine, rows, dim, verb, self.ranks, deadline)
         given = check_sizes(sizes, self.size, verb)
         if given[self.rank] != rows.shape[0]:
             raise PartitionError.because(

@@ -223,7 +223,13 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
 
     def __reduce__(self) -> tuple[object, ...]:
         backend = None if self.group is None else str(dist.get_backend(self.group))
-        return _restore, (self.ranks, backend, str(self.device), self._own_timeout_s)
+        return _restore, (
+            self.ranks,
+            backend,
+            str(self.device),
+            self._own_timeout_s,
+            _world_size(),
+        )
 
 
 def world(*, timeout_s: float | None = None) -> Communicator:
@@ -294,9 +300,24 @@ def _deadline_of(entry: GroupEntry, timeout_s: float | None) -> float:
         ) from None
 
 
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _restore(
-    ranks: tuple[int, ...], backend: str | None, device: str, timeout_s: float | None
+    ranks: tuple[int, ...],
+    backend: str | None,
+    device: str,
+    timeout_s: float | None,
+    world_size: int,
 ) -> Communicator:
     """Unpickle: the same ranks in this process's world; collective over them if not cached."""
+    if world_size != _world_size():
+        raise MeshError.because(
+            f"a Communicator of ranks {list(ranks)} that was made in a world of {world_size}",
+            f"this process is a rank of a world of {_world_size()}",
+            f"{world_size} != {_world_size()}",
+            "ask for it where it is used: comm = unisono.world() inside the function",
+        )
     entry = groups.entry_for(ranks, backend=backend)
     return Communicator(entry, device=torch.device(device), timeout_s=timeout_s)

@@ -47,18 +47,22 @@ def split_evenly(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def learn_blocks(
-    engine: Engine, rows: Tensor, verb: str, ranks: Sequence[int], timeout_s: float
+    engine: Engine, rows: Tensor, dim: int, verb: str, ranks: Sequence[int], timeout_s: float
 ) -> tuple[int, ...]:
     """Exchange block lengths, and refuse alike on all ranks blocks that cannot be joined."""
-    records = engine.all_gather_ints(pack_shape(rows.shape, rows.dtype), timeout_s=timeout_s)
+    mine = (*pack_shape(rows.shape, rows.dtype), dim)
+    records = engine.all_gather_ints(mine, timeout_s=timeout_s)
     if any(record[1:] != records[0][1:] for record in records):
-        lines = "\n".join(
-            f"rank {rank}: {str(dtype).removeprefix('torch.')} rows of {list(shape[1:])}"
-            for rank, (shape, dtype) in zip(ranks, map(unpack_shape, records), strict=True)
-        )
+        lines: list[str] = []
+        for rank, record in zip(ranks, records, strict=True):
+            shape, dtype = unpack_shape(record[:-1])
+            name = str(dtype).removeprefix("torch.")
+            lines.append(
+                f"rank {rank}: {name} rows of {list(shape[1:])}, joined along {record[-1]}"
+            )
         raise PartitionError.because(
             f"{verb} of blocks that do not fit together",
-            lines,
+            "\n".join(lines),
             None,
             "blocks may differ only along the joined dim",
         )

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from unisono.comm.arguments import check_rank, check_tensor
+from unisono.comm.arguments import check_fits_memory, check_rank, check_shape, check_tensor
 from unisono.comm.calling import Caller, Like, contiguous
 from unisono.comm.pending import Pending
 from unisono.errors import PartitionError
@@ -230,7 +230,9 @@ class MessageVerbs(Caller):
         Collective over the communicator. A collective on the buffer, or on a contiguous view of
         it, moves no bytes; on other backends it is plain memory.
         """
-        buffer = self._engine.shared_buffer(tuple(shape), dtype)
+        sizes = check_shape(shape, "shared_buffer")
+        check_fits_memory(sizes, dtype, self.size, "shared_buffer")
+        buffer = self._engine.shared_buffer(sizes, dtype)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
 
     def _messages(

@@ -149,7 +149,7 @@ class MoveVerbs(Caller):
         check_tensor(x, self.device, "all_gather")
         dim = check_dim(dim, x, "all_gather")
         rows = rows_first(x, dim)
-        blocks_of = self._lengths(rows, sizes, "all_gather", timeout_s)
+        blocks_of = self._lengths(rows, dim, sizes, "all_gather", timeout_s)
         out = rows.new_empty((sum(blocks_of), *rows.shape[1:]))
         call = self._begin(
             "all_gather", x, dim=dim, sizes=blocks_of, async_op=async_op, timeout_s=timeout_s
@@ -207,7 +207,7 @@ class MoveVerbs(Caller):
         check_rank(dst, self.size, "dst", "gather")
         dim = check_dim(dim, x, "gather")
         rows = rows_first(x, dim)
-        blocks_of = self._lengths(rows, sizes, "gather", timeout_s)
+        blocks_of = self._lengths(rows, dim, sizes, "gather", timeout_s)
         out = rows.new_empty((sum(blocks_of), *rows.shape[1:])) if self.rank == dst else None
         call = self._begin(
             "gather",
@@ -341,7 +341,7 @@ class MoveVerbs(Caller):
         dim = check_dim(dim, check_tensor(x, self.device, "block_lengths"), "block_lengths")
         rows = x.detach()
         rows = rows.reshape(1) if rows.dim() == 0 else rows.movedim(dim, 0)
-        return self._lengths(rows, None, "block_lengths", timeout_s)
+        return self._lengths(rows, dim, None, "block_lengths", timeout_s)
 
     @overload
     def all_to_all(

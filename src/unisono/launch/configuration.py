@@ -26,13 +26,43 @@ _NOT_FROM_TEXT = ("upon_finish", "upon_error")
 NAMES = frozenset((*RUN_NAMES, *FIELDS, *OLD_NAMES)).difference(_NOT_FROM_TEXT)
 """What a file may set."""
 _WORDS = frozenset(
-    "on logs name device partition spawn_method ipc_protocol master_addr backend console_logs "
-    "stack_signal submitter mpiexec".split()
+    (
+        "on",
+        "logs",
+        "name",
+        "device",
+        "partition",
+        "spawn_method",
+        "ipc_protocol",
+        "master_addr",
+        "backend",
+        "console_logs",
+        "stack_signal",
+        "submitter",
+        "mpiexec",
+    )
 )
 """Settings whose variable is taken as it is, not as a TOML value."""
 _READ_ELSEWHERE = frozenset(
-    "ALGO ALGO_FILE BACKEND CHECK CONFIG DETECT FORCE_ON HOST_ID JOB_DIR REQUIRE RESTART RUN_ID "
-    "SERVER_IDLE_S STDIN_RANK TEST_KILL TIMEOUT_S TRACE".split()
+    (
+        "ALGO",
+        "ALGO_FILE",
+        "BACKEND",
+        "CHECK",
+        "CONFIG",
+        "DETECT",
+        "FORCE_ON",
+        "HOST_ID",
+        "JOB_DIR",
+        "REQUIRE",
+        "RESTART",
+        "RUN_ID",
+        "SERVER_IDLE_S",
+        "STDIN_RANK",
+        "TEST_KILL",
+        "TIMEOUT_S",
+        "TRACE",
+    )
 )
 """Variables with a meaning of their own; UNISONO_TIMEOUT_S is the deadline of collectives."""
 _FAMILIES = ("SHM_", "MPI_", "TEST_", "SLURM_")
@@ -162,5 +192,8 @@ def _value(name: str, text: str, variable: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
         raise PlatformError.because(
-            f"{variable}={text}", f"not a TOML value: {error}", None, f"{variable}=2, true or [1, 2]"
+            f"{variable}={text}",
+            f"not a TOML value: {error}",
+            None,
+            f"{variable}=2, true or [1, 2]",
         ) from error

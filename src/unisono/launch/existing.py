@@ -15,21 +15,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unisono.launch.conventions import Convention
+from unisono.launch.detection import has_process_group
 from unisono.launch.here import Here, here
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
 
 if TYPE_CHECKING:
     from unisono.comm import Communicator
-
-
-def is_in_world() -> bool:
-    """Whether this process is a rank already, by its process group or by its environment."""
-    if _is_initialized():
-        return True
-    from unisono.comm.environment import detect
-
-    return detect().is_world
 
 
 def world(*, timeout_s: float | None = None) -> Communicator:
@@ -45,17 +37,12 @@ def world(*, timeout_s: float | None = None) -> Communicator:
     from unisono.comm.environment import detect
     from unisono.comm.start import start_world
 
-    if not _is_initialized() and (environment := detect()).is_world:
+    if not has_process_group() and (environment := detect()).is_world:
         start_world(environment)
         atexit.register(_leave)
     comm = communicator.world(timeout_s=timeout_s)
     me = here()
     return comm if me is None or me.device == comm.device else comm.with_device(me.device)
-
-
-def _is_initialized() -> bool:
-    dist = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def _leave() -> None:

@@ -17,7 +17,9 @@ class IO:
     verbose: bool = True
 
     @staticmethod
-    def print(*args: Any, verbose: bool | None = None, flush: bool = True, **print_kwargs: Any) -> None:
+    def print(
+        *args: Any, verbose: bool | None = None, flush: bool = True, **print_kwargs: Any
+    ) -> None:
         """Print as the builtin does, unless `verbose` (default: `IO.verbose`) is false."""
         if IO.verbose if verbose is None else verbose:
             print(*args, flush=flush, **print_kwargs)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from unisono.launch.console import Console
 from unisono.launch.platform import Platform
-from unisono.launch.process import ForkedRank, Pipes, RankProcess, spawn_rank
+from unisono.launch.process import ForkedRank, Pipes, RankProcess, ServerGone, spawn_rank
 from unisono.launch.rank import Job
 from unisono.launch.supervise import Outcome, Supervisor
-from unisono.launch.warm import ServerGone, get_server, shutdown, why_not
+from unisono.launch.warm import get_server, shutdown, why_not
 
 _ANSWER_S = 120.0
 """Longest wait for the warm server, which may have to load torch first."""
@@ -120,14 +120,16 @@ def _forked(
                 ranks.append(_fork_rank(rank, variables, payload_fd, job_dir))
             refusals = [why for rank in ranks if (why := rank.confirm(_ANSWER_S)) is not None]
         except ServerGone:
-            refusals = ["the server is gone"]
+            _give_up(ranks)
+            shutdown()
+            continue
         except BaseException:
             _give_up(ranks)
             raise
         if not refusals:
             return ranks
         _give_up(ranks)
-        shutdown()
+        return ()
     return ()
 
 

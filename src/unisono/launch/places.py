@@ -10,8 +10,10 @@ from typing import Any
 from unisono.errors import PlatformError
 from unisono.launch import accelerators
 from unisono.launch.configuration import Configuration
+from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
 from unisono.launch.platform import Platform
+from unisono.launch.platform_checks import check_machine, check_platform
 
 PLACES = ("cpu", "gpu", "mps", "inline")
 """Places where this release starts ranks."""
@@ -25,6 +27,7 @@ def resolve(
     ranks: int | None,
     nodes: int | None,
     configuration: Configuration,
+    fields: Mapping[str, Any] | None = None,
 ) -> tuple[str, Platform]:
     """Return the place and a private, checked platform.
 
@@ -33,22 +36,27 @@ def resolve(
         ranks: number of ranks over all nodes, where the caller says it.
         nodes: number of nodes, where the caller says it.
         configuration: settings for the fields that the caller leaves open.
+        fields: more fields of the platform that the caller gives.
     """
     forced = os.environ.get("UNISONO_FORCE_ON")
     if isinstance(on, Platform):
         platform = on.copy()
         platform.fill(configuration.fields())
+        for name, value in (fields or {}).items():
+            setattr(platform, name, value)
         place = platform.kind.value
         if forced:
             place = _force(platform, forced)
     else:
-        place, platform = _from_word(forced or on, configuration, ranks)
+        place, platform = _from_word(forced or on, configuration, ranks, fields or {})
     if ranks is not None:
         platform.ranks = ranks
     if nodes is not None:
         platform.n_nodes = nodes
-    check_place(place)
-    platform.validate()
+    check_platform(platform)
+    if not (platform.detect and is_in_world()):  # else that world counts, whatever is asked for
+        check_place(place)
+        check_machine(platform)
     if place == "inline" and platform.world_size > 1:
         raise PlatformError.because(
             f'unisono.run(..., on="inline", ranks={platform.world_size})',
@@ -70,7 +78,10 @@ def _force(platform: Platform, forced: str) -> str:
 
 
 def _from_word(
-    on: str | Device | None, configuration: Configuration, ranks: int | None
+    on: str | Device | None,
+    configuration: Configuration,
+    ranks: int | None,
+    fields: Mapping[str, Any],
 ) -> tuple[str, Platform]:
     word = on.value if isinstance(on, Device) else on
     given: Mapping[str, Any] = configuration.fields()
@@ -79,8 +90,9 @@ def _from_word(
     elif isinstance(word, str) and word in configuration.profiles:
         given = {**given, **configuration.profiles[word]}
         word = Device.from_str(given["device"]).value
+    given = {**given, **fields}
     if word == "inline":
-        return word, Platform.of_place("cpu", {"ranks": ranks or 1})
+        return word, Platform.of_place("cpu", {**given, "device": "cpu", "ranks": ranks or 1})
     if word not in (*PLACES, *PLANNED_PLACES):
         word = _known(word, configuration)
     platform = Platform.of_place(word, {**given, "device": word})

@@ -169,7 +169,9 @@ class Platform(metaclass=_Remembering):
         """Return the platform that `on="..."` means, with the fields in `given` explicit."""
         device = Device.from_str(place)
         own = {"n_gpus_per_node": 0} if device in (Device.SLURM, Device.CPU) else {}
-        platform = cls(**{**_NATIVE_DEFAULTS, "device": device, **own, **given})
+        renamed = {OLD_NAMES.get(name) for name in given}
+        defaults = {k: v for k, v in {**_NATIVE_DEFAULTS, **own}.items() if k not in renamed}
+        platform = cls(**{**defaults, "device": device, **given})
         platform._explicit = frozenset(OLD_NAMES.get(name, name) for name in given)
         return platform
 
@@ -273,9 +275,10 @@ class Platform(metaclass=_Remembering):
 
     def validate(self) -> None:
         """Raise `PlatformError` if this platform makes no sense, or cannot be had here."""
-        from unisono.launch.platform_checks import check_platform
+        from unisono.launch.platform_checks import check_machine, check_platform
 
         check_platform(self)
+        check_machine(self)
 
     def print(self) -> None:
         """Print the platform as a table, through `IO.print`."""

@@ -21,7 +21,7 @@ _CHOICES = {
 
 
 def check_platform(platform: Platform) -> None:
-    """Raise `PlatformError` if `platform` makes no sense, or cannot be had on this machine."""
+    """Raise `PlatformError` if `platform` makes no sense on any machine."""
     for name, words in _CHOICES.items():
         if (value := getattr(platform, name)) not in words:
             raise PlatformError.because(
@@ -31,7 +31,12 @@ def check_platform(platform: Platform) -> None:
     _check_groups(platform)
     _check_seconds(platform)
     _check_signals(platform)
-    _check_master(platform)
+    _check_port(platform)
+
+
+def check_machine(platform: Platform) -> None:
+    """Raise `PlatformError` if `platform` cannot be had on this machine."""
+    _check_free_port(platform)
     if platform.kind is Device.GPU:
         gpu_of_rank(platform, platform.ranks_per_node - 1)
     if platform.kind is Device.MPS and not accelerators.has_mps():
@@ -47,9 +52,7 @@ def gpu_of_rank(platform: Platform, local_rank: int) -> int:
     """Return the number of the GPU of a rank, or explain that there are too few."""
     visible = accelerators.visible_gpus()
     size = platform.ranks_per_node
-    index = accelerators.gpu_index(
-        local_rank, size, visible, oversubscribe=platform.oversubscribe
-    )
+    index = accelerators.gpu_index(local_rank, size, visible, oversubscribe=platform.oversubscribe)
     # A rank may see one device because a scheduler bound it; a launcher that sees one has one.
     if index is None or (visible < size and not platform.oversubscribe and not _is_bound()):
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -73,7 +76,12 @@ def _asked(platform: Platform) -> str:
 
 
 def _check_sizes(platform: Platform) -> None:
-    for name, least in (("ranks", 1), ("n_nodes", 1), ("n_gpus_per_node", 0), ("n_cpus_per_node", 1)):
+    for name, least in (
+        ("ranks", 1),
+        ("n_nodes", 1),
+        ("n_gpus_per_node", 0),
+        ("n_cpus_per_node", 1),
+    ):
         value = getattr(platform, name)
         may_be_none = name in ("ranks", "n_cpus_per_node")
         if value is None and may_be_none:
@@ -168,16 +176,22 @@ def _check_signals(platform: Platform) -> None:
             )
 
 
-def _check_master(platform: Platform) -> None:
+_PORT_HINT = "leave master_port out, and a free port is taken at the start"
+
+
+def _check_port(platform: Platform) -> None:
     port = platform.master_port
-    if port is None:
-        return
-    hint = "leave master_port out, and a free port is taken at the start"
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+    if port is not None and (
+        isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536
+    ):
         raise PlatformError.because(
-            f"Platform(master_port={port!r})", "not a port", "ports are 1 to 65535", hint
+            f"Platform(master_port={port!r})", "not a port", "ports are 1 to 65535", _PORT_HINT
         )
-    if platform.kind not in _ONE_HOST or not platform.requires_ipc:
+
+
+def _check_free_port(platform: Platform) -> None:
+    port = platform.master_port
+    if port is None or platform.kind not in _ONE_HOST or not platform.requires_ipc:
         return
     addr = platform.master_addr or "127.0.0.1"
     family = socket.AF_INET6 if ":" in addr else socket.AF_INET
@@ -191,5 +205,5 @@ def _check_master(platform: Platform) -> None:
                 f"Platform(master_addr={addr!r}, master_port={port})",
                 f"port {port} is {why}: {error.strerror}",
                 None,
-                hint,
+                _PORT_HINT,
             ) from error

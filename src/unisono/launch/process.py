@@ -45,9 +45,7 @@ class Pipes:
         """Make the pipes and the log of `rank`."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         log = os.fdopen(os.open(job_dir / f"rank-{rank}.log", flags, 0o600), "ab", buffering=0)
-        return cls(
-            os.pipe(), os.pipe(), os.pipe(), os.pipe(), log, job_dir / f"rank-{rank}.stack"
-        )
+        return cls(os.pipe(), os.pipe(), os.pipe(), os.pipe(), log, job_dir / f"rank-{rank}.stack")
 
     @property
     def theirs(self) -> tuple[int, int, int, int]:
@@ -64,6 +62,10 @@ class Pipes:
         self.log.close()
         for fd in (self.report[0], self.control[1], self.stdout[0], self.stderr[0]):
             os.close(fd)
+
+
+class ServerGone(Exception):
+    """The warm server has ended, or does not answer."""
 
 
 class RankProcess(ABC):
@@ -192,8 +194,11 @@ class ForkedRank(RankProcess):
         return self._status_fd
 
     def confirm(self, timeout_s: float) -> str | None:
-        """Wait until the server has forked the rank; return why not, if it has not."""
-        word, *rest = self._next_line(timeout_s) or ["refused", "the server did not answer"]
+        """Wait until the server has forked the rank; return why, if it refuses."""
+        line = self._next_line(timeout_s)
+        if line is None:
+            raise ServerGone
+        word, *rest = line
         if word == "started":
             self.pid = int(rest[0])
             return None

@@ -6,6 +6,7 @@ again: the function comes by pickle.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -74,6 +75,9 @@ def live_as_forked(assignment: Assignment) -> NoReturn:
 
     sys.path[:], job = _read_payload(assignment.payload_fd)
     importlib.invalidate_caches()
+    # The server's streams belong to a file; these descriptors are now the rank's pipes.
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     job.setting.apply(assignment.own)
     reseed()
     start_from_environment()
@@ -104,7 +108,20 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     if code:
         # The launcher is about to end us: no cleaning up that could wait for other ranks.
         os._exit(code)
-    sys.exit(0)
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End as an interpreter does (threads, exit functions, streams), but without unloading torch.
+
+    That takes longer than a warm start, and the system takes the memory back anyway.
+    """
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
 
 
 def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch.configuration import RUN_NAMES, read_configuration
@@ -17,6 +18,8 @@ from unisono.launch.platform import Platform
 
 RESERVED = RUN_NAMES
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A checked request."""
@@ -63,11 +66,13 @@ def checked_request(
     max_restarts: int | None,
     logs: str | Path | Logs | None,
     is_called_plainly: bool = True,
+    fields: Mapping[str, Any] | None = None,
 ) -> Request:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
-    `is_called_plainly` is false where ranks add arguments of their own to the call.
+    `is_called_plainly` is false where ranks add arguments of their own to the call; `fields` are
+    more fields of the platform that the caller gives.
     """
     if is_called_plainly:
         check_call(fn, args, kwargs)
@@ -90,7 +95,9 @@ def checked_request(
                 None,
                 f"{name}=2",
             )
-    place, platform = resolve(on, ranks=ranks, nodes=nodes, configuration=configuration)
+    place, platform = resolve(
+        on, ranks=ranks, nodes=nodes, configuration=configuration, fields=fields
+    )
     for name, value in (("timeout_s", timeout_s), ("max_restarts", max_restarts)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise PlatformError.because(f"unisono.run(..., {name}={value!r})", "not a number")

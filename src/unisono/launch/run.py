@@ -14,14 +14,16 @@ from unisono.errors import RankFailed, Requeue
 from unisono.launch import stopping
 from unisono.launch.attempts import Attempts, job_directory
 from unisono.launch.conventions import Convention
+from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
-from unisono.launch.existing import is_in_world, run_here
+from unisono.launch.existing import run_here
 from unisono.launch.interrupts import termination_as_exception
 from unisono.launch.logs import Logs
 from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
 from unisono.launch.request import Request, checked_request
 from unisono.launch.results import Results
+from unisono.launch.warm import prepare
 
 __all__ = ["run"]
 
@@ -90,6 +92,7 @@ def execute(request: Request, convention: Convention) -> Results[Any]:
     with telling(request.platform):
         if request.place == "inline":
             return _run_inline(request)
+        prepare(request.platform.spawn_method)
         call = dump_call(request.fn, request.args, request.kwargs)
         with termination_as_exception(), job_directory(request) as job_dir:
             return Attempts(

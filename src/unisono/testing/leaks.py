@@ -31,7 +31,11 @@ _SHM = Path("/dev/shm")
 _PROC = Path("/proc/self/fd")
 _LASTING_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
 _LASTING_THREADS = ("TMonitor", "pytest_timeout")
-_LASTING_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_LASTING_COMMANDS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "unisono.launch.server",
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def _children() -> list[int]:
 
 
 def _files() -> dict[str, str]:
-    lasting = _fds_of_multiprocessing()
+    lasting = _lasting_fds()
     found: dict[str, str] = {}
     for entry in _numbered(_PROC):
         target = _target(entry)  # none: the descriptor of this very listing
@@ -130,7 +134,7 @@ def _files() -> dict[str, str]:
     return found
 
 
-def _fds_of_multiprocessing() -> set[int]:
+def _lasting_fds() -> set[int]:
     names = {
         "multiprocessing.resource_tracker": ("_resource_tracker", ("_fd",)),
         "multiprocessing.forkserver": ("_forkserver", ("_forkserver_alive_fd",)),
@@ -139,6 +143,9 @@ def _fds_of_multiprocessing() -> set[int]:
     for module, (holder, fields) in names.items():
         kept = getattr(sys.modules.get(module), holder, None)
         found.update(fd for fd in (getattr(kept, f, None) for f in fields) if fd is not None)
+    server = getattr(sys.modules.get("unisono.launch.warm"), "_server", None)
+    if server is not None:
+        found.update(server.fds)
     return found
 
 

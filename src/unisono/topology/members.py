@@ -69,5 +69,5 @@ def check_members(shape: tuple[int, ...], ranks: tuple[int, ...], root_size: int
         f"a communicator of {root_size} ranks",
         f"{product} > {root_size}",
         f"Partition({list(fitting_shape(shape, root_size))}), "
-        f"or start {count} ranks: unisono.run(fn, {count})",
+        f"or start {count} ranks: unisono.run(fn, ranks={count})",
     )

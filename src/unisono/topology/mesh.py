@@ -229,7 +229,7 @@ class Mesh:
             raise MeshError.because(
                 f"device mesh of {self!r}",
                 "torch.distributed is not initialised: torch's DeviceMesh needs a process group",
-                hint="start the function with unisono.run(fn, ranks)",
+                hint="start the function with unisono.run(fn, ranks=...)",
             )
         groups = [self.comm(name).process_group() for name in self.names]
         ranks = torch.tensor(self._comm.ranks, dtype=torch.int).reshape(self.shape)
@@ -276,7 +276,7 @@ def _resolved(axes: dict[str, int], total: int) -> dict[str, int]:
         return {name: left if size == -1 else size for name, size in axes.items()}
     if taken != total:
         fitted = dict(zip(fixed, fitting_shape(tuple(fixed.values()), total), strict=True))
-        more = f", or start {taken} ranks: unisono.run(fn, {taken})" if taken > total else ""
+        more = f", or start {taken} ranks: unisono.run(fn, ranks={taken})" if taken > total else ""
         equation = f"{times} = {taken}" if len(fixed) > 1 else times
         raise MeshError.because(
             asked,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from unisono.comm import check, trace
-from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
+from unisono.comm import check, post_failure, trace
+from unisono.errors import CollectiveMismatch, PartitionError, RankFailed, UnisonoError
 
 
 @pytest.mark.ranks(2, backend="shm")
@@ -19,8 +20,6 @@ def test_calls_of_torch_are_traced_with_bytes_waits_and_source_lines():
         if dist.get_rank() == 0:
             torch.zeros(1).add_(1)
         else:
-            import time
-
             time.sleep(0.1)
         dist.all_reduce(torch.ones(100))
         model(torch.ones(1, 10)).sum().backward()
@@ -99,3 +98,16 @@ def test_deadlines_come_from_the_call_the_environment_or_the_group(monkeypatch):
     assert group._timeout_s(options) == 7
     options.timeout = timedelta(seconds=3)
     assert group._timeout_s(options) == 3
+
+
+@pytest.mark.ranks(2, backend="shm")
+def test_a_failure_that_a_rank_has_posted_ends_the_wait_of_the_others():
+    if dist.get_rank() == 1:
+        post_failure(ValueError("lost its data"))
+        time.sleep(1.5)
+        return
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="lost its data") as caught:
+        dist.barrier()
+    assert caught.value.rank == 1
+    assert time.monotonic() - began < 1.4

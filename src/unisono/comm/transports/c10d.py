@@ -175,8 +175,7 @@ class TransportProcessGroup(CallingGroup):
     def _all_gather_into(self, outs: list[Tensor], xs: list[Tensor], opts: Any) -> Work:
         engine, size = self.unisono_engine, self.size()
         for out, x in zip(outs, xs, strict=True):
-            piece = cut_evenly(out.detach().reshape(-1), size, "all_gather")[0]
-            staging.check_same_bytes([piece], [x], "all_gather")
+            staging.check_joined(out, x, size, "all_gather")
 
         def kernel(timeout_s: float) -> None:
             targets = Targets(outs)
@@ -246,7 +245,7 @@ class TransportProcessGroup(CallingGroup):
         """Exchange blocks of rows; no sizes means equal blocks."""
         engine, size, x = self.unisono_engine, self.size(), source(input)
         ins = cut_rows(x, input_split_sizes, size, "all_to_all_single input")
-        cut_rows(output.detach(), output_split_sizes, size, "all_to_all_single output")
+        staging.row_sizes(output, output_split_sizes, size, "all_to_all_single output")
 
         def kernel(timeout_s: float) -> None:
             targets = Targets([output])

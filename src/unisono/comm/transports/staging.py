@@ -122,6 +122,12 @@ def cut_evenly(x: Tensor, parts: int, what: str) -> list[Tensor]:
 
 def cut_rows(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[Tensor]:
     """Return the blocks of rows of a contiguous tensor; no sizes means equal ones."""
+    wanted = row_sizes(x, sizes, parts, what)
+    return list((x if x.dim() else x.view(1)).split(wanted))
+
+
+def row_sizes(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[int]:
+    """Return the lengths of the blocks of rows of `x`, checked; no sizes means equal ones."""
     rows = x.shape[0] if x.dim() else 1
     wanted = list(sizes)
     if not wanted:
@@ -132,14 +138,26 @@ def cut_rows(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[Ten
                 f"{rows} % {parts} = {rows % parts}",
                 "pass split sizes",
             )
-        wanted = [rows // parts] * parts
+        return [rows // parts] * parts
     if len(wanted) != parts or sum(wanted) != rows:
         raise PartitionError.because(
             f"{what} with split sizes {wanted}",
             f"{rows} rows over {parts} ranks",
             f"{' + '.join(map(str, wanted))} = {sum(wanted)}",
         )
-    return list((x if x.dim() else x.view(1)).split(wanted))
+    return wanted
+
+
+def check_joined(out: Tensor, x: Tensor, parts: int, what: str) -> None:
+    """Refuse an output that does not hold `parts` blocks like `x`."""
+    have, want = x.numel() * x.element_size() * parts, out.numel() * out.element_size()
+    if have != want:
+        raise PartitionError.because(
+            f"{what} of {list(x.shape)} {x.dtype} from {parts} ranks "
+            f"into {list(out.shape)} {out.dtype}",
+            "the output has another size than all blocks together",
+            f"{parts} * {have // parts} bytes != {want} bytes",
+        )
 
 
 def check_same_bytes(outs: Sequence[Tensor], ins: Sequence[Tensor], what: str) -> None:

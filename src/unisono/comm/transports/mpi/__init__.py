@@ -8,7 +8,7 @@ from __future__ import annotations
 from unisono.comm.transports.mpi.engine import MpiEngine
 from unisono.comm.transports.mpi.library import is_communicator, unavailable
 from unisono.comm.transports.mpi.process_group import MpiProcessGroup, create
-from unisono.comm.transports.mpi.world import entry_of, start_world, store_of
+from unisono.comm.transports.mpi.world import entry_of, start_world, store_for, store_of
 
 __all__ = [
     "MpiEngine",
@@ -17,6 +17,7 @@ __all__ = [
     "entry_of",
     "is_communicator",
     "start_world",
+    "store_for",
     "store_of",
     "unavailable",
 ]

@@ -45,8 +45,8 @@ def meet(
     base: MPI.Intracomm,
     *,
     is_own: bool,
-) -> Line:
-    """Return the line of a new group. Collective over the group.
+) -> tuple[Line, str]:
+    """Return the line of a new group, and a word of this group alone. Collective over the group.
 
     Args:
         store: store of the group.
@@ -68,7 +68,9 @@ def meet(
         started=process_start(pid) or 0,
         hostname=socket.gethostname(),
     )
-    rendezvous = Rendezvous(dist.PrefixStore("mpi", store), rank, ranks, timeout_s, backend="mpi")
+    rendezvous = Rendezvous(
+        dist.PrefixStore("mpi", store), rank, ranks, timeout_s, backend="mpi4py"
+    )
     nonce = secrets.token_hex(8) if rank == 0 else ""
     texts = rendezvous.share("member", json.dumps([asdict(me), nonce]))
     records = [json.loads(text) for text in texts]
@@ -92,7 +94,7 @@ def meet(
         line.start(comm.Ibarrier)
         line.finish()
     rendezvous.clean()
-    return line
+    return line, nonce
 
 
 def _subset(base: MPI.Intracomm, positions: Sequence[int], nonce: str) -> MPI.Intracomm:
@@ -120,5 +122,3 @@ def _check_job(members: Sequence[Member], ranks: Sequence[int]) -> None:
         "they are not of one MPI job",
         f"mpiexec -n {len(ranks)} python your_script.py",
     )
-
-

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unisono.comm.algorithms import MAX_PAIRWISE_RANKS
 from unisono.comm.torch_engine import bytes_of
 from unisono.comm.transports.mpi.line import MAX_BYTES, Line
 
@@ -94,11 +95,23 @@ def broadcast(line: Line, x: Tensor, src: int) -> None:
 
 
 def all_gather(line: Line, outs: Sequence[Tensor], x: Tensor) -> None:
-    """Fill `outs[q]` with `x` of rank `q`."""
+    """Fill `outs[q]` with `x` of rank `q`.
+
+    Large blocks go alone among few ranks, since that needs no stage; among many, MPI's way of
+    passing them on costs each rank less.
+    """
     sizes = [nbytes_of(out) for out in outs]
-    share = max(1, line.chunk_bytes // line.size)
-    if x.numel() and x.data_ptr() == outs[line.rank].data_ptr():
+    if line.size <= MAX_PAIRWISE_RANKS:
+        _receive_large(line, outs)
+        if sizes[line.rank] > ALONE_BYTES:
+            _copy(outs[line.rank], x)
+            for peer in range(line.size):
+                if peer != line.rank:
+                    line.send_alone(x, peer)
+        sizes = [0 if size > ALONE_BYTES else size for size in sizes]
+    if sizes[line.rank] and x.data_ptr() == outs[line.rank].data_ptr():
         x = x.clone()  # MPI wants all ranks, or none, to work in place
+    share = max(1, line.chunk_bytes // line.size)
     for begin in range(0, max(sizes), share):
         counts = [min(max(size - begin, 0), share) for size in sizes]
         received = Blocks(line, outs, counts, begin)
@@ -106,6 +119,7 @@ def all_gather(line: Line, outs: Sequence[Tensor], x: Tensor) -> None:
         line.start(line.comm.Iallgatherv, sent, received.spec)
         line.finish()
         received.deliver()
+    line.finish()
 
 
 def all_to_all(line: Line, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:

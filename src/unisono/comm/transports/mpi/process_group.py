@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from unisono.comm.engine import Engine
@@ -18,6 +19,7 @@ from unisono.comm.transports.mpi.engine import MpiEngine
 from unisono.comm.transports.mpi.inline import InlineJobs
 from unisono.comm.transports.mpi.library import Threads, load
 from unisono.comm.transports.mpi.meeting import max_tag, meet
+from unisono.comm.transports.nccl import NcclBeside
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,10 +61,11 @@ class MpiProcessGroup(TransportProcessGroup):
         jobs = kind(f"unisono-mpi-{name or 'group'}")
         self.communicator = None
         engine: Engine = SelfEngine()
+        nonce = "alone"
         if size > 1:
             leaving.sweep()
             base = _base(mpi) if own is None else own
-            line = meet(
+            line, nonce = meet(
                 store, rank, ranks, timeout.total_seconds(), base, is_own=own is not None
             )
             self.communicator = line.comm
@@ -74,7 +77,19 @@ class MpiProcessGroup(TransportProcessGroup):
                 is_world=not dist.is_initialized(),
             )
             leaving.watch_over(engine)
+        self._nccl = NcclBeside(dist.PrefixStore(f"mpi/{nonce}", store), rank, size)
         super().__init__(engine, jobs, ranks, timeout, "mpi4py")
+
+    def inner_group(self, device: torch.device) -> Any:
+        """Return the nccl group that serves CUDA tensors; made when first asked for."""
+        if device.type != "cuda" or not dist.is_nccl_available():
+            return super().inner_group(device)
+        return self._nccl.group(self.options._timeout)
+
+    def shutdown(self) -> None:
+        """See `TransportProcessGroup`."""
+        self._nccl.shutdown()
+        super().shutdown()
 
 
 def _base(mpi: Any) -> MPI.Intracomm:

@@ -18,7 +18,7 @@ from unisono.comm.transports.mpi.moves import nbytes_of
 from unisono.comm.transports.mpi.natives import choose_sum, native, wide_dtype
 from unisono.comm.transports.rank_order import Reducer
 
-_SHARES_BYTES = 32 * 1024 * 1024
+_SHARES_BYTES = 16 * 1024 * 1024
 """Larger tensors are reduced in stretches of this size, which bounds the memory for it."""
 
 
@@ -33,8 +33,9 @@ def all_reduce(line: Line, x: Tensor, op: str, reducer: Reducer, dst: int | None
         _reduce_copies(line, x, reducer, dst)
     else:
         stretch = max(line.size, min(_SHARES_BYTES, line.chunk_bytes) // x.element_size())
+        room = x.new_empty(min(stretch, x.numel()) + line.size)
         for part in x.view(-1).split(stretch):
-            _reduce_shares(line, part, reducer, dst)
+            _reduce_shares(line, part, room, reducer, dst)
     return name
 
 
@@ -78,10 +79,11 @@ def _reduce_copies(line: Line, x: Tensor, reducer: Reducer, dst: int | None) -> 
     reducer.fill(reducer.array(flat), [reducer.array(copy) for copy in copies])
 
 
-def _reduce_shares(line: Line, x: Tensor, reducer: Reducer, dst: int | None) -> None:
+def _reduce_shares(line: Line, x: Tensor, room: Tensor, reducer: Reducer, dst: int | None) -> None:
     """Each rank reduces its share of `x`, and the shares are put together."""
     shares = list(x.tensor_split(line.size))
-    rows = list(x.new_empty(line.size, shares[line.rank].numel()).unbind())
+    length = shares[line.rank].numel()
+    rows = list(room[: line.size * length].view(line.size, length).unbind())
     moves.all_to_all(line, rows, shares)
     result = rows[0]
     reducer.fill(reducer.array(result), [reducer.array(row) for row in rows])

@@ -20,9 +20,8 @@ from unisono.comm import groups
 from unisono.comm.environment import Environment
 from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
 from unisono.comm.hosts import host_id
-from unisono.comm.start import open_store, stop_world
 from unisono.comm.transports.mpi import process_group
-from unisono.comm.transports.mpi.library import Threads, load
+from unisono.comm.transports.mpi.library import Threads, load, unavailable
 from unisono.comm.transports.mpi.process_group import MpiProcessGroup
 from unisono.errors import MeshError, RankTimeout, UnisonoError
 
@@ -37,12 +36,28 @@ _world_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, ..
 )
 
 
+def store_for(environment: Environment, *, timeout_s: float) -> dist.Store | None:
+    """Return a store for the world of `environment` whose address travels over MPI.
+
+    Collective over that world. None where mpi4py is not installed, or where MPI does not know the
+    same ranks.
+    """
+    if unavailable() is not None:
+        return None
+    everybody = load().COMM_WORLD
+    if (everybody.rank, everybody.size) != (environment.rank, environment.size):
+        return None
+    return store_of(everybody, timeout_s=timeout_s)
+
+
 def store_of(comm: MPI.Intracomm, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
     """Return a store that rank 0 of `comm` hosts and all its ranks have joined.
 
     Collective over `comm`. The system gives rank 0 a free port, which it keeps; the address and a
     word by which the store is known travel over MPI.
     """
+    from unisono.comm.start import open_store  # which imports the transports
+
     mpi = load()
     hosts = set(_share(mpi, comm, host_id(), timeout_s))
     here = Environment(
@@ -59,9 +74,7 @@ def store_of(comm: MPI.Intracomm, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> di
     return open_store(here, addr=addr, port=port, timeout_s=timeout_s, nonce=nonce)
 
 
-def start_world(
-    comm: MPI.Intracomm | None = None, *, timeout_s: float | None = None
-) -> GroupEntry:
+def start_world(comm: MPI.Intracomm | None = None, *, timeout_s: float | None = None) -> GroupEntry:
     """Initialise torch.distributed with the ranks of `comm` and return its default group.
 
     Collective over `comm`, which is duplicated and never used itself. The world is closed when
@@ -90,17 +103,28 @@ def start_world(
         )
     finally:
         process_group.offer(None)
-    atexit.register(_leave)
+    global _leaves_at_exit
+    if not _leaves_at_exit:
+        _leaves_at_exit = True
+        atexit.register(_leave)
     return groups.world_entry()
 
 
+_leaves_at_exit = False
+
+
 def _leave() -> None:
-    """Close the world together, unless this rank ends with an exception."""
-    if getattr(sys, "last_value", None) is None and dist.is_initialized():
+    """Close the world together, unless this rank ends with an exception or its world is broken."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if getattr(sys, "last_value", None) is not None or not isinstance(world, MpiProcessGroup):
+        return
+    if getattr(world.unisono_engine, "cause", None) is None:
+        from unisono.comm.start import stop_world
+
         stop_world()
 
 
-def entry_of(comm: MPI.Comm) -> GroupEntry:
+def entry_of(comm: Any) -> GroupEntry:
     """Return the group of the ranks of an mpi4py communicator.
 
     Collective over `comm` when it is seen for the first time. If torch.distributed is not

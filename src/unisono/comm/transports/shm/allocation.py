@@ -10,8 +10,7 @@ from torch import Tensor
 
 from unisono.comm.transports.queued import Refused
 from unisono.comm.transports.shm.board import Board, code_of
-from unisono.comm.transports.shm.buffers import buffer_bytes, region_bytes
-from unisono.comm.transports.shm.layout import PAGE
+from unisono.comm.transports.shm.buffers import FIRST, buffer_bytes, region_bytes
 from unisono.comm.transports.shm.libc import populate
 from unisono.comm.transports.shm.moves import share_texts
 from unisono.comm.transports.shm.segment import Segment, Ticket
@@ -68,7 +67,7 @@ def make_shared_buffer(
             "ranks that cannot map it: " + "; ".join(problems),
         )
     board.buffers.add(segment, board.rank, board.size, nbytes)
-    offset = PAGE + board.rank * region_bytes(nbytes)
+    offset = FIRST + board.rank * region_bytes(nbytes)
     flat = torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=offset)
     return flat.view(tuple(shape))
 

@@ -85,16 +85,6 @@ class Board:
             for k in (0, 1)
         )
         """The slots as bytes: `raw[turn][rank]`."""
-        self.tables: tuple[Array, ...] = tuple(
-            np.frombuffer(
-                memory,
-                np.int64,
-                self.size * 2 * self.size,
-                layout.tables + k * self.size * 2 * self.size * WORD,
-            ).reshape(self.size, 2 * self.size)
-            for k in (0, 1)
-        )
-        """Sizes of uneven exchanges: `tables[turn][rank]`."""
         self._words = control.words
         first = layout.headers // WORD
         self._headers = tuple(
@@ -104,8 +94,11 @@ class Board:
         self._other_headers = tuple(
             tuple(h for r, h in enumerate(row) if r != self.rank) for row in self._headers
         )
+        row = 2 * self.size
+        table = layout.tables // WORD
+        self._tables = tuple((table + k * self.size * row, row) for k in (0, 1))
         self._turn = 0
-        self._views: dict[tuple[str, int], tuple[list[Array], list[Array]]] = {}
+        self._views: dict[tuple[str, int, int], tuple[list[Array], list[Array]]] = {}
         self._private = np.empty(min(SMALL_BYTES, self.slot_bytes), np.uint8)
         self.private_address = self._private.ctypes.data
         """A place for small results, in memory of this rank alone."""
@@ -117,21 +110,37 @@ class Board:
         self._turn = turn ^ 1
         return turn
 
-    @property
-    def next_turn(self) -> int:
-        """Which slots the next turn uses."""
-        return self._turn
+    def write_sizes(self, *sizes: Sequence[int]) -> None:
+        """Leave sizes for the first meeting of the collective that is about to begin.
 
-    def views(self, turn: int, storage: np.dtype[np.generic], nbytes: int) -> list[Array]:
-        """Return the first `nbytes` of all ranks' slots of a turn, as elements."""
-        key = (storage.char, nbytes)
+        Args:
+            sizes: what this rank sends to each, and what it expects from each.
+        """
+        first, row = self._tables[self._turn]
+        place = first + self.rank * row
+        for values in sizes:
+            for value in values:
+                self._words[place] = value
+                place += 1
+
+    def read_sizes(self, turn: int) -> list[list[int]]:
+        """Return what each rank has left for this turn; only what was written means something."""
+        first, row = self._tables[turn]
+        flat = self._words[first : first + self.size * row].tolist()
+        return [flat[i : i + row] for i in range(0, len(flat), row)]
+
+    def views(
+        self, turn: int, storage: np.dtype[np.generic], nbytes: int, offset: int = 0
+    ) -> list[Array]:
+        """Return `nbytes` from `offset` on of all ranks' slots of a turn, as elements."""
+        key = (storage.char, nbytes, offset)
         both = self._views.get(key)
         if both is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             both = (
-                [slot[:nbytes].view(storage) for slot in self.raw[0]],
-                [slot[:nbytes].view(storage) for slot in self.raw[1]],
+                [slot[offset : offset + nbytes].view(storage) for slot in self.raw[0]],
+                [slot[offset : offset + nbytes].view(storage) for slot in self.raw[1]],
             )
             self._views[key] = both
         return both[turn]
@@ -230,7 +239,6 @@ class Board:
         """Drop all views of the segment."""
         self._views.clear()
         self.raw = ((), ())
-        self.tables = ()
         self.buffers.close()
 
 

@@ -20,7 +20,10 @@ from unisono.comm.transports.shm.segment import Segment
 _OFFSET_BITS = 40
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _STAGGER = 1024
-"""Regions start at different offsets within a page: equal ones slow down reading two at a time."""
+"""Regions start at different offsets within a page: copies between equal ones can be slow."""
+
+FIRST = PAGE + 512
+"""Where the region of rank 0 begins; see `layout.SHIFT` for why not at the start of a page."""
 
 
 class SharedBuffer:
@@ -30,7 +33,7 @@ class SharedBuffer:
         self.number = number
         self.nbytes = nbytes
         self.stride = region_bytes(nbytes)
-        self.first = segment.address + PAGE
+        self.first = segment.address + FIRST
         self.begin = self.first + rank * self.stride
         self.end = self.begin + nbytes
         self.total = buffer_bytes(size, nbytes)
@@ -46,7 +49,7 @@ class SharedBuffer:
         if memory is None:
             raise ReferenceError("the tensor of this shared buffer is gone")
         return np.frombuffer(
-            memoryview(memory), np.uint8, nbytes, PAGE + rank * self.stride + offset
+            memoryview(memory), np.uint8, nbytes, FIRST + rank * self.stride + offset
         )
 
     def address(self, rank: int, offset: int) -> int:
@@ -104,4 +107,4 @@ def region_bytes(nbytes: int) -> int:
 
 def buffer_bytes(size: int, nbytes: int) -> int:
     """Return the size of the segment of a buffer with `nbytes` a rank."""
-    return PAGE + size * region_bytes(nbytes)
+    return FIRST + size * region_bytes(nbytes)

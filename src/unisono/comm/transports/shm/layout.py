@@ -32,7 +32,12 @@ HEADER_WORDS = 8
 CELLS = 4
 """Cells of a ring."""
 CELL_HEADER_BYTES = 64
-RING_HEADER_BYTES = PAGE
+
+SHIFT = 1024
+"""Data lies this far from the start of a page. Large tensors lie 64 bytes from it, and a copy whose
+target is 64 bytes further in its page than its source takes twice the time."""
+
+RING_HEADER_BYTES = PAGE + SHIFT
 RING_WRITTEN, RING_READ, RING_FILLED, RING_FREE = 0, 64, 128, 192
 """Bytes of a ring's header: two counters and two semaphores."""
 
@@ -80,12 +85,12 @@ class Layout:
     @property
     def slots(self) -> int:
         """Slots `[2, size]`."""
-        return _up(self.semaphores + self.size * self.size * SEM_BYTES, PAGE)
+        return _up(self.semaphores + self.size * self.size * SEM_BYTES, PAGE) + SHIFT
 
     @property
     def rings(self) -> int:
         """Rings, `size - 1` of each rank."""
-        return self.slots + 2 * self.size * self.slot_bytes
+        return _up(self.slots + 2 * self.size * self.slot_bytes, PAGE)
 
     @property
     def total(self) -> int:
@@ -126,7 +131,7 @@ def fitting_layout(size: int, slot_kb: int, max_mb: float | None) -> Layout:
     >>> fitting_layout(2, 1024, None).slot_bytes
     1048576
     >>> fitting_layout(4, 1024, 4).slot_bytes
-    458752
+    520192
     """
     if slot_kb * 1024 < MIN_SLOT_BYTES:
         raise UnisonoError.because(
@@ -136,7 +141,7 @@ def fitting_layout(size: int, slot_kb: int, max_mb: float | None) -> Layout:
             f"UNISONO_SHM_SLOT_KB={DEFAULT_SLOT_KB}",
         )
     slot_bytes = _up(slot_kb * 1024, PAGE)
-    fixed = Layout(size, 0).slots
+    fixed = Layout(size, 0).rings
     if max_mb is not None:
         room = int((max_mb * _MB - fixed) / (2 * size)) // PAGE * PAGE
         if room < MIN_SLOT_BYTES:

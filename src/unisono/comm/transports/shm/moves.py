@@ -103,10 +103,8 @@ def all_to_all(board: Board, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> N
     sources, targets = [t.data_ptr() for t in ins], [t.data_ptr() for t in outs]
     share = _share(board)
     peers = [q for q in range(size) if q != rank]
-    turn_of_table = board.next_turn
-    row = board.tables[turn_of_table][rank]
-    row[:size] = sent
-    row[size:] = expected
+    board.write_sizes(sent, expected)
+    table: list[list[int]] = []
 
     def fill(address: int, number: int) -> None:
         start = number * share
@@ -119,12 +117,20 @@ def all_to_all(board: Board, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> N
                 )
 
     def rounds(turn: int) -> int:
-        table = board.tables[turn]
-        sends, receives = table[:, :size].copy(), table[:, size:]
-        if not np.array_equal(sends, receives.T):
-            raise board.mismatch(turn, _unlike(board, sends, receives))
-        np.fill_diagonal(sends, 0)
-        return _rounds(int(sends.max()), share)
+        table[:] = board.read_sizes(turn)
+        most = 0
+        for src in range(size):
+            for dst in range(size):
+                sends, expects = table[src][dst], table[dst][size + src]
+                if sends != expects:
+                    raise board.mismatch(
+                        turn,
+                        f"rank {board.ranks[src]} sends {sends} bytes to rank "
+                        f"{board.ranks[dst]}, which expects {expects}",
+                    )
+                if sends > most and src != dst:
+                    most = sends
+        return _rounds(most, share)
 
     def drain(turn: int, number: int) -> None:
         start = number * share
@@ -136,9 +142,8 @@ def all_to_all(board: Board, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> N
                 memmove(targets[peer] + start, source, min(share, expected[peer] - start))
 
     def direct(buffer: SharedBuffer, offsets: list[int]) -> None:
-        before = board.tables[turn_of_table][:, :rank].sum(axis=1).tolist()
         for peer in range(size):
-            source = buffer.address(peer, offsets[peer] + before[peer])
+            source = buffer.address(peer, offsets[peer] + sum(table[peer][:rank]))
             memmove(targets[peer], source, expected[peer])
 
     run_rounds(
@@ -161,7 +166,7 @@ def gather(board: Board, outs: Sequence[Tensor] | None, x: Tensor, dst: int) -> 
     expected = sizes_of(outs) if outs is not None else []
     targets = [out.data_ptr() for out in outs] if outs is not None else []
     if rank == dst:
-        board.tables[board.next_turn][rank][: board.size] = expected
+        board.write_sizes(expected)
 
     def fill(address: int, number: int) -> None:
         start = number * slot
@@ -170,7 +175,7 @@ def gather(board: Board, outs: Sequence[Tensor] | None, x: Tensor, dst: int) -> 
 
     def rounds(turn: int) -> int:
         sizes = board.sizes(turn)
-        wanted = board.tables[turn][dst][: board.size].tolist()
+        wanted = board.read_sizes(turn)[dst][: board.size]
         if wanted != sizes:
             raise board.mismatch(
                 turn,
@@ -216,7 +221,7 @@ def scatter(board: Board, out: Tensor, ins: Sequence[Tensor] | None, src: int) -
     sources = [block.data_ptr() for block in ins] if ins is not None else []
     share = _share(board)
     if rank == src:
-        board.tables[board.next_turn][rank][: board.size] = sent
+        board.write_sizes(sent)
 
     def fill(address: int, number: int) -> None:
         if rank != src:
@@ -229,7 +234,7 @@ def scatter(board: Board, out: Tensor, ins: Sequence[Tensor] | None, src: int) -
 
     def rounds(turn: int) -> int:
         wanted = board.sizes(turn)
-        offered = board.tables[turn][src][: board.size].tolist()
+        offered = board.read_sizes(turn)[src][: board.size]
         if offered != wanted:
             raise board.mismatch(
                 turn,
@@ -293,11 +298,3 @@ def _share(board: Board) -> int:
 
 def _rounds(nbytes: int, at_a_time: int) -> int:
     return max(1, -(-nbytes // at_a_time))
-
-
-def _unlike(board: Board, sends: np.ndarray, receives: np.ndarray) -> str:
-    src, dst = (int(i) for i in np.argwhere(sends != receives.T)[0])
-    return (
-        f"rank {board.ranks[src]} sends {sends[src, dst]} bytes to rank {board.ranks[dst]}, "
-        f"which expects {receives[dst, src]}"
-    )

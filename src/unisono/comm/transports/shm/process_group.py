@@ -16,6 +16,7 @@ from unisono.comm.engine import Engine
 from unisono.comm.self_engine import SelfEngine
 from unisono.comm.transports.c10d import TransportProcessGroup
 from unisono.comm.transports.jobs import JobQueue
+from unisono.comm.transports.nccl import NcclBeside
 from unisono.comm.transports.queued import QueuedEngine
 from unisono.comm.transports.shm.engine import ShmEngine
 from unisono.comm.transports.shm.hosts import HostsEngine
@@ -53,9 +54,8 @@ class ShmProcessGroup(TransportProcessGroup):
     ) -> None:
         ranks = tuple(ranks) or tuple(range(size))
         jobs = JobQueue(f"unisono-shm-{name or 'group'}")
-        self._store = store
-        self._inner: dict[str, Any] = {}
-        engine, self._nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), jobs)
+        engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), jobs)
+        self._nccl = NcclBeside(dist.PrefixStore(f"shm/{nonce}", store), rank, size)
         super().__init__(engine, jobs, ranks, timeout, "shm")
         _groups.add(self)
 
@@ -63,24 +63,11 @@ class ShmProcessGroup(TransportProcessGroup):
         """Return the nccl group that serves CUDA tensors; made when first asked for."""
         if device.type != "cuda" or not dist.is_nccl_available():
             return super().inner_group(device)
-        inner = self._inner.get(device.type)
-        if inner is None:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.options._timeout
-            inner = dist.ProcessGroupNCCL(
-                dist.PrefixStore(f"nccl/{self._nonce}", self._store),
-                self.rank(),
-                self.size(),
-                options,
-            )
-            self._inner[device.type] = inner
-        return inner
+        return self._nccl.group(self.options._timeout)
 
     def shutdown(self) -> None:
         """See `TransportProcessGroup`."""
-        for inner in self._inner.values():
-            inner.shutdown()
-        self._inner.clear()
+        self._nccl.shutdown()
         super().shutdown()
 
 

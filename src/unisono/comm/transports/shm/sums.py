@@ -145,6 +145,9 @@ def reduce_scatter(board: Board, out: Tensor, ins: Sequence[Tensor], reducer: Re
     rank, size, storage = board.rank, board.size, reducer.storage
     sizes = sizes_of(ins)
     sources = [block.data_ptr() for block in ins]
+    if sum(sizes) <= min(SMALL_BYTES, board.slot_bytes):
+        _small_reduce_scatter(board, out, sizes, sources, reducer)
+        return
     share = board.slot_bytes // (size - 1) // _LINE * _LINE
     target, own = reducer.array(out).view(np.uint8), reducer.array(ins[rank]).view(np.uint8)
     if size > 2 and out.data_ptr() == sources[rank]:
@@ -196,6 +199,24 @@ def reduce_scatter(board: Board, out: Tensor, ins: Sequence[Tensor], reducer: Re
         drain=drain,
         direct=direct,
     )
+
+
+def _small_reduce_scatter(
+    board: Board, out: Tensor, sizes: list[int], sources: list[int], reducer: Reducer
+) -> None:
+    """Copy all blocks in, one after the other, and reduce the own column."""
+    turn, total = board.turn(), sum(sizes)
+    address = board.address[turn][board.rank]
+    for size, source in zip(sizes, sources, strict=True):
+        memmove(address, source, size)
+        address += size
+    code = code_of("reduce_scatter", out.dtype, reducer.number)
+    board.meet(turn, code, total, digest=hash(tuple(sizes)))
+    own, before = sizes[board.rank], sum(sizes[: board.rank])
+    if own:
+        blocks = board.views(turn, reducer.storage, own, before)
+        reducer.fill(board.private(reducer.storage, own), blocks)
+        memmove(out.data_ptr(), board.private_address, own)
 
 
 def cut(nbytes: int, parts: int) -> list[int]:

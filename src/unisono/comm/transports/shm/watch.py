@@ -5,6 +5,7 @@ Asked only after a wait has lasted for tens of milliseconds, so that it costs th
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -136,6 +137,8 @@ class Vigil:
         self._look = min(self._look, self._deadline)
         if now >= self._ask_store:
             self._ask_store = now + STORE_S
-            failure = posted_failure()
+            failure = None
+            with contextlib.suppress(RuntimeError):  # the store is gone: peers tell enough
+                failure = posted_failure()
             if failure is not None and missing():
                 raise failure

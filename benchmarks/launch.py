@@ -1,0 +1,165 @@
+"""How long launching takes, against `torch.multiprocessing.spawn` and the like.
+
+    python benchmarks/launch.py [--quick]
+
+Each case and its reference run in turns; the figure is the ratio of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import unisono
+
+sys.path.insert(0, str(Path(__file__).parent))
+from harness import Row, markdown, publish
+
+QUIET = unisono.Logs(console="none")
+FIRST = {
+    "ours": "import torch, unisono\n"
+    "from launch import ours\n"
+    "unisono.run(ours, on='cpu', ranks=2, logs=unisono.Logs(console='none'))\n",
+    "reference": "import torch\n"
+    "from launch import spawned\n"
+    "if __name__ == '__main__': spawned(2)\n",
+}
+
+
+def ours() -> None:
+    unisono.world().all_reduce(torch.ones(1))
+
+
+def reference(rank: int, size: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+
+def spawned(size: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(reference, (size, str(Path(folder, "store"))), nprocs=size)
+
+
+def run_ours(ranks: int) -> None:
+    unisono.run(ours, on="cpu", ranks=ranks, logs=QUIET)
+
+
+def python(*words: str, cwd: str | Path = ".") -> None:
+    subprocess.run([sys.executable, *words], check=True, cwd=cwd, capture_output=True)
+
+
+def fresh(kind: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        search = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        script.write_text(search + FIRST[kind])
+        python(str(script))
+
+
+def in_turns(candidates: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Return the median time of each candidate, all run in turns."""
+    times: list[list[float]] = [[] for _ in candidates]
+    for _ in range(rounds):
+        for candidate, taken in zip(candidates, times, strict=True):
+            begin = time.perf_counter()
+            candidate()
+            taken.append(time.perf_counter() - begin)
+    return [statistics.median(taken) for taken in times]
+
+
+def steps(every: int | None, count: int = 300) -> float:
+    """Return the seconds of a loop of 1 ms steps, with or without a look at `should_stop`."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        end = time.perf_counter() + 1e-3
+        while time.perf_counter() < end:
+            pass
+        if every is not None:
+            unisono.should_stop(every=every)
+    return time.perf_counter() - begin
+
+
+def both_loops() -> tuple[float, float]:
+    steps(10, 20)
+    return steps(10), steps(None)
+
+
+def big() -> torch.Tensor:
+    return torch.zeros(64 << 20)
+
+
+def travel() -> None:
+    pickle.loads(pickle.dumps(big(), protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def chatter(megabytes: int) -> None:
+    line = b"x" * 99 + b"\n"
+    for _ in range(megabytes * 100):
+        os.write(1, line * 100)
+
+
+def chatter_to_files(megabytes: int) -> None:
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import os\n"
+    code += f"line = b'x' * 99 + b'\\n'\nfor _ in range({megabytes * 100}): os.write(1, line * 100)"
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for i in range(2):
+            with Path(folder, str(i)).open("wb") as file:
+                processes.append(subprocess.Popen([sys.executable, "-c", code], stdout=file))
+        for process in processes:
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
+    options = parser.parse_args()
+    rounds = 2 if options.quick else 5
+    rows: list[Row] = []
+
+    first, spawn_first = in_turns([lambda: fresh("ours"), lambda: fresh("reference")], rounds)
+    rows.append(Row("launch_first: 2 ranks", first, spawn_first, "mp.spawn", 0.9))
+    run_ours(2)
+    warm, spawn = in_turns([lambda: run_ours(2), lambda: spawned(2)], rounds)
+    rows.append(Row("launch_warm: 2 ranks", warm, spawn, "mp.spawn", 0.15))
+    eight, two = in_turns([lambda: run_ours(8), lambda: run_ours(2)], rounds)
+    rows.append(Row("launch_ranks8", eight, two, "2 ranks", 6.0))
+    help_s, import_s = in_turns(
+        [lambda: python("-m", "unisono", "--help"), lambda: python("-c", "import torch")], rounds
+    )
+    rows.append(Row("launch_help", help_s, import_s, "import torch", 0.3))
+    loops = [unisono.run(both_loops, on="cpu", ranks=2, logs=QUIET)[0] for _ in range(rounds)]
+    with_it, without = (statistics.median(side) for side in zip(*loops, strict=True))
+    rows.append(Row("should_stop: every=10", with_it, without, "without", 1.1))
+    if not options.quick:
+        result, copied = in_turns(
+            [lambda: unisono.run(big, on="cpu", ranks=1, logs=QUIET), travel], rounds
+        )
+        rows.append(Row("launch_result: 256 MB", result, copied, "pickle there and back", 4.0))
+        logs, files = in_turns(
+            [
+                lambda: unisono.run(chatter, 50, on="cpu", ranks=2, logs=QUIET),
+                lambda: chatter_to_files(50),
+            ],
+            rounds,
+        )
+        rows.append(Row("launch_logs: 2 x 50 MB", logs, files, "files", 2.0))
+    publish("Launching", markdown(rows), write=not options.quick)
+
+
+if __name__ == "__main__":
+    main()

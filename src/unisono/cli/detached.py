@@ -1,0 +1,62 @@
+"""`unisono run --detach`: a process of its own supervises the ranks, and this one returns."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from unisono.errors import RankFailed
+
+if TYPE_CHECKING:
+    from unisono.launch.request import Request
+
+
+def start(args: argparse.Namespace) -> int:
+    """Start the supervising process with the same words, and print the id of its job."""
+    from unisono.launch.job_files import LOCAL_JOBS
+
+    words = [word for word in args.words if word != "--detach"]
+    logs = [] if args.logs is not None else ["--logs", str(LOCAL_JOBS)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unisono", "run", "--supervise", *logs, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    line = process.stdout.readline() if process.stdout is not None else ""
+    if not line:
+        _, errors = process.communicate()
+        raise RankFailed(f"the job did not start\n{errors}", exit_code=process.returncode)
+    print(line.strip())
+    return 0
+
+
+def supervise(request: Request) -> int:
+    """Be the supervising process: print the id, let go of the terminal, wait for the end."""
+    from unisono.launch.interrupts import termination_as_exception
+    from unisono.launch.job import submit_request
+
+    job = submit_request(request)
+    print(job.dir.name, flush=True)
+    _let_go()
+    with termination_as_exception():
+        try:
+            job.wait()
+        except BaseException:
+            job.cancel()
+            raise
+    return 0 if job.status() == "done" else 1
+
+
+def _let_go() -> None:
+    """Give back the pipes to the process that started us; it does not wait for our end."""
+    import os
+
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)

@@ -1,0 +1,204 @@
+"""A run as a series of attempts: a new one after a failure, or when the function asks for it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
+from unisono.launch.console import Console
+from unisono.launch.conventions import Convention
+from unisono.launch.local import common_variables, run_local
+from unisono.launch.logs import SHOW_ALL_UP_TO
+from unisono.launch.platform import Platform
+from unisono.launch.rank import Job as RankJob
+from unisono.launch.request import Request
+from unisono.launch.results import Results
+from unisono.launch.setting import Setting
+from unisono.launch.supervise import Outcome, Supervisor, tail
+
+
+@dataclass(kw_only=True)
+class Attempts:
+    """One run: what was asked, where it stands, and how to reach it from another thread."""
+
+    request: Request
+    """What was asked."""
+    call: bytes
+    """Function and arguments, pickled."""
+    job_dir: Path
+    """Directory of the run."""
+    convention: Convention = field(default_factory=Convention)
+    """How ranks call the function."""
+    on_state: Callable[[str], None] = lambda _state: None
+    """Told of each change: `"running"`, `"requeued"`."""
+    number: int = 0
+    """Number of the present attempt."""
+    requeues: int = 0
+    """How many of the attempts the function itself asked for."""
+    _supervisor: Supervisor | None = None
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> Results[Any]:
+        """Try until an attempt succeeds, or there are no more."""
+        request = self.request
+        console = Console(
+            request.logs.shown(request.ranks), prefix=request.logs.prefix and request.ranks > 1
+        )
+        if request.logs.console == "auto" and request.ranks > SHOW_ALL_UP_TO:
+            print(
+                f"unisono: showing rank 0 of {request.ranks}; all: unisono.Logs(console='all')",
+                file=sys.stderr,
+            )
+        job = RankJob(
+            argv=list(sys.argv),
+            call=self.call,
+            convention=self.convention,
+            platform=travelling(request.platform),
+            setting=Setting.now(common_variables(os.environ, request.platform, console)),
+        )
+        causes: list[str] = []
+        while True:
+            self.on_state("running")
+            try:
+                outcome = run_local(
+                    job,
+                    console=console,
+                    job_dir=self.job_dir,
+                    timeout_s=request.timeout_s,
+                    attempt=self.number,
+                    on_start=self._supervised_by,
+                )
+            except (RankFailed, RankTimeout) as error:
+                causes.append(f"attempt {self.number}: {str(error).splitlines()[0]}")
+                was_ready = self._supervisor is not None and self._supervisor.was_ready
+                if len(causes) > request.max_restarts or not was_ready:
+                    if len(causes) > 1:
+                        error.add_note("\n".join(causes))
+                    raise
+                if self._cancelled.wait(min(30.0, 2.0 ** (len(causes) - 1))):
+                    raise self._cancellation() from None
+            else:
+                if not outcome.is_requeued:
+                    return _results(outcome, request, self.job_dir, self.number)
+                self._count_requeue()
+            self.number += 1
+
+    def cancel(self) -> None:
+        """End the run, from any thread."""
+        self._cancelled.set()
+        if self._supervisor is not None:
+            self._supervisor.ask(self._raise_if_cancelled)
+
+    def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
+        """Return where all ranks stand, from any thread; nothing if no rank runs."""
+        supervisor = self._supervisor
+        answered = threading.Event()
+        answer: dict[int, str] = {}
+
+        def look() -> None:
+            if supervisor is not None:
+                answer.update(supervisor.stacks())
+            answered.set()
+
+        if supervisor is not None:
+            supervisor.ask(look)
+            answered.wait(timeout_s)
+        return answer
+
+    def _supervised_by(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._raise_if_cancelled()
+
+    def _raise_if_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise self._cancellation()
+
+    def _cancellation(self) -> JobCancelled:
+        return JobCancelled(f"the run of {self.request.name} was cancelled")
+
+    def _count_requeue(self) -> None:
+        self.on_state("requeued")
+        self.requeues += 1
+        limit = self.request.platform.max_requeues
+        if self.requeues > limit:
+            raise RankFailed(
+                f"the function asked to be started again {self.requeues} times\n"
+                f"  {self.requeues} requeues > max_requeues={limit}\n"
+                "HINT: Platform(max_requeues=...) if that is as it should be",
+                job_dir=str(self.job_dir),
+                attempt=self.number,
+            )
+
+
+def travelling(platform: Platform) -> Platform:
+    """Return the platform that ranks get: without functions that belong to the launcher."""
+    twin = platform.copy()
+    twin.upon_finish = twin.upon_error = None
+    if twin.seed_per_rank is None:
+        twin.seed_per_rank = True
+    return twin
+
+
+@contextmanager
+def job_directory(request: Request) -> Iterator[Path]:
+    """Yield the private directory of the run; without `logs` only a failure leaves it behind."""
+    if request.logs.dir is not None:
+        name = "".join(c if c.isalnum() or c in "._-" else "_" for c in request.name)
+        path = Path(request.logs.dir).absolute() / f"{name}-{secrets.token_hex(4)}"
+        try:
+            path.mkdir(parents=True, mode=0o700)
+        except OSError as error:
+            raise PlatformError.because(
+                f"unisono.run(..., logs={str(request.logs.dir)!r})",
+                f"{path} cannot be made: {error.strerror}",
+                None,
+                "a directory of yours",
+            ) from error
+        yield path
+        return
+    path = Path(tempfile.mkdtemp(prefix="unisono-"))
+    try:
+        yield path
+    except (RankFailed, RankTimeout):
+        raise
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _results(outcome: Outcome, request: Request, job_dir: Path, attempt: int) -> Results[Any]:
+    values: list[Any] = []
+    for rank, data in enumerate(outcome.values):
+        try:
+            values.append(pickle.loads(data))
+        except Exception as error:
+            raise RankFailed(
+                f"what rank {rank} of {request.ranks} returned cannot be unpickled here\n"
+                f"{type(error).__name__}: {error}\n"
+                "HINT: return numbers, lists, dicts, arrays or tensors",
+                rank=rank,
+                host=outcome.hosts[rank],
+            ) from error
+    return Results(
+        values,
+        hosts=outcome.hosts,
+        platform=request.place,
+        wall_s=outcome.wall_s,
+        start_s=outcome.start_s,
+        restarts=attempt,
+        threads=request.platform.cpus_per_rank,
+        dir=job_dir if request.logs.dir is not None else None,
+        logs={rank: tail(job_dir / f"rank-{rank}.log") for rank in range(request.ranks)},
+    )

@@ -1,0 +1,162 @@
+"""How a task is called: plainly, or with what DDPW's releases hand to it.
+
+The choice is made once, in the launcher, from the signature; ranks only follow it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unisono.errors import PlatformError
+from unisono.launch.here import Here
+from unisono.launch.request import check_call, function_name
+
+__all__ = ["Convention", "choose_convention"]
+
+INJECTED = ("global_rank", "local_rank", "group", "platform")
+"""Keywords that a task may get from us."""
+_KINDS = ("auto", "seed", "ddpw6", "plain")
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How ranks call the task."""
+
+    kind: Literal["plain", "seed", "named"] = "plain"
+    """`seed`: ranks, group and one value in front; `named`: some of `INJECTED` as keywords."""
+    names: tuple[str, ...] = ()
+    """Which keywords a `named` call gets."""
+    takes_value: bool = True
+    """Whether a `seed` call has a fourth argument."""
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        here: Here,
+    ) -> Any:
+        """Call the task on this rank."""
+        if self.kind == "seed":
+            value = (args[0] if args else None,) if self.takes_value else ()
+            return fn(here.rank, here.local_rank, here.group, *value)
+        offered = {
+            "global_rank": here.rank,
+            "local_rank": here.local_rank,
+            "group": here.group,
+            "platform": here.platform,
+        }
+        return fn(*args, **kwargs, **{name: offered[name] for name in self.names})
+
+
+def choose_convention(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    asked: str = "auto",
+    is_decorated: bool = False,
+) -> Convention:
+    """Return how to call `fn`, or raise `PlatformError` if what was given does not fit it.
+
+    Args:
+        fn: the task.
+        args: what the user gave for it.
+        kwargs: the same, by keyword.
+        asked: `"seed"`, `"ddpw6"` or `"plain"`; `"auto"` looks at the signature.
+        is_decorated: whether `fn` was called like a function, through the decorator.
+    """
+    if asked not in _KINDS:
+        raise PlatformError.because(
+            f"Wrapper(convention={asked!r})", f"choices are {', '.join(map(repr, _KINDS))}"
+        )
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        check_call(fn, tuple(args), kwargs)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return Convention()  # a builtin: the call itself will tell
+    positional = _positional(signature)
+    if asked == "seed" or (asked == "auto" and _is_seed(positional)):
+        return _seed(fn, positional, args, kwargs)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if asked == "ddpw6" or (asked == "auto" and takes_any):
+        return _named(fn, signature, INJECTED, args, kwargs)
+    named = _unfilled(signature, args)
+    if asked == "auto" and named:
+        return _named(fn, signature, named, args, kwargs)
+    required = [p for p in positional if p.default is p.empty]
+    has_one_tuple = len(args) == 0 or (len(args) == 1 and isinstance(args[0], tuple))
+    if asked == "auto" and not is_decorated and len(required) == 4 and not kwargs and has_one_tuple:
+        return _seed(fn, positional, args, kwargs)
+    check_call(fn, tuple(args), kwargs)
+    return Convention()
+
+
+def _positional(signature: inspect.Signature) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in signature.parameters.values() if p.kind in kinds]
+
+
+def _is_seed(positional: Sequence[inspect.Parameter]) -> bool:
+    names = [p.name for p in positional]
+    if names[:2] != ["global_rank", "local_rank"]:
+        return False
+    return "process_group" in names or (len(names) == 4 and "platform" not in names)
+
+
+def _seed(
+    fn: Callable[..., Any],
+    positional: Sequence[inspect.Parameter],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Convention:
+    if len(args) > 1 or kwargs:
+        raise PlatformError.because(
+            f"start({function_name(fn)}, ...) with global_rank, local_rank, process_group, args",
+            f"{len(args)} values and keywords {sorted(kwargs)} where one value fits",
+            None,
+            f"start({function_name(fn)}, (first, second)): one tuple, which arrives as args",
+        )
+    return Convention("seed", takes_value=len(positional) > 3)
+
+
+def _unfilled(signature: inspect.Signature, args: Sequence[Any]) -> tuple[str, ...]:
+    """Return which of our keywords are parameters that `args` leave open."""
+    filled = {p.name for p in _positional(signature)[: len(args)]}
+    open_names = {
+        p.name
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in filled
+    }
+    return tuple(name for name in INJECTED if name in open_names)
+
+
+def _named(
+    fn: Callable[..., Any],
+    signature: inspect.Signature,
+    names: tuple[str, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Convention:
+    twice = [name for name in names if name in kwargs]
+    if twice:
+        raise PlatformError.because(
+            f"start({function_name(fn)}, ..., {twice[0]}=...)",
+            f"each rank gets its own {twice[0]}",
+            None,
+            "another name for it, or Wrapper(platform, convention='plain')",
+        )
+    try:
+        signature.bind(*args, **kwargs, **dict.fromkeys(names))
+    except TypeError as error:
+        raise PlatformError.because(
+            f"start({function_name(fn)}, ...) calls {function_name(fn)}{signature}",
+            f"{len(args)} positional arguments, keywords {sorted(kwargs)}, and ours: "
+            f"{', '.join(names)}",
+            str(error),
+        ) from None
+    return Convention("named", names=names)

@@ -1,0 +1,224 @@
+"""What training functions need on every platform: seeds, averages, devices, samplers.
+
+One call fits all platforms: what a helper does follows from the rank it is called in.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from unisono.comm import Communicator
+from unisono.errors import PlatformError
+from unisono.launch.batch_norm import has_batch_norm, synchronised
+from unisono.launch.device import Device
+from unisono.launch.here import here
+from unisono.launch.platform import Platform
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = [
+    "average_params_grads",
+    "device",
+    "get_dataset_sampler",
+    "has_batch_norm",
+    "optimiser_to",
+    "seed_generators",
+    "set_default_device",
+    "set_device",
+    "to",
+]
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, numpy, torch and all its devices in this process."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def average_params_grads(
+    module: nn.Module,
+    params: bool = True,
+    grads: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Replace parameters, gradients or both by their mean over the ranks, in place.
+
+    Collective over `group` (default: the world). A parameter that has a gradient on some ranks only
+    counts as zero on the others, and all get the mean. Does nothing in a world of one.
+    """
+    if not (params or grads) or not dist.is_available() or not dist.is_initialized():
+        return
+    comm = Communicator.of(group)
+    if comm.size == 1:
+        return
+    weights = list(module.parameters())
+    with torch.no_grad():
+        if params:
+            _average([p.data for p in weights], comm)
+        if grads:
+            _average(_agreed_gradients(weights, comm), comm)
+
+
+def _agreed_gradients(weights: list[nn.Parameter], comm: Communicator) -> list[Tensor]:
+    """Return the gradients that any rank has; a rank without one gets zeros."""
+    if any(p.grad is not None and p.grad.is_sparse for p in weights):
+        raise PlatformError.because(
+            "average_params_grads(..., grads=True)",
+            "a sparse gradient",
+            None,
+            "nn.Embedding(..., sparse=False)",
+        )
+    mine = torch.tensor([p.grad is not None for p in weights], dtype=torch.int32)
+    anywhere = comm.with_device("cpu").all_reduce(mine, op="max").tolist()
+    gradients: list[Tensor] = []
+    for weight, is_there in zip(weights, anywhere, strict=True):
+        if is_there:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            gradients.append(weight.grad)
+    return gradients
+
+
+def _average(tensors: list[Tensor], comm: Communicator) -> None:
+    """Average tensors in place, those of one dtype and device in one go."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for (_, place), bucket in buckets.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        mean = comm.with_device(place).all_reduce(flat) / comm.size
+        parts = mean.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def optimiser_to(optimiser: Optimizer, device: torch.device | str) -> None:
+    """Move the state of an optimiser to a device, in place.
+
+    Step counters stay on the CPU unless the optimiser wants them on the device (`capturable` or
+    `fused`).
+    """
+    for group in optimiser.param_groups:
+        wants_steps = bool(group.get("capturable") or group.get("fused"))
+        for weight in group["params"]:
+            state = optimiser.state.get(weight, {})
+            for name, value in state.items():
+                if name != "step" or wants_steps:
+                    state[name] = _moved(value, device)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(entry, device) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(entry, device) for entry in value)
+    return value
+
+
+def to(
+    module: nn.Module,
+    local_rank: int,
+    sync_modules: bool = True,
+    device: torch.device | str | None = None,
+    *ddp_args: Any,
+    **ddp_kwargs: Any,
+) -> nn.Module:
+    """Move a module to this rank's device and keep its replicas equal during training.
+
+    Collective over the world if `sync_modules`: batch norms then use the whole batch of all ranks,
+    and the module is wrapped in `DistributedDataParallel` (in a world of one, too, so `.module` is
+    always there; not if it has nothing to train).
+
+    Args:
+        module: the model.
+        local_rank: place of this rank on its node; picks the GPU where `device` is a plain "cuda".
+        sync_modules: whether to synchronise.
+        device: where to; None is the device of this rank.
+        ddp_args: more arguments for `DistributedDataParallel`.
+        ddp_kwargs: more arguments for `DistributedDataParallel`.
+    """
+    place = _rank_device() if device is None else torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", local_rank)
+    module = module.to(place)
+    if not sync_modules or not dist.is_available() or not dist.is_initialized():
+        return module
+    if dist.get_world_size() > 1 and has_batch_norm(module):
+        module = synchronised(module, place)
+    if not any(p.requires_grad for p in module.parameters()):
+        return module
+    if place.type == "cuda" and not ddp_args:
+        ddp_kwargs.setdefault("device_ids", [place.index])
+    return DistributedDataParallel(module, *ddp_args, **ddp_kwargs)
+
+
+def get_dataset_sampler(
+    dataset: Dataset[Any],
+    global_rank: int,
+    platform: Platform,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+) -> DistributedSampler[Any] | None:
+    """Return the sampler of this rank's share of `dataset`; None in a world of one."""
+    if isinstance(dataset, IterableDataset):
+        raise PlatformError.because(
+            f"get_dataset_sampler({type(dataset).__name__}, ...)",
+            "an IterableDataset, which nobody can sample from",
+            None,
+            "skip records by rank inside its __iter__",
+        )
+    if platform.world_size == 1:
+        return None
+    return DistributedSampler(
+        dataset,
+        num_replicas=platform.world_size,
+        rank=global_rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )
+
+
+def device(module: nn.Module) -> torch.device:
+    """Return where a module is: its first parameter, else its first buffer, else this rank."""
+    tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers())
+    return next((tensor.device for tensor in tensors), _rank_device())
+
+
+def set_default_device(local_rank: int, platform: Platform) -> None:
+    """Make this rank's GPU the default for new tensors; does nothing on CPU and MPS."""
+    place = platform.torch_device(local_rank)
+    if platform.kind is not Device.CPU and place.type == "cuda":
+        torch.cuda.set_device(place)
+        torch.set_default_device(place)
+
+
+def set_device(local_rank: int, platform: Platform) -> None:
+    """Do what `set_default_device` does; an older spelling."""
+    warnings.warn("set_device is now set_default_device", DeprecationWarning, stacklevel=2)
+    set_default_device(local_rank, platform)
+
+
+def _rank_device() -> torch.device:
+    """Return the device of this rank; the CPU in a process that is none."""
+    me = here()
+    return me.device if me is not None else torch.device("cpu")

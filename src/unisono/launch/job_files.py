@@ -1,0 +1,93 @@
+"""The files by which a job is known to other processes: `job.json` and what came out of it.
+
+Written by its supervisor alone, each by a rename, readable by their owner only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import PlatformError
+
+STATE = "job.json"
+OUTCOME = "outcome.pkl"
+LOCAL_JOBS = Path(".unisono", "jobs")
+"""Where detached jobs are kept, below the working directory."""
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` at one stroke."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:  # noqa: PTH123
+        file.write(data)
+    draft.replace(path)
+
+
+def write_state(directory: Path, state: dict[str, Any]) -> None:
+    """Write what is known of a job."""
+    write_private(directory / STATE, json.dumps(state).encode())
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Return what is known of a job, after a look at who wrote it."""
+    check_ours(directory / STATE)
+    return json.loads((directory / STATE).read_text(encoding="utf-8"))
+
+
+def write_outcome(directory: Path, outcome: object) -> None:
+    """Keep the results of a job, or its error."""
+    write_private(directory / OUTCOME, pickle.dumps(outcome))
+
+
+def read_outcome(directory: Path) -> Any:
+    """Return the results of a job, or its error; unpickles only a private file of this user."""
+    check_ours(directory)
+    check_ours(directory / OUTCOME)
+    return pickle.loads((directory / OUTCOME).read_bytes())
+
+
+def check_ours(path: Path) -> None:
+    """Raise `PlatformError` unless `path` is this user's own, closed to others, and no link."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise PlatformError.because(f"{path}", f"{error.strerror}") from error
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
+        kind = "a link" if stat.S_ISLNK(found.st_mode) else f"mode {mode:04o}"
+        raise PlatformError.because(
+            f"{path} holds what a job left",
+            f"{kind}, owner {found.st_uid} (this user is {os.getuid()})",
+            None,
+            "only a private file of your own is read",
+        )
+
+
+def find_directory(id_or_dir: str | Path) -> Path:
+    """Return the directory of a job: the path itself, or the one below `.unisono/jobs`."""
+    path = Path(id_or_dir)
+    if (path / STATE).is_file():
+        return path.absolute()
+    found = [p for p in LOCAL_JOBS.glob(f"*{path.name}") if (p / STATE).is_file()]
+    if len(found) == 1:
+        return found[0].absolute()
+    known = sorted(p.name for p in LOCAL_JOBS.glob("*") if (p / STATE).is_file())
+    raise PlatformError.because(
+        f"the job {id_or_dir}",
+        f"{len(found) or 'no'} such job in {LOCAL_JOBS.absolute()}",
+        None,
+        f"known here: {', '.join(known[-8:])}" if known else "the directory of the job",
+    )
+
+
+def process_start(pid: int) -> int | None:
+    """Return when process `pid` started, in the kernel's ticks; None if it is not there."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,92 @@
+"""`Wrapper` and `wrapper`: launching as DDPW spells it.
+
+A world of one rank runs in the calling process, so that its side effects stay visible there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from unisono.launch.conventions import choose_convention
+from unisono.launch.detection import is_in_world
+from unisono.launch.in_process import run_in_process
+from unisono.launch.io import IO
+from unisono.launch.platform import Platform
+from unisono.launch.request import checked_request
+from unisono.launch.results import Results
+from unisono.launch.run import execute, telling
+
+__all__ = ["Wrapper", "wrapper"]
+
+
+class Wrapper:
+    """Starts tasks on a platform.
+
+    Attributes:
+        platform: where.
+    """
+
+    def __init__(self, platform: Platform, *, convention: str = "auto") -> None:
+        """Take a platform.
+
+        Args:
+            platform: where tasks run; `IO.verbose` follows its `verbose`.
+            convention: how tasks are called: `"seed"` (ranks, group, one value), `"ddpw6"` (by
+                keyword), `"plain"`, or `"auto"` by their signature.
+        """
+        self.platform = platform
+        self._convention = convention
+        IO.verbose = platform.verbose
+
+    def start(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Results[Any]:
+        """Run `task` on every rank of the platform and return what each returned."""
+        return self._start(task, args, kwargs, is_decorated=False)
+
+    def _start(
+        self,
+        task: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_decorated: bool,
+    ) -> Results[Any]:
+        convention = choose_convention(
+            task, args, kwargs, asked=self._convention, is_decorated=is_decorated
+        )
+        platform = self.platform.copy()
+        if platform.seed_per_rank is None:
+            platform.seed_per_rank = False  # equal weights and splits everywhere, as DDPW has it
+        request = checked_request(
+            task,
+            args,
+            kwargs,
+            on=platform,
+            ranks=None,
+            nodes=None,
+            timeout_s=None,
+            max_restarts=None,
+            logs=None,
+            is_called_plainly=False,
+        )
+        request.platform.print()
+        if request.ranks == 1 and not (platform.detect and is_in_world()):
+            with telling(request.platform):
+                return run_in_process(request, convention)
+        return execute(request, convention)
+
+
+def wrapper(
+    platform: Platform,
+) -> Callable[[Callable[..., Any]], Callable[..., Results[Any]]]:
+    """Decorate a function so that calling it runs it on every rank of `platform`."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Results[Any]]:
+        @functools.wraps(fn)
+        def launch(*args: Any, **kwargs: Any) -> Results[Any]:
+            return Wrapper(platform)._start(fn, args, kwargs, is_decorated=True)
+
+        return launch
+
+    return decorate

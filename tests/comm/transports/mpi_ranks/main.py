@@ -1,0 +1,49 @@
+"""Run all checks on this rank of an MPI job; rank 0 prints one line of JSON for each.
+
+mpiexec -n 2 python -W ignore main.py [words of names]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+
+import programs
+import torch
+from mpi4py import MPI
+
+from unisono.comm import Communicator
+
+
+def main():
+    """Run the checks; a rank that fails does not stop the others."""
+    torch.set_num_threads(1)
+    os.environ["UNISONO_TIMEOUT_S"] = "20"
+    everybody = MPI.COMM_WORLD
+    Communicator.of(everybody)
+    wanted = sys.argv[1:]
+    for name, check in programs.cases(everybody.size):
+        if wanted and not any(word in name for word in wanted):
+            continue
+        began = time.monotonic()
+        error = None
+        try:
+            check()
+        except BaseException:
+            error = traceback.format_exc()
+        errors = everybody.gather(error)
+        if everybody.rank == 0:
+            found = {rank: text for rank, text in enumerate(errors) if text is not None}
+            seconds = round(time.monotonic() - began, 3)
+            line = json.dumps({"name": name, "errors": found, "seconds": seconds})
+            print(f"CHECK {line}", flush=True)
+    Communicator.of(everybody).all_reduce(torch.ones(1), async_op=True).wait()
+    if everybody.rank:
+        time.sleep(0.3)  # all leave without any clean-up, and the keeper of the store first
+
+
+if __name__ == "__main__":
+    main()

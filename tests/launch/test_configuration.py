@@ -1,0 +1,102 @@
+"""Settings from a file and from variables: which one wins, and what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import pytest
+
+import unisono
+from unisono.errors import PlatformError
+from unisono.launch.configuration import read_configuration
+from unisono.launch.request import checked_request
+
+
+def request(**given):
+    """Check a request as `run` does."""
+    asked = dict.fromkeys(("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs"))
+    return checked_request(print, (), {}, **{**asked, **given})
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """A project with a file, seen from a directory inside."""
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "unisono.toml").write_text(
+        '[run]\nranks = 3\ntimeout_s = 60\ncomm_timeout_s = 30.0\non = "cpu"\n'
+        '[platform.small]\ndevice = "cpu"\nn_gpus = 2\nseed = 4\n'
+    )
+    monkeypatch.chdir(tmp_path / "inner")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def test_the_later_word_wins(monkeypatch):
+    found = request()
+    assert (found.ranks, found.timeout_s, found.platform.comm_timeout_s) == (3, 60, 30.0)
+    monkeypatch.setenv("UNISONO_RANKS", "4")
+    monkeypatch.setenv("UNISONO_ENV", '{A = "b"}')
+    monkeypatch.setenv("UNISONO_NAME", "7")
+    found = request(timeout_s=5)
+    assert (found.ranks, found.timeout_s, found.platform.env) == (4, 5, {"A": "b"})
+    assert found.platform.name == "7"
+    assert request(ranks=5).ranks == 5
+
+
+def test_a_profile_is_a_place_and_an_explicit_platform_keeps_its_fields(monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS", "4")
+    found = request(on="small", ranks=2)
+    assert (found.place, found.ranks, found.platform.seed) == ("cpu", 2, 4)
+    own = request(on=unisono.Platform(device="cpu", n_gpus=2, comm_timeout_s=9))
+    assert (own.ranks, own.platform.comm_timeout_s) == (2, 9)
+
+
+def test_one_variable_goes_before_an_explicit_platform(monkeypatch):
+    monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
+    gpu = unisono.Platform(device="gpu", n_gpus=4)
+    assert (request(on=gpu).place, request(on=gpu).ranks) == ("cpu", 4)
+    assert gpu.device is unisono.Device.GPU
+    two_nodes = unisono.Platform(device="slurm", n_nodes=2, n_gpus_per_node=2)
+    assert request(on=two_nodes).ranks == 4
+    assert request(on="gpu", ranks=2).place == "cpu"
+
+
+def test_each_setting_knows_its_source(monkeypatch, project):
+    monkeypatch.setenv("UNISONO_RANKS", "4")
+    found = read_configuration()
+    assert found.settings["ranks"].source == "UNISONO_RANKS"
+    assert str(project / "unisono.toml") in found.settings["timeout_s"].source
+    (project / "inner" / ".git").mkdir()
+    assert read_configuration().path is None  # another project begins here
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[run]\nrnaks = 2\n", ["rnaks", "did you mean ranks?"]),
+        ("[rum]\n", ["rum", "did you mean run?"]),
+        ("[platform.x]\nranks = 2\n", ["[platform.x]", "no device"]),
+        ('[platform.x]\ndevice = "cpu"\nn_gpu = 1\n', ["n_gpu", "did you mean n_gpus?"]),
+        ("ranks = ", ["unisono.toml", "Invalid"]),
+        ("run = 3", ["3 where a table is expected"]),
+        ("[run]\nranks = 0\n", ["ranks=0"]),
+    ],
+)
+def test_a_bad_file_says_what_is_wrong(project, text, words):
+    (project / "unisono.toml").write_text(text)
+    with pytest.raises(PlatformError) as caught:
+        request()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_bad_variables_are_named(monkeypatch):
+    monkeypatch.setenv("UNISONO_CONFIG", "nowhere.toml")
+    with pytest.raises(PlatformError, match=r"nowhere\.toml"):
+        request()
+    monkeypatch.delenv("UNISONO_CONFIG")
+    monkeypatch.setenv("UNISONO_RANKS", "four")
+    with pytest.raises(PlatformError, match="UNISONO_RANKS=four"):
+        request()
+    monkeypatch.delenv("UNISONO_RANKS")
+    monkeypatch.setenv("UNISONO_RNAKS", "4")
+    with pytest.warns(RuntimeWarning, match="did you mean UNISONO_RANKS"):
+        request()

@@ -1,0 +1,89 @@
+"""How a task is called, rule by rule. No process here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.errors import PlatformError
+from unisono.launch import Platform
+from unisono.launch.conventions import choose_convention
+from unisono.launch.here import Here
+
+HERE = Here(
+    rank=3, local_rank=1, platform=Platform(device="cpu"), device=torch.device("cpu"), group=None
+)
+
+
+def called(fn, *args, is_decorated=False, asked="auto", **kwargs):
+    """Choose a convention for `fn`, call it on rank 3, and return what it got."""
+    convention = choose_convention(fn, args, kwargs, asked=asked, is_decorated=is_decorated)
+    return convention.call(fn, args, kwargs, HERE)
+
+
+def test_the_seed_pages_task_gets_its_one_tuple_as_written():
+    def task(global_rank, local_rank, process_group, args):
+        return global_rank, local_rank, process_group, args
+
+    assert called(task, ("example",)) == (3, 1, None, ("example",))
+    assert called(task) == (3, 1, None, None)
+    with pytest.raises(PlatformError, match="one tuple"):
+        called(task, 1, 2)
+    with pytest.raises(PlatformError, match="'lr'"):
+        called(task, lr=1)
+
+
+def test_without_a_fourth_parameter_the_value_is_left_out():
+    def task(global_rank, local_rank, process_group):
+        return global_rank, local_rank, process_group
+
+    assert called(task) == (3, 1, None)
+
+
+def test_a_task_with_keywords_gets_the_four_of_the_present_release():
+    def task(a, **kwargs):
+        return a, sorted(kwargs), kwargs["global_rank"], kwargs["platform"].world_size
+
+    assert called(task, 7, lr=1) == (
+        7,
+        ["global_rank", "group", "local_rank", "lr", "platform"],
+        3,
+        1,
+    )
+    with pytest.raises(PlatformError, match="each rank gets its own group"):
+        called(task, 7, group=1)
+
+
+def test_named_parameters_get_exactly_what_they_name():
+    def task(a, global_rank, *, platform):
+        return a, global_rank, platform.world_size
+
+    assert called(task, 7) == (7, 3, 1)
+
+    def filled(global_rank):
+        return global_rank
+
+    assert called(filled, 9) == 9  # the user's value fills it
+
+
+def test_four_plain_parameters_are_the_seeds_in_start_and_the_users_in_the_decorator():
+    def task(rank, local, ranks, options):
+        return rank, local, ranks, options
+
+    assert called(task, (1, 2)) == (3, 1, None, (1, 2))
+    assert called(task, 1, 2, 3, 4, is_decorated=True) == (1, 2, 3, 4)
+    assert called(task, 1, 2, 3, 4) == (1, 2, 3, 4)
+    with pytest.raises(PlatformError, match="missing a required argument"):
+        called(task, (1, 2), is_decorated=True)
+
+
+def test_everything_else_is_called_plainly_and_a_wish_goes_before_the_rules():
+    assert called(lambda a, b: (a, b), 1, b=2) == (1, 2)
+
+    def greedy(*args, **kwargs):
+        return args, kwargs
+
+    assert called(greedy, 1, asked="plain") == ((1,), {})
+    assert called(lambda a, b, c, d: a, asked="seed") == 3
+    with pytest.raises(PlatformError, match="'ddpw6'"):
+        called(greedy, asked="ddpw7")

@@ -1,0 +1,179 @@
+"""Jobs in the background, requests to stop, new attempts."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono
+from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
+from unisono.launch import Job, dry_run, job_files, simulate_preemption
+
+QUIET = unisono.Logs(console="none")
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_job_runs_in_the_background_and_gives_its_results():
+    def work():
+        print("line")
+        return unisono.world().rank, unisono.job_dir() == Path(os.environ["UNISONO_JOB_DIR"])
+
+    job = unisono.submit(work, on="cpu", ranks=2)
+    assert job.wait(60)
+    assert list(job.result()) == [(0, True), (1, True)]
+    assert (job.status(), job.done(), job.reason, job.attempt) == ("done", True, "", 0)
+    assert job.logs(1) == "line\n"
+    assert not job.dir.exists()
+    job.cancel()  # too late, and no error
+
+
+def test_a_running_job_shows_its_stacks_and_can_be_cancelled(tmp_path):
+    def sleepy():
+        print("a\nb\nc", flush=True)
+        time.sleep(600)
+
+    job = unisono.submit(sleepy, on="cpu", ranks=2, logs=tmp_path)
+    wait_for(lambda: job.logs(0).count("\n") == 3)
+    assert job.status() == "running"
+    assert job.logs(0, tail=2) == "b\nc\n"
+    stacks = job.stacks()
+    assert sorted(stacks) == [0, 1]
+    assert all("in sleepy" in text for text in stacks.values())
+    with pytest.raises(TimeoutError):
+        job.result(timeout_s=0.01)
+    other = Job.attach(job.dir)
+    assert (other.id, other.status()) == (job.id, "running")
+    job.cancel()
+    assert (job.status(), other.status()) == ("cancelled", "cancelled")
+    assert list(other.logs(0, follow=True)) == ["a", "b", "c"]
+    for handle in (job, other):
+        with pytest.raises(JobCancelled):
+            handle.result()
+
+
+def test_a_kept_job_is_known_by_its_directory_and_only_to_its_owner(tmp_path):
+    job = unisono.submit(lambda: torch.ones(2), on="cpu", ranks=1, logs=tmp_path)
+    job.wait(60)
+    other = job_handle = Job.attach(job.dir)
+    assert torch.equal(other.result()[0], torch.ones(2))
+    assert (job_handle.reason, job_handle.stacks()) == ("", {})
+    outcome = job.dir / job_files.OUTCOME
+    assert outcome.stat().st_mode & 0o777 == 0o600
+    outcome.chmod(0o644)
+    with pytest.raises(PlatformError, match="mode 0644"):
+        other.result()
+    outcome.unlink()
+    outcome.symlink_to(job.dir / job_files.STATE)
+    with pytest.raises(PlatformError, match="a link"):
+        other.result()
+    with pytest.raises(PlatformError, match="no such job"):
+        Job.attach("nothing-here")
+
+
+def test_a_failed_job_tells_why(tmp_path):
+    job = unisono.submit(lambda: 1 / 0, on="cpu", ranks=1, logs=tmp_path)
+    with pytest.raises(RankFailed, match="ZeroDivisionError"):
+        job.result()
+    assert job.status() == "failed"
+    assert "ZeroDivisionError" in job.reason
+    with pytest.raises(RankFailed, match="ZeroDivisionError"):
+        Job.attach(job.dir).result()
+    late = unisono.submit(time.sleep, 600, on="cpu", ranks=1, timeout_s=0.2, logs=tmp_path)
+    with pytest.raises(RankTimeout):
+        late.result()
+    assert late.status() == "timeout"
+    with pytest.raises(PlatformError, match=r"unisono\.run"):
+        unisono.submit(os.getpid, on="inline")
+
+
+def train(folder, steps, preempt_at, on_rank):
+    """Train, save when asked to stop, go on in the next attempt."""
+    comm = unisono.world()
+    file = Path(folder, f"state-{comm.rank}")
+    done = [int(word) for word in file.read_text().split()] if file.exists() else []
+    for step in range(len(done), steps):
+        done.append(step)
+        if step == preempt_at and unisono.restart_count() == 0 and comm.rank == 0:
+            simulate_preemption(rank=on_rank)
+        if step == preempt_at and unisono.restart_count() == 0:
+            time.sleep(0.5)  # the signal takes its way
+        if unisono.should_stop():
+            file.write_text(" ".join(map(str, done)))
+            unisono.requeue()
+    return done, unisono.restart_count()
+
+
+@pytest.mark.parametrize("on_rank", [None, 1])
+def test_a_preempted_run_saves_and_goes_on_where_it_was(tmp_path, on_rank):
+    (tmp_path / "state").mkdir()
+    results = unisono.run(train, tmp_path / "state", 6, 2, on_rank, on="cpu", ranks=2, logs=QUIET)
+    assert list(results) == [([0, 1, 2, 3, 4, 5], 1)] * 2
+    assert results.restarts == 1
+
+
+def test_preemption_can_be_rehearsed_in_this_process(tmp_path):
+    results = unisono.run(train, tmp_path, 4, 1, None, on="inline")
+    assert list(results) == [([0, 1, 2, 3], 1)]
+    assert unisono.restart_count() == 0
+    assert not unisono.should_stop()
+    with pytest.raises(PlatformError, match="every=0"):
+        unisono.should_stop(every=0)
+    with pytest.raises(PlatformError, match="ranks 0 to 0"):
+        simulate_preemption(rank=3)
+
+
+def test_a_run_that_asks_for_ever_is_ended():
+    platform = unisono.Platform(device="cpu", ranks=1, max_requeues=1)
+    with pytest.raises(RankFailed, match="2 requeues > max_requeues=1"):
+        unisono.run(unisono.requeue, on=platform, logs=QUIET)
+
+
+def test_attempts_run_out_and_all_causes_are_told(monkeypatch):
+    def fail():
+        raise OSError(f"attempt {unisono.restart_count()}")
+
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(fail, on="cpu", ranks=1, max_restarts=1, logs=QUIET)
+    assert "attempt 1" in str(caught.value)
+    assert "attempt 0: rank 0 of 1" in caught.value.__notes__[0]
+
+
+def test_an_error_before_the_start_is_not_tried_again():
+    class Explosive:
+        def __reduce__(self):
+            return eval, ("1/0",)
+
+    begin = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(print, Explosive(), on="cpu", ranks=1, max_restarts=5, logs=QUIET)
+    assert caught.value.attempt == 0
+    assert time.monotonic() - begin < 20
+
+
+def test_a_death_can_be_rehearsed(monkeypatch):
+    monkeypatch.setenv("UNISONO_TEST_KILL", "1:0.05")
+
+    def work():
+        if unisono.restart_count() == 0:
+            time.sleep(60)
+        return unisono.restart_count()
+
+    results = unisono.run(work, on="cpu", ranks=2, max_restarts=1, logs=QUIET)
+    assert list(results) == [1, 1]
+
+
+def test_a_dry_run_shows_the_ranks_and_starts_nothing(tmp_path):
+    table = dry_run(print, on="cpu", ranks=3, logs=tmp_path / "logs").splitlines()
+    assert table[0].split() == ["rank", "node", "device"]
+    assert [line.split()[0] for line in table[1:]] == ["0", "1", "2"]
+    assert not (tmp_path / "logs").exists()

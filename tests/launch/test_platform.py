@@ -1,0 +1,149 @@
+"""Sizes and fields of a platform, and what is wrong with a bad one. No process here."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import socket
+
+import pytest
+
+from unisono.errors import PlatformError
+from unisono.launch import IO, Device, Platform
+from unisono.launch.accelerators import gpu_index
+from unisono.launch.cores import usable_cores
+
+
+@pytest.mark.parametrize(
+    ("fields", "per_node", "world", "cpus"),
+    [
+        ({"device": "cpu", "n_gpus_per_node": 2}, 2, 2, None),
+        ({"device": "cpu", "n_gpus": 4}, 4, 4, None),
+        ({"device": "cpu", "n_cpus_per_node": 3}, 3, 3, 1),
+        ({"device": "cpu"}, 1, 1, None),
+        ({"device": "cpu", "ranks": 6}, 6, 6, None),
+        ({"device": "cpu", "ranks": 2, "n_cpus_per_node": 8}, 2, 2, 4),
+        ({"device": "gpu", "n_gpus": 2, "n_cpus": 2}, 2, 2, 2),
+        ({"device": "gpu", "n_gpus_per_node": 2, "n_cpus_per_node": 4}, 2, 2, 2),
+        ({"device": "gpu"}, 1, 1, None),
+        ({"device": "slurm", "n_nodes": 2, "n_gpus": 3}, 3, 6, 1),
+        ({"device": "slurm", "n_nodes": 2, "n_gpus_per_node": 0}, 1, 2, 1),
+        ({"device": "slurm", "n_nodes": 2, "ranks": 8}, 4, 8, 1),
+        ({"device": "mps"}, 1, 1, None),
+    ],
+)
+def test_sizes_follow_from_the_fields_that_were_given(fields, per_node, world, cpus):
+    platform = Platform(**fields)
+    assert (platform.ranks_per_node, platform.world_size) == (per_node, world)
+    assert platform.cpus_per_rank == (cpus or max(1, usable_cores() // per_node))
+    assert platform.requires_ipc == (world > 1)
+
+
+def test_the_order_of_fields_and_their_defaults_are_those_of_ddpw():
+    platform = Platform("job", "CUDA", "part", 1, 2, 4, 16)
+    assert (platform.name, platform.device, platform.partition) == ("job", Device.GPU, "part")
+    assert (platform.n_gpus, platform.n_cpus, platform.ram) == (2, 4, 16)
+    plain = Platform()
+    assert (plain.name, plain.device, plain.seed, plain.ram) == ("ddpw", Device.GPU, 1889, 32)
+    assert plain.ipc_groups == []
+    assert not plain.is_explicit("device")
+    assert platform.is_explicit("partition")
+
+
+def test_old_names_are_writable_and_what_is_set_later_counts_as_given():
+    platform = Platform(device="cpu")
+    platform.n_gpus = 3
+    platform.ram = 8
+    assert (platform.n_gpus_per_node, platform.mem_per_node, platform.world_size) == (3, 8, 3)
+    platform.device = "gpu"
+    assert platform.device is Device.GPU
+
+
+def test_copies_and_pickles_keep_what_was_given():
+    platform = Platform(device="cpu", n_cpus=3, ipc_groups=[[0], [1, 2]])
+    for twin in (platform.copy(), copy.deepcopy(platform), pickle.loads(pickle.dumps(platform))):
+        assert twin == platform
+        assert twin.world_size == 3
+    twin = platform.copy()
+    twin.ipc_groups[0].append(9)
+    assert platform.ipc_groups == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Platform(device="gqu"), ["'gqu'", "'cpu', 'gpu', 'slurm'", "did you mean"]),
+        (lambda: Platform(n_gpu=2), ["n_gpu=", "n_gpus_per_node", "did you mean n_gpus"]),
+        (lambda: Platform(n_gpus=2, n_gpus_per_node=3), ["n_gpus=2", "n_gpus_per_node=3"]),
+        (lambda: Platform(device="cpu", ranks=0).validate(), ["ranks=0", "1 or more"]),
+        (lambda: Platform(device="cpu", ranks=2.0).validate(), ["ranks=2.0"]),
+        (
+            lambda: Platform(device="slurm", ranks=7, n_nodes=2).validate(),
+            ["7 ranks / 2 nodes = 3.5", "ranks=6 or ranks=8"],
+        ),
+        (
+            lambda: Platform(device="cpu", ranks=3, n_cpus_per_node=4).validate(),
+            ["4 CPUs / 3 ranks = 1.33333", "n_cpus_per_node=3"],
+        ),
+        (lambda: Platform(device="cpu", n_nodes=2).validate(), ["n_nodes=2", "torchrun"]),
+        (
+            lambda: Platform(device="cpu", ranks=2, ipc_groups=[[0], [2]]).validate(),
+            ["rank 2 in group 1", "0 to 1"],
+        ),
+        (
+            lambda: Platform(device="cpu", ranks=2, ipc_groups=[[0, 1], [1]]).validate(),
+            ["rank 1 is in group 0 and 1"],
+        ),
+        (
+            lambda: Platform(device="cpu", ranks=3, ipc_groups=[[0], [2]]).validate(),
+            ["rank 1 is in no group"],
+        ),
+        (
+            lambda: Platform(device="cpu", ranks=2, ipc_groups=[[0, 1], []]).validate(),
+            ["group 1 is empty"],
+        ),
+        (lambda: Platform(device="cpu", spawn_method="thread").validate(), ["'forkserver'"]),
+        (lambda: Platform(device="cpu", master_port=70000).validate(), ["70000", "65535"]),
+        (lambda: Platform(device="cpu", comm_timeout_s=0).validate(), ["comm_timeout_s=0"]),
+        (lambda: Platform(device="cpu", stack_signal="SIGFOO").validate(), ["SIGFOO"]),
+    ],
+)
+def test_a_bad_platform_says_what_is_wrong(make, words):
+    with pytest.raises(PlatformError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PlatformError, match=f"port {port} is in use"):
+            Platform(device="cpu", ranks=2, master_port=port).validate()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "size", "visible", "oversubscribe", "index"),
+    [
+        (1, 2, 2, False, 1),
+        (1, 2, 1, False, 0),
+        (2, 4, 2, False, None),
+        (3, 4, 2, True, 1),
+        (0, 1, 0, True, None),
+    ],
+)
+def test_the_gpu_of_a_rank(local_rank, size, visible, oversubscribe, index):
+    assert gpu_index(local_rank, size, visible, oversubscribe=oversubscribe) == index
+
+
+def test_the_printed_table_shows_where_ranks_meet_only_if_they_do(capsys, monkeypatch):
+    monkeypatch.setattr(IO, "verbose", True)
+    Platform(device="cpu", ranks=2).print()
+    assert "master" in capsys.readouterr().out
+    Platform(device="cpu").print()
+    assert "master" not in capsys.readouterr().out
+    monkeypatch.setattr(IO, "verbose", False)
+    Platform(device="cpu").print()
+    IO.print("loud", verbose=True)
+    assert capsys.readouterr().out == "loud\n"

@@ -1,0 +1,161 @@
+"""Ranks from the warm server: quick, and nothing in them is of yesterday."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono
+from unisono.launch import server, warm
+
+QUIET = unisono.Logs(console="none")
+
+
+def parents(count=1):
+    """Return the parents of the ranks of a run: the warm server, or this process."""
+    return set(unisono.run(os.getppid, on="cpu", ranks=count, logs=QUIET))
+
+
+def test_ranks_come_from_one_server_that_shutdown_ends(has_ended):
+    (first,) = parents(2)
+    assert first == warm.get_server().pid != os.getpid()
+    assert parents() == {first}
+    unisono.launch.shutdown()
+    assert has_ended(first)
+    assert parents() != {first}
+
+
+def test_a_server_that_was_killed_is_replaced():
+    (first,) = parents()
+    os.kill(first, signal.SIGKILL)
+    assert parents() != {first}
+
+
+def test_an_idle_server_leaves_by_itself(monkeypatch, has_ended):
+    unisono.launch.shutdown()
+    monkeypatch.setenv("UNISONO_SERVER_IDLE_S", "0.2")
+    (pid,) = parents()
+    assert has_ended(pid)
+    monkeypatch.undo()
+    unisono.launch.shutdown()
+
+
+@pytest.mark.parametrize("reason", ["asked for", "CUDA here", "threads in the server"])
+def test_a_fresh_interpreter_is_taken_where_a_fork_would_be_unsound(reason, monkeypatch):
+    platform = unisono.Platform(device="cpu", ranks=1)
+    if reason == "asked for":
+        platform.spawn_method = "spawn"
+    elif reason == "CUDA here":
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    else:
+        # A module that starts a thread while the server loads makes every fork unsound.
+        monkeypatch.setattr(
+            warm,
+            "_BOOTSTRAP",
+            "import threading, time; threading.Thread(target="
+            "time.sleep, args=(600,), daemon=True).start(); " + warm._BOOTSTRAP,
+        )
+        unisono.launch.shutdown()
+    assert list(unisono.run(os.getppid, on=platform, logs=QUIET)) == [os.getpid()]
+    unisono.launch.shutdown()
+
+
+def test_the_server_refuses_a_fork_with_a_cuda_context(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(server.Path, "iterdir", lambda _self: iter([1]))
+    assert "CUDA" in (server.refusal() or "")
+
+
+def test_no_two_ranks_and_no_two_runs_draw_the_same_numbers():
+    def draw():
+        import random
+
+        import numpy as np
+
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    drawn = [v for _ in range(2) for v in unisono.run(draw, on="cpu", ranks=2, logs=QUIET)]
+    for kind in zip(*drawn, strict=True):
+        assert len(set(kind)) == 4, drawn
+
+
+def test_a_seed_is_the_same_in_every_run_and_its_own_on_every_rank():
+    platform = unisono.Platform(device="cpu", ranks=2, seed=5)
+    first, second = (
+        list(unisono.run(lambda: torch.rand(1).item(), on=platform, logs=QUIET)) for _ in range(2)
+    )
+    assert first == second
+    assert first[0] != first[1]
+    platform.seed_per_rank = False
+    shared = unisono.run(lambda: torch.rand(1).item(), on=platform, logs=QUIET)
+    assert shared[0] == shared[1] == first[0]
+
+
+def test_changes_between_two_runs_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "changing.py").write_text("VALUE = 1\n")
+
+    def look():
+        import changing  # pyright: ignore[reportMissingImports]
+
+        warnings.warn("late", FutureWarning, stacklevel=1)
+        mode = os.umask(0)
+        return changing.VALUE, os.environ.get("MY_WORD"), str(Path.cwd()), sys.argv[-1], mode
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        monkeypatch.syspath_prepend(tmp_path)
+        before = unisono.run(look, on="cpu", ranks=1, logs=QUIET)[0]
+        assert before[:2] == (1, None)
+        (tmp_path / "changing.py").write_text("VALUE = 22\n")
+        monkeypatch.setenv("MY_WORD", "new")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["x", "last"])
+        mask = os.umask(0o027)
+        try:
+            after = unisono.run(look, on="cpu", ranks=1, logs=QUIET)[0]
+        finally:
+            os.umask(mask)
+        assert after == (22, "new", str(tmp_path), "last", 0o027)
+        warnings.simplefilter("error", FutureWarning)
+        with pytest.raises(unisono.errors.RankFailed, match="FutureWarning"):
+            unisono.run(look, on="cpu", ranks=1, logs=QUIET)
+
+
+def test_worlds_of_several_threads_run_at_the_same_time():
+    def sum_up(start):
+        comm = unisono.world()
+        return comm.all_reduce(torch.tensor([start + comm.rank])).item()
+
+    totals = {}
+
+    def launch(start):
+        totals[start] = list(unisono.run(sum_up, start, on="cpu", ranks=2, logs=QUIET))
+
+    threads = [threading.Thread(target=launch, args=(start,)) for start in range(0, 60, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == {start: [2 * start + 1] * 2 for start in range(0, 60, 10)}
+
+
+def test_many_runs_leave_no_descriptor_and_no_child_behind():
+    unisono.run(os.getpid, on="cpu", ranks=1, logs=QUIET)
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(10):
+        unisono.run(os.getpid, on="cpu", ranks=1, logs=QUIET)
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+    pid = warm.get_server().pid
+    end = time.monotonic() + 5
+    while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        assert time.monotonic() < end, children
+        time.sleep(0.02)
