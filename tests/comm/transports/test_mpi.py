@@ -33,6 +33,8 @@ CHECKS = re.findall(r'"test_(\w+)"', (HERE / "programs.py").read_text()) + [
     for stem in OWN
     for name in re.findall(r"^def check_(\w+)", (HERE / f"{stem}.py").read_text(), re.MULTILINE)
 ]
+JOB_S = 240
+"""Longest time for a job, on a machine that does other things too."""
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
 
@@ -69,27 +71,24 @@ def run_job(ranks, script, *arguments, threads="multiple"):
     """Run a script on some ranks to its end."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": threads}
     began = time.monotonic()
-    done = subprocess.run(
-        [
-            mpiexec(),
-            "-n",
-            str(ranks),
-            sys.executable,
-            "-W",
-            "ignore",
-            str(HERE / script),
-            *arguments,
-        ],
+    command = [mpiexec(), "-n", str(ranks), sys.executable, "-W", "ignore", str(HERE / script)]
+    process = subprocess.Popen(
+        [*command, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         env=env,
-        timeout=240,
-        check=False,
     )
-    return Job(done.returncode, done.stdout, time.monotonic() - began)
+    with process:
+        try:
+            output, _ = process.communicate(timeout=JOB_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # which ends the ranks too
+            output, _ = process.communicate()
+            pytest.fail(f"{script} on {ranks} ranks did not end in {JOB_S} s:\n{output[-5000:]}")
+    return Job(process.returncode, output, time.monotonic() - began)
 
 
 @pytest.fixture(scope="module")

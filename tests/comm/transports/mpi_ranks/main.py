@@ -5,6 +5,7 @@ mpiexec -n 2 python -W ignore main.py [words of names]
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from unisono.comm import Communicator
 
 def main():
     """Run the checks; a rank that fails does not stop the others."""
+    faulthandler.dump_traceback_later(180)  # where it hangs, if it does
     torch.set_num_threads(1)
     os.environ["UNISONO_TIMEOUT_S"] = "20"
     everybody = MPI.COMM_WORLD
