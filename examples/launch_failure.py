@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 
 import unisono
@@ -26,11 +27,12 @@ def oversleep():
 def caught(kind, function, *args, **how):
     """Run a function that is bound to fail, and return the error."""
     begin = time.perf_counter()
-    try:
-        unisono.run(function, *args, on="cpu", ranks=2, **how)
-    except kind as error:
-        print(f"after {time.perf_counter() - begin:.1f} s:\n{error}\n")
-        return error
+    with tempfile.TemporaryDirectory() as logs:  # else the logs of a failed run are kept
+        try:
+            unisono.run(function, *args, on="cpu", ranks=2, logs=logs, **how)
+        except kind as error:
+            print(f"after {time.perf_counter() - begin:.1f} s:\n{error}\n")
+            return error
     raise RuntimeError("it did not fail")
 
 

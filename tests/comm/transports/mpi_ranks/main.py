@@ -20,7 +20,7 @@ from unisono.comm import Communicator
 
 
 def main():
-    """Run the checks; a rank that fails does not stop the others."""
+    """Run the checks up to the first that fails: ranks do not agree about anything after it."""
     faulthandler.dump_traceback_later(180)  # where it hangs, if it does
     torch.set_num_threads(1)
     os.environ["UNISONO_TIMEOUT_S"] = "20"
@@ -42,6 +42,8 @@ def main():
             seconds = round(time.monotonic() - began, 3)
             line = json.dumps({"name": name, "errors": found, "seconds": seconds})
             print(f"CHECK {line}", flush=True)
+        if everybody.bcast(any(text is not None for text in errors or [])):
+            everybody.Abort(1)
     Communicator.of(everybody).all_reduce(torch.ones(1), async_op=True).wait()
     if everybody.rank:
         time.sleep(0.3)  # all leave without any clean-up, and the keeper of the store first

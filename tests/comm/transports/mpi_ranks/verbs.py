@@ -167,15 +167,16 @@ def check_large_messages_move_on_during_collectives_and_without_a_waiter():
 
 def check_trace_and_check_mode_see_the_calls_of_torch():
     with trace() as t:
+        dist.barrier()
         if dist.get_rank() == 1:
-            time.sleep(0.1)
+            time.sleep(0.5)
         dist.all_reduce(torch.ones(100))
         dist.all_reduce(torch.ones(100), async_op=True).wait()
     blocking, later = [e for e in t.events if e.op == "all_reduce"]
     assert (blocking.sent, blocking.dtype, later.is_async) == (400, "float32", True)
     assert blocking.algorithm in ("native", "all_to_all")
     assert "verbs.py" in blocking.site
-    assert dist.get_rank() != 0 or blocking.wait_ns > 5e7
+    assert dist.get_rank() != 0 or blocking.wait_ns > 1e7
     with check():
         dist.barrier()
         error = raised(CollectiveMismatch, lambda: dist.all_reduce(torch.ones(3 + dist.get_rank())))

@@ -95,6 +95,22 @@ def check_groups_are_made_by_their_members_alone():
         dist.destroy_process_group(group)
 
 
+def check_groups_are_made_while_the_world_is_busy():
+    for turn in range(5):
+        xs = [torch.ones(400_000) for _ in range(3)]
+        works = [dist.all_reduce(x, async_op=True) for x in xs]
+        if turn % ALL.size == ALL.rank:
+            time.sleep(0.01)  # here the calls above begin first, elsewhere perhaps not
+        group = dist.new_group(backend="mpi4py")
+        part = world().sub([1, 0])
+        for work in works:
+            work.wait()
+        assert all(float(x[-1]) == ALL.size for x in xs)
+        dist.destroy_process_group(group)
+        if part is not None:
+            part.close()
+
+
 def check_groups_that_come_and_go_leave_nothing():
     def made_and_gone():
         group = dist.new_group(backend="mpi4py")

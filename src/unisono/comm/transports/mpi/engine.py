@@ -245,8 +245,8 @@ class MpiEngine(QueuedEngine):
     def tell_failure(self, error: BaseException) -> None:
         """See `QueuedEngine`."""
         self._is_broken = True
-        if isinstance(error, RankFailed):  # the others learn of it as this rank did
-            return
+        if isinstance(error, RankFailed) or self.line.mpi.Is_finalized():
+            return  # the others learn of it as this rank did, or not any more
         if isinstance(error, UnisonoError):  # says enough by itself
             lines = traceback.format_exception_only(error)
         else:
@@ -272,6 +272,8 @@ class MpiEngine(QueuedEngine):
 
     def release(self) -> None:
         """See `QueuedEngine`: tell the others, and free the communicator when all have left."""
+        if self.line.mpi.Is_finalized():
+            return
         self.messages.release()
         news = self.line.watch.news
         news.tell(Notice("left", self.ranks[self.rank]))

@@ -62,7 +62,7 @@ def meet(
     pid = os.getpid()
     me = Member(
         position=base.rank,
-        jobs=base.size,
+        job_size=base.size,
         memory=memory_id(),
         pid=pid,
         started=process_start(pid) or 0,
@@ -98,9 +98,11 @@ def meet(
 
 
 def _subset(base: MPI.Intracomm, positions: Sequence[int], nonce: str) -> MPI.Intracomm:
-    """Return a communicator of these ranks of `base`, in this order."""
-    if list(positions) == list(range(base.size)):
-        return base.Dup()
+    """Return a communicator of these ranks of `base`, in this order.
+
+    Never by `Dup`, even for all of them: `base` may be busy with a collective in another thread,
+    and `Dup` is one too, so ranks could do the two in different orders.
+    """
     whole = base.Get_group()
     chosen = whole.Incl(list(positions))
     try:
@@ -113,7 +115,7 @@ def _subset(base: MPI.Intracomm, positions: Sequence[int], nonce: str) -> MPI.In
 def _check_job(members: Sequence[Member], ranks: Sequence[int]) -> None:
     """Refuse processes that MPI did not start together."""
     positions = [member.position for member in members]
-    sizes = sorted({member.jobs for member in members})
+    sizes = sorted({member.job_size for member in members})
     if len(sizes) == 1 and len(set(positions)) == len(positions):
         return
     raise MeshError.because(

@@ -31,7 +31,7 @@ class Transfer:
         error: what went wrong.
     """
 
-    __slots__ = ("error", "expected", "is_done", "is_receive", "peer", "requests", "tensor")
+    __slots__ = ("error", "is_done", "is_receive", "peer", "requests", "tensor")
 
     def __init__(self, tensor: Tensor, peer: int | None, is_receive: bool) -> None:
         self.tensor = tensor

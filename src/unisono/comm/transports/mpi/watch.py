@@ -29,7 +29,7 @@ class Member:
 
     position: int
     """Rank in the communicator from which the group was made."""
-    jobs: int
+    job_size: int
     """Size of that communicator."""
     memory: str
     """The same word for processes that can see each other."""
