@@ -25,6 +25,8 @@ GRACE_S = 10.0
 """Time that other ranks have to end after an exception on this one, before the job is aborted."""
 PATIENCE_S = 60.0
 """Time to wait for other ranks when all is well; MPI itself waits after that."""
+_FORWARD_S = 0.3
+"""Time for mpiexec to pass on what was printed; an abort throws away the rest."""
 
 _engines: list[weakref.ref[MpiEngine]] = []
 _departures: list[Departure] = []
@@ -120,4 +122,5 @@ def _end() -> None:
         )
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(_FORWARD_S)
         worlds[0].mpi.COMM_WORLD.Abort(1)
