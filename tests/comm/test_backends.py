@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.comm.backends import choose_backend
-from unisono.errors import PlatformError
+from unisono.errors import MissingExtra, PlatformError
 
 ALL = {"gloo": "ok", "shm": "ok", "mpi": "ok"}
 
@@ -43,7 +43,7 @@ def test_without_shared_memory_gloo_is_taken_and_the_reason_told():
 def test_a_misspelt_or_missing_backend_is_refused():
     with pytest.raises(PlatformError, match="HINT: backend='gloo'"):
         choose_backend("glooo", device="cpu", nodes=1, available=ALL, environ={})
-    with pytest.raises(PlatformError, match="pip install"):
-        choose_backend(
-            "mpi", device="cpu", nodes=1, available={"mpi": "pip install mpi4py"}, environ={}
-        )
+    with pytest.raises(MissingExtra, match=r'pip install "unisono\[mpi\]"'):
+        choose_backend("mpi", device="cpu", nodes=1, available={"mpi": "no mpi4py"}, environ={})
+    with pytest.raises(PlatformError, match="no memory"):
+        choose_backend("shm", device="cpu", nodes=1, available={"shm": "no memory"}, environ={})

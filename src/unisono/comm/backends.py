@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unisono.errors import PlatformError
+from unisono.errors import MissingExtra, PlatformError
 
 NAMES: tuple[str, ...] = ("gloo", "nccl", "shm", "mpi")
 """What the platform's `backend` may say."""
@@ -76,6 +76,8 @@ def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:
             f"backend={(near[0] if near else 'gloo')!r}",
         )
     state = available.get(name, "ok")
+    if state != "ok" and name == "mpi":
+        raise MissingExtra.of("mpi", source, state)
     if state != "ok":
         raise PlatformError.because(
             source, state, None, "leave it out, and one that works is taken"

@@ -145,6 +145,8 @@ def start_world(
         if environment.nodes == 1:
             _set_for_this_world(_IFNAME, "lo" if sys.platform == "linux" else "lo0")
         if store is None:
+            store = _store_through_mpi(environment, timeout_s)
+        if store is None:
             store = open_store(environment, timeout_s=timeout_s)
         choice = choose_backend(
             backend,
@@ -161,6 +163,17 @@ def start_world(
         )
     comm = world()
     return comm if comm.device == place else comm.with_device(place)
+
+
+def _store_through_mpi(environment: Environment, timeout_s: float) -> dist.Store | None:
+    """Let MPI tell the ranks of an MPI job where the store is, if nothing else does."""
+    if environment.master is not None or environment.kind not in ("mpich", "openmpi"):
+        return None
+    if transports.available().get("mpi") != "ok":
+        return None
+    from unisono.comm.transports import mpi
+
+    return mpi.store_for(environment, timeout_s=timeout_s)
 
 
 def stop_world() -> None:
