@@ -49,7 +49,7 @@ def test_meshes_are_values() -> None:
 @pytest.mark.parametrize(
     ("make", "texts"),
     [
-        (lambda: Mesh(data=2), ["data(2) != ranks(1)", "unisono.run(fn, 2)"]),
+        (lambda: Mesh(data=2), ["data(2) != ranks(1)", "unisono.run(fn, ranks=2)"]),
         (lambda: Mesh(), ["no axes"]),
         (lambda: Mesh(data=0), ["data(0) < 1"]),
         (lambda: Mesh(data=-1, graph=-1), ["-1 on 2 axes: data, graph"]),

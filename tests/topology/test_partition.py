@@ -111,7 +111,7 @@ def test_asking_for_the_own_place_in_a_world_too_small_says_how_to_start_it() ->
         with pytest.raises(PartitionError) as caught:
             ask()
         assert "2 * 2 = 4 > 1" in str(caught.value)
-        assert "unisono.run(fn, 4)" in str(caught.value)
+        assert "unisono.run(fn, ranks=4)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
