@@ -116,7 +116,7 @@ class TorchEngine(Engine):
         )
         self.last_algorithm = name
         if name == "all_to_all":
-            copies = [torch.empty_like(x) for _ in range(self.size)]
+            copies = self._side_by_side(x)
             ticket = self.all_to_all(
                 copies, [x] * self.size, async_op=async_op, timeout_s=timeout_s
             )
@@ -203,7 +203,7 @@ class TorchEngine(Engine):
                 out.view(-1), joined, _NATIVE_OPS[op], group=self.group, async_op=True
             )
             return _ticket(work, keep=joined)
-        blocks = [torch.empty_like(out) for _ in range(self.size)]
+        blocks = self._side_by_side(out)
         ticket = self.all_to_all(blocks, ins, async_op=async_op, timeout_s=timeout_s)
         return _then(ticket, lambda: reduce_in_rank_order(out, blocks, op))
 
@@ -318,11 +318,15 @@ class TorchEngine(Engine):
         scratch = x.to(dtype)
         return _ticket(start(scratch, native), lambda: _assign(x, scratch))
 
+    def _side_by_side(self, x: Tensor) -> list[Tensor]:
+        """Return room for one tensor like `x` from each rank, in one piece: nothing to unpack."""
+        return list(x.new_empty((self.size, *x.shape)).unbind())
+
     def _scatter_gather(self, x: Tensor, op: str, timeout_s: float) -> Ticket | None:
         """Reduce own share in rank order, then gather the shares. Blocks in its first half."""
         shares = list(x.view(-1).tensor_split(self.size))
         mine = torch.empty_like(shares[self.rank])
-        blocks = [torch.empty_like(mine) for _ in range(self.size)]
+        blocks = self._side_by_side(mine)
         first = self.all_to_all(blocks, shares, async_op=False, timeout_s=timeout_s)
         if first is not None:
             first.wait(timeout_s)
