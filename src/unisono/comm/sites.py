@@ -18,14 +18,21 @@ _LIBRARIES: tuple[str, ...] = (
     contextlib.__file__,
 )
 
+_seen: dict[str, bool] = {}
+"""For each source file met so far, whether it belongs to a library."""
+
 
 def call_site() -> str:
     """Return `file:line` of the innermost frame of this thread that is the user's."""
     frame: FrameType | None = sys._getframe(1)
     last = frame
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        name = frame.f_code.co_filename
+        is_library = _seen.get(name)
+        if is_library is None:
+            is_library = _seen[name] = name.startswith(_LIBRARIES)
+        if not is_library:
+            return f"{name}:{frame.f_lineno}"
         last, frame = frame, frame.f_back
     return f"{last.f_code.co_filename}:{last.f_lineno}" if last is not None else "?"
 
