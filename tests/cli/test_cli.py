@@ -93,7 +93,8 @@ def test_the_same_script_runs_under_torchrun_and_plain_python(script):
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert all(f"rank {rank} of {size}" in done.stdout for rank in range(size))
+        # torchrun lets the ranks' lines run into each other, so count words.
+        assert done.stdout.count("__main__") == size, done.stdout
 
 
 def test_a_function_gets_literals_and_its_values_are_printed(tmp_path, monkeypatch, capsys):
