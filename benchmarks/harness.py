@@ -90,13 +90,16 @@ def markdown(rows: list[Row]) -> str:
 
 
 def publish(section: str, text: str, *, write: bool = True) -> None:
-    """Print `text` and put it under the heading `section` of RESULTS.md, in place of the old."""
+    """Print `text` and put it under the heading `section` of RESULTS.md, in place of the old.
+
+    Where there is no such page, as in an installed package, nothing is written.
+    """
     machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
     body = f"## {section}\n\nMeasured on {machine}.\n\n{text.strip()}\n"
     print(body)
-    if not write:
+    if not write or not RESULTS.exists():
         return
-    page = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "# Benchmarks\n"
+    page = RESULTS.read_text(encoding="utf-8")
     pattern = re.compile(rf"^## {re.escape(section)}\n.*?(?=^## |\Z)", re.S | re.M)
     if pattern.search(page):
         page = pattern.sub(lambda _: body + "\n", page)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import unisono
-from unisono.cli import demo, doctor, job, run
+from unisono.cli import bench, demo, doctor, job, run, topo, trace
 from unisono.cli.outcome import exit_code_of
 
 __all__ = ["main"]
@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, job, demo, doctor):
+    for command in (run, job, demo, doctor, topo, trace, bench):
         command.add_parser(commands)
     return parser
 

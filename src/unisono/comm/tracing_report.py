@@ -64,7 +64,7 @@ def save(path: str | os.PathLike[str], events: list[Event]) -> None:
     """Gather `events` of all ranks on rank 0 and write them there. Collective over the world."""
     mine = [asdict(e) for e in events]
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        _write(path, mine)
+        write(path, mine)
         return
     store = PrefixStore("unisono/trace", default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -82,7 +82,7 @@ def save(path: str | os.PathLike[str], events: list[Event]) -> None:
     for other in range(1, size):
         everybody += json.loads(store.get(f"events/{other}"))
         store.delete_key(f"events/{other}")
-    _write(path, everybody)
+    write(path, everybody)
     store.set("written", "1")
 
 
@@ -91,7 +91,7 @@ def save_alone(path: str | os.PathLike[str], events: list[Event]) -> None:
     ranks = {event.rank for event in events}
     alone = not dist.is_initialized() and ranks <= {0}
     name = str(path) if alone else f"{path}.rank{min(ranks, default=0)}"
-    _write(name, [asdict(e) for e in events])
+    write(name, [asdict(e) for e in events])
 
 
 def clock_offset_ns(store: PrefixStore, rank: int, size: int) -> int:
@@ -145,6 +145,7 @@ def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [e["args"] for e in saved["traceEvents"] if e["ph"] == "X"]
 
 
-def _write(path: str | os.PathLike[str], events: Sequence[dict[str, Any]]) -> None:
+def write(path: str | os.PathLike[str], events: Sequence[dict[str, Any]]) -> None:
+    """Write `events` to `path` in the Chrome trace format. Local."""
     content = {"traceEvents": chrome_events(events), "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(content), encoding="utf-8")

@@ -25,7 +25,9 @@ def check_platform(platform: Platform) -> None:
     for name, words in _CHOICES.items():
         if (value := getattr(platform, name)) not in words:
             raise PlatformError.because(
-                f"Platform({name}={value!r})", f"choices are {', '.join(map(repr, words))}"
+                f"Platform({name}={value!r})",
+                f"choices are {', '.join(map(repr, words))}",
+                hint=f"{name}={words[0]!r}",
             )
     _check_sizes(platform)
     _check_groups(platform)
@@ -88,7 +90,9 @@ def _check_sizes(platform: Platform) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise PlatformError.because(
-                f"Platform({name}={value!r})", f"a whole number, {least} or more, is needed"
+                f"Platform({name}={value!r})",
+                f"a whole number, {least} or more, is needed",
+                hint=f"{name}={max(least, 1)}",
             )
     if platform.n_nodes > 1 and platform.kind in _ONE_HOST:
         raise PlatformError.because(
@@ -163,9 +167,15 @@ def _check_seconds(platform: Platform) -> None:
     for name in ("start_timeout_s", "comm_timeout_s", "grace_s"):
         value = getattr(platform, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise PlatformError.because(f"Platform({name}={value!r})", "not a time in seconds")
+            raise PlatformError.because(
+                f"Platform({name}={value!r})", "not a time in seconds", hint=f"{name}=60"
+            )
     if isinstance(platform.max_requeues, bool) or platform.max_requeues < 0:
-        raise PlatformError.because(f"Platform(max_requeues={platform.max_requeues!r})", "negative")
+        raise PlatformError.because(
+            f"Platform(max_requeues={platform.max_requeues!r})",
+            "negative",
+            hint="max_requeues=0 never starts the job again",
+        )
 
 
 def _check_signals(platform: Platform) -> None:

@@ -1,0 +1,124 @@
+"""`unisono bench`: the benchmarks on this machine, every figure a ratio to its reference.
+
+The scripts are those of `benchmarks/`: in a checkout they also renew its page of results, in an
+installed package, which carries them along, nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import unisono
+from unisono.cli.outcome import FAILED, OK
+from unisono.errors import PlatformError
+
+_COLUMNS = ("case", "ours", "reference", "ratio", "target", "verdict")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this command to the command line."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure the ratios of unisono on this machine",
+        description="Run benchmarks: each compares unisono with what one would use otherwise, in "
+        "the same run. Best on a machine that does nothing else.",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which ones (default: all)")
+    parser.add_argument("--list", action="store_true", help="name them and stop")
+    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
+    parser.add_argument("--json", action="store_true", help="print one JSON list of rows")
+    parser.set_defaults(execute=execute)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the chosen scripts one after the other; 1 if one of them broke."""
+    scripts = find_scripts()
+    if args.list:
+        print("\n".join(scripts))
+        return OK
+    rows: list[dict[str, str]] = []
+    broken: list[str] = []
+    for name in choose(args.names, list(scripts)):
+        if not args.json:
+            print(f"== {name}", flush=True)
+        ended = _run(scripts[name], quick=args.quick, capture=args.json)
+        if ended.returncode != 0:
+            broken.append(name)
+            print(f"unisono: benchmark {name} ended with {ended.returncode}", file=sys.stderr)
+        if args.json:
+            rows += [{"benchmark": name} | row for row in read_rows(ended.stdout)]
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    return FAILED if broken else OK
+
+
+def find_scripts() -> dict[str, Path]:
+    """Return every benchmark by its name, as `comm` or `data_parallel/step`."""
+    package = Path(unisono.__file__).parent
+    homes = (package / "_benchmarks", package.parents[1] / "benchmarks")
+    home = next((path for path in homes if (path / "harness.py").is_file()), None)
+    if home is None:
+        raise PlatformError.because(
+            "unisono bench", f"no benchmarks in {homes[0]} or {homes[1]}", hint="reinstall unisono"
+        )
+    return {
+        path.relative_to(home).with_suffix("").as_posix(): path
+        for path in sorted(home.rglob("*.py"))
+        if "__main__" in path.read_text(encoding="utf-8")
+    }
+
+
+def choose(names: list[str], known: list[str]) -> list[str]:
+    """Return the benchmarks that `names` mean; a folder's name means all in it, none means all."""
+    chosen: list[str] = []
+    for name in names or known:
+        wanted = name.removesuffix(".py").removeprefix("benchmarks/")
+        found = [k for k in known if k == wanted or k.startswith(f"{wanted}/")]
+        if not found:
+            near = difflib.get_close_matches(wanted, known, n=1)
+            raise PlatformError.because(
+                f"unisono bench {name}",
+                f"benchmarks: {', '.join(known)}",
+                hint=f"unisono bench {near[0] if near else known[0]}",
+            )
+        chosen += [k for k in found if k not in chosen]
+    return chosen
+
+
+def read_rows(text: str) -> list[dict[str, str]]:
+    """Return the rows of the ratio tables in a benchmark's Markdown output."""
+    rows: list[dict[str, str]] = []
+    inside = False
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if tuple(cells) == _COLUMNS:
+            inside = True
+        elif not line.startswith("|"):
+            inside = False
+        elif inside and not set(line) <= set("|-: "):
+            rows.append(dict(zip(_COLUMNS, cells, strict=True)))
+    return rows
+
+
+def _run(script: Path, *, quick: bool, capture: bool) -> subprocess.CompletedProcess[str]:
+    """Run one script in an interpreter of its own."""
+    return subprocess.run(
+        [sys.executable, str(script), *(["--quick"] if quick else [])],
+        env={**os.environ, "PYTHONPATH": _search_path(script)},
+        stdout=subprocess.PIPE if capture else None,
+        text=True,
+        check=False,
+    )
+
+
+def _search_path(script: Path) -> str:
+    """Return a search path on which the script finds the harness, wherever it lies."""
+    home = next(path for path in script.parents if (path / "harness.py").is_file())
+    before = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(home), before] if before else [str(home)])

@@ -1,0 +1,116 @@
+"""`unisono topo`: this machine, who would be which rank, and a mesh or partition as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import socket
+from typing import NamedTuple
+
+from unisono.cli.outcome import OK
+from unisono.errors import PlatformError
+
+
+class _Grid(NamedTuple):
+    """A layout of ranks that needs no world."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this command to the command line."""
+    parser = commands.add_parser(
+        "topo",
+        help="show nodes, cores, devices and who holds what",
+        description="Show this machine and who would be which rank. With --mesh, draw a grid of "
+        "ranks; with --shape, the block of a tensor that each rank holds.",
+    )
+    parser.add_argument("--on", default="auto", help="cpu, gpu, mps, mpi, slurm or a profile")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks")
+    parser.add_argument("--nodes", type=int, metavar="N", help="how many nodes (mpi, slurm)")
+    parser.add_argument("--mesh", metavar="2x2", help="draw this grid of ranks")
+    parser.add_argument("--shape", metavar="64x64", help="a tensor split over the mesh")
+    parser.add_argument("--kernel", metavar="3x3", help="draw the halos of this convolution too")
+    parser.set_defaults(execute=execute)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Draw what is asked; without --mesh, the machine and its ranks."""
+    if args.mesh:
+        print(_picture(args))
+        return OK
+    if args.shape or args.kernel:
+        raise PlatformError.because(
+            "--shape or --kernel", "no --mesh", hint="unisono topo --mesh 2x2 --shape 64x64"
+        )
+    print(_machine())
+    print(_ranks(args))
+    return OK
+
+
+def _machine() -> str:
+    """Return the facts of this machine, one a line."""
+    from unisono.launch.accelerators import has_mps, visible_gpus
+    from unisono.launch.cores import usable_cores
+
+    devices = [f"{n} GPU{'s' if n > 1 else ''}" for n in [visible_gpus()] if n]
+    devices += ["MPS"] if has_mps() else []
+    interfaces = ", ".join(name for _, name in socket.if_nameindex()) or "none"
+    rows = [
+        ("host", f"{socket.gethostname()} ({platform.machine()}, {platform.system()})"),
+        ("cores", f"{usable_cores()} usable of {os.cpu_count()}"),
+        ("devices", ", ".join(["CPU", *devices])),
+        ("interfaces", interfaces),
+    ]
+    return "\n".join(f"{name:<10}  {value}" for name, value in rows)
+
+
+def _ranks(args: argparse.Namespace) -> str:
+    """Return the table of ranks that a launch with these options would have."""
+    from unisono.launch.configuration import read_configuration
+    from unisono.launch.places import resolve
+    from unisono.launch.platform_table import rank_table
+
+    _, platform = resolve(
+        args.on, ranks=args.ranks, nodes=args.nodes, configuration=read_configuration()
+    )
+    threads = platform.cpus_per_rank
+    return (
+        f"\n{platform.world_size} ranks on {platform.kind.value}, "
+        f"{threads} thread{'' if threads == 1 else 's'} each\n"
+        f"{rank_table(platform, socket.gethostname())}"
+    )
+
+
+def _picture(args: argparse.Namespace) -> str:
+    """Return the drawing of a mesh, with a tensor and its halos if given."""
+    from unisono.topology import draw
+
+    grid = _sizes(args.mesh, "--mesh")
+    shape = _sizes(args.shape, "--shape") if args.shape else None
+    if args.kernel and shape is None:
+        raise PlatformError.because(
+            "--kernel", "no --shape: halos depend on sizes", hint="add --shape 64x64"
+        )
+    if shape is not None and len(shape) > len(grid):
+        grid = (1,) * (len(shape) - len(grid)) + grid
+    halo = {"kernel_size": _sizes(args.kernel, "--kernel")} if args.kernel else None
+    return draw(_Grid(grid, tuple(range(math.prod(grid)))), shape, halo)
+
+
+def _sizes(word: str, option: str) -> tuple[int, ...]:
+    """Read '2x3' as (2, 3)."""
+    try:
+        sizes = tuple(int(part) for part in word.lower().split("x"))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise PlatformError.because(
+            f"{option} {word}",
+            "not a list of positive sizes joined by x",
+            hint=f"for example {option} 2x2",
+        )
+    return sizes

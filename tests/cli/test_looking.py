@@ -1,0 +1,149 @@
+"""`unisono topo`, `trace` and `bench`: what they show, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import unisono
+from unisono.cli import bench, main
+from unisono.comm import trace
+
+
+def traced(path, verb="all_reduce"):
+    """Write the trace of two calls in a world of one."""
+    with trace(path):
+        for _ in range(2):
+            getattr(unisono.world(), verb)(torch.ones(4))
+
+
+def test_topo_shows_the_machine_and_who_would_be_which_rank(capsys):
+    assert main(["topo", "--on", "cpu", "--ranks", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "cores" in text
+    assert "interfaces" in text
+    assert "3 ranks on cpu" in text
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1", "2"]
+
+
+def test_topo_draws_blocks_and_halos_of_a_mesh(capsys):
+    assert main(["topo", "--mesh", "2x2", "--shape", "8x6", "--kernel", "3x3"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"rank {rank}" in text for rank in range(4))
+    assert "4 x 3" in text
+    assert "halo dim 0" in text
+    assert "rank 3 sends" in text
+
+
+def test_topo_puts_missing_leading_dims_on_one_rank(capsys):
+    assert main(["topo", "--mesh", "2", "--shape", "4x10"]) == 0
+    assert "4 x 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--mesh", "2xtwo"],
+        ["--mesh", "0x2"],
+        ["--shape", "8x8"],
+        ["--mesh", "2x2", "--kernel", "3x3"],
+        ["--on", "cup"],
+        ["--ranks", "0"],
+    ],
+)
+def test_topo_refuses_what_it_cannot_draw(words, capsys):
+    assert main(["topo", *words]) == 2
+    assert "HINT:" in capsys.readouterr().err
+
+
+def test_trace_prints_a_table_of_the_saved_calls(tmp_path, capsys):
+    traced(tmp_path / "trace.json")
+    assert main(["trace", str(tmp_path / "trace.json")]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["op", "calls"]
+    assert row.split()[:2] == ["all_reduce", "2"]
+
+
+def test_trace_joins_the_files_of_a_directory(tmp_path, capsys):
+    traced(tmp_path / "trace.json.rank0")
+    traced(tmp_path / "trace.json.rank1", "broadcast")
+    whole = tmp_path / "whole.json"
+    assert main(["trace", str(tmp_path), "--chrome", str(whole)]) == 0
+    text = capsys.readouterr().out
+    assert "all_reduce" in text
+    assert "broadcast" in text
+    assert main(["trace", str(whole), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+def test_trace_finds_the_parts_of_a_run_that_was_not_closed(tmp_path, capsys):
+    traced(tmp_path / "run.json.rank0")
+    assert main(["trace", str(tmp_path / "run.json")]) == 0
+    assert "all_reduce" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[1, 2]"])
+def test_trace_refuses_what_is_not_a_trace(tmp_path, content, capsys):
+    path = tmp_path / "other.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["trace", str(path)]) == 2
+    assert "HINT:" in capsys.readouterr().err
+
+
+def test_bench_lists_its_scripts(capsys):
+    assert main(["bench", "--list"]) == 0
+    names = capsys.readouterr().out.split()
+    assert {"comm", "launch", "transports"} <= set(names)
+    assert "harness" not in names
+
+
+def test_bench_names_mean_scripts_and_folders():
+    known = ["comm", "data_parallel/daso", "data_parallel/step", "launch"]
+    assert bench.choose([], known) == known
+    assert bench.choose(["data_parallel"], known) == known[1:3]
+    assert bench.choose(["benchmarks/comm.py", "comm"], known) == ["comm"]
+
+
+def test_bench_suggests_the_nearest_name(capsys):
+    assert main(["bench", "transport"]) == 2
+    assert "HINT: unisono bench transports" in capsys.readouterr().err
+
+
+def test_bench_reads_the_rows_of_a_result():
+    text = (
+        "## Some\n\n| case | ours | reference | ratio | target | verdict |\n"
+        "|---|---:|---:|---:|---:|---|\n| one | 1 us | 2 us gloo | 0.50 | <= 0.6 | ok |\n\n"
+        "| other | table |\n|---|---|\n| a | b |\n"
+    )
+    assert bench.read_rows(text) == [
+        {
+            "case": "one",
+            "ours": "1 us",
+            "reference": "2 us gloo",
+            "ratio": "0.50",
+            "target": "<= 0.6",
+            "verdict": "ok",
+        }
+    ]
+
+
+def test_bench_runs_a_script_and_tells_when_it_broke(tmp_path, monkeypatch, capsys):
+    (tmp_path / "harness.py").write_text("HEAD = '| case | ours | reference | ratio | target |'\n")
+    good = tmp_path / "good.py"
+    good.write_text(
+        "from harness import HEAD  # __main__\n"
+        "print(HEAD + ' verdict |')\nprint('|---|---|---|---|---|---|')\n"
+        "print('| x | 1 | 2 | 0.5 | <= 1 | ok |')\n"
+    )
+    bad = tmp_path / "bad.py"
+    bad.write_text("raise SystemExit(3)  # __main__\n")
+    monkeypatch.setattr(bench, "find_scripts", lambda: {"bad": bad, "good": good})
+    assert main(["bench", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert [(row["benchmark"], row["ratio"]) for row in json.loads(captured.out)] == [
+        ("good", "0.5")
+    ]
+    assert "bad ended with 3" in captured.err
