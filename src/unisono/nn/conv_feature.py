@@ -1,0 +1,179 @@
+"""Convolutions split in space (and batch): halos from neighbours, then torch's convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.errors import PartitionError
+from unisono.nn.conv_settings import ConvSettings, Overlap, Size, conv_settings
+from unisono.nn.parameters import (
+    Weights,
+    check_weights,
+    draw_weight_and_bias,
+    from_root,
+    nothing,
+    summed_gradients,
+    whole,
+)
+from unisono.nn.state import HoldingModule
+from unisono.nn.structure import Table
+from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.linear import identity
+from unisono.operators.partitioned import FanPlan, fan_plan
+from unisono.topology import Partition, halo
+from unisono.topology.fanout import Group
+from unisono.topology.halo_plan import HaloPlan
+
+__all__ = ["DistributedFeatureConv1d", "DistributedFeatureConv2d", "DistributedFeatureConv3d"]
+
+
+class _FeatureConv(HoldingModule[HaloPlan]):
+    """A convolution whose input and output are split in batch and space, not in channels."""
+
+    dims: ClassVar[int]
+
+    def __init__(
+        self,
+        P_x: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        padding_mode: str = "zeros",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        overlap: Overlap = "auto",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if P_x.dim != self.dims + 2 or P_x.shape[1] != 1:
+            raise PartitionError.because(
+                f"{name} on {P_x!r}",
+                f"{P_x.dim} dims, {P_x.shape[1] if P_x.dim > 1 else '?'} in channels",
+                f"needs {self.dims + 2} dims with 1 in dim 1",
+                f"Partition([1, 1, {', '.join(['2'] * self.dims)}])",
+            )
+        self.P_x = P_x
+        self.settings: ConvSettings = conv_settings(
+            name, self.dims, in_channels, out_channels, kernel_size, stride, padding,
+            padding_mode, dilation, groups,
+        )  # fmt: skip
+        self.overlap = overlap
+        self.weights = check_weights(weights)
+        shape = self.settings.weight_shape
+        holds = P_x.active and (weights == "replicated" or P_x.rank == 0)
+        held = whole if holds else nothing
+        self.weight, self.bias = draw_weight_and_bias(
+            P_x.comm if P_x.active else None,
+            held(shape),
+            held(shape[:1]) if bias else None,
+            dtype=dtype,
+            device=device,
+        )
+        everywhere = weights == "replicated" and P_x.size == P_x.root.size
+        self._hold("weight", held(shape), replicated=everywhere)
+        if bias:
+            self._hold("bias", held(shape[:1]), replicated=everywhere)
+        self.use_bias = bias
+        self._from_root: FanPlan | None = None
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.settings, self.use_bias, self.weights)
+
+    def _make_plan(self, tables: Sequence[Table]) -> HaloPlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        channels = cuts[1][-1]
+        if channels != self.settings.in_channels:
+            raise PartitionError.because(
+                f"{type(self).__name__}(in_channels={self.settings.in_channels})",
+                f"an input of global shape {[own[-1] for own in cuts]}",
+                f"{channels} channels != {self.settings.in_channels}",
+                f"in_channels={channels}",
+            )
+        s = self.settings
+        index = self.P_x.index
+        if index is None:  # a rank outside never plans
+            raise PartitionError(f"{self.P_x!r} has no place for this rank")
+        return halo.plan(
+            cuts, index, s.kernel_size, s.stride, s.padding, s.dilation, s.padding_mode
+        )
+
+    def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias for this rank's share; gradients are summed over ranks."""
+        held = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        if self.weights == "replicated":
+            w, *b = summed_gradients(self.P_x.comm, *held) if self._sums_gradients else held
+        else:
+            shape = self.settings.weight_shape
+            shapes = [shape, shape[:1]] if self.use_bias else [shape]
+            w, *b = from_root(self._root_plan(shapes), shapes, *held)
+        return w, b[0] if b else None
+
+    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
+        return self.P_x.comm if self.P_x.active and self.weights == "replicated" else None
+
+    def _root_plan(self, shapes: Sequence[tuple[int, ...]]) -> FanPlan:
+        if self._from_root is None:
+            ranks = self.P_x.ranks
+            count = sum(torch.Size(shape).numel() for shape in shapes)
+            group = Group(ranks[0], ranks, ranks)
+            self._from_root = fan_plan([group], self.P_x.root, [(count,)], self.weight.dtype)
+        return self._from_root
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's balanced share of the convolution."""
+        if not self.P_x.active:
+            return self._outside(x)
+        plan = self._plan
+        weight, bias = self._parameters_here()
+        window = self._tied(x)
+        if not plan.is_identity:
+            on_group = HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, plan.fill)
+            window = HaloExchange.apply(window, on_group)
+        else:
+            window = identity(window)
+        if 0 in plan.output_shape:
+            batch, _, *space = plan.output_shape
+            return _empty_output(window, weight, bias, (batch, self.settings.out_channels, *space))
+        return self.settings.convolved(window, weight, bias)
+
+
+def _empty_output(
+    window: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]
+) -> Tensor:
+    """Return a share without elements that still runs the backward of window and parameters."""
+    tie = window.sum() * 0 + weight.sum() * 0
+    if bias is not None:
+        tie = tie + bias.sum() * 0
+    return tie.expand(shape)
+
+
+class DistributedFeatureConv1d(_FeatureConv):
+    """`torch.nn.Conv1d` of a tensor `(N, C, L)` split in N and L."""
+
+    dims = 1
+
+
+class DistributedFeatureConv2d(_FeatureConv):
+    """`torch.nn.Conv2d` of a tensor `(N, C, H, W)` split in N, H and W."""
+
+    dims = 2
+
+
+class DistributedFeatureConv3d(_FeatureConv):
+    """`torch.nn.Conv3d` of a tensor `(N, C, D, H, W)` split in N, D, H and W."""
+
+    dims = 3

@@ -1,0 +1,262 @@
+"""Pooling split in space and batch: halos from neighbours, then torch's pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unisono.errors import PartitionError
+from unisono.nn.planned import PlannedModule
+from unisono.nn.structure import Table
+from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.topology import Partition, halo
+from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.pooling import check_pool, pool_counts
+from unisono.topology.window import per_dim
+
+__all__ = [
+    "DistributedAvgPool1d",
+    "DistributedAvgPool2d",
+    "DistributedAvgPool3d",
+    "DistributedMaxPool1d",
+    "DistributedMaxPool2d",
+    "DistributedMaxPool3d",
+]
+
+Size = int | Sequence[int]
+_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVG_SUM = {2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+@dataclass(frozen=True)
+class _PoolPlan:
+    halo: HaloPlan
+    global_space: tuple[int, ...]
+    """Spatial sizes of the whole input."""
+
+
+class _Pool(PlannedModule[_PoolPlan]):
+    """What the pooling layers share."""
+
+    dims: ClassVar[int]
+    ceil_mode: bool
+
+    def __init__(
+        self, P_x: Partition, kernel_size: Size, stride: Size | None, padding: Size, dilation: Size
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if P_x.dim != self.dims + 2:
+            raise PartitionError.because(
+                f"{name} on {P_x!r}",
+                f"{P_x.dim} dims",
+                f"needs {self.dims + 2}",
+                f"Partition([1, 1, {', '.join(['2'] * self.dims)}])",
+            )
+        self.P_x = P_x
+        self.kernel_size = per_dim(kernel_size, self.dims, "kernel_size")
+        self.stride = per_dim(kernel_size if stride is None else stride, self.dims, "stride")
+        self.padding = per_dim(padding, self.dims, "padding")
+        self.dilation = per_dim(dilation, self.dims, "dilation")
+        for dim, (k, p, d) in enumerate(
+            zip(self.kernel_size, self.padding, self.dilation, strict=True)
+        ):
+            check_pool(k, p, d, dim=dim)
+
+    def _describe(self) -> tuple[object, ...]:
+        sizes = (self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
+        return (self.P_x, *sizes)
+
+    def _window_fill(self, dtype: torch.dtype) -> float:
+        """Return what stands on padding."""
+        raise TypeError(f"{type(self).__name__} has no value for padding of {dtype}")
+
+    def _make_plan(self, tables: Sequence[Table]) -> _PoolPlan:
+        (table,) = tables
+        cuts = table.cuts(self.P_x)
+        index = self.P_x.index
+        if index is None:  # a rank outside never plans
+            raise PartitionError(f"{self.P_x!r} has no place for this rank")
+        plan = halo.plan(
+            cuts, index, self.kernel_size, self.stride, self.padding, self.dilation,
+            fill=self._window_fill(table.dtype(self.P_x)), ceil_mode=self.ceil_mode,
+        )  # fmt: skip
+        return _PoolPlan(plan, tuple(own[-1] for own in cuts[2:]))
+
+    def _window(self, x: Tensor) -> Tensor:
+        plan = self._plan.halo
+        tied = self._tied(x)
+        if plan.is_identity:
+            return tied
+        on_group = HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, plan.fill)
+        return HaloExchange.apply(tied, on_group)
+
+
+class _MaxPool(_Pool):
+    def __init__(
+        self,
+        P_x: Partition,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
+        dilation: Size = 1,
+        return_indices: bool = False,
+        ceil_mode: bool = False,
+    ) -> None:
+        super().__init__(P_x, kernel_size, stride, padding, dilation)
+        self.return_indices = return_indices
+        self.ceil_mode = ceil_mode
+
+    def _window_fill(self, dtype: torch.dtype) -> float:
+        return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return this rank's share; with `return_indices` also flat indices in the whole image."""
+        if not self.P_x.active:
+            outside = self._outside(x)
+            return (outside, outside.long()) if self.return_indices else outside
+        window = self._window(x)
+        plan = self._plan.halo
+        if 0 in plan.output_shape:
+            empty = _tied_empty(window, plan.output_shape)
+            return (empty, empty.long()) if self.return_indices else empty
+        pooled, indices = _MAX[self.dims](
+            window, self.kernel_size, self.stride, 0, self.dilation, return_indices=True
+        )
+        return (pooled, self._global_indices(indices)) if self.return_indices else pooled
+
+    def _global_indices(self, indices: Tensor) -> Tensor:
+        """Turn flat indices in the window into flat indices in the whole image."""
+        plan, sizes = self._plan.halo, self._plan.global_space
+        total = torch.zeros_like(indices)
+        rest = indices
+        weight = 1
+        for i in reversed(range(self.dims)):
+            width = plan.window_shape[i + 2]
+            first = plan.output_start[i + 2] * self.stride[i] - self.padding[i]
+            total += (rest % width + first) * weight
+            rest = rest // width
+            weight *= sizes[i]
+        return total
+
+
+class _AvgPool(_Pool):
+    def __init__(
+        self,
+        P_x: Partition,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> None:
+        super().__init__(P_x, kernel_size, stride, padding, 1)
+        self.ceil_mode = ceil_mode
+        self.count_include_pad = count_include_pad
+        self.divisor_override = divisor_override
+        if divisor_override == 0:
+            raise PartitionError.because(
+                f"{type(self).__name__}(divisor_override=0)", hint="a number other than 0, or None"
+            )
+
+    def _describe(self) -> tuple[object, ...]:
+        return (*super()._describe(), self.count_include_pad, self.divisor_override)
+
+    def _window_fill(self, dtype: torch.dtype) -> float:  # noqa: ARG002
+        return 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's share of the averages."""
+        if not self.P_x.active:
+            return self._outside(x)
+        window = self._window(x)
+        plan = self._plan.halo
+        if 0 in plan.output_shape:
+            return _tied_empty(window, plan.output_shape)
+        if self.dims == 1:
+            sums = _sums(window.unsqueeze(2), (1, *self.kernel_size), (1, *self.stride)).squeeze(2)
+        else:
+            sums = _sums(window, self.kernel_size, self.stride)
+        if self.divisor_override is not None:
+            return sums / self.divisor_override
+        return sums / self._counts().to(sums)
+
+    def _counts(self) -> Tensor:
+        """Return the number of points under each output of this rank's share."""
+        plan = self._plan.halo
+        counts = torch.ones((1,) * self.dims, dtype=torch.int64)
+        for i in range(self.dims):
+            start = plan.output_start[i + 2]
+            own = pool_counts(
+                start, start + plan.output_shape[i + 2], self._plan.global_space[i],
+                self.kernel_size[i], self.stride[i], self.padding[i],
+                count_include_pad=self.count_include_pad,
+            )  # fmt: skip
+            shape = [1] * self.dims
+            shape[i] = -1
+            counts = counts * torch.tensor(own).reshape(shape)
+        return counts
+
+
+def _sums(window: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Return the sums over all full kernels of a window."""
+    return _AVG_SUM[len(kernel)](window, tuple(kernel), tuple(stride), divisor_override=1)
+
+
+def _tied_empty(window: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a share without elements that still runs the window's backward."""
+    zero = window.sum() * 0 if window.numel() else window.sum()
+    return zero.expand(tuple(shape))
+
+
+class DistributedMaxPool1d(_MaxPool):
+    """`torch.nn.MaxPool1d` of a split tensor `(N, C, L)`."""
+
+    dims = 1
+
+
+class DistributedMaxPool2d(_MaxPool):
+    """`torch.nn.MaxPool2d` of a split tensor `(N, C, H, W)`."""
+
+    dims = 2
+
+
+class DistributedMaxPool3d(_MaxPool):
+    """`torch.nn.MaxPool3d` of a split tensor `(N, C, D, H, W)`."""
+
+    dims = 3
+
+
+class DistributedAvgPool1d(_AvgPool):
+    """`torch.nn.AvgPool1d` of a split tensor `(N, C, L)`."""
+
+    dims = 1
+
+    def __init__(
+        self,
+        P_x: Partition,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+    ) -> None:
+        super().__init__(P_x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+
+
+class DistributedAvgPool2d(_AvgPool):
+    """`torch.nn.AvgPool2d` of a split tensor `(N, C, H, W)`."""
+
+    dims = 2
+
+
+class DistributedAvgPool3d(_AvgPool):
+    """`torch.nn.AvgPool3d` of a split tensor `(N, C, D, H, W)`."""
+
+    dims = 3

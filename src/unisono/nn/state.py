@@ -1,0 +1,236 @@
+"""State that does not know the layout: whole tensors in and out, or blocks with their place.
+
+`state_dict()` of a distributed layer gives what the torch layer of the global size gives, on every
+rank; `load_state_dict` takes that and keeps the own block. So a model saved on four ranks loads on
+one, on three, and into plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm import Communicator
+from unisono.errors import CollectiveMismatch, PartitionError
+from unisono.nn.parameters import Holding
+from unisono.nn.planned import PlannedModule
+
+P = TypeVar("P")
+StateMode = Literal["full", "sharded", "local"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A block of a parameter and its place in the whole one: what mode "sharded" saves."""
+
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class HoldingModule(PlannedModule[P]):
+    """A layer with parameters or buffers of which a rank may hold only a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holdings: dict[str, Holding] = {}
+        self._replicated: dict[str, bool] = {}
+        self._sums_gradients = True
+
+    def _hold(self, name: str, holding: Holding, *, replicated: bool) -> None:
+        """Note what this rank holds of a parameter; `replicated`: all ranks have it whole."""
+        self._holdings[name] = holding
+        self._replicated[name] = replicated
+
+    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
+        """Return the ranks over which the gradient of a parameter is summed; None for none."""
+        return None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, holding in self._holdings.items():
+            key = prefix + name
+            if key not in destination or _mode == "local":
+                continue
+            block = destination[key]
+            if _mode == "sharded":
+                destination[key] = Shard(block, holding.global_shape, holding.start)
+            elif not self._replicated[name]:
+                destination[key] = join_blocks(block, holding, self._root())
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **kwargs: Any
+    ) -> None:
+        for name, holding in self._holdings.items():
+            key = prefix + name
+            if key in state_dict:
+                state_dict[key] = own_block(state_dict[key], holding, key)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **kwargs)
+
+
+def join_blocks(block: Tensor, holding: Holding, comm: Communicator | None) -> Tensor:
+    """Return the whole tensor on every rank of `comm`. Collective."""
+    if comm is None or comm.size == 1:
+        return block
+    where = comm.all_gather_ints([*holding.start, *holding.shape])
+    dims = len(holding.global_shape)
+    flat = comm.all_gather(block.detach().reshape(-1))
+    whole = block.new_empty(holding.global_shape)
+    at = 0
+    for record in where:
+        held = Holding(holding.global_shape, record[:dims], record[dims:])
+        count = torch.Size(held.shape).numel()
+        if count:
+            whole[held.slices] = flat[at : at + count].view(held.shape)
+        at += count
+    return whole
+
+
+def own_block(value: Any, holding: Holding, key: str) -> Tensor:
+    """Return the own block of what a state holds: a whole tensor, the block itself, or shards."""
+    shards = [value] if isinstance(value, Shard) else value
+    if isinstance(shards, Sequence) and all(isinstance(part, Shard) for part in shards):
+        return _from_shards(cast("Sequence[Shard]", shards), holding, key)
+    if not isinstance(value, Tensor):
+        raise PartitionError.because(
+            f"load_state_dict of {key}", f"a {type(value).__name__}", None, "a tensor, or shards"
+        )
+    if tuple(value.shape) == holding.global_shape:
+        return value[holding.slices]
+    return value  # a bare block; torch compares its shape
+
+
+def _from_shards(shards: Sequence[Shard], holding: Holding, key: str) -> Tensor:
+    block = shards[0].tensor.new_empty(holding.shape)
+    filled = 0
+    for shard in shards:
+        into: list[slice] = []
+        out_of: list[slice] = []
+        for a, n, b, m in zip(
+            holding.start, holding.shape, shard.offsets, shard.tensor.shape, strict=True
+        ):
+            low, high = max(a, b), min(a + n, b + m)
+            into.append(slice(low - a, max(low, high) - a))
+            out_of.append(slice(low - b, max(low, high) - b))
+        part = shard.tensor[tuple(out_of)]
+        block[tuple(into)] = part
+        filled += part.numel()
+    if filled < block.numel():
+        raise PartitionError.because(
+            f"load_state_dict of {key}",
+            f"shards that cover {filled} of the {block.numel()} elements of this rank's block",
+            None,
+            "give the shards of all ranks: a list of Shard",
+        )
+    return block
+
+
+@contextmanager
+def state_dict_mode(mode: StateMode) -> Iterator[None]:
+    """Choose what `state_dict()` of distributed layers gives inside the block.
+
+    `"full"` (default): whole tensors on every rank; collective where blocks are split.
+    `"sharded"`: own blocks with their place (`Shard`). `"local"`: bare own blocks.
+    """
+    if mode not in get_args(StateMode):
+        raise PartitionError.because(
+            f"state_dict_mode({mode!r})", f"modes: {', '.join(get_args(StateMode))}", None, '"full"'
+        )
+    global _mode
+    before, _mode = _mode, mode
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def full_state_dict(module: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
+    """Return whole tensors under the names of the torch module. Collective over its ranks.
+
+    Args:
+        module: any module tree with distributed layers.
+        rank: only this rank of the world gets them, the others an empty dict; default all do.
+    """
+    with state_dict_mode("full"):
+        state = module.state_dict()
+    me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank is not None and rank != me:
+        return {}
+    return dict(state)
+
+
+def check_replicas(module: nn.Module) -> None:
+    """Raise on all ranks if a block that several ranks hold differs between them. Collective."""
+    for path, layer in module.named_modules():
+        if not isinstance(layer, HoldingModule):
+            continue
+        comm = layer._root()
+        if comm is None or comm.size == 1:
+            continue
+        values: Mapping[str, Tensor] = dict(layer.named_parameters(recurse=False)) | dict(
+            layer.named_buffers(recurse=False)
+        )
+        for name, holding in layer._holdings.items():
+            if name in values:
+                _compare(f"{path}.{name}".lstrip("."), values[name].detach(), holding, comm)
+
+
+def _compare(name: str, value: Tensor, holding: Holding, comm: Communicator) -> None:
+    where = comm.all_gather_ints([*holding.start, *holding.shape])
+    flat = comm.all_gather(value.reshape(-1))
+    parts = flat.split([torch.Size(r[len(r) // 2 :]).numel() for r in where])
+    first: dict[tuple[int, ...], int] = {}
+    for rank, record in enumerate(where):
+        if not parts[rank].numel():
+            continue
+        other = first.setdefault(record, rank)
+        if not torch.equal(parts[other], parts[rank]):
+            difference = (parts[other] - parts[rank]).abs().max().item()
+            raise CollectiveMismatch.because(
+                f"check_replicas: {name}",
+                f"ranks {comm.ranks[other]} and {comm.ranks[rank]} hold the same block",
+                f"largest difference {difference:g}",
+                "update parameters from their gradients only, with equal optimizers on all ranks",
+            )
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Leave gradients of replicated parameters local inside the block; sum them once at its end.
+
+    For accumulation over several backwards. Collective at its end.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, HoldingModule)]
+    before = [(layer, layer._sums_gradients) for layer in layers]
+    stashed = [
+        (layer, name, p, p.grad)
+        for layer in layers
+        for name, p in layer.named_parameters(recurse=False)
+        if name in layer._holdings
+    ]
+    for layer in layers:
+        layer._sums_gradients = False
+    for _, _, p, _ in stashed:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for layer, flag in before:
+            layer._sums_gradients = flag
+    for layer, name, p, earlier in stashed:
+        comm = layer._gradient_comm(name)
+        if comm is not None and comm.size > 1 and p.requires_grad:
+            mine = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = comm.all_reduce(mine)
+        if earlier is not None:
+            p.grad = earlier if p.grad is None else earlier + p.grad
+
+
+_mode: StateMode = "full"

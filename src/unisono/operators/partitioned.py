@@ -1,0 +1,298 @@
+"""The operators between partitions: who talks to whom follows from the grids of ranks.
+
+Plain linear maps on the direct sum of the ranks' blocks: `broadcast`, `sum_reduce`,
+`all_sum_reduce`, `all_gather`, `reduce_scatter`. For values that every rank holds equal and whose
+backward every rank seeds alike: `replicate`, `sum_to_replicated`, `gather_to_replicated`, `split`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.comm.headers import pack_shape, unpack_shape
+from unisono.errors import PartitionError
+from unisono.operators.all_gather import all_gather as join_on_ranks
+from unisono.operators.all_gather import reduce_scatter as cut_sum_on_ranks
+from unisono.operators.all_reduce import all_sum_reduce as sum_on_ranks
+from unisono.operators.linear import LinearMap, identity
+from unisono.operators.replicate import copy as copy_on_ranks
+from unisono.operators.replicate import sum_to_replicated as sum_once_on_ranks
+from unisono.operators.slice import concat_replicated, slice_replicated
+from unisono.topology import Partition
+from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
+
+
+@dataclass(frozen=True)
+class Fan:
+    """Ranks that share one block, as one of them sees it."""
+
+    comm: Communicator
+    root: int
+    """Rank of `comm` that holds the block, or gets the sum."""
+    shape: tuple[int, ...]
+    """Shape of the block."""
+    is_root: bool
+    is_peer: bool
+    """Whether this rank's block on the other side is this one."""
+
+
+@dataclass(frozen=True)
+class FanPlan:
+    """All fans of one rank, in an order that is the same on all ranks."""
+
+    fans: tuple[Fan, ...]
+    dtype: torch.dtype
+    empty: tuple[int, ...] = (0,)
+    """Shape of the result on a rank that gets none."""
+    was_empty: tuple[int, ...] = (0,)
+    """Shape of the input on a rank that has none."""
+
+    @property
+    def adjoint(self) -> FanPlan:
+        """The plan of the adjoint."""
+        return replace(self, empty=self.was_empty, was_empty=self.empty)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether this rank's block stays where it is and nobody else is involved."""
+        return len(self.fans) == 1 and self.fans[0].comm.size == 1
+
+
+class Spread(LinearMap):
+    """Each root's block on all its peers."""
+
+    @staticmethod
+    def kernel(x: Tensor, plan: FanPlan) -> Tensor:
+        """See `LinearMap`."""
+        received: Tensor | None = None
+        for fan in plan.fans:
+            if fan.comm.size == 1:
+                block = identity(x)
+            else:
+                sent = x if fan.is_root else None
+                block = fan.comm.broadcast(sent, fan.root, like=(fan.shape, plan.dtype))
+            if fan.is_peer:
+                received = block
+        return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
+
+
+class Collect(LinearMap):
+    """The sum of the peers' blocks on each root."""
+
+    adjoint = Spread
+
+    @staticmethod
+    def kernel(x: Tensor, plan: FanPlan) -> Tensor:
+        """See `LinearMap`."""
+        received: Tensor | None = None
+        for fan in plan.fans:
+            mine = x if fan.is_peer else x.new_zeros(fan.shape, dtype=plan.dtype)
+            total = mine if fan.comm.size == 1 else fan.comm.reduce(mine, fan.root)
+            if fan.is_root:
+                received = identity(x) if total is x else total
+        return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
+
+
+Spread.adjoint = Collect
+
+
+def fan_plan(
+    groups: Sequence[Group],
+    root: Communicator,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    *,
+    empty: tuple[int, ...] = (0,),
+    was_empty: tuple[int, ...] = (0,),
+) -> FanPlan:
+    """Return this rank's plan; makes the communicators it needs, in the order of all ranks.
+
+    Args:
+        groups: of `topology.broadcast_groups` or `reduce_groups`.
+        root: communicator whose ranks the groups name.
+        shapes: shape of the block of each group.
+        dtype: of the data.
+        empty: shape of the result on a rank that gets none.
+        was_empty: shape of the input on a rank that has none.
+    """
+    me = root.rank
+    fans: list[Fan] = []
+    for group, shape in sorted(
+        zip(groups, shapes, strict=True), key=lambda pair: tuple(sorted(pair[0].members))
+    ):
+        members = tuple(sorted(group.members))
+        if me not in members:
+            continue
+        comm = root.sub(members)
+        if comm is None:
+            raise PartitionError(f"rank {me} got no communicator of ranks {members}")
+        fans.append(
+            Fan(comm, members.index(group.root), shape, me == group.root, me in group.peers)
+        )
+    return FanPlan(tuple(fans), dtype, empty, was_empty)
+
+
+def spread(x: Tensor, plan: FanPlan) -> Tensor:
+    """Return the block that this rank's root holds. Collective over the fans of the plan."""
+    return identity(x) if plan.is_identity else Spread.apply(_typed(x, plan), plan)
+
+
+def collect(x: Tensor, plan: FanPlan) -> Tensor:
+    """Return on a root the sum of its peers' blocks. Collective over the fans of the plan."""
+    return identity(x) if plan.is_identity else Collect.apply(_typed(x, plan), plan)
+
+
+def broadcast(
+    x: Tensor,
+    src: Partition,
+    dest: Partition,
+    *,
+    transpose_src: bool = False,
+    transpose_dest: bool = False,
+) -> Tensor:
+    """Return the block of `src` that belongs to this rank's place in `dest`; gradients are summed.
+
+    Called by all ranks of both partitions. Dims where `src` has one rank are spread over `dest`'s.
+
+    Args:
+        x: own block on a rank of `src`, a tensor without elements elsewhere.
+        src: partition that holds the blocks.
+        dest: partition that gets them; a rank outside gets a tensor of shape `[0]`.
+        transpose_src: read the index in `src` backwards; likewise `transpose_dest`. Tensors are
+            never transposed, only who talks to whom.
+    """
+    groups = broadcast_groups(src, dest, transpose_src, transpose_dest)
+    shapes, dtype = _announced(x, src, dest)
+    by_root = dict(zip(src.ranks, shapes, strict=True))
+    plan = fan_plan(
+        groups,
+        src.root,
+        [by_root[group.root] for group in groups],
+        dtype,
+        was_empty=tuple(x.shape),
+    )
+    return spread(x, plan)
+
+
+def sum_reduce(
+    x: Tensor,
+    src: Partition,
+    dest: Partition,
+    *,
+    transpose_src: bool = False,
+    transpose_dest: bool = False,
+) -> Tensor:
+    """Return on each rank of `dest` the sum of the blocks of `src` that belong to its place.
+
+    The adjoint of `broadcast` from `dest` to `src`; called as it is.
+    """
+    groups = reduce_groups(src, dest, transpose_src, transpose_dest)
+    shapes, dtype = _announced(x, src, dest)
+    by_rank = dict(zip(src.ranks, shapes, strict=True))
+    plan = fan_plan(
+        groups,
+        src.root,
+        [_same_shape(group, by_rank) for group in groups],
+        dtype,
+        was_empty=tuple(x.shape),
+    )
+    return collect(x, plan)
+
+
+def all_sum_reduce(x: Tensor, partition: Partition, axes: int | Sequence[int]) -> Tensor:
+    """Return the sum over the ranks that share this rank's index outside `axes`.
+
+    Its own adjoint. A rank outside of the partition gets its tensor back.
+    """
+    if not partition.active:
+        return identity(x)
+    return sum_on_ranks(x, comm=partition.sub(axes).comm)
+
+
+def all_gather(x: Tensor, partition: Partition, axis: int, dim: int | None = None) -> Tensor:
+    """Return the blocks along one axis of the partition joined in tensor dim `dim` (the axis's)."""
+    if not partition.active:
+        return identity(x)
+    joined = axis if dim is None else dim
+    return join_on_ranks(x, joined, comm=partition.sub(axis).comm)
+
+
+def reduce_scatter(x: Tensor, partition: Partition, axis: int, dim: int | None = None) -> Tensor:
+    """Return the balanced block in tensor dim `dim` of the sum over one axis of the partition."""
+    if not partition.active:
+        return identity(x)
+    cut = axis if dim is None else dim
+    return cut_sum_on_ranks(x, cut, comm=partition.sub(axis).comm)
+
+
+def replicate(x: Tensor, partition: Partition, axes: int | Sequence[int]) -> Tensor:
+    """Return `x`, which all ranks along `axes` hold equal; its gradient is summed over them."""
+    if not partition.active:
+        return identity(x)
+    return copy_on_ranks(x, comm=partition.sub(axes).comm)
+
+
+def sum_to_replicated(x: Tensor, partition: Partition, axes: int | Sequence[int]) -> Tensor:
+    """Return the sum over `axes`, a value that counts once: its gradient passes unchanged."""
+    if not partition.active:
+        return identity(x)
+    return sum_once_on_ranks(x, comm=partition.sub(axes).comm)
+
+
+def gather_to_replicated(
+    x: Tensor, partition: Partition, axis: int, dim: int | None = None
+) -> Tensor:
+    """Return the joined blocks as a value that counts once: each rank keeps its own gradient."""
+    if not partition.active:
+        return identity(x)
+    joined = axis if dim is None else dim
+    return concat_replicated(x, joined, comm=partition.sub(axis).comm)
+
+
+def split(x: Tensor, partition: Partition, axis: int, dim: int | None = None) -> Tensor:
+    """Return this rank's balanced block of a replicated value; the gradients are joined."""
+    if not partition.active:
+        return identity(x)
+    cut = axis if dim is None else dim
+    return slice_replicated(x, cut, comm=partition.sub(axis).comm)
+
+
+def _typed(x: Tensor, plan: FanPlan) -> Tensor:
+    """Give an input without elements the dtype of the data, so that gradients fit."""
+    return x.to(plan.dtype) if x.dtype != plan.dtype and x.numel() == 0 else x
+
+
+def _announced(
+    x: Tensor, src: Partition, dest: Partition
+) -> tuple[list[tuple[int, ...]], torch.dtype]:
+    """Tell all ranks of both partitions the shapes and the dtype of the blocks of `src`."""
+    src.check_same_root(dest)
+    union = tuple(sorted({*src.ranks, *dest.ranks}))
+    comm = src.root.sub(union)
+    if comm is None:
+        return [(0,)] * src.size, x.dtype
+    records = comm.all_gather_ints(pack_shape(x.shape, x.dtype))
+    held = [unpack_shape(records[union.index(rank)]) for rank in src.ranks]
+    kinds = {dtype for _, dtype in held}
+    if len(kinds) > 1:
+        raise PartitionError.because(
+            f"blocks of {src!r}", f"different dtypes: {', '.join(sorted(map(str, kinds)))}"
+        )
+    return [shape for shape, _ in held], held[0][1]
+
+
+def _same_shape(group: Group, shapes: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+    found = {rank: shapes[rank] for rank in group.peers}
+    first = next(iter(found.values()))
+    if any(shape != first for shape in found.values()):
+        raise PartitionError.because(
+            f"sum of blocks on rank {group.root}",
+            "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
+            hint="blocks that are summed must have equal shapes",
+        )
+    return first

@@ -1,0 +1,155 @@
+"""Layers that only move data, against the same on whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import unisono
+from unisono.errors import CollectiveMismatch, PartitionError
+from unisono.nn import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+    structure_check,
+)
+from unisono.topology import Partition
+
+
+def block_of(whole, partition):
+    """Return this rank's block, or nothing."""
+    if not partition.active:
+        return whole.new_empty(whole.shape[0], 0)
+    return whole[partition.local_slices(whole.shape)].clone()
+
+
+@pytest.mark.ranks(4, backend=["gloo", "shm"])
+def test_repartition_moves_blocks_there_and_gradients_back():
+    whole = torch.arange(30.0, dtype=torch.float64).reshape(5, 6)
+    for shape_x, shape_y in [
+        ((2, 2), (4, 1)),
+        ((1, 4), (2, 2)),
+        ((1, 1), (1, 3)),
+        ((3, 1), (1, 1)),
+    ]:
+        P_x, P_y = Partition(shape_x), Partition(shape_y)
+        layer = Repartition(P_x, P_y)
+        x = block_of(whole, P_x).requires_grad_(P_x.active)
+        y = layer(x)
+        if P_y.active:
+            assert torch.equal(y, block_of(whole, P_y))
+        else:
+            assert y.shape == (x.shape[0], 0)
+            assert y.dtype == torch.float64
+        (y * y).sum().backward()
+        if P_x.active:
+            assert torch.equal(x.grad, 2 * x.detach())
+
+
+@pytest.mark.ranks(2)
+def test_a_change_that_only_one_rank_sees_is_planned_anew_on_all():
+    P = Partition([2])
+    layer = Repartition(P, Partition([1], ranks=[1]))
+    for length in (9, 10, 9, 10):  # shards [5, 4] and [5, 5]: rank 0 sees no change
+        whole = torch.arange(float(length))
+        y = layer(block_of(whole, P))
+        assert y.numel() == (length if P.root.rank == 1 else 0)
+    assert layer._setups == 4
+    layer(block_of(torch.arange(10.0), P))
+    assert layer._setups == 4
+
+
+@pytest.mark.ranks(2)
+def test_the_first_plan_is_final_with_the_check_off():
+    layer = AllSumReduce(Partition([2]), axes_reduce=0)
+    with structure_check("off"):
+        layer(torch.ones(3))
+        with pytest.raises(CollectiveMismatch, match="structure_check"):
+            layer(torch.ones(4))
+        assert layer(torch.ones(3)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.ranks(4)
+def test_broadcast_and_sum_reduce_are_adjoint():
+    P_x, P_y = Partition([1, 2], ranks=[2, 3]), Partition([2, 2])
+    down, up = Broadcast(P_x, P_y), SumReduce(P_y, P_x)
+    me = P_y.root.rank
+    x = torch.full((2, 3), float(me), dtype=torch.float64) if P_x.active else torch.empty(2, 0)
+    x.requires_grad_(P_x.active)
+    y = down(x)
+    assert y.shape == (2, 3)
+    assert y[0, 0] == 2 + me % 2
+    z = up(y)
+    assert z.shape == ((2, 3) if P_x.active else (2, 0))
+    z.sum().backward()
+    if P_x.active:
+        assert torch.equal(z, 2 * x)
+        assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+@pytest.mark.ranks(4)
+def test_sums_and_gathers_run_over_their_axes_only():
+    P = Partition([2, 2])
+    row, column = P.index
+    x = torch.full((2, 2), 10.0 * row + column, requires_grad=True)
+    y = AllSumReduce(P, axes_reduce=1)(x)
+    assert y[0, 0] == 20 * row + 1
+    assert torch.equal(AllSumReduce(P, axes_keep=0)(x), y)
+    gathered = AllGather(P, axes_all_gather=0)(x)
+    assert gathered.shape == (4, 2)
+    assert gathered[:, 0].tolist() == [column, column, 10 + column, 10 + column]
+    gathered.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    scattered = ReduceScatter(P, axes_reduce_scatter=1)(torch.ones(2, 3))
+    assert scattered.shape == (2, 2 if column == 0 else 1)
+    assert (scattered == 2).all()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_reach_ranks_whose_own_input_needs_none():
+    P = Partition([2])
+    x = torch.ones(3, requires_grad=P.root.rank == 0)
+    y = AllSumReduce(P, axes_reduce=0)(x)
+    assert y.requires_grad
+    y.sum().backward()
+    if P.root.rank == 0:
+        assert x.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.ranks(2)
+def test_a_bad_input_on_one_rank_is_refused_on_all():
+    P = Partition([2])
+    layer = AllSumReduce(P, axes_reduce=0)
+    for _ in range(2):
+        with pytest.raises(PartitionError, match="HINT: call it with tensors"):
+            layer("text" if P.root.rank == 1 else torch.ones(2))
+        layer(torch.ones(2))
+    with pytest.raises(PartitionError, match="shapes differ"):
+        layer(torch.ones(2 + P.root.rank))
+    mixed = pytest.raises(CollectiveMismatch, match="grad on: ranks 0; off: ranks 1")
+    with mixed, torch.set_grad_enabled(P.root.rank == 0):
+        layer(torch.ones(2))
+
+
+@pytest.mark.ranks(2)
+def test_layers_of_unlike_arguments_are_refused():
+    P = Partition([2, 1])
+    axis = unisono.world().rank
+    with pytest.raises(CollectiveMismatch, match="arguments of the layer"):
+        AllSumReduce(P, axes_reduce=axis)(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"axes_reduce": 0, "axes_keep": 1}, {"axes_reduce": 5}])
+def test_axes_that_make_no_sense_are_refused(kwargs):
+    with pytest.raises(PartitionError, match="HINT"):
+        AllSumReduce(Partition([1, 1]), **kwargs)
+
+
+def test_one_process_is_a_partition_too():
+    P = Partition([1, 1])
+    x = torch.randn(3, 4)
+    for layer in (Repartition(P, P), Broadcast(P, P), SumReduce(P, P), AllGather(P, 0)):
+        assert torch.equal(layer(x), x)

@@ -1,0 +1,78 @@
+"""Split pooling against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import unisono
+from unisono.errors import PartitionError
+from unisono.nn import pooling as p
+from unisono.testing import check_parity
+from unisono.topology import Partition
+
+MAX = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 1, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+    {"kernel_size": 2, "stride": 3, "dilation": 2},
+]
+AVG = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+    {"kernel_size": 3, "stride": 1, "padding": 1, "count_include_pad": False},
+    {"kernel_size": 3, "stride": 2, "ceil_mode": True, "count_include_pad": False},
+]
+
+
+@pytest.mark.ranks([1, 2, 3, 4])
+def test_pooling_of_lines_equals_torch():
+    size = unisono.world().size
+    for P in (Partition([1, 1, size]), Partition([size, 1, 1]), Partition([1, size, 1])):
+        for length in (12, 9, 6):
+            for case in MAX:
+                check_parity(
+                    p.DistributedMaxPool1d(P, **case), nn.MaxPool1d(**case), (3, 2, length), P
+                )
+            for case in AVG:
+                check_parity(
+                    p.DistributedAvgPool1d(P, **case), nn.AvgPool1d(**case), (3, 2, length), P
+                )
+
+
+@pytest.mark.ranks(4, backend=["gloo", "shm"])
+def test_pooling_of_images_and_volumes_equals_torch():
+    for shape in ([1, 1, 2, 2], [2, 1, 2, 1]):
+        P = Partition(shape)
+        for case in MAX:
+            check_parity(p.DistributedMaxPool2d(P, **case), nn.MaxPool2d(**case), (2, 2, 9, 10), P)
+        for case in [*AVG, {"kernel_size": 2, "divisor_override": 3}]:
+            check_parity(p.DistributedAvgPool2d(P, **case), nn.AvgPool2d(**case), (2, 2, 9, 10), P)
+    P = Partition([1, 1, 2, 1, 2])
+    check_parity(p.DistributedMaxPool3d(P, 2, 1), nn.MaxPool3d(2, 1), (1, 2, 4, 5, 4), P)
+    check_parity(p.DistributedAvgPool3d(P, 2, 1), nn.AvgPool3d(2, 1), (1, 2, 4, 5, 4), P)
+
+
+@pytest.mark.ranks(4)
+def test_max_indices_are_those_of_the_whole_image():
+    P = Partition([1, 1, 2, 2])
+    x = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(0))
+    own = x[P.local_slices(x.shape)]
+    for case in MAX:
+        y, indices = p.DistributedMaxPool2d(P, **case, return_indices=True)(own)
+        z, expected = nn.MaxPool2d(**case, return_indices=True)(x)
+        where = P.local_slices(z.shape)
+        assert torch.equal(y, z[where])
+        assert torch.equal(indices, expected[where])
+
+
+def test_arguments_that_torch_refuses_are_refused_with_their_numbers():
+    P = Partition([1, 1, 1])
+    with pytest.raises(PartitionError, match="p > K // 2"):
+        p.DistributedMaxPool1d(P, 2, padding=2)
+    with pytest.raises(PartitionError, match="needs 4"):
+        p.DistributedAvgPool2d(P, 2)
+    with pytest.raises(PartitionError, match="divisor_override"):
+        p.DistributedAvgPool2d(Partition([1, 1, 1, 1]), 2, divisor_override=0)
