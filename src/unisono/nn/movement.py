@@ -74,7 +74,6 @@ class _Between(PlannedModule[FanPlan]):
             shapes,
             table.dtype(self.P_x),
             empty=(*batch, 0),
-            was_empty=mine,
         )
 
 

@@ -108,7 +108,6 @@ def fan_plan(
     dtype: torch.dtype,
     *,
     empty: tuple[int, ...] = (0,),
-    was_empty: tuple[int, ...] = (0,),
 ) -> FanPlan:
     """Return this rank's plan; makes the communicators it needs, in the order of all ranks.
 
@@ -118,7 +117,6 @@ def fan_plan(
         shapes: shape of the block of each group.
         dtype: of the data.
         empty: shape of the result on a rank that gets none.
-        was_empty: shape of the input on a rank that has none.
     """
     me = root.rank
     fans: list[Fan] = []
@@ -134,17 +132,17 @@ def fan_plan(
         fans.append(
             Fan(comm, members.index(group.root), shape, me == group.root, me in group.peers)
         )
-    return FanPlan(tuple(fans), dtype, empty, was_empty)
+    return FanPlan(tuple(fans), dtype, empty)
 
 
 def spread(x: Tensor, plan: FanPlan) -> Tensor:
     """Return the block that this rank's root holds. Collective over the fans of the plan."""
-    return identity(x) if plan.is_identity else Spread.apply(_typed(x, plan), plan)
+    return identity(x) if plan.is_identity else Spread.apply(*_fitted(x, plan))
 
 
 def collect(x: Tensor, plan: FanPlan) -> Tensor:
     """Return on a root the sum of its peers' blocks. Collective over the fans of the plan."""
-    return identity(x) if plan.is_identity else Collect.apply(_typed(x, plan), plan)
+    return identity(x) if plan.is_identity else Collect.apply(*_fitted(x, plan))
 
 
 def broadcast(
@@ -174,7 +172,6 @@ def broadcast(
         src.root,
         [by_root[group.root] for group in groups],
         dtype,
-        was_empty=tuple(x.shape),
     )
     return spread(x, plan)
 
@@ -199,7 +196,6 @@ def sum_reduce(
         src.root,
         [_same_shape(group, by_rank) for group in groups],
         dtype,
-        was_empty=tuple(x.shape),
     )
     return collect(x, plan)
 
@@ -262,9 +258,10 @@ def split(x: Tensor, partition: Partition, axis: int, dim: int | None = None) ->
     return slice_replicated(x, cut, comm=partition.sub(axis).comm)
 
 
-def _typed(x: Tensor, plan: FanPlan) -> Tensor:
-    """Give an input without elements the dtype of the data, so that gradients fit."""
-    return x.to(plan.dtype) if x.dtype != plan.dtype and x.numel() == 0 else x
+def _fitted(x: Tensor, plan: FanPlan) -> tuple[Tensor, FanPlan]:
+    """Return an input without elements in the dtype of the data, and a plan that gives it back."""
+    typed = x.to(plan.dtype) if x.dtype != plan.dtype and x.numel() == 0 else x
+    return typed, replace(plan, was_empty=tuple(x.shape))
 
 
 def _announced(
