@@ -15,18 +15,15 @@ from unisono.nn.parameters import (
     Weights,
     check_weights,
     draw_weight_and_bias,
-    from_root,
     nothing,
-    summed_gradients,
+    replicated_or_root,
     whole,
 )
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Table
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.linear import identity
-from unisono.operators.partitioned import FanPlan, fan_plan
 from unisono.topology import Partition, halo
-from unisono.topology.fanout import Group
 from unisono.topology.halo_plan import HaloPlan
 
 __all__ = ["DistributedFeatureConv1d", "DistributedFeatureConv2d", "DistributedFeatureConv3d"]
@@ -70,7 +67,7 @@ class _FeatureConv(HoldingModule[HaloPlan]):
             padding_mode, dilation, groups,
         )  # fmt: skip
         self.overlap = overlap
-        self.weights = check_weights(weights)
+        self.weights: Weights = check_weights(weights)
         shape = self.settings.weight_shape
         holds = P_x.active and (weights == "replicated" or P_x.rank == 0)
         held = whole if holds else nothing
@@ -86,7 +83,6 @@ class _FeatureConv(HoldingModule[HaloPlan]):
         if bias:
             self._hold("bias", held(shape[:1]), replicated=everywhere)
         self.use_bias = bias
-        self._from_root: FanPlan | None = None
 
     def _describe(self) -> tuple[object, ...]:
         return (self.P_x, self.settings, self.use_bias, self.weights)
@@ -113,25 +109,16 @@ class _FeatureConv(HoldingModule[HaloPlan]):
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias for this rank's share; gradients are summed over ranks."""
-        held = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        if self.weights == "replicated":
-            w, *b = summed_gradients(self.P_x.comm, *held) if self._sums_gradients else held
-        else:
-            shape = self.settings.weight_shape
-            shapes = [shape, shape[:1]] if self.use_bias else [shape]
-            w, *b = from_root(self._root_plan(shapes), shapes, *held)
+        shape = self.settings.weight_shape
+        held, shapes = [self.weight], [shape]
+        if self.bias is not None:
+            held.append(self.bias)
+            shapes.append(shape[:1])
+        w, *b = replicated_or_root(self.P_x, self.weights, shapes, held, sums=self._sums_gradients)
         return w, b[0] if b else None
 
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
         return self.P_x.comm if self.P_x.active and self.weights == "replicated" else None
-
-    def _root_plan(self, shapes: Sequence[tuple[int, ...]]) -> FanPlan:
-        if self._from_root is None:
-            ranks = self.P_x.ranks
-            count = sum(torch.Size(shape).numel() for shape in shapes)
-            group = Group(ranks[0], ranks, ranks)
-            self._from_root = fan_plan([group], self.P_x.root, [(count,)], self.weight.dtype)
-        return self._from_root
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's balanced share of the convolution."""

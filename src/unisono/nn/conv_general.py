@@ -6,7 +6,6 @@ its input channels with its block of the weight; sums over input channels meet o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,9 +21,8 @@ from unisono.nn.parameters import (
     Weights,
     check_weights,
     draw_weight_and_bias,
-    from_root,
     nothing,
-    summed_gradients,
+    replicated_or_root,
 )
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Cuts, Table
@@ -32,7 +30,7 @@ from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import block
-from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
+from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
 
 __all__ = [
@@ -92,7 +90,7 @@ class _GeneralConv(HoldingModule[_GeneralPlan]):
             padding_mode, dilation, groups,
         )  # fmt: skip
         self.overlap = overlap
-        self.weights = check_weights(weights)
+        self.weights: Weights = check_weights(weights)
         self.use_bias = bias
         self._grid = _weight_grid(name, self.dims, P_x, P_y, P_w, groups)
         weight, own_bias = self._own_blocks()
@@ -261,10 +259,6 @@ class _GeneralConv(HoldingModule[_GeneralPlan]):
         held = (self.weight,)
         if self.bias is not None and self.receives_bias:
             held = (self.weight, self.bias)
-        same = self._replicas()
-        if self.weights == "replicated":
-            w, *b = summed_gradients(same.comm, *held) if self._sums_gradients else held
-            return w, b[0] if b else None
         index = self._weight_index
         if index is None:  # only ranks of the weight's partition come here
             raise PartitionError(f"{self.P_w!r} has no place for this rank")
@@ -272,10 +266,9 @@ class _GeneralConv(HoldingModule[_GeneralPlan]):
         shapes: list[tuple[int, ...]] = [(c1 - c0, k1 - k0, *self.settings.kernel_size)]
         if len(held) > 1:
             shapes.append((c1 - c0,))
-        count = sum(math.prod(shape) for shape in shapes)
-        group = Group(same.ranks[0], same.ranks, same.ranks)
-        plan = fan_plan([group], self.P_w.root, [(count,)], self.weight.dtype)
-        w, *b = from_root(plan, shapes, *held)
+        w, *b = replicated_or_root(
+            self._replicas(), self.weights, shapes, held, sums=self._sums_gradients
+        )
         return w, b[0] if b else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.operators import SumToReplicated
-from unisono.operators.partitioned import FanPlan, Spread
+from unisono.operators.partitioned import FanPlan, fan_plan, spread
 from unisono.operators.plans import GroupPlan
+from unisono.topology import Partition
+from unisono.topology.fanout import Group
 
 Weights = Literal["replicated", "root"]
 _CHUNK = 1 << 22
@@ -173,6 +175,32 @@ def from_root(plan: FanPlan, shapes: Sequence[tuple[int, ...]], *held: Tensor) -
         held: own tensors: the values on the root, without elements elsewhere.
     """
     flat = torch.cat([x.reshape(-1) for x in held])
-    got = flat if plan.is_identity else Spread.apply(flat, plan)
-    parts = got.split([math.prod(shape) for shape in shapes])
+    parts = spread(flat, plan).split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def replicated_or_root(
+    partition: Partition,
+    weights: Weights,
+    shapes: Sequence[tuple[int, ...]],
+    held: Sequence[Tensor],
+    *,
+    sums: bool = True,
+) -> list[Tensor]:
+    """Return whole parameters on every rank of `partition`, wherever they are held.
+
+    Gradients are summed over the partition: on every rank, or on its first one.
+
+    Args:
+        partition: the ranks that use the parameters.
+        weights: how they are held.
+        shapes: of the whole parameters.
+        held: own tensors.
+        sums: False leaves gradients of replicated parameters local.
+    """
+    if weights == "replicated":
+        return list(summed_gradients(partition.comm, *held) if sums else held)
+    count = sum(math.prod(shape) for shape in shapes)
+    group = Group(partition.ranks[0], partition.ranks, partition.ranks)
+    plan = fan_plan([group], partition.root, [(count,)], held[0].dtype)
+    return from_root(plan, shapes, *held)

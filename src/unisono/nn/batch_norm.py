@@ -1,0 +1,255 @@
+"""Batch normalisation over a split tensor: statistics of the whole, whoever holds the parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unisono.comm import Communicator
+from unisono.errors import PartitionError
+from unisono.nn.parameters import Holding, nothing, summed_gradients
+from unisono.nn.state import HoldingModule
+from unisono.nn.statistics import merged_moments, own_moments
+from unisono.nn.structure import Table
+from unisono.topology import Partition
+from unisono.topology.decompose import block, split_cuts
+
+__all__ = ["DistributedBatchNorm"]
+
+
+@dataclass(frozen=True)
+class _NormPlan:
+    comm: Communicator
+    """Ranks that share this rank's channels."""
+    counts: list[int]
+    """Values a channel on each of them."""
+    total: int
+
+
+class DistributedBatchNorm(HoldingModule[_NormPlan]):
+    """`torch.nn.BatchNorm1d/2d/3d` of a tensor of 2 to 5 dims, split in any of them.
+
+    Args:
+        P_x: partition of the input; dim 1 splits the channels, in balanced blocks.
+        num_features: channels of the whole tensor.
+        eps: added to the variance.
+        momentum: weight of a new batch in the running statistics; None: their plain average.
+        affine: learn a scale and a shift.
+        track_running_stats: keep running statistics, used in eval mode.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 2 <= P_x.dim <= 5:
+            raise PartitionError.because(
+                f"DistributedBatchNorm on {P_x!r}", f"{P_x.dim} dims", "needs 2 to 5", None
+            )
+        self.P_x = P_x
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        holding = nothing((num_features,))
+        if P_x.active and P_x.index is not None:
+            c0, c1 = block(num_features, P_x.shape[1], P_x.index[1])
+            holding = Holding((num_features,), (c0,), (c1 - c0,))
+        count = holding.shape[0]
+        self.weight = self.bias = None
+        if affine:
+            self.weight = nn.Parameter(torch.ones(count, dtype=dtype, device=device))
+            self.bias = nn.Parameter(torch.zeros(count, dtype=dtype, device=device))
+        tracked = track_running_stats
+        mean = torch.zeros(count, dtype=dtype, device=device) if tracked else None
+        var = torch.ones(count, dtype=dtype, device=device) if tracked else None
+        number = torch.tensor(0, dtype=torch.long, device=device) if tracked else None
+        self.register_buffer("running_mean", mean)
+        self.register_buffer("running_var", var)
+        self.register_buffer("num_batches_tracked", number)
+        everywhere = P_x.shape[1] == 1 and P_x.size == P_x.root.size
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self._hold(name, holding, replicated=everywhere)
+
+    def _describe(self) -> tuple[object, ...]:
+        flags = (self.eps, self.momentum, self.affine, self.track_running_stats)
+        return (self.P_x, self.num_features, *flags)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _NormPlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        if cuts[1][-1] != self.num_features:
+            raise PartitionError.because(
+                f"DistributedBatchNorm(num_features={self.num_features})",
+                f"an input of global shape {[own[-1] for own in cuts]}",
+                f"{cuts[1][-1]} channels != {self.num_features}",
+                f"num_features={cuts[1][-1]}",
+            )
+        balanced = split_cuts(self.num_features, self.P_x.shape[1])
+        if tuple(cuts[1]) != tuple(balanced):
+            raise PartitionError.because(
+                f"DistributedBatchNorm on {self.P_x!r}",
+                f"channels cut at {list(cuts[1])}",
+                f"balanced cuts are {list(balanced)}",
+                "Repartition(P_x, P_x) first",
+            )
+        same = self.P_x.sub(tuple(dim for dim in range(self.P_x.dim) if dim != 1))
+        counts = [
+            math.prod(n for dim, n in enumerate(table.of(rank).shape) if dim != 1)
+            for rank in same.ranks
+        ]
+        total = math.prod(own[-1] for dim, own in enumerate(cuts) if dim != 1)
+        return _NormPlan(same.comm, counts, total)
+
+    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
+        return None  # the backward gives the sums of the whole tensor already
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised block."""
+        if not self.P_x.active:
+            return self._outside(x)
+        plan = self._plan
+        tied = self._tied(x)
+        if self.training or self.running_mean is None or self.running_var is None:
+            if self.training and plan.total <= 1:
+                raise PartitionError.because(
+                    "DistributedBatchNorm in training",
+                    "one value a channel in the whole tensor",
+                    f"{plan.total} <= 1",
+                    "a larger batch, or eval()",
+                )
+            y, mean, squares = _BatchNorm.apply(tied, self.weight, self.bias, self.eps, plan)
+            if self.training and self.track_running_stats:
+                self._track(mean, squares)
+            return y
+        weight, bias = self.weight, self.bias
+        if weight is not None and bias is not None:
+            weight, bias = summed_gradients(plan.comm, weight, bias)
+        return F.batch_norm(
+            tied, self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps
+        )
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, squares: Tensor) -> None:
+        """Move the running statistics towards this batch's."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        unbiased = squares / max(self._plan.total - 1, 1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Normalise with the statistics of all ranks; one message forward, one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        plan: _NormPlan,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        real = _wide(x)
+        mean, squares = own_moments(real, _other_dims(x))
+        mean, squares = merged_moments(mean, squares, plan.counts, plan.comm)
+        variance = squares / plan.total
+        y = (
+            F.batch_norm(
+                x,
+                _like(mean, x),
+                _like(variance, x),
+                _like(weight, x),
+                _like(bias, x),
+                False,
+                0.0,
+                eps,
+            )
+            if x.numel()
+            else x.clone()
+        )
+        ctx.save_for_backward(x, weight, bias, mean, variance)
+        ctx.eps, ctx.plan = eps, plan
+        ctx.mark_non_differentiable(mean, squares)
+        return y, mean, squares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, variance = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_composed_gradients(ctx, grads[0], x, weight, bias), None, None
+        wide, dy = _wide(x), _wide(grads[0])
+        plan = ctx.plan
+        inverse = torch.rsqrt(variance + ctx.eps)
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        centred = (wide - mean.view(shape)) * inverse.view(shape)
+        dims = _other_dims(x)
+        sums = torch.stack([dy.sum(dims), (dy * centred).sum(dims)])
+        total = plan.comm.all_reduce(sums) if plan.comm.size > 1 else sums
+        scale = inverse if weight is None else inverse * _wide(weight)
+        dx = dy - (total[0].view(shape) + centred * total[1].view(shape)) / plan.total
+        dx = (dx * scale.view(shape)).to(x.dtype)
+        dw = None if weight is None else total[1].to(weight.dtype)
+        db = None if bias is None else total[0].to(bias.dtype)
+        return dx, dw, db, None, None
+
+
+def _composed_gradients(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients as functions that can be differentiated again."""
+    plan: _NormPlan = ctx.plan
+    inputs = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    with torch.enable_grad():
+        held = [t for t in (weight, bias) if t is not None]
+        w, b = summed_gradients(plan.comm, *held) if len(held) == 2 else (weight, bias)
+        mean, squares = own_moments(_wide(x), _other_dims(x))
+        mean, squares = merged_moments(mean, squares, plan.counts, plan.comm)
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        inverse = torch.rsqrt(squares / plan.total + ctx.eps)
+        y = (_wide(x) - mean.view(shape)) * inverse.view(shape)
+        if w is not None and b is not None:
+            y = y * _wide(w).view(shape) + _wide(b).view(shape)
+        y = y.to(x.dtype)
+    found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return 16-bit values as float32: statistics need the digits."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _like(t: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if t is None else t.to(x.dtype)
+
+
+def _other_dims(x: Tensor) -> tuple[int, ...]:
+    return tuple(dim for dim in range(x.dim()) if dim != 1)

@@ -1,0 +1,207 @@
+"""Transposed convolutions split in space and batch: inputs from neighbours, no sums to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unisono.comm import Communicator
+from unisono.errors import PartitionError
+from unisono.nn.conv_settings import Size
+from unisono.nn.parameters import (
+    Weights,
+    check_weights,
+    draw_weight_and_bias,
+    nothing,
+    replicated_or_root,
+    whole,
+)
+from unisono.nn.state import HoldingModule
+from unisono.nn.structure import Table
+from unisono.nn.windows import block_windows
+from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.topology import Partition, halo
+from unisono.topology.decompose import block, split_cuts
+from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.transposed import transposed_cover, transposed_length, transposed_window
+from unisono.topology.window import Segment, per_dim
+
+__all__ = [
+    "DistributedFeatureConvTranspose1d",
+    "DistributedFeatureConvTranspose2d",
+    "DistributedFeatureConvTranspose3d",
+]
+
+_KERNELS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+@dataclass(frozen=True)
+class _TransposePlan:
+    halo: HaloPlan
+    crops: tuple[tuple[int, int], ...]
+    """For each spatial dim, points to add (or, negative, to cut) before and after."""
+
+
+class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
+    dims: ClassVar[int]
+
+    def __init__(
+        self,
+        P_x: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        output_padding: Size = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: Size = 1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if P_x.dim != self.dims + 2 or P_x.shape[1] != 1:
+            raise PartitionError.because(
+                f"{name} on {P_x!r}",
+                f"{P_x.dim} dims",
+                f"needs {self.dims + 2} dims with 1 in dim 1",
+                f"Partition([1, 1, {', '.join(['2'] * self.dims)}])",
+            )
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise PartitionError.because(
+                f"{name}({in_channels}, {out_channels}, groups={groups})",
+                "channels must be multiples of groups",
+                None,
+                "groups=1",
+            )
+        self.P_x = P_x
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = per_dim(kernel_size, self.dims, "kernel_size")
+        self.stride = per_dim(stride, self.dims, "stride")
+        self.padding = per_dim(padding, self.dims, "padding")
+        self.output_padding = per_dim(output_padding, self.dims, "output_padding")
+        self.dilation = per_dim(dilation, self.dims, "dilation")
+        self.groups = groups
+        self.weights: Weights = check_weights(weights)
+        self.use_bias = bias
+        shape = (in_channels, out_channels // groups, *self.kernel_size)
+        holds = P_x.active and (weights == "replicated" or P_x.rank == 0)
+        held = whole if holds else nothing
+        self.weight, self.bias = draw_weight_and_bias(
+            P_x.comm if P_x.active else None,
+            held(shape),
+            held((out_channels,)) if bias else None,
+            dtype=dtype,
+            device=device,
+        )
+        everywhere = weights == "replicated" and P_x.size == P_x.root.size
+        self._hold("weight", held(shape), replicated=everywhere)
+        if bias:
+            self._hold("bias", held((out_channels,)), replicated=everywhere)
+
+    def _describe(self) -> tuple[object, ...]:
+        sizes = (self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation)
+        counts = (self.in_channels, self.out_channels, self.groups, self.use_bias, self.weights)
+        return (self.P_x, *sizes, *counts)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _TransposePlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        index = self.P_x.index
+        if index is None:  # a rank outside never plans
+            raise PartitionError(f"{self.P_x!r} has no place for this rank")
+        if cuts[1][-1] != self.in_channels:
+            raise PartitionError.because(
+                f"{type(self).__name__}(in_channels={self.in_channels})",
+                f"an input of global shape {[own[-1] for own in cuts]}",
+                f"{cuts[1][-1]} channels != {self.in_channels}",
+                f"in_channels={cuts[1][-1]}",
+            )
+        windows = [block_windows(split_cuts(cuts[dim][-1], self.P_x.shape[dim])) for dim in (0, 1)]
+        shares = [block(cuts[dim][-1], self.P_x.shape[dim], index[dim]) for dim in (0, 1)]
+        crops: list[tuple[int, int]] = []
+        for i in range(self.dims):
+            x, parts = cuts[i + 2][-1], self.P_x.shape[i + 2]
+            k, s, p, d = self.kernel_size[i], self.stride[i], self.padding[i], self.dilation[i]
+            y = transposed_length(x, k, s, p, d, self.output_padding[i])
+            windows.append(_transposed_windows(y, parts, (x, k, s, p, d)))
+            y0, y1 = block(y, parts, index[i + 2])
+            shares.append((y0, y1))
+            needed = windows[-1](index[i + 2])
+            span = needed[0].source if needed else (0, 0)
+            c0, c1 = transposed_cover(span, k, s, p, d)
+            crops.append((c0 - y0, y1 - c1) if needed else (0, y1 - y0))
+        return _TransposePlan(halo.plan_windows(cuts, index, windows, shares), tuple(crops))
+
+    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
+        return self.P_x.comm if self.P_x.active and self.weights == "replicated" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's balanced share of the transposed convolution."""
+        if not self.P_x.active:
+            return self._outside(x)
+        plan = self._plan.halo
+        shapes: list[tuple[int, ...]] = [
+            (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
+        ]
+        held = [self.weight]
+        if self.bias is not None:
+            shapes.append((self.out_channels,))
+            held.append(self.bias)
+        weight, *rest = replicated_or_root(
+            self.P_x, self.weights, shapes, held, sums=self._sums_gradients
+        )
+        bias = rest[0] if rest else None
+        window = self._tied(x)
+        if not plan.is_identity:
+            window = HaloExchange.apply(
+                window, HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0)
+            )
+        batch, _, *space = plan.output_shape
+        shape = (batch, self.out_channels, *space)
+        if 0 in plan.window_shape or 0 in shape:
+            y = (window.sum() * 0 + weight.sum() * 0).expand(shape)
+        else:
+            y = _KERNELS[self.dims](
+                window, weight, None, stride=self.stride, groups=self.groups,
+                dilation=self.dilation,
+            )  # fmt: skip
+            pads = [n for crop in reversed(self._plan.crops) for n in crop]
+            y = F.pad(y, pads) if any(pads) else y
+        return y if bias is None else y + bias.reshape(1, -1, *(1,) * self.dims)
+
+
+def _transposed_windows(y: int, parts: int, args: tuple[int, int, int, int, int]) -> halo.WindowOf:
+    def window(i: int) -> tuple[Segment, ...]:
+        return transposed_window(*block(y, parts, i), *args)
+
+    return window
+
+
+class DistributedFeatureConvTranspose1d(_FeatureConvTranspose):
+    """`torch.nn.ConvTranspose1d` of a tensor `(N, C, L)` split in N and L."""
+
+    dims = 1
+
+
+class DistributedFeatureConvTranspose2d(_FeatureConvTranspose):
+    """`torch.nn.ConvTranspose2d` of a tensor `(N, C, H, W)` split in N, H and W."""
+
+    dims = 2
+
+
+class DistributedFeatureConvTranspose3d(_FeatureConvTranspose):
+    """`torch.nn.ConvTranspose3d` of a tensor `(N, C, D, H, W)` split in N, D, H and W."""
+
+    dims = 3

@@ -1,0 +1,196 @@
+"""Embedding tables split over ranks: by columns, or by rows of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unisono.comm import Communicator
+from unisono.errors import PartitionError
+from unisono.nn.parameters import Holding, nothing, shared_generator, summed_gradients
+from unisono.nn.state import HoldingModule
+from unisono.nn.structure import Table
+from unisono.operators import sum_to_replicated
+from unisono.topology import Partition
+from unisono.topology.decompose import block
+
+__all__ = ["DistributedEmbedding"]
+
+
+class DistributedEmbedding(HoldingModule[None]):
+    """`torch.nn.Embedding` with its table split over the last axis of a partition.
+
+    The leading axes of `P_x` split the ids, which all ranks of the last axis hold alike. With
+    `split="dim"` a rank holds columns and gets its columns of the result, without a message. With
+    `split="vocab"` it holds rows; the results are summed, and every rank of the last axis gets the
+    whole vectors as a value that counts once.
+
+    Args:
+        P_x: partition of the result: the dims of the ids, then one for the table.
+        num_embeddings: rows of the whole table.
+        embedding_dim: columns of the whole table.
+        padding_idx: row that stays as it is.
+        max_norm: rows that are looked up are scaled down to this norm.
+        norm_type: of that norm.
+        scale_grad_by_freq: divide gradients by how often an id occurs in the whole batch.
+        sparse: sparse gradients; only where no other rank holds the same part of the table.
+        split: "dim" or "vocab".
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        split: str = "dim",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if split not in ("dim", "vocab"):
+            raise PartitionError.because(
+                f"DistributedEmbedding(split={split!r})",
+                'ways: "dim", "vocab"',
+                None,
+                'split="dim"',
+            )
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise PartitionError.because(
+                f"DistributedEmbedding(padding_idx={padding_idx})",
+                f"{num_embeddings} rows",
+                f"not {-num_embeddings} <= {padding_idx} < {num_embeddings}",
+                "padding_idx=0",
+            )
+        self.P_x = P_x
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+        self.split = split
+        replicas = P_x.size // P_x.shape[-1]
+        if sparse and replicas > 1:
+            raise PartitionError.because(
+                "DistributedEmbedding(sparse=True)",
+                f"{P_x!r}: {replicas} ranks hold the same part of the table",
+                "sparse gradients are not summed over ranks",
+                "sparse=False",
+            )
+        shape = (num_embeddings, embedding_dim)
+        holding = nothing(shape)
+        if P_x.active and P_x.index is not None:
+            dim = 1 if split == "dim" else 0
+            start, stop = block(shape[dim], P_x.shape[-1], P_x.index[-1])
+            rows, columns = (start, stop), (0, embedding_dim)
+            if split == "dim":
+                rows, columns = (0, num_embeddings), (start, stop)
+            holding = Holding(
+                shape, (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0])
+            )
+        with shared_generator(self._control()) as generator:
+            table = torch.empty(shape, dtype=dtype).normal_(generator=generator)
+        if self.padding_idx is not None:
+            table[self.padding_idx] = 0
+        own = table[holding.slices].clone()
+        self.weight = nn.Parameter(own if device is None else own.to(device))
+        self._hold("weight", holding, replicated=False)
+
+    def _describe(self) -> tuple[object, ...]:
+        flags = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
+        return (self.P_x, self.num_embeddings, self.embedding_dim, *flags, self.split)
+
+    def _make_plan(self, tables: Sequence[Table]) -> None:
+        (table,) = tables
+        for place in range(self.P_x.size):
+            sharing = self.P_x.sub(self.P_x.dim - 1, rank=place).ranks
+            shapes = {rank: table.of(rank).shape for rank in sharing}
+            if len(set(shapes.values())) > 1 or len(shapes[sharing[0]]) != self.P_x.dim - 1:
+                raise PartitionError.because(
+                    f"DistributedEmbedding on {self.P_x!r}",
+                    "\n".join(f"rank {rank}: ids {list(s)}" for rank, s in shapes.items()),
+                    f"ids have {self.P_x.dim - 1} dims, alike on all ranks of the last axis",
+                    None,
+                )
+
+    def _samples(self) -> Partition:
+        """Return the ranks that hold the same part of the table."""
+        return self.P_x.sub(tuple(range(self.P_x.dim - 1)))
+
+    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
+        return self._samples().comm if self.P_x.active else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors of the ids: own columns, or whole ones with `split="vocab"`."""
+        if not self.P_x.active:
+            return self._outside(self.weight)
+        if self.max_norm is not None:
+            self._renormalise(ids, self.max_norm)
+        weight = self.weight
+        if self._sums_gradients:
+            (weight,) = summed_gradients(self._samples().comm, weight)
+        start = self._holdings["weight"].start[0]
+        local = ids - start
+        here = (local >= 0) & (local < weight.shape[0])
+        if self.split == "vocab":
+            local = torch.where(here, local, torch.zeros_like(local))
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        if padding is not None and not 0 <= padding < weight.shape[0]:
+            padding = None
+        if weight.shape[0] == 0:
+            y = weight.sum().expand(*ids.shape, self.embedding_dim)
+        else:
+            y = F.embedding(local, weight, padding, sparse=self.sparse)
+        if self.scale_grad_by_freq:
+            y = _ScaledGradient.apply(y, 1.0 / self._frequencies(ids)[ids].to(y).unsqueeze(-1))
+        if self.split == "dim":
+            return y
+        y = torch.where(here.unsqueeze(-1), y, torch.zeros_like(y))
+        return sum_to_replicated(y, comm=self.P_x.sub(self.P_x.dim - 1).comm)
+
+    def _frequencies(self, ids: Tensor) -> Tensor:
+        """Return how often each id occurs in the whole batch."""
+        own = torch.bincount(ids.reshape(-1), minlength=self.num_embeddings)
+        comm = self._samples().comm
+        return comm.all_reduce(own) if comm.size > 1 else own
+
+    @torch.no_grad()
+    def _renormalise(self, ids: Tensor, max_norm: float) -> None:
+        """Scale down the rows that some rank looks up; the same rows on all that hold them."""
+        used = (self._frequencies(ids) > 0).nonzero().squeeze(1)
+        start, stop = (
+            self._holdings["weight"].slices[0].start,
+            self._holdings["weight"].slices[0].stop,
+        )
+        local = used[(used >= start) & (used < stop)] - start
+        rows = self.weight[local]
+        norms = rows.abs().pow(self.norm_type).sum(1)
+        if self.split == "dim":
+            norms = self.P_x.sub(self.P_x.dim - 1).comm.all_reduce(norms)
+        norms = norms.pow(1.0 / self.norm_type)
+        factor = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
+        self.weight[local] = rows * factor.unsqueeze(1)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, with its gradient multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None

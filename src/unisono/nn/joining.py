@@ -1,0 +1,60 @@
+"""`Join`: where a split network goes on with whole samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor
+
+from unisono.nn.planned import PlannedModule
+from unisono.nn.structure import Cuts, Table
+from unisono.operators import Repartition
+from unisono.operators.repartition import RepartitionOnGroup
+from unisono.operators.slice import concat_replicated
+from unisono.topology import Partition
+from unisono.topology.overlap import OverlapPlan, repartition_plan
+
+
+class Join(PlannedModule[tuple[Cuts, OverlapPlan | None]]):
+    """Turn blocks into whole samples: all of them on every rank, or each rank its own.
+
+    Args:
+        P_x: partition of the input.
+        cuts_batch: re-cut by samples instead of gathering on every rank.
+    """
+
+    def __init__(self, P_x: Partition, *, cuts_batch: bool) -> None:
+        super().__init__()
+        self.P_x = P_x
+        self.cuts_batch = cuts_batch
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.cuts_batch)
+
+    def _make_plan(self, tables: Sequence[Table]) -> tuple[Cuts, OverlapPlan | None]:
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        if not self.cuts_batch:
+            return cuts, None
+        by_batch = (self.P_x.size, *(1,) * (self.P_x.dim - 1))
+        me = self.P_x.root.rank
+        return cuts, repartition_plan(cuts, self.P_x.ranks, by_batch, self.P_x.ranks, me)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return whole samples."""
+        if not self.P_x.active:
+            return self._outside(x)
+        cuts, overlap = self._plan
+        tied = self._tied(x)
+        if overlap is not None:
+            after = overlap.dest_shape or (0,)
+            plan = RepartitionOnGroup(self.P_x.root, overlap, tuple(x.shape), after)
+            return Repartition.apply(tied, plan)
+        y = tied
+        for axis in reversed(range(self.P_x.dim)):
+            if self.P_x.shape[axis] > 1:
+                sizes = [b - a for a, b in pairwise(cuts[axis])]
+                y = concat_replicated(y, axis, sizes, comm=self.P_x.sub(axis).comm)
+        return y

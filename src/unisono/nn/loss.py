@@ -1,0 +1,319 @@
+"""Losses of split tensors: the value of the whole, on every rank.
+
+Each rank calls `backward()` once and gets the gradient of its own block, as one process would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unisono.errors import PartitionError
+from unisono.nn.planned import PlannedModule
+from unisono.nn.structure import Table
+from unisono.operators import sum_to_replicated
+from unisono.topology import Partition
+
+__all__ = [
+    "DistributedBCELoss",
+    "DistributedBCEWithLogitsLoss",
+    "DistributedCrossEntropyLoss",
+    "DistributedKLDivLoss",
+    "DistributedL1Loss",
+    "DistributedMSELoss",
+    "DistributedNLLLoss",
+    "DistributedPoissonNLLLoss",
+]
+
+
+class _Loss(PlannedModule[tuple[int, int]]):
+    """A loss that is a sum over elements; the plan is (number of elements, batch size)."""
+
+    _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
+
+    def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
+        super().__init__()
+        if reduction not in self._valid_reductions:
+            raise PartitionError.because(
+                f"{type(self).__name__}(reduction={reduction!r})",
+                f"reductions: {', '.join(map(repr, self._valid_reductions))}",
+                None,
+                'reduction="mean"',
+            )
+        self.P_x = P_x
+        self.reduction = reduction
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.reduction, *self._options())
+
+    def _options(self) -> tuple[object, ...]:
+        """Return further arguments that must be equal on all ranks."""
+        return ()
+
+    def _make_plan(self, tables: Sequence[Table]) -> tuple[int, int]:
+        shape = tables[0].global_shape(self.P_x)
+        for table in tables[1:]:
+            if table.cuts(self.P_x) != tables[0].cuts(self.P_x):
+                raise PartitionError.because(
+                    type(self).__name__,
+                    f"input of {list(shape)}, target of {list(table.global_shape(self.P_x))}",
+                    "their blocks differ",
+                    "cut the target like the input",
+                )
+        return torch.Size(shape).numel(), shape[0] if shape else 1
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each element."""
+        raise TypeError(f"{type(self).__name__} has no loss for {x.shape}, {target.shape}")
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of the whole tensors; with reduction "none" that of the own block."""
+        if not self.P_x.active:
+            return self._outside(x).sum()
+        losses = self._elements(self._tied(x), target)
+        if self.reduction == "none":
+            return losses
+        total = sum_to_replicated(losses.sum(), comm=self.P_x.comm)
+        count, batch = self._plan
+        if self.reduction == "mean":
+            return total / count
+        return total / batch if self.reduction == "batchmean" else total
+
+
+class DistributedL1Loss(_Loss):
+    """`torch.nn.L1Loss` of split tensors."""
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.l1_loss(x, target, reduction="none")
+
+
+class DistributedMSELoss(_Loss):
+    """`torch.nn.MSELoss` of split tensors."""
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(x, target, reduction="none")
+
+
+class DistributedPoissonNLLLoss(_Loss):
+    """`torch.nn.PoissonNLLLoss` of split tensors."""
+
+    def __init__(
+        self,
+        P_x: Partition,
+        log_input: bool = True,
+        full: bool = False,
+        eps: float = 1e-8,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(P_x, reduction)
+        self.log_input = log_input
+        self.full = full
+        self.eps = eps
+
+    def _options(self) -> tuple[object, ...]:
+        return (self.log_input, self.full, self.eps)
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.poisson_nll_loss(
+            x, target, log_input=self.log_input, full=self.full, eps=self.eps, reduction="none"
+        )
+
+
+class _WeightedLoss(_Loss):
+    """A loss with a weight that is broadcast over the own block."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self, P_x: Partition, weight: Tensor | None = None, reduction: str = "mean"
+    ) -> None:
+        super().__init__(P_x, reduction)
+        self.register_buffer("weight", weight)
+
+    def _options(self) -> tuple[object, ...]:
+        return (self.weight is None,)
+
+
+class DistributedBCELoss(_WeightedLoss):
+    """`torch.nn.BCELoss` of split tensors; `weight` fits the own block."""
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy(x, target, self.weight, reduction="none")
+
+
+class DistributedBCEWithLogitsLoss(_WeightedLoss):
+    """`torch.nn.BCEWithLogitsLoss` of split tensors; the weights fit the own block."""
+
+    pos_weight: Tensor | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        pos_weight: Tensor | None = None,
+    ) -> None:
+        super().__init__(P_x, weight, reduction)
+        self.register_buffer("pos_weight", pos_weight)
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(
+            x, target, self.weight, reduction="none", pos_weight=self.pos_weight
+        )
+
+
+class DistributedKLDivLoss(_Loss):
+    """`torch.nn.KLDivLoss` of split tensors."""
+
+    _valid_reductions = ("none", "mean", "sum", "batchmean")
+
+    def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__(P_x, reduction)
+        self.log_target = log_target
+
+    def _options(self) -> tuple[object, ...]:
+        return (self.log_target,)
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.kl_div(x, target, reduction="none", log_target=self.log_target)
+
+
+class DistributedNLLLoss(_WeightedLoss):
+    """`torch.nn.NLLLoss` of split tensors; dim 1 (the classes) may be split too.
+
+    Args:
+        P_x: partition of the input `(N, C, ...)`.
+        weight: one weight for each class of the whole.
+        ignore_index: target that does not count.
+        reduction: "none", "mean" (over the weights of what counts) or "sum".
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(P_x, weight, reduction)
+        if P_x.dim < 2:
+            raise PartitionError.because(
+                f"{type(self).__name__} on {P_x!r}", f"{P_x.dim} dims", "needs 2 or more", None
+            )
+        self.ignore_index = ignore_index
+
+    def _options(self) -> tuple[object, ...]:
+        return (self.weight is None, self.ignore_index)
+
+    def _make_plan(self, tables: Sequence[Table]) -> tuple[int, int]:
+        cuts = tables[0].cuts(self.P_x)
+        for rank in self.P_x.ranks:
+            shape = tables[0].of(rank).shape
+            target = tables[1].of(rank).shape
+            if (shape[0], *shape[2:]) != target:
+                raise PartitionError.because(
+                    type(self).__name__,
+                    f"rank {rank}: input of {list(shape)}, target of {list(target)}",
+                    f"{[shape[0], *shape[2:]]} != {list(target)}",
+                    "the target has the input's blocks without the class dim",
+                )
+        index = self.P_x.index
+        return (cuts[1][index[1]] if index is not None else 0), cuts[1][-1]
+
+    def _normaliser(self, x: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return the logarithm to subtract at each position, a value all class ranks share."""
+        return None
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of the whole tensors; with reduction "none" one value a position."""
+        if not self.P_x.active:
+            return self._outside(x).sum()
+        tied = self._tied(x)
+        losses, weights = self._positions(tied, target, self._normaliser(tied))
+        if self.reduction == "none":
+            return losses
+        comm = self.P_x.sub(tuple(d for d in range(self.P_x.dim) if d != 1)).comm
+        total = sum_to_replicated(losses.sum(), comm=comm)
+        if self.reduction == "sum":
+            return total
+        return total / comm.all_reduce(weights.sum())
+
+    def _positions(
+        self, x: Tensor, target: Tensor, normaliser: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss and weight of each position, equal on all ranks that share it."""
+        start, _ = self._plan
+        picked = self._picked(-x, target, start)
+        if normaliser is not None:
+            picked = picked + normaliser
+        weights = (target != self.ignore_index).to(x.dtype)
+        if self.weight is not None:
+            weights = weights * self.weight.to(x)[target.clamp(min=0)]
+        return torch.where(weights != 0, picked * weights, torch.zeros_like(picked)), weights
+
+    def _picked(self, values: Tensor, target: Tensor, start: int) -> Tensor:
+        """Return the value at the target class, from whichever rank holds it."""
+        here = (target >= start) & (target < start + values.shape[1])
+        if values.shape[1] == 0:
+            own = values.sum(1)
+        else:
+            local = (target - start).clamp(0, values.shape[1] - 1)
+            own = values.gather(1, local.unsqueeze(1)).squeeze(1)
+            own = torch.where(here, own, torch.zeros_like(own))
+        return sum_to_replicated(own, comm=self.P_x.sub(1).comm)
+
+
+class DistributedCrossEntropyLoss(DistributedNLLLoss):
+    """`torch.nn.CrossEntropyLoss` of split tensors; dim 1 (the classes) may be split too.
+
+    Arguments as `DistributedNLLLoss`; `label_smoothing` as in torch.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(P_x, weight, ignore_index, reduction)
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise PartitionError.because(
+                f"DistributedCrossEntropyLoss(label_smoothing={label_smoothing})",
+                None,
+                f"not 0 <= {label_smoothing} <= 1",
+                "label_smoothing=0.1",
+            )
+        self.label_smoothing = label_smoothing
+
+    def _options(self) -> tuple[object, ...]:
+        return (*super()._options(), self.label_smoothing)
+
+    def _normaliser(self, x: Tensor) -> Tensor:
+        classes = self.P_x.sub(1).comm
+        if classes.size == 1:
+            return x.logsumexp(1)
+        lowest = torch.finfo(x.dtype).min
+        own = x.detach().amax(1) if x.shape[1] else x.new_full((x.shape[0], *x.shape[2:]), lowest)
+        top = classes.all_reduce(own, "max")
+        total = sum_to_replicated((x - top.unsqueeze(1)).exp().sum(1), comm=classes)
+        return top + total.log()
+
+    def _positions(
+        self, x: Tensor, target: Tensor, normaliser: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        losses, weights = super()._positions(x, target, normaliser)
+        if self.label_smoothing == 0.0 or normaliser is None:
+            return losses, weights
+        start, classes = self._plan
+        every = x.new_ones(classes) if self.weight is None else self.weight.to(x)
+        own = every[start : start + x.shape[1]].reshape(1, -1, *(1,) * (x.dim() - 2))
+        spread = sum_to_replicated((-x * own).sum(1), comm=self.P_x.sub(1).comm)
+        spread = (spread + every.sum() * normaliser) * (target != self.ignore_index)
+        smooth = self.label_smoothing
+        return (1 - smooth) * losses + smooth / classes * spread, weights

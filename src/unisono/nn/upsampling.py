@@ -1,0 +1,253 @@
+"""Upsampling of split tensors: the points under each share, then sums of two or four taps a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PartitionError
+from unisono.nn.planned import PlannedModule
+from unisono.nn.structure import Table
+from unisono.nn.windows import block_windows
+from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.topology import Partition, halo
+from unisono.topology.decompose import block, split_cuts
+from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.resample import resample_length, resample_taps, resample_window
+from unisono.topology.window import Segment
+
+__all__ = ["DistributedUpsample", "Interpolate"]
+
+_MODES = {
+    "nearest": "nearest",
+    "nearest-exact": "nearest-exact",
+    "linear": "linear",
+    "bilinear": "linear",
+    "trilinear": "linear",
+    "bicubic": "cubic",
+}
+_DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Which points of a window make each output of one dim, and their weights."""
+
+    points: tuple[tuple[int, ...], ...]
+    """For each tap, its position in the window for every output."""
+    weights: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class _UpsamplePlan:
+    halo: HaloPlan
+    taps: tuple[Taps, ...]
+    """For each spatial dim."""
+
+
+class DistributedUpsample(PlannedModule[_UpsamplePlan]):
+    """`torch.nn.Upsample` of a tensor `(N, C, ...)` split in any dims.
+
+    Args:
+        P_x: partition of the input.
+        size: spatial sizes of the whole output, or
+        scale_factor: by how much each spatial dim grows. Exactly one of the two.
+        mode: nearest, nearest-exact, linear, bilinear, trilinear, bicubic.
+        align_corners: as in torch; not for the nearest modes.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        size: int | Sequence[int] | None = None,
+        scale_factor: float | Sequence[float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+    ) -> None:
+        super().__init__()
+        space = P_x.dim - 2
+        if (size is None) == (scale_factor is None):
+            raise PartitionError.because(
+                f"DistributedUpsample(size={size}, scale_factor={scale_factor})",
+                "both" if size is not None else "neither",
+                "exactly one of size and scale_factor",
+                "scale_factor=2",
+            )
+        if mode not in _MODES or _DIMS.get(mode, space) != space:
+            fitting = [name for name in _MODES if _DIMS.get(name, space) == space]
+            raise PartitionError.because(
+                f"DistributedUpsample(mode={mode!r})",
+                f"{space} spatial dims: {', '.join(map(repr, fitting))}",
+                None,
+                f"mode={fitting[-1]!r}",
+            )
+        if align_corners is not None and mode.startswith("nearest"):
+            raise PartitionError.because(
+                f"DistributedUpsample(mode={mode!r}, align_corners={align_corners})",
+                "align_corners is for linear and cubic modes",
+                None,
+                "align_corners=None",
+            )
+        self.P_x = P_x
+        self.mode = mode
+        self.align_corners = align_corners
+        self.size = _each(size, space, "size")
+        self.scale_factor = _each(scale_factor, space, "scale_factor")
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.size, self.scale_factor, self.mode, self.align_corners)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _UpsamplePlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        index = self.P_x.index
+        if index is None:  # a rank outside never plans
+            raise PartitionError(f"{self.P_x!r} has no place for this rank")
+        windows: list[halo.WindowOf] = []
+        shares: list[tuple[int, int]] = []
+        taps: list[Taps] = []
+        for dim, own in enumerate(cuts):
+            x, parts, i = own[-1], self.P_x.shape[dim], index[dim]
+            if dim < 2:
+                windows.append(block_windows(split_cuts(x, parts)))
+                shares.append(block(x, parts, i))
+                continue
+            scale = None if self.scale_factor is None else self.scale_factor[dim - 2]
+            size = None if self.size is None else int(self.size[dim - 2])
+            y = resample_length(x, size=size, scale=scale)
+            mode, aligned = _MODES[self.mode], bool(self.align_corners)
+            windows.append(_resampled(x, y, parts, mode, scale, aligned))
+            shares.append(block(y, parts, i))
+            first = windows[-1](i)
+            start = first[0].source[0] if first else 0
+            taps.append(taps_of(*shares[-1], x, y, start, mode, scale, aligned))
+        return _UpsamplePlan(halo.plan_windows(cuts, index, windows, shares), tuple(taps))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's balanced share of the upsampled tensor."""
+        if not self.P_x.active:
+            return self._outside(x)
+        plan = self._plan.halo
+        window = self._tied(x)
+        if not plan.is_identity:
+            on_group = HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0)
+            window = HaloExchange.apply(window, on_group)
+        return resampled(window, self._plan.taps)
+
+
+class Interpolate(torch.nn.Module):
+    """The local part of an upsampling: own inputs to own outputs, without communication.
+
+    Args:
+        x_local_start: where the own input begins in the whole one, for each dim; `x_local_stop`
+            where it ends, `x_global_shape` the whole sizes; likewise for the output `y`.
+        scale_factor: the factor, if it was given; None for the ratio of the sizes.
+        mode: as `DistributedUpsample`.
+        align_corners: as in torch.
+    """
+
+    def __init__(
+        self,
+        x_local_start: Sequence[int],
+        x_local_stop: Sequence[int],
+        x_global_shape: Sequence[int],
+        y_local_start: Sequence[int],
+        y_local_stop: Sequence[int],
+        y_global_shape: Sequence[int],
+        scale_factor: float | Sequence[float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool = False,
+    ) -> None:
+        super().__init__()
+        space = len(x_global_shape) - 2
+        scales = _each(scale_factor, space, "scale_factor")
+        taps: list[Taps] = []
+        for i in range(space):
+            at = i + 2
+            made = taps_of(
+                y_local_start[at], y_local_stop[at], x_global_shape[at], y_global_shape[at],
+                x_local_start[at], _MODES.get(mode, mode), None if scales is None else scales[i],
+                align_corners,
+            )  # fmt: skip
+            held = x_local_stop[at] - x_local_start[at]
+            outside = [p for tap in made.points for p in tap if not 0 <= p < held]
+            if outside:
+                raise PartitionError.because(
+                    f"Interpolate of points [{x_local_start[at]}, {x_local_stop[at]})",
+                    f"outputs [{y_local_start[at]}, {y_local_stop[at]}) of dim {at}",
+                    f"needs point {outside[0] + x_local_start[at]}",
+                    "give it all points under its outputs, as DistributedUpsample does",
+                )
+            taps.append(made)
+        self._taps = tuple(taps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the own outputs."""
+        return resampled(x, self._taps)
+
+
+def taps_of(
+    y0: int,
+    y1: int,
+    x: int,
+    y: int,
+    start: int,
+    mode: str,
+    scale: float | None,
+    align_corners: bool,
+) -> Taps:
+    """Return the taps of outputs `[y0, y1)` of one dim, for a window that begins at `start`."""
+    found = [
+        resample_taps(j, x, y, mode, scale=scale, align_corners=align_corners)
+        for j in range(y0, y1)
+    ]
+    count = len(found[0].points) if found else 1
+    return Taps(
+        tuple(tuple(t.points[k] - start for t in found) for k in range(count)),
+        tuple(tuple(t.weights[k] for t in found) for k in range(count)),
+    )
+
+
+def resampled(window: Tensor, taps: Sequence[Taps]) -> Tensor:
+    """Return the weighted sums of taps, one spatial dim after the other."""
+    y = window
+    for i, own in enumerate(taps):
+        dim = i + 2
+        shape = [1] * y.dim()
+        shape[dim] = -1
+        total: Tensor | None = None
+        for points, weights in zip(own.points, own.weights, strict=True):
+            part = y.index_select(dim, torch.tensor(points, dtype=torch.long, device=y.device))
+            if len(own.points) > 1:
+                part = part * torch.tensor(weights, dtype=y.dtype, device=y.device).view(shape)
+            total = part if total is None else total + part
+        y = y if total is None else total
+    return y
+
+
+def _each(value: object, count: int, name: str) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * count
+    if len(values) != count:
+        raise PartitionError.because(
+            f"DistributedUpsample({name}={list(values)})",
+            f"{count} spatial dims",
+            f"{len(values)} != {count}",
+            f"one number, or {count} of them",
+        )
+    return values  # type: ignore[return-value]
+
+
+def _resampled(
+    x: int, y: int, parts: int, mode: str, scale: float | None, align_corners: bool
+) -> halo.WindowOf:
+    def window(i: int) -> tuple[Segment, ...]:
+        share = block(y, parts, i)
+        return resample_window(*share, x, y, mode, scale=scale, align_corners=align_corners)
+
+    return window
