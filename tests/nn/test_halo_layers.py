@@ -23,9 +23,7 @@ def test_padding_of_split_tensors_equals_torch():
         for mode in ("constant", "reflect", "replicate", "circular"):
             for padding in ((2, 1), (1, 2, 2, 1)):
                 layer = DistributedPad(P, padding, mode, balance=True)
-                check_parity(
-                    layer, lambda x, p=padding, m=mode: F.pad(x, p, m), (2, 6, 7), P
-                )
+                check_parity(layer, lambda x, p=padding, m=mode: F.pad(x, p, m), (2, 6, 7), P)
 
 
 @pytest.mark.ranks(3)

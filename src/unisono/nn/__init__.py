@@ -55,6 +55,7 @@ from unisono.nn.movement import (
     Repartition,
     SumReduce,
 )
+from unisono.nn.plan_report import plan_report
 from unisono.nn.pooling import (
     DistributedAvgPool1d,
     DistributedAvgPool2d,
@@ -121,6 +122,7 @@ __all__ = [
     "distribute",
     "full_state_dict",
     "no_sync",
+    "plan_report",
     "state_dict_mode",
     "structure_check",
 ]

@@ -1,0 +1,74 @@
+"""The operators between partitions: adjoint pairs, and who gets what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.comm import world
+from unisono.errors import PartitionError
+from unisono.operators import partitioned as op
+from unisono.topology import Partition
+
+
+def inner(a, b):
+    """Return the sum over all ranks of the elementwise product."""
+    own = (a * b.conj()).sum() if a.numel() else torch.zeros((), dtype=a.dtype)
+    return world().all_reduce(own.detach())
+
+
+def check(forward, x, seed):
+    """Check <F x, y> = <x, F* y> for the recorded backward of `forward`."""
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    generator = torch.Generator().manual_seed(seed + world().rank)
+    probe = torch.randn(y.shape, dtype=y.dtype, generator=generator)
+    (gradient,) = torch.autograd.grad(y, x, probe)
+    torch.testing.assert_close(inner(y, probe), inner(x, gradient))
+
+
+@pytest.mark.ranks(4, backend=["gloo", "shm"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_every_pair_is_adjoint(dtype):
+    me = world().rank
+    row, grid = Partition([1, 2]), Partition([2, 2])
+
+    def drawn(*shape):
+        return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(me))
+
+    column = grid.index[1]
+    few = drawn(3, 2 + me) if row.active else torch.empty(0, dtype=dtype)
+    check(lambda x: op.broadcast(x, row, grid), few, 1)
+    check(lambda x: op.sum_reduce(x, grid, row), drawn(3, 2 + column), 2)
+    check(lambda x: op.all_sum_reduce(x, grid, 0), drawn(3, 2 + column), 3)
+    check(lambda x: op.all_gather(x, grid, 0), drawn(1 + grid.index[0], 2), 4)
+    check(lambda x: op.reduce_scatter(x, grid, 1), drawn(2, 5), 5)
+
+
+@pytest.mark.ranks(4)
+def test_replicated_values_count_once():
+    grid = Partition([2, 2])
+    x = torch.full((3,), float(world().rank), requires_grad=True)
+    total = op.sum_to_replicated(x, grid, (0, 1))
+    assert total.tolist() == [6.0] * 3
+    total.sum().backward()
+    assert x.grad.tolist() == [1.0] * 3
+    w = torch.ones(2, requires_grad=True)
+    op.replicate(w, grid, 1).sum().backward()
+    assert w.grad.tolist() == [2.0, 2.0]
+    part = torch.full((1, 1 + grid.index[1]), 1.0, requires_grad=True)
+    joined = op.gather_to_replicated(part, grid, 1)
+    assert joined.shape == (1, 3)
+    (joined * torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
+    assert part.grad.tolist() == ([[1.0]], [[2.0, 3.0]])[grid.index[1]]
+    assert op.split(joined, grid, 1).shape == (1, 2 - grid.index[1])
+
+
+@pytest.mark.ranks(2)
+def test_blocks_of_unlike_shape_or_dtype_are_refused():
+    both, one = Partition([2]), Partition([1])
+    me = world().rank
+    with pytest.raises(PartitionError, match="equal shapes"):
+        op.sum_reduce(torch.ones(2 + me), both, one)
+    with pytest.raises(PartitionError, match="different dtypes"):
+        op.sum_reduce(torch.ones(2, dtype=(torch.float32, torch.float64)[me]), both, one)
