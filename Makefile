@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	  { echo "unisono needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,examples,plot,mpi]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,examples,plot,mpi,slurm]"
 	@touch $@
 
 demo: $(STAMP) ## train on real digits with two CPU ranks
@@ -42,9 +42,7 @@ format: $(STAMP) ## let ruff rewrite the files
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## every benchmark, one table each
-	@set -e; for file in $$(grep -l __main__ benchmarks/*.py); do \
-	  echo "== $$file"; $(BIN)/python "$$file"; \
-	done
+	$(BIN)/unisono bench
 
 docs: $(DOCS_STAMP) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,6 +1,6 @@
 """One function on as many ranks as you like: `python examples/launch_hello.py --ranks 4`.
 
-It also runs under `unisono run --ranks 4 examples/launch_hello.py` and under torchrun, unchanged.
+It also runs unchanged under `unisono run`, torchrun, mpiexec and srun: see launch_everywhere.sh.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def hello(greeting):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--on", help="cpu (default) or inline")
+    parser.add_argument("--on", help="cpu (default), gpu, mpi, slurm or inline")
     parser.add_argument("--ranks", type=int)
     options = parser.parse_args()
     results = unisono.run(hello, "hello", on=options.on, ranks=options.ranks)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import unisono
-from unisono.cli import doctor, main
+from unisono.cli import doctor, doctor_mpi, main
 from unisono.cli.run import parse_words
 
 SCRIPT = """
@@ -121,7 +121,7 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run"], "no script, module or function"),
         (["run", "-m", "json.tool", "x.py"], "a script and a module"),
         (["run", "--ranks", "0", "json:dumps", "--", "1"], "ranks=0"),
-        (["run", "--on", "slurm", "json:dumps", "--", "1"], "planned"),
+        (["run", "--on", "moon", "json:dumps", "--", "1"], "on='moon'"),
         (["run", "json:dump5"], "no 'dump5' in json"),
         (["run", "no_such_module:f"], "No module named 'no_such_module'"),
         (["run", "--console", "loud", "json:dumps", "--", "1"], "console='loud'"),
@@ -182,6 +182,27 @@ def test_argparse_errors_are_exit_code_2(words, capsys):
     assert "usage: unisono" in capsys.readouterr().err
 
 
+def test_options_of_the_script_without_the_two_dashes_are_explained(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", "--ranks", "2", "train.py", "--epochs", "3"])
+    assert leaving.value.code == 2
+    message = capsys.readouterr().err
+    assert "unrecognized arguments: --epochs 3" in message
+    assert "HINT: unisono run ... train.py -- --epochs 3" in message
+    with pytest.raises(SystemExit):
+        main(["doctor", "--epochs"])
+    assert "HINT" not in capsys.readouterr().err
+
+
+def test_a_script_that_cannot_import_shows_its_own_line(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    done = unisono_command("run", "--ranks", "2", "broken.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ModuleNotFoundError: No module named 'nothing_of_that_name'" in done.stderr
+    assert 'broken.py", line 1' in done.stderr
+    assert "unisono/launch/" not in done.stderr
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as leaving:
         main(["--version"])
@@ -234,6 +255,38 @@ def test_a_check_that_breaks_is_a_fail_with_its_message_and_exit_code_1(monkeypa
     out = capsys.readouterr().out
     assert "ok    python" in out
     assert "FAIL  the moon     OSError: no moon today" in out
+
+
+def test_an_import_that_fails_gets_a_fix_that_can_be_typed(monkeypatch, capsys):
+    def check_torch():
+        raise ImportError("libtorch.so: file too short", name="torch._C")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_torch,))
+    assert main(["doctor"]) == 1
+    assert "-m pip install --force-reinstall torch\n" in capsys.readouterr().out
+
+
+def test_the_doctor_looks_closer_at_a_place(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    assert main(["doctor", "--on", "inline"]) == 0
+    assert "ok    on inline    1 of 1 ranks right" in capsys.readouterr().out
+    assert main(["doctor", "--on", "moon"]) == 1
+    assert (
+        "FAIL  place        PlatformError: unisono.run(..., on='moon')" in capsys.readouterr().out
+    )
+
+
+def test_an_mpiexec_of_another_mpi_than_mpi4py_is_a_warning(monkeypatch, tmp_path):
+    pytest.importorskip("mpi4py")
+    other = tmp_path / "mpiexec"
+    other.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.8'\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("MPIEXEC", str(other))
+    monkeypatch.setattr(doctor_mpi, "_library_of_mpi4py", lambda: "MPICH Version: 5.0")
+    check = doctor_mpi.check_mpi()
+    assert (check.status, check.found.endswith("but mpi4py uses mpich")) == ("warn", True)
+    monkeypatch.setenv("MPIEXEC", "/nowhere/mpiexec")
+    assert doctor_mpi.check_mpi().status == "skip"
 
 
 def test_a_host_name_that_does_not_resolve_is_a_warning_with_a_fix(monkeypatch):

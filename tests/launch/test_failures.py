@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import unisono
 from unisono.errors import RankFailed, RankTimeout, RemoteError
@@ -89,7 +90,8 @@ def test_a_rank_that_dies_without_a_word_is_named(
     assert "in die" in error.waiting[0]
 
 
-def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path):
+@both_starts
+def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path, spawn_method):
     class Stubborn(Exception):
         def __init__(self, first, second):
             super().__init__(f"{first} and {second}")
@@ -98,7 +100,7 @@ def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path):
         if unisono.world().rank == 0:
             raise Stubborn("one", "two")
 
-    error, _ = fail(refuse, tmp_path)
+    error, _ = fail(refuse, tmp_path, spawn_method=spawn_method)
     assert isinstance(error, RankFailed)
     assert error.rank == 0
     assert error.exception is None
@@ -107,25 +109,54 @@ def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path):
     assert 'raise Stubborn("one", "two")' in str(error.__cause__)
 
 
-def test_a_result_that_cannot_be_pickled_is_named_by_its_path(tmp_path):
+@both_starts
+def test_a_result_that_cannot_be_pickled_is_named_by_its_path(tmp_path, spawn_method):
     def lock_inside(_mark):
         return {"state": [0, threading.Lock()]} if unisono.world().rank == 1 else 0
 
-    error, _ = fail(lock_inside, tmp_path)
+    error, _ = fail(lock_inside, tmp_path, spawn_method=spawn_method)
     assert isinstance(error, RankFailed)
     assert error.rank == 1
     assert "result['state'][1] is a lock" in str(error)
 
 
-def test_leaving_before_returning_is_a_failure_even_with_code_0(tmp_path):
+@both_starts
+def test_an_import_that_fails_in_a_rank_shows_its_line(tmp_path, spawn_method):
+    def needs_more(mark):
+        if unisono.world().rank == 1:
+            mark.touch()
+            import not_installed_anywhere  # noqa: F401  # pyright: ignore[reportMissingImports]
+        unisono.world().barrier()
+
+    error, seconds = fail(needs_more, tmp_path, spawn_method=spawn_method)
+    assert seconds < AT_ONCE_S
+    assert isinstance(error.__cause__, ModuleNotFoundError)
+    assert error.rank == 1
+    assert "import not_installed_anywhere" in str(error)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_leaving_before_returning_is_a_failure_even_with_code_0(tmp_path, code):
     def leave(_mark):
         unisono.world().barrier()
-        sys.exit(0)
+        sys.exit(code)
 
     error, _ = fail(leave, tmp_path, ranks=1)
     assert isinstance(error, RankFailed)
-    assert error.exit_code == 0
+    assert error.exit_code == code
     assert "exited before returning" in str(error)
+
+
+def test_a_keyboard_interrupt_in_a_rank_is_its_failure_and_not_the_callers(tmp_path):
+    def interrupted(_mark):
+        if unisono.world().rank == 1:
+            raise KeyboardInterrupt
+        unisono.world().barrier()
+
+    error, _ = fail(interrupted, tmp_path)
+    assert isinstance(error, RankFailed)
+    assert error.rank == 1
+    assert "raised KeyboardInterrupt" in str(error).splitlines()[0]
 
 
 def test_finally_blocks_of_stopped_ranks_run(tmp_path):
@@ -159,6 +190,67 @@ def test_a_deadline_shows_where_every_rank_stands(tmp_path):
     assert error.rank == 0  # the one that is not in a collective
     assert "timeout_s=0.5" in str(error)
     assert "unisono-lifeline" not in str(error)
+
+
+def test_the_one_of_four_that_skips_a_collective_is_named_at_the_deadline(tmp_path):
+    def skip_one(_mark):
+        comm = unisono.world()
+        comm.barrier()
+        if comm.rank == 2:
+            time.sleep(600)
+        comm.all_reduce(torch.ones(2))
+
+    error, _ = fail(skip_one, tmp_path, timeout_s=2.0, ranks=4)
+    assert isinstance(error, RankTimeout)
+    assert error.rank == 2
+    assert sorted(error.stacks) == [0, 1, 2, 3]
+    assert "barrier" in error.last_collective[2]
+    assert all("all_reduce" in error.last_collective[rank] for rank in (0, 1, 3))
+    assert "Latest collective of ranks 0-1, 3: all_reduce" in str(error)
+
+
+def test_a_call_that_holds_the_interpreter_lock_is_ended_at_the_deadline_and_shown(tmp_path):
+    def stuck(mark):
+        import ctypes
+
+        if unisono.world().rank == 1:
+            mark.write_text(str(os.getpid()))
+            ctypes.PyDLL(None).sleep(600)  # no Python code of this process runs any more
+        unisono.world().barrier()
+
+    error, _ = fail(stuck, tmp_path, timeout_s=1.0)
+    assert isinstance(error, RankTimeout)
+    assert sorted(error.stacks) == [0, 1]
+    assert "in stuck" in error.stacks[1]
+    assert error.rank == 1
+
+
+def stop_here(path):
+    if os.environ["RANK"] == "1":
+        path.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StopsWhereItArrives:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return stop_here, (self.path,)
+
+
+def look_at(_value):
+    pass
+
+
+def test_a_rank_that_is_stopped_while_it_starts_is_named_at_the_deadline(tmp_path, has_ended):
+    unisono.run(look_at, 0, on="cpu", ranks=1)  # so that the server is warm
+    platform = unisono.Platform(device="cpu", ranks=2, start_timeout_s=5.0)
+    stops = StopsWhereItArrives(tmp_path / "pid")
+    with pytest.raises(RankTimeout, match="rank 1 of 2 not ready 5 s after the start") as caught:
+        unisono.run(look_at, stops, on=platform, logs=unisono.Logs(console="none"))
+    assert caught.value.rank == 1
+    assert has_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_processes_that_a_rank_started_end_with_it(tmp_path, has_ended):

@@ -12,6 +12,7 @@ import torch
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Job, dry_run, job_files, simulate_preemption
+from unisono.launch.attached_job import AttachedJob
 
 QUIET = unisono.Logs(console="none")
 
@@ -46,9 +47,10 @@ def test_a_running_job_shows_its_stacks_and_can_be_cancelled(tmp_path):
     wait_for(lambda: job.logs(0).count("\n") == 3)
     assert job.status() == "running"
     assert job.logs(0, tail=2) == "b\nc\n"
-    stacks = job.stacks()
-    assert sorted(stacks) == [0, 1]
-    assert all("in sleepy" in text for text in stacks.values())
+    for handle in (job, AttachedJob(job.dir)):  # here, and as another process would ask
+        stacks = handle.stacks()
+        assert sorted(stacks) == [0, 1]
+        assert all("in sleepy" in text for text in stacks.values())
     with pytest.raises(TimeoutError):
         job.result(timeout_s=0.01)
     other = Job.attach(job.dir)

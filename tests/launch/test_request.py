@@ -42,7 +42,6 @@ def nothing_may_start(monkeypatch):
         (lambda: unisono.run(train, 1, on="gpu"), ["0 GPUs visible", 'on="cpu", ranks=1']),
         (lambda: unisono.run(train, 1, on="cuda", ranks=3), ["3 ranks > 0 GPUs", "CUDA_VISIBLE"]),
         (lambda: unisono.run(train, 1, on=unisono.Device.MPS), ["no Apple GPU", 'device="cpu"']),
-        (lambda: unisono.run(train, 1, on="slurm"), ["on='slurm'", "planned", 'HINT: on="cpu"']),
         (lambda: unisono.run(train, 1, ranks=0), ["ranks=0", "1 or more"]),
         (lambda: unisono.run(train, 1, ranks=-2), ["ranks=-2"]),
         (lambda: unisono.run(train, 1, ranks=2.0), ["ranks=2.0", "whole number"]),

@@ -7,7 +7,8 @@ import pickle
 import pytest
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError
-from unisono.launch.messages import Failed
+from unisono.launch import verdict
+from unisono.launch.messages import Failed, Standing
 from unisono.launch.verdict import Fate, choose_cause, failure, timeout
 
 
@@ -24,6 +25,19 @@ def report(summary="ValueError: bad", *, consequence=False, error=None, code=Non
 
 def fate(rank, **known):
     return Fate(rank=rank, host=f"n{rank}", **known)
+
+
+def test_the_suspect_of_a_deadline_is_behind_the_others_or_outside_of_collectives():
+    def at(number, group="world"):
+        return Standing(call=f"barrier #{number}", group=group, number=number)
+
+    inside = "File torch/distributed/x.py"
+    stacks = dict.fromkeys(range(3), inside)
+    assert verdict.suspect([0, 1, 2], {0: at(5), 1: at(4), 2: at(5)}, stacks) == 1
+    assert verdict.suspect([0, 1, 2], {0: at(5), 1: at(5), 2: at(5)}, stacks) is None
+    assert verdict.suspect([0, 1, 2], {0: at(5), 1: at(2, "pair"), 2: at(5)}, stacks) is None
+    assert verdict.suspect([0, 1, 2], {}, {**stacks, 2: "File mine.py"}) == 2
+    assert verdict.suspect([1], {}, {}) == 1
 
 
 def test_a_silent_death_comes_before_every_report():

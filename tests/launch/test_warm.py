@@ -130,7 +130,7 @@ def test_changes_between_two_runs_are_seen(tmp_path, monkeypatch):
             unisono.run(look, on="cpu", ranks=1, logs=QUIET)
 
 
-def test_worlds_of_several_threads_run_at_the_same_time():
+def test_twenty_launches_at_the_same_time_all_succeed():
     def sum_up(start):
         comm = unisono.world()
         return comm.all_reduce(torch.tensor([start + comm.rank])).item()
@@ -140,20 +140,32 @@ def test_worlds_of_several_threads_run_at_the_same_time():
     def launch(start):
         totals[start] = list(unisono.run(sum_up, start, on="cpu", ranks=2, logs=QUIET))
 
-    threads = [threading.Thread(target=launch, args=(start,)) for start in range(0, 60, 10)]
+    threads = [threading.Thread(target=launch, args=(start,)) for start in range(0, 200, 10)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert totals == {start: [2 * start + 1] * 2 for start in range(0, 60, 10)}
+    assert totals == {start: [2 * start + 1] * 2 for start in range(0, 200, 10)}
 
 
-def test_many_runs_leave_no_descriptor_and_no_child_behind():
-    unisono.run(os.getpid, on="cpu", ranks=1, logs=QUIET)
-    open_before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(10):
-        unisono.run(os.getpid, on="cpu", ranks=1, logs=QUIET)
+def memory_mb():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_many_runs_leave_no_descriptor_no_memory_and_no_child_behind():
+    def small_sum():
+        return unisono.world().all_reduce(torch.ones(10)).sum().item()
+
+    for _ in range(3):
+        unisono.run(small_sum, on="cpu", ranks=2, logs=QUIET)
+    open_before, memory_before = len(list(Path("/proc/self/fd").iterdir())), memory_mb()
+    shared_before = sorted(Path("/dev/shm").iterdir())
+    for _ in range(15):
+        assert list(unisono.run(small_sum, on="cpu", ranks=2, logs=QUIET)) == [20.0, 20.0]
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+    assert [p for p in Path("/dev/shm").glob("unisono*") if p not in shared_before] == []
+    assert memory_mb() - memory_before < 15
     pid = warm.get_server().pid
     end = time.monotonic() + 5
     while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():

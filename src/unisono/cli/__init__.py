@@ -32,10 +32,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     own, _, forwarded = _split(words)
-    args = build_parser().parse_args(own)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(own)
+    if unknown:
+        parser.error(_explanation(args, unknown))
     args.forwarded = forwarded
     args.words = words[1:]
     return exit_code_of(lambda: args.execute(args), debug=getattr(args, "debug", False))
+
+
+def _explanation(args: argparse.Namespace, unknown: list[str]) -> str:
+    """Say what was not understood; words of a script belong behind `--`."""
+    text = f"unrecognized arguments: {' '.join(unknown)}"
+    target = getattr(args, "target", None) or getattr(args, "module", None)
+    if args.execute is run.execute and target is not None:
+        how = "-m " if args.target is None else ""
+        text += f"\nHINT: unisono run ... {how}{target} -- {' '.join(unknown)}"
+        text += "  (what follows -- is for the script)"
+    return text
 
 
 def _split(words: list[str]) -> tuple[list[str], str, list[str]]:

@@ -44,16 +44,24 @@ def execute(args: argparse.Namespace) -> int:
     """Train on the ranks asked for, then in this process, and compare."""
     if importlib.util.find_spec("sklearn") is None:
         raise MissingExtra.of("examples", "unisono demo trains on the digits of scikit-learn")
+    import torch
+
     from unisono.launch import run
 
     results = run(train, args.epochs, on=args.on, ranks=args.ranks, timeout_s=300)
-    alone = run(train, args.epochs, False, on="inline")[0]
+    before = torch.get_num_threads()
+    torch.set_num_threads(results.threads)  # as many as a rank has, so that speeds compare
+    try:
+        alone = run(train, args.epochs, False, on="inline")[0]
+    finally:
+        torch.set_num_threads(before)
     first = results[0]
     difference = max(
         abs(a - b) for a, b in zip(first["parameters"], alone["parameters"], strict=True)
     )
     print(f"test accuracy      {first['accuracy']:.1%} on {results.ranks} ranks ({args.on})")
-    print(f"speed              {first['samples_per_s']:,.0f} samples/s")
+    ratio = first["samples_per_s"] / alone["samples_per_s"]
+    print(f"speed              {first['samples_per_s']:,.0f} samples/s, {ratio:.2f}x of one rank")
     print(f"replicas agree     {_verdict(first['spread'] == 0.0)}: spread {first['spread']:g}")
     print(f"as in one process  {_verdict(difference < 1e-3)}: largest difference {difference:.1e}")
     good = first["accuracy"] > 0.9 and first["spread"] == 0.0 and difference < 1e-3

@@ -35,6 +35,14 @@ def start(args: argparse.Namespace) -> int:
     return 0
 
 
+def queue(request: Request) -> int:
+    """Submit a job of a scheduler, which supervises it, and print its id."""
+    from unisono.launch.job import submit_request
+
+    print(submit_request(request).id)
+    return 0
+
+
 def supervise(request: Request) -> int:
     """Be the supervising process: print the id, let go of the terminal, wait for the end."""
     from unisono.launch.interrupts import termination_as_exception

@@ -15,8 +15,11 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict
+from pathlib import Path
+
+from unisono.cli import doctor_mpi, doctor_slurm
+from unisono.cli.check import Check
 
 MIN_SHM_MB = 64
 _EXTRAS = {
@@ -28,16 +31,6 @@ _EXTRAS = {
 }
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line of the report."""
-
-    name: str
-    status: Literal["ok", "warn", "FAIL", "skip"]
-    found: str
-    fix: str = ""
-
-
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add this command to the command line."""
     parser = commands.add_parser(
@@ -46,13 +39,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Check Python, torch, cores, shared memory and network, and run two ranks.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--on", metavar="PLACE", help="look closer: cpu, gpu, mps, mpi, slurm, or a profile"
+    )
     parser.set_defaults(execute=execute)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Run all checks, print them as they end, and return 1 if one failed."""
     checks: list[Check] = []
-    for function in CHECKS:
+    for function in (*CHECKS, *_more_checks(args.on)):
         checks.append(_guarded(function))
         if not args.json:
             print(render(checks[-1]), flush=True)
@@ -62,6 +58,17 @@ def execute(args: argparse.Namespace) -> int:
     else:
         print("Something is wrong, see FAIL." if failed else "This machine is ready.")
     return int(failed)
+
+
+def _more_checks(place: str | None) -> tuple[Callable[[], Check], ...]:
+    """Return the checks of a place that the user asks for: its own, else two ranks there."""
+    if place is None or place == "cpu":
+        return ()
+
+    def check_place() -> Check:
+        return _run_at(place)
+
+    return MORE_CHECKS.get(place, (check_place,))
 
 
 def render(check: Check) -> str:
@@ -76,7 +83,18 @@ def _guarded(function: Callable[[], Check]) -> Check:
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
         name = function.__name__.removeprefix("check_").replace("_", " ")
-        return Check(name, "FAIL", f"{type(error).__name__}: {text[0]}", "see the message")
+        return Check(name, "FAIL", f"{type(error).__name__}: {text[0]}", _fix(error))
+
+
+def _fix(error: Exception) -> str:
+    """Return what to type against an error that a check did not expect."""
+    hints = [line for line in str(error).splitlines() if "HINT: " in line]
+    if hints:
+        return hints[-1].partition("HINT: ")[2]
+    if isinstance(error, ImportError):
+        package = (error.name or "torch").partition(".")[0]
+        return f"{Path(sys.executable).name} -m pip install --force-reinstall {package}"
+    return "the same step alone, with unisono run --debug, shows the whole traceback"
 
 
 def check_python() -> Check:
@@ -212,19 +230,36 @@ def check_settings() -> Check:
     return Check("settings", "ok", "; ".join(found) or "defaults only")
 
 
-def check_two_ranks() -> Check:
-    """Two ranks start, and add up a tensor; then again, from the warm server."""
+def _run_at(place: str) -> Check:
+    """Two ranks start at `place`, or one where only one fits, and add up a tensor."""
     from unisono.launch import Logs, run
 
-    first, second = (
-        run(_self_test, on="cpu", ranks=2, timeout_s=60, logs=Logs(console="none"))
-        for _ in range(2)
-    )
-    if list(second) != [3.0, 3.0]:
-        return Check("two ranks", "FAIL", f"1 + 2 came out as {list(second)}", "report a bug")
-    threads = f"{second.threads} thread{'' if second.threads == 1 else 's'} each"
-    starts = f"started in {first.start_s:.1f} s, then in {second.start_s:.2f} s"
-    return Check("two ranks", "ok", f"all_reduce is right; {starts}, {threads}")
+    ranks = 1 if place in ("inline", "mps") else 2
+    results = run(_self_test, on=place, ranks=ranks, timeout_s=120, logs=Logs(console="none"))
+    right = [float(sum(range(1, ranks + 1)))] * ranks
+    if list(results) != right:
+        return Check(f"on {place}", "FAIL", f"{list(results)} instead of {right}", "report a bug")
+    hosts = ", ".join(dict.fromkeys(results.hosts))
+    found = f"{ranks} of {ranks} ranks right, on {hosts}, started in {results.start_s:.1f} s"
+    return Check(f"on {place}", "ok", found)
+
+
+def check_two_ranks() -> Check:
+    """Two ranks start, and add up a tensor, over each backend of this host."""
+    from unisono.comm import transports
+    from unisono.launch import Logs, Platform, run
+
+    names = [name for name in ("gloo", "shm") if transports.available().get(name, "ok") == "ok"]
+    starts: list[str] = []
+    for backend in names:
+        platform = Platform(device="cpu", ranks=2, backend=backend)
+        results = run(_self_test, on=platform, timeout_s=60, logs=Logs(console="none"))
+        if list(results) != [3.0, 3.0]:
+            found = f"1 + 2 came out as {list(results)} over {backend}"
+            return Check("two ranks", "FAIL", found, "UNISONO_BACKEND=gloo, or shm")
+        starts.append(f"{results.start_s:.2f} s")
+    took = f"started in {', then in '.join(starts)}"
+    return Check("two ranks", "ok", f"all_reduce is right over {', '.join(names)}; {took}")
 
 
 def _self_test() -> float:
@@ -247,7 +282,13 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_host_name,
     check_loopback,
     check_launchers,
+    doctor_mpi.check_mpi,
+    doctor_slurm.check_slurm,
     check_extras,
     check_settings,
     check_two_ranks,
 )
+MORE_CHECKS: dict[str, tuple[Callable[[], Check], ...]] = {
+    "slurm": (doctor_slurm.check_preemption, doctor_slurm.check_shared_directory),
+}
+"""Checks of a place that are run where the user asks for it."""

@@ -29,15 +29,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "run",
         help="run a script or a function on several ranks",
-        description="Run a script, a module or a function on several ranks of this host.",
+        description="Run a script, a module or a function on several ranks.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", nargs="?", help="script.py, or package.module:function")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
     places = parser.add_argument_group("sizes and places")
-    places.add_argument("--on", help="cpu, gpu, mps, inline, or a profile of unisono.toml")
-    places.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2 on cpu)")
+    places.add_argument("--on", help="cpu, gpu, mps, mpi, slurm, inline, or a profile")
+    places.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2 on cpu and mpi)")
     places.add_argument("--nodes", type=int, metavar="N", help="number of hosts (1)")
     places.add_argument("--gpus", type=int, metavar="N", help="GPUs, and ranks, of each node")
     places.add_argument("--partition", metavar="NAME", help="partition of the cluster")
@@ -79,7 +79,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.dry_run or args.check:
         return _show(args, request)
     if args.detach:
-        return detached.start(args)
+        return detached.queue(request) if request.place == "slurm" else detached.start(args)
     if args.supervise:
         return detached.supervise(request)
     print(
@@ -132,14 +132,16 @@ def _request(args: argparse.Namespace, function: Callable[[], object]) -> Reques
 
 def _show(args: argparse.Namespace, request: Request) -> int:
     """Print the ranks, or that all is well; start nothing."""
-    import socket
-
-    from unisono.launch.platform_table import rank_table
+    from unisono.launch.job import describe_request
 
     if args.dry_run:
-        print(rank_table(request.platform, socket.gethostname()))
-    else:
-        print(f"unisono: {_count(request.ranks, 'rank')} on {request.place} can be started")
+        print(describe_request(request))
+        return 0
+    if request.place == "slurm":
+        from unisono.launch.slurm.submission import judge_script
+
+        print(judge_script(request))
+    print(f"unisono: {_count(request.ranks, 'rank')} on {request.place} can be started")
     return 0
 
 

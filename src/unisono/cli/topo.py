@@ -34,11 +34,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--mesh", metavar="2x2", help="draw this grid of ranks")
     parser.add_argument("--shape", metavar="64x64", help="a tensor split over the mesh")
     parser.add_argument("--kernel", metavar="3x3", help="draw the halos of this convolution too")
+    parser.add_argument("--graph", metavar="FILE.npz", help="a graph: what each partition costs")
+    parser.add_argument("--parts", type=int, default=4, metavar="N", help="parts of --graph")
     parser.set_defaults(execute=execute)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Draw what is asked; without --mesh, the machine and its ranks."""
+    if args.graph:
+        from unisono.graph_parallel.report import graph_file_report
+
+        print(graph_file_report(args.graph, args.parts))
+        return OK
     if args.mesh:
         print(_picture(args))
         return OK

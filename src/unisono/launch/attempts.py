@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
 import shutil
 import sys
 import tempfile
@@ -15,17 +14,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
+from unisono.errors import JobCancelled, RankFailed, RankTimeout
+from unisono.launch import job_files
 from unisono.launch.console import Console
 from unisono.launch.conventions import Convention
+from unisono.launch.device import Device
 from unisono.launch.local import common_variables, run_local
 from unisono.launch.logs import SHOW_ALL_UP_TO
+from unisono.launch.mpi import run_mpi
 from unisono.launch.platform import Platform
 from unisono.launch.rank import Job as RankJob
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.setting import Setting
-from unisono.launch.supervise import Outcome, Supervisor, tail
+from unisono.launch.supervise import Outcome, Watch, tail
+from unisono.launch.terminal import stdin_rank
 
 
 @dataclass(kw_only=True)
@@ -46,14 +49,16 @@ class Attempts:
     """Number of the present attempt."""
     requeues: int = 0
     """How many of the attempts the function itself asked for."""
-    _supervisor: Supervisor | None = None
+    _supervisor: Watch | None = None
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> Results[Any]:
         """Try until an attempt succeeds, or there are no more."""
         request = self.request
         console = Console(
-            request.logs.shown(request.ranks), prefix=request.logs.prefix and request.ranks > 1
+            request.logs.shown(request.ranks),
+            prefix=request.logs.prefix and request.ranks > 1,
+            raw_rank=stdin_rank(os.environ, request.ranks),
         )
         if request.logs.console == "auto" and request.ranks > SHOW_ALL_UP_TO:
             print(
@@ -67,11 +72,12 @@ class Attempts:
             platform=travelling(request.platform),
             setting=Setting.now(common_variables(os.environ, request.platform, console)),
         )
+        run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local
         causes: list[str] = []
         while True:
             self.on_state("running")
             try:
-                outcome = run_local(
+                outcome = run_attempt(
                     job,
                     console=console,
                     job_dir=self.job_dir,
@@ -116,7 +122,7 @@ class Attempts:
             answered.wait(timeout_s)
         return answer
 
-    def _supervised_by(self, supervisor: Supervisor) -> None:
+    def _supervised_by(self, supervisor: Watch) -> None:
         self._supervisor = supervisor
         self._raise_if_cancelled()
 
@@ -154,20 +160,15 @@ def travelling(platform: Platform) -> Platform:
 def job_directory(request: Request) -> Iterator[Path]:
     """Yield the private directory of the run; without `logs` only a failure leaves it behind."""
     if request.logs.dir is not None:
-        name = "".join(c if c.isalnum() or c in "._-" else "_" for c in request.name)
-        path = Path(request.logs.dir).absolute() / f"{name}-{secrets.token_hex(4)}"
-        try:
-            path.mkdir(parents=True, mode=0o700)
-        except OSError as error:
-            raise PlatformError.because(
-                f"unisono.run(..., logs={str(request.logs.dir)!r})",
-                f"{path} cannot be made: {error.strerror}",
-                None,
-                "a directory of yours",
-            ) from error
+        path = job_files.make_directory(
+            request.logs.dir,
+            request.name,
+            asked=f"unisono.run(..., logs={str(request.logs.dir)!r})",
+            hint="a directory of yours",
+        )
         yield path
         return
-    path = Path(tempfile.mkdtemp(prefix="unisono-"))
+    path = Path(tempfile.mkdtemp(prefix="unisono-", dir=_shared_parent(request.platform)))
     try:
         yield path
     except (RankFailed, RankTimeout):
@@ -176,6 +177,15 @@ def job_directory(request: Request) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
         raise
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _shared_parent(platform: Platform) -> Path | None:
+    """Return where a run over several hosts keeps its files: below the working directory."""
+    if platform.n_nodes == 1:
+        return None
+    parent = Path(platform.console_logs).absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    return parent
 
 
 def _results(outcome: Outcome, request: Request, job_dir: Path, attempt: int) -> Results[Any]:

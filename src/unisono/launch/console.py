@@ -24,18 +24,24 @@ class Console:
         shown: Collection[int],
         *,
         prefix: bool,
+        raw_rank: int | None = None,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
         self._shown = frozenset(shown)
         self._prefix = prefix
+        self._raw_rank = raw_rank
         self._files = (stdout or sys.stdout, stderr or sys.stderr)
         self._bar = ""
         self._bar_file: TextIO | None = None
 
     def stream(self, rank: int, number: int) -> RankStream:
         """Return the reader of output `number` (0 stdout, 1 stderr) of `rank`."""
-        return RankStream(self, rank, self._files[number])
+        return RankStream(self, rank, self._files[number], is_raw=rank == self._raw_rank)
+
+    def raw(self, text: str, file: TextIO) -> None:
+        """Show the output of a rank at the terminal as it comes: its prompts have no end."""
+        self._write(file, text)
 
     def width(self) -> int | None:
         """Return how many columns a progress bar may take; None where there is no terminal."""
@@ -86,15 +92,19 @@ class Console:
 class RankStream:
     """Cuts one output of one rank into lines."""
 
-    def __init__(self, console: Console, rank: int, file: TextIO) -> None:
+    def __init__(self, console: Console, rank: int, file: TextIO, *, is_raw: bool = False) -> None:
         self._console = console
         self._rank = rank
         self._file = file
+        self._is_raw = is_raw
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self._rest = ""
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they come."""
+        if self._is_raw:
+            self._console.raw(self._decode(data), self._file)
+            return
         *lines, self._rest = (self._rest + self._decode(data)).split("\n")
         for line in lines:
             self._show(line)

@@ -21,7 +21,7 @@ def is_in_world() -> bool:
         return True
     if not any(name in os.environ for name in _TRACES):
         return False
-    from unisono.comm.environment import detect
+    from unisono.environment import detect
 
     return detect().is_world
 

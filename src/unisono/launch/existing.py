@@ -1,7 +1,7 @@
 """`run` and `world` in a process that somebody else started as a rank: join, start nothing.
 
-So one script works under plain python, `unisono run` and torchrun. Return values are shared as
-plain data only; nothing that comes from another rank is unpickled.
+So one script works under plain python, `unisono run`, torchrun, mpiexec and srun. Return values are
+shared as plain data only; nothing that comes from another rank is unpickled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unisono.launch.conventions import Convention
+from unisono.launch.deadline import deadline
 from unisono.launch.detection import has_process_group
 from unisono.launch.here import Here, here
 from unisono.launch.request import Request
@@ -38,7 +39,13 @@ def world(*, timeout_s: float | None = None) -> Communicator:
     from unisono.comm.start import start_world
 
     if not has_process_group() and (environment := detect()).is_world:
-        start_world(environment)
+        if environment.kind == "slurm" and environment.master is None:
+            from unisono.launch.slurm.joining import meeting_in_step
+
+            with meeting_in_step(environment) as (store, environment):
+                start_world(environment, store=store)
+        else:
+            start_world(environment)
         atexit.register(_leave)
     comm = communicator.world(timeout_s=timeout_s)
     me = here()
@@ -46,11 +53,15 @@ def world(*, timeout_s: float | None = None) -> Communicator:
 
 
 def _leave() -> None:
-    """Close the world together, unless this rank ends with an exception and nobody should wait."""
-    if getattr(sys, "last_value", None) is None:
-        from unisono.comm.start import stop_world
+    """Close the world together; a rank that ends with an exception says so and waits for nobody."""
+    from unisono.comm.closing import abandon_world
+    from unisono.comm.start import stop_world
 
+    error = getattr(sys, "last_value", None)
+    if error is None:
         stop_world()
+    else:
+        abandon_world(error)
 
 
 def run_here(request: Request, convention: Convention) -> Results[Any]:
@@ -65,8 +76,10 @@ def run_here(request: Request, convention: Convention) -> Results[Any]:
             file=sys.stderr,
         )
     ready = time.perf_counter()
+    place = _place(comm, request)
     try:
-        value = convention.call(request.fn, request.args, request.kwargs, _place(comm, request))
+        with deadline(request.timeout_s, rank=comm.rank, size=comm.size):
+            value = convention.call(request.fn, request.args, request.kwargs, place)
     except BaseException as error:
         post_failure(error)
         raise

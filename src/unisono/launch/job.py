@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout, UnisonoError
 from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, job_directory
+from unisono.launch.conventions import Convention
 from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
 from unisono.launch.logs import Logs
@@ -52,9 +53,9 @@ class Job(ABC):
         for job in _running:
             if job.id == str(id_or_dir):
                 return job
-        from unisono.launch.attached_job import AttachedJob
+        from unisono.launch.attached_job import attach
 
-        return AttachedJob(job_files.find_directory(id_or_dir))
+        return attach(id_or_dir)
 
     @property
     @abstractmethod
@@ -221,7 +222,7 @@ class _LocalJob(Job):
         if state in ENDS and self._attempts.request.logs.dir is not None:
             outcome = self._results if self._error is None else _plain(self._error)
             job_files.write_outcome(self.dir, outcome)
-        job_files.write_state(
+        job_files.update_state(
             self.dir,
             {
                 "id": self.id,
@@ -253,8 +254,9 @@ def submit(
 ) -> Job:
     """Start what `run` would run, and return at once with a handle on it.
 
-    The parameters are those of `run`. A thread of this process supervises the ranks of a local
-    platform, and they end with it. Output goes to the logs only, unless `logs` says otherwise.
+    The parameters are those of `run`. A thread of this process supervises the ranks, and they end
+    with it; on `"slurm"` the job is queued, and lives on. Output goes to the logs only, unless
+    `logs` says otherwise.
 
     Example:
         >>> import unisono
@@ -278,8 +280,9 @@ def submit(
     return submit_request(request)
 
 
-def submit_request(request: Request) -> Job:
+def submit_request(request: Request, convention: Convention | None = None) -> Job:
     """Start a checked request in the background."""
+    convention = convention or Convention()
     if is_in_world() or request.place == "inline":
         raise PlatformError.because(
             f"unisono.submit({request.name}, ...)",
@@ -287,10 +290,15 @@ def submit_request(request: Request) -> Job:
             None,
             "unisono.run",
         )
+    if request.place == "slurm":
+        from unisono.launch.slurm.submission import submit as submit_to_slurm
+
+        return submit_to_slurm(request, convention)
     call = dump_call(request.fn, request.args, request.kwargs)
     stack = ExitStack()
     job_dir = stack.enter_context(job_directory(request))
-    job = _LocalJob(Attempts(request=request, call=call, job_dir=job_dir), stack)
+    attempts = Attempts(request=request, call=call, job_dir=job_dir, convention=convention)
+    job = _LocalJob(attempts, stack)
     job.start()
     return job
 
@@ -309,12 +317,12 @@ def dry_run(
 ) -> str:
     """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
 
+    On `"slurm"` the batch script comes first.
+
     Example:
         >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
         rank  node              device
     """
-    import socket
-
     request = checked_request(
         fn,
         args,
@@ -326,7 +334,19 @@ def dry_run(
         max_restarts=max_restarts,
         logs=logs,
     )
-    return rank_table(request.platform, socket.gethostname())
+    return describe_request(request)
+
+
+def describe_request(request: Request) -> str:
+    """Return what a checked request would start."""
+    import socket
+
+    table = rank_table(request.platform, socket.gethostname())
+    if request.place != "slurm":
+        return table
+    from unisono.launch.slurm.submission import script_text
+
+    return f"{script_text(request)}\n{table}"
 
 
 def _plain(error: BaseException) -> BaseException:

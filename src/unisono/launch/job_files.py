@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import secrets
 import stat
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,18 @@ STATE = "job.json"
 OUTCOME = "outcome.pkl"
 LOCAL_JOBS = Path(".unisono", "jobs")
 """Where detached jobs are kept, below the working directory."""
+
+
+def make_directory(parent: str | Path, name: str, *, asked: str, hint: str) -> Path:
+    """Make a private directory of that name, with a word of its own added, below `parent`."""
+    plain = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+    path = Path(parent).absolute() / f"{plain}-{secrets.token_hex(4)}"
+    try:
+        path.mkdir(parents=True, mode=0o700)
+    except OSError as error:
+        found = f"{path} cannot be made: {error.strerror}"
+        raise PlatformError.because(asked, found, None, hint) from error
+    return path
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -31,6 +44,12 @@ def write_private(path: Path, data: bytes) -> None:
 def write_state(directory: Path, state: dict[str, Any]) -> None:
     """Write what is known of a job."""
     write_private(directory / STATE, json.dumps(state).encode())
+
+
+def update_state(directory: Path, changes: dict[str, Any]) -> None:
+    """Change some of what is known of a job, and keep the rest."""
+    known = read_state(directory) if (directory / STATE).exists() else {}
+    write_state(directory, {**known, **changes})
 
 
 def read_state(directory: Path) -> dict[str, Any]:

@@ -26,12 +26,18 @@ class Stopped(BaseException):
 class Lifeline:
     """Reads the launcher's orders in a thread of its own."""
 
-    def __init__(self, control_fd: int, on_request: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        control_fd: int,
+        on_request: Callable[[], None],
+        on_question: Callable[[], None] = lambda: None,
+    ) -> None:
         self._fd = control_fd
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._stop_ordered = threading.Event()
         self._leaving = False
         self._on_request = on_request
+        self._on_question = on_question
         threading.Thread(target=self._read_orders, name="unisono-lifeline", daemon=True).start()
         signal.signal(signal.SIGTERM, self._on_term)
 
@@ -58,6 +64,9 @@ class Lifeline:
                 order = json.loads(line)
                 if order.get("stop"):
                     self._stop_ordered.set()
+                elif order.get("where"):
+                    self._on_question()
+                    continue
                 self._orders.put(order)
         if not self._leaving:
             kill_own_group()

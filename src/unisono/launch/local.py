@@ -6,12 +6,14 @@ import os
 import pickle
 import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from unisono.launch import terminal
 from unisono.launch.console import Console
 from unisono.launch.platform import Platform
 from unisono.launch.process import ForkedRank, Pipes, RankProcess, ServerGone, spawn_rank
@@ -56,20 +58,23 @@ def run_local(
             own_variables(platform, rank=rank, run_id=run_id, job_dir=job_dir, attempt=attempt)
             for rank in range(platform.world_size)
         ]
-        ranks = _forked(platform, own, payload_fd, job_dir)
+        reader = terminal.stdin_rank(job.setting.environment, len(own))
+        ranks = list(_forked(platform, own, payload_fd, job_dir, reader))
         for rank, variables in enumerate(own):
-            supervisor.watch(
-                ranks[rank]
-                if ranks
-                else spawn_rank(
-                    rank,
-                    len(own),
-                    payload_fd=payload_fd,
-                    env={**job.setting.environment, **variables},
-                    job_dir=job_dir,
+            if len(ranks) == rank:
+                ranks.append(
+                    spawn_rank(
+                        rank,
+                        len(own),
+                        payload_fd=payload_fd,
+                        env={**job.setting.environment, **variables},
+                        job_dir=job_dir,
+                        stdin_fd=0 if rank == reader else subprocess.DEVNULL,
+                    )
                 )
-            )
-        return supervisor.until_all_returned()
+            supervisor.watch(ranks[rank])
+        with terminal.lent_to(None if reader is None else ranks[reader].pid):
+            return supervisor.until_all_returned()
 
 
 def common_variables(
@@ -108,7 +113,11 @@ def own_variables(
 
 
 def _forked(
-    platform: Platform, own: Sequence[Mapping[str, str]], payload_fd: int, job_dir: Path
+    platform: Platform,
+    own: Sequence[Mapping[str, str]],
+    payload_fd: int,
+    job_dir: Path,
+    reader: int | None,
 ) -> Sequence[RankProcess]:
     """Return ranks forked by the warm server; none of them where fresh interpreters are needed."""
     if why_not(platform.spawn_method) is not None:
@@ -117,7 +126,7 @@ def _forked(
         ranks: list[ForkedRank] = []
         try:
             for rank, variables in enumerate(own):
-                ranks.append(_fork_rank(rank, variables, payload_fd, job_dir))
+                ranks.append(_fork_rank(rank, variables, payload_fd, job_dir, rank == reader))
             refusals = [why for rank in ranks if (why := rank.confirm(_ANSWER_S)) is not None]
         except ServerGone:
             _give_up(ranks)
@@ -134,12 +143,13 @@ def _forked(
 
 
 def _fork_rank(
-    rank: int, variables: Mapping[str, str], payload_fd: int, job_dir: Path
+    rank: int, variables: Mapping[str, str], payload_fd: int, job_dir: Path, reads_stdin: bool
 ) -> ForkedRank:
     pipes = Pipes.open(rank, job_dir)
     status_read, status_write = os.pipe()
     try:
-        get_server().fork(variables, (payload_fd, *pipes.theirs, status_write))
+        stdin = (0,) if reads_stdin else ()
+        get_server().fork(variables, (payload_fd, *pipes.theirs, status_write, *stdin))
     except BaseException:
         pipes.close_ours()
         os.close(status_read)
@@ -162,9 +172,14 @@ def _payload(job: Job) -> Iterator[int]:
 
     A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting.
     """
-    search_path = b"\0".join(os.fsencode(entry) for entry in sys.path)
     with tempfile.TemporaryFile() as file:
-        file.write(len(search_path).to_bytes(8, "little") + search_path)
-        pickle.dump(job, file, protocol=pickle.HIGHEST_PROTOCOL)
+        file.write(pack_payload(job))
         file.flush()
         yield file.fileno()
+
+
+def pack_payload(job: Job) -> bytes:
+    """Return our search path and the job as ranks read them."""
+    search_path = b"\0".join(os.fsencode(entry) for entry in sys.path)
+    body = pickle.dumps(job, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(search_path).to_bytes(8, "little") + search_path + body

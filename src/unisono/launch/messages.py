@@ -10,10 +10,13 @@ import json
 import os
 import pickle
 import struct
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
+_sending = threading.RLock()
+"""Messages of several threads of a rank do not mix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,26 @@ class Requeued:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where the rank stands among collectives; the answer to a question of the launcher."""
+
+    call: str
+    """Its latest collective, and whether that is over."""
+    group: str
+    """Group of that call, as all its ranks name it."""
+    number: int
+    """How many calls this rank has made in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lingering:
+    """The rank leaves although threads of the function, no daemons, still run."""
+
+    threads: tuple[str, ...]
+    """Their names."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preempt:
     """The function asks for a stop signal, to rehearse one."""
 
@@ -80,16 +103,17 @@ class Preempt:
     """Who shall get it."""
 
 
-Message = Hello | Address | Ready | Returned | Failed | Requeued | Preempt
+Message = Standing | Hello | Address | Ready | Returned | Failed | Requeued | Lingering | Preempt
 
 
 def send_message(fd: int, message: Message) -> None:
     """Write one message; blocks until the launcher has taken it."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    for part in (_LENGTH.pack(len(body)), body):
-        view = memoryview(part)
-        while view:
-            view = view[os.write(fd, view) :]
+    with _sending:
+        for part in (_LENGTH.pack(len(body)), body):
+            view = memoryview(part)
+            while view:
+                view = view[os.write(fd, view) :]
 
 
 class MessageReader:

@@ -12,6 +12,7 @@ import io
 import pickle
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ import cloudpickle
 
 from unisono.errors import PlatformError
 
+LARGE_BYTES = 64 << 20
+"""A call larger than this is worth a warning."""
 _MAX_DEPTH = 8
 
 
@@ -28,13 +31,9 @@ def dump_call(
     """Pickle a call for the ranks, or raise `PlatformError` naming what cannot travel."""
     with _by_value_if_not_importable(fn):
         try:
-            return cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+            data = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
         except Exception as error:
-            parts = {
-                _name(fn): fn,
-                **{f"args[{i}]": value for i, value in enumerate(args)},
-                **{f"kwargs[{key!r}]": value for key, value in kwargs.items()},
-            }
+            parts = {_name(fn): fn, **_named_arguments(args, kwargs)}
             path, culprit = _first_unpicklable(parts) or (_name(fn), fn)
             raise PlatformError.because(
                 f"unisono.run({_name(fn)}, ...) sends the function and its arguments to each rank",
@@ -42,6 +41,29 @@ def dump_call(
                 f"{type(error).__name__}: {error}",
                 f"make {path} inside the function, or pass what it is made from",
             ) from error
+        if len(data) > LARGE_BYTES:
+            _warn_of_size(len(data), {_name(fn): fn, **_named_arguments(args, kwargs)})
+    return data
+
+
+def _named_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments by the paths under which messages name them."""
+    return {
+        **{f"args[{i}]": value for i, value in enumerate(args)},
+        **{f"kwargs[{key!r}]": value for key, value in kwargs.items()},
+    }
+
+
+def _warn_of_size(size: int, parts: Mapping[str, object]) -> None:
+    """Say which part of a call makes it large."""
+    sizes = {path: len(cloudpickle.dumps(value)) for path, value in parts.items()}
+    largest = max(sizes, key=lambda path: sizes[path])
+    warnings.warn(
+        f"each rank is sent {size / 2**20:,.0f} MB, of which {largest} is "
+        f"{sizes[largest] / 2**20:,.0f} MB; load it inside the function, or pass its path",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def load_call(data: bytes) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:

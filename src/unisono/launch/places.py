@@ -15,10 +15,9 @@ from unisono.launch.device import Device
 from unisono.launch.platform import Platform
 from unisono.launch.platform_checks import check_machine, check_platform
 
-PLACES = ("cpu", "gpu", "mps", "inline")
-"""Places where this release starts ranks."""
-PLANNED_PLACES = ("mpi", "slurm")
-DEFAULT_RANKS = {"cpu": 2, "mps": 1, "inline": 1}
+PLACES = ("cpu", "gpu", "mps", "mpi", "slurm", "inline")
+"""Places where ranks can be started."""
+DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "inline": 1}
 
 
 def resolve(
@@ -55,7 +54,6 @@ def resolve(
         platform.n_nodes = nodes
     check_platform(platform)
     if not (platform.detect and is_in_world()):  # else that world counts, whatever is asked for
-        check_place(place)
         check_machine(platform)
     if place == "inline" and platform.world_size > 1:
         raise PlatformError.because(
@@ -93,7 +91,7 @@ def _from_word(
     given = {**given, **fields}
     if word == "inline":
         return word, Platform.of_place("cpu", {**given, "device": "cpu", "ranks": ranks or 1})
-    if word not in (*PLACES, *PLANNED_PLACES):
+    if word not in PLACES:
         word = _known(word, configuration)
     platform = Platform.of_place(word, {**given, "device": word})
     is_counted = ranks is not None or platform.ranks is not None
@@ -108,25 +106,13 @@ def _from_word(
 
 def _known(word: object, configuration: Configuration) -> str:
     """Return the usual spelling of a place, or explain which there are."""
-    if isinstance(word, str) and word.strip().lower() in ("cuda", *PLACES, *PLANNED_PLACES):
+    if isinstance(word, str) and word.strip().lower() in ("cuda", *PLACES):
         return Device.from_str(word).value
     places = [*PLACES, *configuration.profiles]
-    near = difflib.get_close_matches(str(word), (*places, *PLANNED_PLACES, "auto"), n=1)
+    near = difflib.get_close_matches(str(word), (*places, "auto"), n=1)
     raise PlatformError.because(
         f"unisono.run(..., on={word!r})",
-        f"this release starts ranks on: {', '.join(map(repr, places))}",
+        f"ranks can be started on: {', '.join(map(repr, places))}",
         None,
         f"did you mean on={near[0]!r}?" if near else 'on="cpu"',
     )
-
-
-def check_place(place: str) -> None:
-    """Raise `PlatformError` if this release starts no ranks there."""
-    if place in PLANNED_PLACES:
-        raise PlatformError.because(
-            f"unisono.run(..., on={place!r})",
-            f"this release starts ranks on: {', '.join(map(repr, PLACES))} "
-            f"({', '.join(map(repr, PLANNED_PLACES))} are planned)",
-            None,
-            'on="cpu" rehearses the same function on processes; under torchrun it joins that world',
-        )

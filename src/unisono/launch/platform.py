@@ -117,7 +117,7 @@ class Platform(metaclass=_Remembering):
     verbose: bool = True
     """Whether `Wrapper` prints what it does."""
     upon_finish: Callable[[], object] | None = None
-    """Called once, in the launcher, after all ranks succeeded."""
+    """Called once after all ranks succeeded: in the launcher, on a cluster in rank 0."""
 
     ranks: int | None = field(default=None, kw_only=True)
     """Number of ranks over all nodes; None derives it."""
@@ -168,7 +168,7 @@ class Platform(metaclass=_Remembering):
     def of_place(cls, place: str | Device, given: Mapping[str, Any]) -> Platform:
         """Return the platform that `on="..."` means, with the fields in `given` explicit."""
         device = Device.from_str(place)
-        own = {"n_gpus_per_node": 0} if device in (Device.SLURM, Device.CPU) else {}
+        own = {"n_gpus_per_node": 0} if device in (Device.SLURM, Device.CPU, Device.MPI) else {}
         renamed = {OLD_NAMES.get(name) for name in given}
         defaults = {k: v for k, v in {**_NATIVE_DEFAULTS, **own}.items() if k not in renamed}
         platform = cls(**{**defaults, "device": device, **given})
@@ -269,9 +269,18 @@ class Platform(metaclass=_Remembering):
 
         from unisono.launch.platform_checks import gpu_of_rank
 
-        if self.kind is Device.GPU or (self.kind is Device.SLURM and self.n_gpus_per_node):
+        if self._has_gpus():
             return torch.device("cuda", gpu_of_rank(self, local_rank))
         return torch.device("mps" if self.kind is Device.MPS else "cpu")
+
+    def _has_gpus(self) -> bool:
+        """Whether ranks work on GPUs; under MPI if that was asked for and the node has some."""
+        if self.kind is Device.MPI:
+            from unisono.launch.accelerators import visible_gpus
+
+            asked = self.is_explicit("n_gpus_per_node") and self.n_gpus_per_node > 0
+            return asked and visible_gpus() > 0
+        return self.kind is Device.GPU or (self.kind is Device.SLURM and self.n_gpus_per_node > 0)
 
     def validate(self) -> None:
         """Raise `PlatformError` if this platform makes no sense, or cannot be had here."""
@@ -279,6 +288,10 @@ class Platform(metaclass=_Remembering):
 
         check_platform(self)
         check_machine(self)
+        if self.kind is Device.SLURM:
+            from unisono.launch.slurm.cluster_checks import check_cluster
+
+            check_cluster(self)
 
     def print(self) -> None:
         """Print the platform as a table, through `IO.print`."""

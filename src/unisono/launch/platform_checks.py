@@ -10,7 +10,9 @@ from collections import Counter
 from unisono.errors import PlatformError
 from unisono.launch import accelerators
 from unisono.launch.device import Device
+from unisono.launch.mpiexec import find_mpiexec
 from unisono.launch.platform import Platform
+from unisono.launch.ports import owner_of_port
 
 _ONE_HOST = (Device.CPU, Device.GPU, Device.MPS)
 _CHOICES = {
@@ -41,6 +43,8 @@ def check_machine(platform: Platform) -> None:
     _check_free_port(platform)
     if platform.kind is Device.GPU:
         gpu_of_rank(platform, platform.ranks_per_node - 1)
+    if platform.kind is Device.MPI:
+        find_mpiexec(platform)
     if platform.kind is Device.MPS and not accelerators.has_mps():
         raise PlatformError.because(
             _asked(platform),
@@ -211,9 +215,10 @@ def _check_free_port(platform: Platform) -> None:
             probe.bind((addr, port))
         except OSError as error:
             why = "privileged" if isinstance(error, PermissionError) else "in use or not to be had"
+            owner = owner_of_port(port)
             raise PlatformError.because(
                 f"Platform(master_addr={addr!r}, master_port={port})",
-                f"port {port} is {why}: {error.strerror}",
+                f"port {port} is {why}: {error.strerror}" + (f"; {owner} has it" if owner else ""),
                 None,
                 _PORT_HINT,
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unisono.launch.device import Device
 from unisono.launch.platform import Platform
 
 
@@ -33,7 +34,12 @@ def rank_table(platform: Platform, host: str) -> str:
     for rank in range(platform.world_size):
         node, local_rank = divmod(rank, per_node)
         name = host if platform.n_nodes == 1 else f"node {node}"
-        lines.append(f"{rank:>4}  {name:<16}  {platform.torch_device(local_rank)}")
+        if platform.kind is Device.SLURM:  # not a device of this host
+            device = f"cuda:{local_rank}" if platform.n_gpus_per_node else "cpu"
+            name = f"node {node}"
+        else:
+            device = str(platform.torch_device(local_rank))
+        lines.append(f"{rank:>4}  {name:<16}  {device}")
     return "\n".join(lines)
 
 

@@ -13,13 +13,21 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from unisono.launch.messages import Failed, Hello, Message, MessageReader, Returned, send_order
+from unisono.launch.messages import (
+    Failed,
+    Hello,
+    Message,
+    MessageReader,
+    Returned,
+    Standing,
+    send_order,
+)
 
 _CHUNK = 1 << 16
 _BOOTSTRAP = (
@@ -81,6 +89,8 @@ class RankProcess(ABC):
         self.is_ready = False
         self.returned: Returned | None = None
         self.is_requeued = False
+        self.lingering: tuple[str, ...] = ()
+        self.standing: Standing | None = None
         self.failed: Failed | None = None
         self.failed_at = 0.0
         self.exit_code: int | None = None
@@ -228,9 +238,20 @@ class ForkedRank(RankProcess):
 
 
 def spawn_rank(
-    rank: int, ranks: int, *, payload_fd: int, env: Mapping[str, str], job_dir: Path
+    rank: int,
+    ranks: int,
+    *,
+    payload_fd: int,
+    env: Mapping[str, str],
+    job_dir: Path,
+    kept_fds: Sequence[int] = (),
+    stdin_fd: int = subprocess.DEVNULL,
 ) -> SpawnedRank:
-    """Start a fresh interpreter as `rank`, leader of its own process group."""
+    """Start a fresh interpreter as `rank`, leader of its own process group.
+
+    `kept_fds` are descriptors of this process that the rank inherits, too; `stdin_fd` is what it
+    reads from.
+    """
     pipes = Pipes.open(rank, job_dir)
     report_fd, control_fd, stdout_fd, stderr_fd = pipes.theirs
     inherited = (payload_fd, report_fd, control_fd)
@@ -239,10 +260,10 @@ def spawn_rank(
     try:
         process = subprocess.Popen(
             [sys.executable, *flags, "-c", _BOOTSTRAP, label, *map(str, inherited)],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin_fd,
             stdout=stdout_fd,
             stderr=stderr_fd,
-            pass_fds=inherited,
+            pass_fds=(*inherited, *kept_fds),
             env=env,
             process_group=0,
         )

@@ -6,7 +6,6 @@ again: the function comes by pickle.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -23,11 +22,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from unisono.errors import PlatformError, Requeue
+from unisono.errors import Requeue
+from unisono.launch import terminal
 from unisono.launch.conventions import Convention
+from unisono.launch.device import Device
 from unisono.launch.here import Here
+from unisono.launch.job_files import process_start, write_private
+from unisono.launch.leaving import leave
 from unisono.launch.lifeline import Lifeline, Stopped, kill_own_group
-from unisono.launch.messages import Address, Failed, Hello, Ready, Requeued, Returned, send_message
+from unisono.launch.messages import (
+    Address,
+    Failed,
+    Hello,
+    Ready,
+    Requeued,
+    Returned,
+    Standing,
+    send_message,
+)
 from unisono.launch.payload import dump_exception, dump_value, load_call
 from unisono.launch.platform import Platform
 from unisono.launch.setting import Setting
@@ -57,6 +69,8 @@ class Job:
     """What was asked for."""
     setting: Setting
     """The launcher's surroundings."""
+    upon_finish: bytes | None = None
+    """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
 
 
 def main() -> NoReturn:
@@ -89,12 +103,18 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     stack_file = open(os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")  # noqa: SIM115, PTH123
     number = signal.Signals[job.platform.stack_signal]
     faulthandler.register(number, file=stack_file, all_threads=True)
-    lifeline = Lifeline(control_fd, note_request)
+    # Whoever attaches to the job from elsewhere asks this process for its stacks.
+    known = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
+    write_private(stack_path.with_suffix(".pid"), known.encode())
+    lifeline = Lifeline(control_fd, note_request, lambda: _tell_standing(report_fd))
     lifeline.take(job.platform.stop_signals)
+    # A minder starts ranks with these blocked, so that none is lost before now.
+    heeded = {signal.SIGTERM, number, *(signal.Signals[n] for n in job.platform.stop_signals)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)
     send_message(report_fd, Hello(host=socket.gethostname()))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    sys.breakpointhook = _refuse_breakpoint
+    terminal.settle(int(os.environ["RANK"]))
     try:
         _live(job, report_fd, lifeline)
         code = 0
@@ -108,20 +128,7 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     if code:
         # The launcher is about to end us: no cleaning up that could wait for other ranks.
         os._exit(code)
-    _leave()
-
-
-def _leave() -> NoReturn:
-    """End as an interpreter does (threads, exit functions, streams), but without unloading torch.
-
-    That takes longer than a warm start, and the system takes the memory back anyway.
-    """
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(0)
+    leave(report_fd)
 
 
 def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
@@ -144,6 +151,8 @@ def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
         send_message(report_fd, Returned(value=dump_value(value), wall_s=wall_s))
     lifeline.wait_for("finish", timeout_s=float(2**31))
     lifeline.leave()
+    if job.upon_finish is not None and here.rank == 0:
+        pickle.loads(job.upon_finish)()
     stop_world()
 
 
@@ -180,9 +189,22 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
             path = Path(os.environ["UNISONO_JOB_DIR"], f"store-{os.environ['UNISONO_RESTART']}")
             store = dist.FileStore(str(path), environment.size)
         else:
-            store, address = _meet(job, nonce, report_fd, lifeline)
+            if platform.kind in (Device.SLURM, Device.MPI):  # no launcher to pass an address on
+                from unisono.launch.meeting import meet
+
+                path = Path(os.environ["UNISONO_JOB_DIR"], f"rendezvous-{nonce.rpartition('/')[2]}")
+                store, address = meet(
+                    environment,
+                    path.with_suffix(".json"),
+                    nonce=nonce,
+                    timeout_s=platform.start_timeout_s,
+                    asked=(platform.master_addr, platform.master_port or 0),
+                )
+            else:
+                store, address = _meet(job, nonce, report_fd, lifeline)
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
             platform.master_addr, platform.master_port = address
+            environment = replace(environment, master=address)
     return enter_world(environment, platform, store=store, name=nonce, report_fd=report_fd)
 
 
@@ -208,6 +230,17 @@ def _meet(
     return store, (addr, port)
 
 
+def _tell_standing(report_fd: int) -> None:
+    """Tell the launcher which collective was the last; nothing before there was one."""
+    calls = sys.modules.get("unisono.comm.call")
+    call = calls.latest() if calls is not None else None
+    if call is not None:
+        words = f"{call.describe()} ({'done' if call.done else 'under way'})"
+        with contextlib.suppress(OSError):
+            message = Standing(call=words, group=str(call.key), number=call.seq)
+            send_message(report_fd, message)
+
+
 def _rehearse_death(rank: int) -> None:
     """Die later, if `UNISONO_TEST_KILL=rank:seconds` names this rank in its first attempt."""
     who, _, seconds = os.environ.get("UNISONO_TEST_KILL", "").partition(":")
@@ -215,15 +248,6 @@ def _rehearse_death(rank: int) -> None:
         timer = threading.Timer(float(seconds or 0), kill_own_group)
         timer.daemon = True
         timer.start()
-
-
-def _refuse_breakpoint(*_args: object, **_kwargs: object) -> NoReturn:
-    raise PlatformError.because(
-        f"breakpoint() in rank {os.environ['RANK']}",
-        "ranks have no terminal",
-        None,
-        'on="inline" runs the function in your own process, where a debugger works',
-    )
 
 
 def _threads(text: str) -> int:

@@ -44,18 +44,19 @@ def run(
 ) -> Results[T]:
     """Call `fn(*args, **kwargs)` on every rank and return what each returned, in rank order.
 
-    In a process that is a rank already (torchrun, `unisono run`, another `run`) nothing is
+    In a process that is a rank already (torchrun, mpiexec, srun, another `run`) nothing is
     started: `fn` runs here, as a rank of that world.
 
     Args:
         fn: any function: of a module, of `__main__`, a closure, a lambda.
         args: its positional arguments.
-        on: `"cpu"`, `"gpu"`, `"mps"` for processes of this host, `"inline"` for this very process
+        on: `"cpu"`, `"gpu"`, `"mps"` for processes of this host, `"mpi"` for ranks under an
+            `mpiexec` of ours, `"slurm"` for a job of a cluster, `"inline"` for this very process
             as a world of one (where a debugger works and exceptions pass as they are), a profile
             of `unisono.toml`, a `Device` or a `Platform`. Default: GPUs if there are any.
-        ranks: number of ranks; if not given 2 on `"cpu"`, all GPUs on `"gpu"`, 1 on `"mps"`. Each
-            rank gets cores / ranks threads.
-        nodes: number of hosts; 1.
+        ranks: number of ranks over all nodes; if not given 2 on `"cpu"` and `"mpi"`, all GPUs on
+            `"gpu"`, 1 on `"mps"`, one a node on `"slurm"`. Each rank gets cores / ranks threads.
+        nodes: number of hosts, for `"mpi"` and `"slurm"`; 1 if not given.
         timeout_s: deadline, counted from the moment all ranks are ready.
         max_restarts: how many times to start again after a failure; 0 if not given.
         logs: a directory to keep logs in, or a `Logs`.
@@ -89,10 +90,15 @@ def execute(request: Request, convention: Convention) -> Results[Any]:
     """Run a checked request to its end, and tell the platform's own functions of it."""
     if request.platform.detect and is_in_world():
         return run_here(request, convention)
+    if request.place == "slurm":
+        from unisono.launch.slurm.running import run_on_slurm
+
+        return run_on_slurm(request, convention)
     with telling(request.platform):
         if request.place == "inline":
             return _run_inline(request)
-        prepare(request.platform.spawn_method)
+        if request.platform.kind is not Device.MPI:
+            prepare(request.platform.spawn_method)
         call = dump_call(request.fn, request.args, request.kwargs)
         with termination_as_exception(), job_directory(request) as job_dir:
             return Attempts(

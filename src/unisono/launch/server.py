@@ -126,7 +126,7 @@ class Server:
                     return assignment
 
     def _fork(self, own: dict[str, str], fds: list[int]) -> Assignment | None:
-        payload_fd, report_fd, control_fd, stdout_fd, stderr_fd, status_fd = fds
+        payload_fd, report_fd, control_fd, stdout_fd, stderr_fd, status_fd, *stdin = fds
         if (why := refusal()) is not None:
             os.write(status_fd, f"refused {why}\n".encode())
             for fd in fds:
@@ -137,8 +137,9 @@ class Server:
         if pid:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
-            for fd in fds[:-1]:
-                os.close(fd)
+            for fd in fds:
+                if fd != status_fd:
+                    os.close(fd)
             self._status_fds[pid] = status_fd
             self._tell(status_fd, f"started {pid}\n")
             return None
@@ -147,7 +148,7 @@ class Server:
         if os.getppid() != server_pid:
             os._exit(1)
         self._leave_to_the_parent()
-        for source, target in ((stdout_fd, 1), (stderr_fd, 2)):
+        for source, target in (*((fd, 0) for fd in stdin), (stdout_fd, 1), (stderr_fd, 2)):
             os.dup2(source, target)
             os.close(source)
         os.close(status_fd)

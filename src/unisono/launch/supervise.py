@@ -7,7 +7,6 @@ leaves no process, descriptor or half-read output behind.
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import socket
 import time
@@ -17,21 +16,25 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from unisono.launch import verdict
 from unisono.launch.console import Console, RankStream
+from unisono.launch.listening import Listener
 from unisono.launch.messages import (
     Address,
     Failed,
     Hello,
+    Lingering,
     Message,
     Preempt,
     Ready,
     Requeued,
     Returned,
+    Standing,
 )
 from unisono.launch.process import RankProcess, read_available
-from unisono.launch.stacks import outside_collectives, user_threads
+from unisono.launch.stacks import user_threads
 
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before the cause is chosen."""
@@ -61,7 +64,23 @@ class Outcome:
     """Seconds from then to the last return."""
 
 
-class Supervisor:
+class Watch(Protocol):
+    """What other threads may ask of whoever watches over the ranks of an attempt."""
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether all ranks have been ready."""
+        ...
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Have `question` called by the thread that supervises, soon. From any thread."""
+
+    def stacks(self) -> dict[int, str]:
+        """Return the stacks of all ranks that answer; only in the thread that supervises."""
+        ...
+
+
+class Supervisor(Listener):
     """Watches the ranks of one attempt. Use it as a context manager."""
 
     def __init__(
@@ -75,6 +94,7 @@ class Supervisor:
         attempt: int,
         stack_signal: signal.Signals = signal.SIGUSR1,
     ) -> None:
+        super().__init__()
         self._ranks: list[RankProcess] = []
         self._console = console
         self._start_timeout_s = start_timeout_s
@@ -82,7 +102,6 @@ class Supervisor:
         self._grace_s = grace_s
         self._job_dir = job_dir
         self._attempt = attempt
-        self._selector = selectors.DefaultSelector()
         self._streams: list[RankStream] = []
         self._began = time.monotonic()
         self._ready_at: float | None = None
@@ -160,26 +179,6 @@ class Supervisor:
             wall_s=ended - ready_at,
         )
 
-    # The loop: a callback says whether its descriptor has more to come.
-
-    def _listen(self, fd: int, callback: Callable[[], bool]) -> None:
-        os.set_blocking(fd, False)
-        self._selector.register(fd, selectors.EVENT_READ, callback)
-
-    def _step(self, timeout_s: float | None) -> bool:
-        """Wait for news at most `timeout_s`, take all that has come, say whether there was any."""
-        events = self._selector.select(timeout_s)
-        for key, _ in events:
-            if not key.data():
-                self._selector.unregister(key.fd)
-        return bool(events)
-
-    def _step_until(self, condition: Callable[[], bool], limit_s: float) -> None:
-        """Go on until `condition` holds, at most `limit_s`."""
-        end = time.monotonic() + limit_s
-        while not condition() and (left := end - time.monotonic()) > 0:
-            self._step(min(left, 0.02))
-
     def _seconds_left(self) -> float | None:
         """Return the time to the next deadline; None is for ever, 0.0 is over."""
         if self._ready_at is None:
@@ -214,6 +213,10 @@ class Supervisor:
                 rank.returned = message
             case Requeued():
                 rank.is_requeued = True
+            case Standing():
+                rank.standing = message
+            case Lingering():
+                rank.lingering = message.threads
             case Preempt():
                 for other in self._ranks:
                     if other.rank == message.rank:
@@ -249,8 +252,11 @@ class Supervisor:
             rank.order(finish=True)
         self._step_until(lambda: not any(rank.is_running for rank in self._ranks), LEAVE_S)
         for rank in self._ranks:
-            if rank.is_running:
-                how = f"did not end within {LEAVE_S:g} s (a thread that is no daemon?)"
+            if rank.lingering:
+                names = ", ".join(rank.lingering)
+                how = f"left with threads still running: {names} (join them, or daemon=True)"
+            elif rank.is_running:
+                how = f"did not end within {LEAVE_S:g} s"
             elif rank.exit_code:
                 how = verdict.ending(rank.exit_code)
             else:
@@ -283,19 +289,28 @@ class Supervisor:
         else:
             late = [rank.rank for rank in self._ranks if not rank.is_done]
             deadline = f"not done within timeout_s={self._timeout_s:g}"
+        standings = self._standings()
         stacks = self._stacks(self._ranks, DEADLINE_STACKS_S)
         fates = self._fates()
         self._stop_all()
         self._kill_all()
-        outside = outside_collectives({rank: stacks.get(rank, "") for rank in late})
-        candidates = outside or late
         return verdict.timeout(
             fates,
             what=f"{verdict.name_ranks(late)} of {size} {deadline}",
             stacks=stacks,
-            suspect=candidates[0] if len(candidates) == 1 else None,
+            suspect=verdict.suspect(late, standings, stacks),
+            last_collective={rank: standing.call for rank, standing in standings.items()},
             job_dir=str(self._job_dir),
         )
+
+    def _standings(self) -> dict[int, Standing]:
+        """Ask the ranks for their latest collectives; return what those that answer say."""
+        asked = [rank for rank in self._ranks if rank.is_running and rank.hello]
+        for rank in asked:
+            rank.standing = None
+            rank.order(where=True)
+        self._step_until(lambda: all(rank.standing for rank in asked), STACKS_S)
+        return {rank.rank: rank.standing for rank in asked if rank.standing is not None}
 
     def _fates(self) -> list[verdict.Fate]:
         return [

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError, compress_ranks
-from unisono.launch.messages import Failed
+from unisono.launch.messages import Failed, Standing
 from unisono.launch.payload import load_exception
-from unisono.launch.stacks import grouped, user_line
+from unisono.launch.stacks import grouped, outside_collectives, user_line
 
 LOG_LINES = 20
 """Lines of a rank's log that the error of a rank without traceback shows."""
@@ -117,23 +117,47 @@ def failure(
     return error
 
 
+def suspect(
+    late: Sequence[int], standings: Mapping[int, Standing], stacks: Mapping[int, str]
+) -> int | None:
+    """Return the one rank that keeps the others waiting, if one can be named.
+
+    That is the one whose number of collectives is behind, else the one outside of all.
+    """
+    told = {rank: standings[rank] for rank in late if rank in standings}
+    if len({standing.group for standing in told.values()}) == 1:
+        least = min(standing.number for standing in told.values())
+        behind = [rank for rank, standing in told.items() if standing.number == least]
+        if len(behind) == 1 < len(told):
+            return behind[0]
+    candidates = outside_collectives({rank: stacks.get(rank, "") for rank in late}) or late
+    return candidates[0] if len(candidates) == 1 else None
+
+
 def timeout(
     fates: Sequence[Fate],
     *,
     what: str,
     stacks: Mapping[int, str],
     suspect: int | None = None,
+    last_collective: Mapping[int, str] | None = None,
     job_dir: str | None = None,
 ) -> RankTimeout:
     """Build the error for a deadline that passed while no rank failed."""
     silent = [fate.rank for fate in fates if fate.rank not in stacks]
     lines = [what]
+    by_call: dict[str, list[int]] = {}
+    for rank, call in sorted((last_collective or {}).items()):
+        by_call.setdefault(call, []).append(rank)
+    lines += [f"Latest collective of {name_ranks(ranks)}: {c}" for c, ranks in by_call.items()]
     if silent:
         lines.append(f"No stack from {name_ranks(silent)}.")
     if stacks:
         lines.append(grouped(stacks, suspect))
     lines.append(f"HINT: a longer timeout_s if this is only slow{_logs_at(job_dir)}")
-    return RankTimeout("\n".join(lines), stacks=stacks, rank=suspect)
+    return RankTimeout(
+        "\n".join(lines), stacks=stacks, rank=suspect, last_collective=last_collective
+    )
 
 
 def _headline(fate: Fate, size: int) -> str:

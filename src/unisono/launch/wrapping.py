@@ -13,6 +13,7 @@ from unisono.launch.conventions import choose_convention
 from unisono.launch.detection import is_in_world
 from unisono.launch.in_process import run_in_process
 from unisono.launch.io import IO
+from unisono.launch.job import Job, submit_request
 from unisono.launch.platform import Platform
 from unisono.launch.request import checked_request
 from unisono.launch.results import Results
@@ -40,8 +41,11 @@ class Wrapper:
         self._convention = convention
         IO.verbose = platform.verbose
 
-    def start(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Results[Any]:
-        """Run `task` on every rank of the platform and return what each returned."""
+    def start(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Results[Any] | Job:
+        """Run `task` on every rank of the platform and return what each returned.
+
+        On SLURM the job is queued, and its handle returned at once.
+        """
         return self._start(task, args, kwargs, is_decorated=False)
 
     def _start(
@@ -51,7 +55,7 @@ class Wrapper:
         kwargs: dict[str, Any],
         *,
         is_decorated: bool,
-    ) -> Results[Any]:
+    ) -> Results[Any] | Job:
         convention = choose_convention(
             task, args, kwargs, asked=self._convention, is_decorated=is_decorated
         )
@@ -71,7 +75,10 @@ class Wrapper:
             is_called_plainly=False,
         )
         request.platform.print()
-        if request.ranks == 1 and not (platform.detect and is_in_world()):
+        in_world = platform.detect and is_in_world()
+        if request.place == "slurm" and not in_world:
+            return submit_request(request, convention)
+        if request.ranks == 1 and not in_world:
             with telling(request.platform):
                 return run_in_process(request, convention)
         return execute(request, convention)
@@ -79,12 +86,12 @@ class Wrapper:
 
 def wrapper(
     platform: Platform,
-) -> Callable[[Callable[..., Any]], Callable[..., Results[Any]]]:
+) -> Callable[[Callable[..., Any]], Callable[..., Results[Any] | Job]]:
     """Decorate a function so that calling it runs it on every rank of `platform`."""
 
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Results[Any]]:
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Results[Any] | Job]:
         @functools.wraps(fn)
-        def launch(*args: Any, **kwargs: Any) -> Results[Any]:
+        def launch(*args: Any, **kwargs: Any) -> Results[Any] | Job:
             return Wrapper(platform)._start(fn, args, kwargs, is_decorated=True)
 
         return launch

@@ -1,0 +1,331 @@
+"""The parent of one rank on some host: started there by `srun` or `mpiexec`, once for each rank.
+
+    python -m unisono.launch.minder DIRECTORY ATTEMPT
+
+It turns what the rank says and how it ends, SIGKILL included, into files of the job's directory,
+passes signals on, and obeys the orders it finds there. It unpickles nothing of the user's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from unisono.environment import Environment, detect
+from unisono.errors import PlatformError
+from unisono.launch import job_files, rank_files
+from unisono.launch.job_files import write_private
+from unisono.launch.listening import Listener
+from unisono.launch.messages import (
+    Failed,
+    Hello,
+    Lingering,
+    Message,
+    Preempt,
+    Ready,
+    Requeued,
+    Returned,
+    Standing,
+)
+from unisono.launch.process import SpawnedRank, read_available, spawn_rank
+from unisono.launch.rank_files import CANCEL, PAYLOAD, Orders, RankState
+from unisono.launch.remote_plan import Plan
+
+COLLECT_S = 0.25
+"""How long a rank that failed stays, so that the others can learn of it."""
+STACK_S = 0.5
+"""Longest wait for a stack."""
+STANDING_S = 0.2
+"""Longest wait for the rank's word on its latest collective."""
+LEAVE_S = 10.0
+"""Longest time a rank may take to leave after all have returned."""
+_HIDDEN = ("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT")
+"""What would mislead a rank."""
+_OF_OTHERS = (*_HIDDEN, "RANK", "UNISONO_RUN_ID", "TORCHELASTIC_RUN_ID")
+"""What may be left from another launcher: the starter's own variables tell our place."""
+
+
+class Minder(Listener):
+    """Watches over one rank from its start to its end."""
+
+    def __init__(self, directory: Path, attempt: int, plan: Plan, place: Environment) -> None:
+        super().__init__()
+        self._dir = directory
+        self._plan = plan
+        self._orders = Orders(directory, attempt)
+        self._state = RankState(
+            rank=place.rank,
+            attempt=attempt,
+            host=socket.gethostname(),
+            node=os.environ.get("SLURMD_NODENAME", ""),
+        )
+        self._signals: list[int] = []
+        self._is_dismissed = False
+        self._stop_reason: str | None = None
+        self._heeded = {signal.Signals[name] for name in (*plan.stop_signals, plan.stack_signal)}
+        self._heeded.add(signal.SIGTERM)
+        self._rank = self._start(place)
+
+    def run(self) -> int:
+        """Stay until the rank has ended; return the exit code that tells the starter how."""
+        rank, began = self._rank, time.monotonic()
+        while rank.is_running and not rank.is_bad and self._stop_reason is None:
+            self._step(rank_files.pause_s(time.monotonic() - began))
+            self._heed_signals()
+            self._heed_orders()
+            self._look_for_launcher()
+            if self._is_dismissed:
+                self._step_until(lambda: not rank.is_running, LEAVE_S)
+                break
+        if rank.is_done and (self._is_dismissed or not rank.is_running):
+            self._end()
+            self._note(self._state.state)
+            return 0
+        if rank.failed is not None:
+            self._step_until(lambda: not rank.is_running, COLLECT_S)
+        elif not rank.is_running:
+            self._state.exit_code, self._state.peak_mb = rank.exit_code, rank.peak_mb
+            self._note("died")
+        elif not rank.is_done:
+            rank.order(where=True)
+            self._state.stack = self._stack()
+            self._step_until(lambda: rank.standing is not None, STANDING_S)
+            self._note("stopped")
+            # Not before the others have shown where they stand, too.
+            self._step_until(lambda: not rank.is_running, COLLECT_S)
+        self._end()
+        return 1
+
+    def _start(self, place: Environment) -> SpawnedRank:
+        """Start the rank; signals wait until it is ready for them."""
+        read, write = os.pipe()
+        for fd in (read, write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in self._heeded:
+            signal.signal(number, lambda n, _frame: self._signals.append(n))
+        self._listen(read, lambda: read_available(read) != b"")
+        variables = {
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": str(self._plan.cpus_per_rank),
+            **{name: value for name, value in os.environ.items() if name not in _HIDDEN},
+            **self._plan.env,
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(place.size),
+            "LOCAL_RANK": str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(place.local_size),
+            "NODE_RANK": str(place.node),
+            "UNISONO_RUN_ID": self._plan.run_id,
+            "UNISONO_JOB_DIR": str(self._dir),
+            "UNISONO_RESTART": str(self._state.attempt),
+        }
+        job_files.check_ours(self._dir / PAYLOAD)
+        payload_fd = os.open(self._dir / PAYLOAD, os.O_RDONLY | os.O_NOFOLLOW)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._heeded)
+        try:
+            rank = spawn_rank(
+                place.rank,
+                place.size,
+                payload_fd=payload_fd,
+                env=variables,
+                job_dir=self._dir,
+                kept_fds=_descriptors_of_mpi(),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(payload_fd)
+        if self._state.attempt:
+            rank.log.write(f"--- attempt {self._state.attempt} on {self._state.host}\n".encode())
+        self._state.pid = rank.pid
+        self._state.pid_start = job_files.process_start(rank.pid)
+        self._listen(rank.report_fd, self._read_report)
+        for fd in rank.output_fds:
+            self._listen(fd, self._output_reader(fd))
+        if rank.end_fd is not None:
+            self._listen(rank.end_fd, self._note_end)
+        self._note("starting")
+        return rank
+
+    def _output_reader(self, fd: int) -> Callable[[], bool]:
+        def read() -> bool:
+            data = read_available(fd)
+            if data:
+                self._rank.log.write(data)
+            return data != b""
+
+        return read
+
+    def _read_report(self) -> bool:
+        messages = self._rank.read_messages()
+        for message in messages or ():
+            self._take(message)
+        if messages is None and self._rank.end_fd is None:
+            self._note_end()
+        return messages is not None
+
+    def _note_end(self) -> bool:
+        """The rank's process has ended: take its last words and its status."""
+        if self._rank.is_running:
+            while messages := self._rank.read_messages():
+                for message in messages:
+                    self._take(message)
+            self._rank.collect()
+        return False
+
+    def _take(self, message: Message) -> None:
+        rank = self._rank
+        match message:
+            case Hello():
+                rank.hello = message
+                self._note("running")
+            case Ready():
+                rank.is_ready = True
+                self._note("ready")
+            case Returned():
+                write_private(rank_files.result_path(self._dir, rank.rank), message.value)
+                rank.returned = message
+                self._note("returned")
+            case Requeued():
+                rank.is_requeued = True
+                self._note("requeued")
+            case Standing():
+                rank.standing = message
+                self._state.standing = asdict(message)
+            case Lingering():
+                names = ", ".join(message.threads)
+                self._state.warning = f"left with threads still running: {names}"
+            case Preempt():
+                self._orders.give(preempt=message.rank)
+            case Failed():
+                rank.failed = message
+                rank.log.write(message.traceback.encode(errors="replace"))
+                rank_files.write_error(self._dir, rank.rank, self._state.attempt, message)
+                self._note("failed")
+
+    def _heed_signals(self) -> None:
+        """Pass signals on. TERM after a failure elsewhere is the starter ending the world."""
+        while self._signals:
+            number = signal.Signals(self._signals.pop(0))
+            if number is signal.SIGTERM and self._is_over():
+                self._stop_reason = "another rank failed"
+            else:
+                self._rank.signal(number)
+
+    def _is_over(self) -> bool:
+        is_cancelled = (self._dir / CANCEL).exists()
+        return is_cancelled or rank_files.has_failure(self._dir, self._state.attempt)
+
+    def _heed_orders(self) -> None:
+        for order in self._orders.new():
+            if "stop" in order:
+                self._stop_reason = str(order["stop"])
+            elif "finish" in order:
+                self._is_dismissed = True
+                self._rank.order(finish=True)
+            elif "stack" in order:
+                self._rank.signal(signal.Signals[self._plan.stack_signal])
+            elif order.get("preempt") == self._rank.rank:
+                self._rank.signal(signal.SIGTERM)
+
+    def _look_for_launcher(self) -> None:
+        if self._plan.launcher is None:
+            return
+        host, pid, start = self._plan.launcher
+        if host == self._state.host and job_files.process_start(pid) != start:
+            self._stop_reason = "the launcher is gone"
+            self._orders.give(stop=self._stop_reason)  # other hosts cannot see it
+
+    def _stack(self) -> str:
+        """Return where the rank stands; nothing if it does not answer."""
+        path = self._rank.stack_path
+        if self._rank.hello is None:
+            return ""
+        begin = size = _size(path)
+        self._rank.signal(signal.Signals[self._plan.stack_signal])
+
+        def is_written() -> bool:
+            nonlocal size
+            before, size = size, _size(path)
+            return size == before > begin
+
+        self._step_until(is_written, STACK_S)
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(begin)
+            return file.read().decode(errors="replace")
+        return ""
+
+    def _end(self) -> None:
+        """Stop the rank if it still runs, and take its last output."""
+        rank = self._rank
+        if rank.is_running and self._is_dismissed:
+            self._state.warning = f"did not end within {LEAVE_S:g} s"
+        if rank.is_running:
+            rank.order(stop=True)
+            rank.signal_group(signal.SIGTERM)
+            self._step_until(lambda: not rank.is_running, self._plan.grace_s)
+        if rank.is_running:
+            rank.signal_group(signal.SIGKILL)
+            rank.collect()
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end and self._step(0):
+            pass
+        if rank.is_done:
+            self._state.exit_code, self._state.peak_mb = rank.exit_code, rank.peak_mb
+        rank.close()
+
+    def _note(self, state: str) -> None:
+        self._state.state = state
+        self._state.at.setdefault(state, time.time())
+        rank_files.write_state(self._dir, self._state)
+
+
+def _descriptors_of_mpi() -> tuple[int, ...]:
+    """Return the descriptors by which an MPI library in the rank talks to who started it."""
+    text = os.environ.get("PMI_FD", "")
+    return (int(text),) if text.isdigit() else ()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformError) -> int:
+    """Report an error that keeps the rank from being started."""
+    text = str(error)
+    failed = Failed(
+        summary=f"PlatformError: {text.splitlines()[0]}",
+        traceback=f"unisono.errors.PlatformError: {text}\n",
+        pickled=None,
+        is_consequence=False,
+    )
+    rank_files.write_error(directory, place.rank, attempt, failed)
+    state = RankState(rank=place.rank, attempt=attempt, host=socket.gethostname(), state="failed")
+    rank_files.write_state(directory, state)
+    return 1
+
+
+def main() -> int:
+    """Be the minder that the command line and the environment describe."""
+    directory, attempt = Path(sys.argv[1]), int(sys.argv[2])
+    place = detect({name: value for name, value in os.environ.items() if name not in _OF_OTHERS})
+    try:
+        job_files.check_ours(directory)
+        plan = Plan.read(directory)
+        plan.check_versions()
+    except PlatformError as error:
+        return _refuse(directory, attempt, place, error)
+    return Minder(directory, attempt, plan, place).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

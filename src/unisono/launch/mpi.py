@@ -1,0 +1,184 @@
+"""Ranks under an `mpiexec` of our own: one attempt to run a job on them.
+
+`mpiexec` starts a minder for each rank; what becomes of the ranks is read from the files of the
+run, so their fates, logs and deadlines are those of local ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from unisono.errors import PlatformError
+from unisono.launch import file_outcome, job_files, rank_files
+from unisono.launch.console import Console, RankStream
+from unisono.launch.local import pack_payload
+from unisono.launch.mpiexec import clean_environment, command, find_mpiexec
+from unisono.launch.oversight import Oversight
+from unisono.launch.rank import Job
+from unisono.launch.remote_plan import Plan
+from unisono.launch.supervise import Outcome, Watch
+from unisono.launch.terminal import VARIABLE as STDIN_VARIABLE
+from unisono.launch.terminal import stdin_rank
+
+_CHUNK = 1 << 20
+
+
+def run_mpi(
+    job: Job,
+    *,
+    console: Console,
+    job_dir: Path,
+    timeout_s: float | None,
+    attempt: int = 0,
+    on_start: Callable[[Watch], None] | None = None,
+) -> Outcome:
+    """Run `job` on ranks that `mpiexec` starts; return what they returned, or raise.
+
+    Whatever happens, neither `mpiexec` nor a rank is left when this returns. `on_start` is given
+    the watch over the ranks before they are started.
+    """
+    platform = job.platform
+    size = platform.world_size
+    if stdin_rank(job.setting.environment, size) is not None:
+        raise PlatformError.because(
+            f'{STDIN_VARIABLE} with on="mpi"',
+            "ranks under mpiexec, which have no terminal",
+            None,
+            'on="cpu", where one rank can have it, or on="inline"',
+        )
+    environment = clean_environment(job.setting.environment)
+    me = os.getpid()
+    plan = Plan.of(
+        platform,
+        run_id=secrets.token_hex(8),
+        timeout_s=timeout_s,
+        max_restarts=0,
+        launcher=(socket.gethostname(), me, job_files.process_start(me) or 0),
+    )
+    job_files.update_state(job_dir, {"plan": plan.as_json()})
+    job_files.write_private(job_dir / rank_files.PAYLOAD, pack_payload(job))
+    words = [sys.executable, "-m", "unisono.launch.minder", str(job_dir), str(attempt)]
+    watch = MpiWatch(console, job_dir, size)
+    oversight = Oversight(
+        job_dir,
+        plan,
+        attempt,
+        [*command(find_mpiexec(platform), platform, environment), *words],
+        env=environment,
+        on_tick=watch.look,
+    )
+    watch.oversight = oversight
+    if on_start is not None:
+        on_start(watch)
+    segments = _segments()
+    try:
+        ending = oversight.run()
+    finally:
+        watch.close()
+        _remove_unused(_segments() - segments)
+    if ending.state not in ("done", "requeued"):
+        raise file_outcome.read_error(job_dir, size, ending)
+    is_requeued = ending.state == "requeued"
+    states = rank_files.read_states(job_dir, size, attempt)
+    return Outcome(
+        values=[] if is_requeued else [_value(job_dir, rank) for rank in range(size)],
+        is_requeued=is_requeued,
+        hosts=[state.host if state else "" for state in states],
+        start_s=ending.start_s,
+        wall_s=ending.wall_s,
+    )
+
+
+def _segments() -> set[Path]:
+    """Return the shared memory of MPICH: ranks that do not finalize MPI leave theirs behind."""
+    return set(Path("/dev/shm").glob("mpich_shm_*"))
+
+
+def _remove_unused(segments: set[Path]) -> None:
+    """Remove shared memory of this user that no process has mapped."""
+    if not segments:
+        return
+    maps: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            maps.append(path.read_text())
+    for segment in segments:
+        with suppress(OSError):
+            if segment.stat().st_uid == os.getuid() and not any(str(segment) in m for m in maps):
+                segment.unlink()
+
+
+def _value(job_dir: Path, rank: int) -> bytes:
+    """Return what a rank returned, pickled, from a private file of this user."""
+    path = rank_files.result_path(job_dir, rank)
+    job_files.check_ours(path)
+    return path.read_bytes()
+
+
+class MpiWatch:
+    """Shows what the ranks print, and lets other threads ask about them."""
+
+    oversight: Oversight
+
+    def __init__(self, console: Console, job_dir: Path, ranks: int) -> None:
+        self._logs = [
+            _Tail(job_dir / f"rank-{rank}.log", console.stream(rank, 0)) for rank in range(ranks)
+        ]
+        self._questions: deque[Callable[[], None]] = deque()
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether all ranks have been ready."""
+        return self.oversight.was_ready
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Have `question` called by the thread that supervises, soon. From any thread."""
+        self._questions.append(question)
+
+    def stacks(self) -> dict[int, str]:
+        """Return the stacks of all ranks that answer."""
+        return self.oversight.stacks()
+
+    def look(self) -> None:
+        """Answer questions, and show what was printed since the last call."""
+        while self._questions:
+            self._questions.popleft()()
+        for log in self._logs:
+            log.show_new()
+
+    def close(self) -> None:
+        """Show the rest."""
+        for log in self._logs:
+            log.show_new()
+            log.close()
+
+
+class _Tail:
+    """Follows the log of one rank, from where it ends now."""
+
+    def __init__(self, path: Path, stream: RankStream) -> None:
+        self._path = path
+        self._stream = stream
+        self._place = path.stat().st_size if path.exists() else 0
+
+    def show_new(self) -> None:
+        """Pass on what has come."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._place)
+                while data := file.read(_CHUNK):
+                    self._place += len(data)
+                    self._stream.feed(data)
+        except FileNotFoundError:
+            return
+
+    def close(self) -> None:
+        """Show a last line without an end."""
+        self._stream.close()

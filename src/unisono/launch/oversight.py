@@ -1,0 +1,280 @@
+"""One attempt of a world whose ranks are started by a program, as `srun` or `mpiexec`.
+
+The program is told nothing and asked little: how each rank stands is in the files that its minder
+writes, and orders go the same way. Whatever happens, leaving `run` leaves neither the program nor,
+on this host, a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from unisono.launch import job_files, rank_files
+from unisono.launch.job_files import write_private
+from unisono.launch.rank_files import BAD, CANCEL, GOOD, Orders, RankState
+from unisono.launch.remote_plan import Plan
+
+POLL_S = 0.1
+"""Seconds between two looks at stacks that were asked for."""
+COLLECT_S = 0.25
+"""After the first bad news: time in which others may report, before all are stopped."""
+LEAVE_S = 15.0
+"""Longest time from an order to the end of the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How an attempt ended."""
+
+    state: Literal["done", "requeued", "failed", "timeout", "cancelled", "lost"]
+    """In one word; `lost`: the program ended, and not all ranks have told how they did."""
+    attempt: int
+    """Which attempt."""
+    was_ready: bool
+    """Whether all ranks have been ready."""
+    start_s: float
+    """Seconds until the last rank was ready."""
+    wall_s: float
+    """Seconds from then to the last return."""
+    exit_code: int | None
+    """That of the program."""
+    deadline: str = ""
+    """Which deadline passed."""
+
+    def as_json(self) -> dict[str, object]:
+        """Return the same as plain data."""
+        return asdict(self)
+
+
+class Oversight:
+    """Runs one attempt. `run` is for one thread; `stacks` and `stop` for any."""
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: Plan,
+        attempt: int,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take what is needed.
+
+        Args:
+            directory: of the job.
+            plan: its plain facts.
+            attempt: number of this attempt.
+            command: starts one minder for each rank, and ends when they have.
+            env: variables of the program; None are those of this process.
+            on_tick: called every round; what it raises ends all ranks and passes.
+        """
+        self._dir = directory
+        self._plan = plan
+        self._attempt = attempt
+        self._command = list(command)
+        self._env = env
+        self._on_tick = on_tick
+        self._orders = Orders(directory, attempt)
+        self._states: list[RankState | None] = [None] * plan.ranks
+        self._began = time.monotonic()
+        self._ready_at: float | None = None
+        self._returned_at: float | None = None
+        self._stopped_at: float | None = None
+        self._stop_reason = ""
+        self._deadline = ""
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether all ranks have been ready."""
+        return self._ready_at is not None
+
+    @property
+    def output_path(self) -> Path:
+        """Where the output of the program itself goes."""
+        return self._dir / "starter.log"
+
+    def stop(self, reason: str) -> None:
+        """Order all ranks to stop. From any thread; only the first order counts."""
+        if self._stopped_at is None:
+            self._stopped_at, self._stop_reason = time.monotonic(), reason
+            self._orders.give(stop=reason)
+
+    def stacks(self, timeout_s: float = 2.0) -> dict[int, str]:
+        """Return where the ranks stand that answer in time. From any thread."""
+        return ask_for_stacks(self._dir, self._plan.ranks, self._attempt, timeout_s)
+
+    def run(self) -> Ending:
+        """Start the program, and stay until it has ended."""
+        self._orders.open()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        output = os.open(self.output_path, flags, 0o600)
+        try:
+            # A session of its own: signals to our process group are for the ranks alone, and
+            # srun would take them as the end.
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=self._env,
+            )
+        finally:
+            os.close(output)
+        try:
+            self._watch(process)
+        except BaseException:
+            with suppress(OSError):
+                self.stop("the launcher was interrupted")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(self._plan.grace_s + 2.0)
+            raise
+        finally:
+            _end(process)
+            self._end_ranks_here()
+        return self._ending(process.returncode)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None:
+            self._on_tick()
+            self._look()
+            if self._stopped_at is not None and (
+                time.monotonic() > self._stopped_at + self._plan.grace_s + LEAVE_S
+            ):
+                return
+            with suppress(subprocess.TimeoutExpired):
+                elapsed_s = time.monotonic() - self._began
+                process.wait(rank_files.pause_s(elapsed_s, self._plan.ranks))
+        self._look()
+
+    def _look(self) -> None:
+        """Read how ranks stand, and give the orders that follow from it."""
+        for rank, known in enumerate(self._states):
+            if known is None or known.state not in (*GOOD, *BAD):
+                self._states[rank] = rank_files.read_state(self._dir, rank, self._attempt) or known
+        states = [state for state in self._states if state is not None]
+        now = time.monotonic()
+        if self._ready_at is None and all(s is not None and "ready" in s.at for s in self._states):
+            self._ready_at = now
+            entry = {"start_s": now - self._began}
+            path = self._dir / f"ready-{self._attempt}.json"
+            write_private(path, json.dumps(entry).encode())
+        if self._stopped_at is not None or self._returned_at is not None:
+            return
+        if self._have_all(GOOD):
+            self._returned_at = now
+            self._orders.give(finish=True)
+        elif bad := [state for state in states if state.state in BAD]:
+            if time.time() - min(state.at.get(state.state, 0.0) for state in bad) > COLLECT_S:
+                self.stop("another rank failed")
+        elif (self._dir / CANCEL).exists():
+            self.stop("cancelled")
+        else:
+            self._check_deadline(now)
+
+    def _have_all(self, words: Sequence[str]) -> bool:
+        return all(state is not None and state.state in words for state in self._states)
+
+    def _check_deadline(self, now: float) -> None:
+        plan = self._plan
+        if self._ready_at is None:
+            if now > self._began + plan.start_timeout_s:
+                self._deadline = f"not ready {plan.start_timeout_s:g} s after the start"
+        elif plan.timeout_s is not None and now > self._ready_at + plan.timeout_s:
+            self._deadline = f"not done within timeout_s={plan.timeout_s:g}"
+        if self._deadline:
+            self.stop("deadline")
+
+    def _ending(self, exit_code: int | None) -> Ending:
+        words = [state.state if state else None for state in self._states]
+        if self._deadline:  # who failed then was stopped, or saw another one go
+            state = "timeout"
+        elif any(word in BAD for word in words):
+            state = "failed"
+        elif self._have_all(GOOD):
+            state = "requeued" if "requeued" in words else "done"
+        elif self._stop_reason == "cancelled" or (self._dir / CANCEL).exists():
+            state = "cancelled"
+        else:
+            state = "lost"
+        return Ending(
+            state=state,
+            attempt=self._attempt,
+            was_ready=self.was_ready,
+            start_s=(self._ready_at or time.monotonic()) - self._began,
+            wall_s=max(0.0, self._last(*GOOD) - self._last("ready")),
+            exit_code=exit_code,
+            deadline=self._deadline,
+        )
+
+    def _last(self, *words: str) -> float:
+        """Return when the last rank came into one of these states, by the clock of its host."""
+        times = [
+            s.at[word] for s in self._states if s is not None for word in words if word in s.at
+        ]
+        return max(times, default=0.0)
+
+    def _end_ranks_here(self) -> None:
+        """Kill ranks of this host that outlived the program, if they still are what they were."""
+        for rank in range(self._plan.ranks):
+            state = rank_files.read_state(self._dir, rank, self._attempt)
+            if state is None or state.host != socket.gethostname() or not state.pid:
+                continue
+            if job_files.process_start(state.pid) == state.pid_start:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(state.pid, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program, which should have ended by itself, and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(2.0)
+
+
+def ask_for_stacks(
+    directory: Path, ranks: int, attempt: int, timeout_s: float = 2.0
+) -> dict[int, str]:
+    """Have the minders of an attempt take stacks; return those that come in time."""
+    from unisono.launch.stacks import user_threads
+
+    paths = {rank: directory / f"rank-{rank}.stack" for rank in range(ranks)}
+    begin = {rank: _size(path) for rank, path in paths.items()}
+    try:
+        Orders(directory, attempt).give(stack=True)
+    except OSError:
+        return {}
+    end, sizes = time.monotonic() + timeout_s, begin
+    while time.monotonic() < end:
+        time.sleep(POLL_S)
+        before, sizes = sizes, {rank: _size(path) for rank, path in paths.items()}
+        if sizes == before and all(sizes[rank] > begin[rank] for rank in paths):
+            break
+    stacks: dict[int, str] = {}
+    for rank, path in paths.items():
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(begin[rank])
+            if text := file.read().decode(errors="replace"):
+                stacks[rank] = user_threads(text)
+    return stacks
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

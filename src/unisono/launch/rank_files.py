@@ -1,0 +1,169 @@
+"""What ranks on other hosts leave in the directory of their job, and the orders they find there.
+
+A shared directory is all that such ranks and their launcher have in common. Each file has one
+writer and is replaced by a rename; only private files of this user are read back.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.launch.job_files import check_ours, write_private
+from unisono.launch.messages import Failed
+
+PAYLOAD = "payload.pkl"
+"""Search path, function, arguments: what each rank is started with."""
+CANCEL = "cancel"
+"""Is there once somebody has cancelled the job."""
+GOOD = ("returned", "requeued")
+"""States of a rank whose function came to a good end."""
+BAD = ("failed", "died")
+"""States of a rank that ends the others."""
+
+
+@dataclass(kw_only=True)
+class RankState:
+    """What a rank's minder knows of it."""
+
+    rank: int
+    """Its place in the world."""
+    attempt: int
+    """Which attempt this is about."""
+    host: str
+    """Where it runs."""
+    node: str = ""
+    """What the scheduler calls that host."""
+    state: str = "starting"
+    """`starting`, `running`, `ready`, `returned`, `requeued`, `failed`, `died`, `stopped`."""
+    pid: int = 0
+    """Its process."""
+    pid_start: int | None = None
+    """When that process started, to tell it from a later one of the same number."""
+    exit_code: int | None = None
+    """How it ended, negative for a signal; None while it runs, or if it was stopped."""
+    peak_mb: float | None = None
+    """Largest memory it used."""
+    stack: str = ""
+    """Where it stood when it was stopped."""
+    standing: dict[str, Any] | None = None
+    """Where it stood among collectives then, as `messages.Standing`."""
+    warning: str = ""
+    """What was strange about its end, although its result counts."""
+    at: dict[str, float] = field(default_factory=dict)
+    """When it came into each state, by the clock of its host."""
+
+
+def write_state(directory: Path, state: RankState) -> None:
+    """Tell others how a rank stands."""
+    path = directory / f"rank-{state.rank}.state.json"
+    write_private(path, json.dumps(asdict(state)).encode())
+
+
+def read_state(directory: Path, rank: int, attempt: int) -> RankState | None:
+    """Return how a rank stands in this attempt; None if it has not said."""
+    found = read_json(directory / f"rank-{rank}.state.json")
+    return RankState(**found) if found and found["attempt"] == attempt else None
+
+
+def read_states(directory: Path, ranks: int, attempt: int) -> list[RankState | None]:
+    """Return how all ranks stand."""
+    return [read_state(directory, rank, attempt) for rank in range(ranks)]
+
+
+def write_error(directory: Path, rank: int, attempt: int, failed: Failed) -> None:
+    """Keep the report of a rank that failed."""
+    pickled = base64.b64encode(failed.pickled).decode() if failed.pickled is not None else None
+    entry = {**asdict(failed), "pickled": pickled, "attempt": attempt}
+    write_private(directory / f"rank-{rank}.error.json", json.dumps(entry).encode())
+
+
+def read_error(directory: Path, rank: int, attempt: int) -> Failed | None:
+    """Return the report of a rank that failed in this attempt."""
+    found = read_json(directory / f"rank-{rank}.error.json")
+    if not found or found.pop("attempt") != attempt:
+        return None
+    if found["pickled"] is not None:
+        found["pickled"] = base64.b64decode(found["pickled"])
+    return Failed(**found)
+
+
+def has_failure(directory: Path, attempt: int) -> bool:
+    """Whether any rank has failed or died in this attempt."""
+    for path in directory.glob("rank-*.state.json"):
+        found = read_json(path)
+        if found and found["attempt"] == attempt and found["state"] in BAD:
+            return True
+    return False
+
+
+def pause_s(elapsed_s: float, ranks: int = 1) -> float:
+    """Return how long to wait between two looks at files.
+
+    Often at first, for the sake of short jobs, and in large worlds rarely.
+
+    Example:
+        >>> pause_s(1), pause_s(5), pause_s(3600), pause_s(3600, ranks=640)
+        (0.02, 0.05, 0.1, 0.5)
+    """
+    return min(0.5, 0.1 * (1 + ranks // 64), max(0.02, elapsed_s / 100))
+
+
+def result_path(directory: Path, rank: int) -> Path:
+    """Return where a rank leaves what its function returned."""
+    return directory / f"rank-{rank}.result"
+
+
+class Orders:
+    """The orders of an attempt: a file that grows by one JSON object a line.
+
+    It is there before the ranks are, and grows in place: on a network file system that is seen
+    much sooner than a new file. Orders are `{"finish": true}`, `{"stop": "why"}` and
+    `{"preempt": rank}`.
+    """
+
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self._path = directory / f"orders-{attempt}"
+        self._read = 0
+
+    def open(self) -> None:
+        """Make the file."""
+        os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600))
+
+    def give(self, **order: Any) -> None:
+        """Add an order."""
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        try:
+            os.write(fd, json.dumps(order).encode() + b"\n")
+        finally:
+            os.close(fd)
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Yield the orders that came since the last call."""
+        try:
+            check_ours(self._path)
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except (OSError, ValueError):
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the content of a private file of ours; None if it is not there."""
+    if not path.exists() and not path.is_symlink():
+        return None
+    check_ours(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,213 @@
+"""The process of the batch script: one `srun` for each attempt, until there is an end.
+
+    python -m unisono.launch.slurm.driver DIRECTORY
+
+Also run beside a launcher that is inside an allocation already (`--in-allocation`), and ends with
+it if that waits (`--tied`). What came of it is in `end.json`; how far it got is in
+`progress.json`, which a requeued job reads again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from unisono.errors import PlatformError
+from unisono.launch import file_outcome, job_files, rank_files
+from unisono.launch.job_files import write_private
+from unisono.launch.oversight import Ending, Oversight
+from unisono.launch.rank_files import CANCEL
+from unisono.launch.remote_plan import Plan
+from unisono.launch.slurm.commands import call, show_job
+from unisono.launch.slurm.steps import srun_command
+
+PROGRESS = "progress.json"
+END = "end.json"
+DONE = "done"
+
+
+@dataclass
+class Progress:
+    """How far a job has got, over all its times in the queue."""
+
+    attempt: int = -1
+    """Number of the present attempt."""
+    state: str = "pending"
+    """`running` or `requeued`."""
+    requeues: int = 0
+    """How many attempts the function itself asked for."""
+    causes: list[str] = field(default_factory=list)
+    """One line for each attempt that failed."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Progress:
+        """Return how far the job in `directory` has got."""
+        found = rank_files.read_json(directory / PROGRESS)
+        return cls(**found) if found else cls()
+
+    def write(self, directory: Path) -> None:
+        """Keep it."""
+        write_private(directory / PROGRESS, json.dumps(asdict(self)).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What came of a job."""
+
+    ending: Ending
+    """Its last attempt."""
+    message: str = ""
+    """What went wrong, where the files of the ranks do not tell it."""
+    causes: tuple[str, ...] = ()
+    """One line for each attempt that failed."""
+
+    @classmethod
+    def read(cls, directory: Path) -> End | None:
+        """Return what came of the job in `directory`; None as long as it goes on."""
+        found = rank_files.read_json(directory / END)
+        if not found:
+            return None
+        return cls(
+            ending=Ending(**found["ending"]),
+            message=found["message"],
+            causes=tuple(found["causes"]),
+        )
+
+    def write(self, directory: Path) -> None:
+        """Keep it."""
+        entry = {"ending": self.ending.as_json(), "message": self.message, "causes": self.causes}
+        write_private(directory / END, json.dumps(entry).encode())
+
+
+class Driver:
+    """Runs the attempts of a job."""
+
+    def __init__(self, directory: Path, *, in_allocation: bool, is_tied: bool) -> None:
+        self._dir = directory
+        self._plan = Plan.read(directory)
+        self._is_batch = not in_allocation
+        self._launcher = os.getppid() if is_tied else None
+        self._progress = Progress.read(directory)
+
+    def run(self) -> int:
+        """Go on until there is an end; return the exit code of the job."""
+        if (self._dir / DONE).exists():
+            return 0  # SLURM starts a job again that ended while it was being pre-empted
+        (self._dir / END).unlink(missing_ok=True)
+        while True:
+            self._progress.attempt += 1
+            self._note("running")
+            ending = self._attempt()
+            match ending.state:
+                case "done":
+                    self._end(ending)
+                    write_private(self._dir / DONE, b"")
+                    return 0
+                case "cancelled":
+                    return self._end(ending)
+                case "requeued":
+                    if (code := self._requeue(ending)) is not None:
+                        return code
+                case _:
+                    if self._is_taken_away():
+                        return 1  # the scheduler knows why, and what comes next
+                    if not self._may_try_again(ending):
+                        return self._end(ending)
+
+    def _attempt(self) -> Ending:
+        attempt = self._progress.attempt
+        command = srun_command(self._dir, self._plan, attempt)
+        return Oversight(
+            self._dir, self._plan, attempt, command, on_tick=self._look_for_launcher
+        ).run()
+
+    def _look_for_launcher(self) -> None:
+        """The ranks of a launcher that waits for them end with it."""
+        if self._launcher is not None and os.getppid() != self._launcher:
+            write_private(self._dir / CANCEL, b"")
+
+    def _is_taken_away(self, *, except_for: str = "") -> bool:
+        """Whether SLURM is ending this job, for another reason than `except_for`."""
+        if not self._is_batch:
+            return False
+        fields = show_job(os.environ["SLURM_JOB_ID"])
+        is_running = fields.get("JobState", "RUNNING") == "RUNNING"
+        return not is_running and fields.get("Reason") != except_for
+
+    def _may_try_again(self, ending: Ending) -> bool:
+        """Note why it failed, and wait before the next attempt if there is one."""
+        causes = self._progress.causes
+        line = file_outcome.headline(self._dir, self._plan.ranks, ending)
+        causes.append(f"attempt {ending.attempt}: {line}")
+        if len(causes) > self._plan.max_restarts or not ending.was_ready:
+            return False
+        end = time.monotonic() + min(30.0, 2.0 ** (len(causes) - 1))
+        while time.monotonic() < end:
+            if (self._dir / CANCEL).exists():
+                return False
+            time.sleep(0.1)
+        return True
+
+    def _requeue(self, ending: Ending) -> int | None:
+        """Have the job started again; return the exit code if this process is to leave."""
+        if self._is_taken_away(except_for="TimeLimit"):
+            return 0  # somebody cancelled it, or SLURM requeues it by itself
+        progress, limit = self._progress, self._plan.max_requeues
+        progress.requeues += 1
+        if progress.requeues > limit:
+            return self._end(
+                ending,
+                f"the function asked to be started again {progress.requeues} times\n"
+                f"  {progress.requeues} requeues > max_requeues={limit}\n"
+                "HINT: Platform(max_requeues=...) if that is as it should be",
+            )
+        self._note("requeued")
+        if not self._is_batch:
+            return None
+        job = os.environ["SLURM_JOB_ID"]
+        try:
+            call("scontrol", "requeue", job)
+        except PlatformError as error:
+            return self._end(
+                ending,
+                f"the cluster does not requeue job {job}, which has saved what it needs\n"
+                f"  {error}\n"
+                f"HINT: sbatch {self._dir / 'job.sh'} goes on from the checkpoint",
+            )
+        return 0
+
+    def _end(self, ending: Ending, message: str = "") -> int:
+        End(ending=ending, message=message, causes=tuple(self._progress.causes)).write(self._dir)
+        return 0 if ending.state == "done" else 1
+
+    def _note(self, state: str) -> None:
+        self._progress.state = state
+        self._progress.write(self._dir)
+
+
+def drive(directory: str, *, in_allocation: bool = False, is_tied: bool = False) -> int:
+    """Be the driver of the job in `directory`."""
+    # Signals are for the ranks, which SLURM tells itself; whoever loaded this function may have
+    # other handlers in place.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+        signal.signal(number, lambda *_: None)
+    path = Path(directory)
+    job_files.check_ours(path)
+    return Driver(path, in_allocation=in_allocation, is_tied=is_tied).run()
+
+
+def drive_for_submitit(directory: str) -> None:
+    """Be the driver inside a process of submitit."""
+    sys.exit(drive(directory))
+
+
+if __name__ == "__main__":
+    flags = sys.argv[2:]
+    sys.exit(
+        drive(sys.argv[1], in_allocation="--in-allocation" in flags, is_tied="--tied" in flags)
+    )

@@ -1,0 +1,77 @@
+"""The batch script of a job: its directives and its one command. Pure: a platform in, text out."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from unisono.errors import PlatformError
+from unisono.launch.platform import Platform
+
+_FIXED = ("requeue", "open-mode", "signal")
+"""What a restart after a requeue depends on; nobody can change it."""
+
+
+def warning_s(timeout_min: int | None) -> int:
+    """Return how many seconds before the time limit ranks are warned.
+
+    Long enough to save, and a fifth of a short job at most.
+
+    Example:
+        >>> warning_s(2), warning_s(60)
+        (24, 90)
+    """
+    return 90 if timeout_min is None else int(max(10, min(90, 0.2 * 60 * timeout_min)))
+
+
+def directives(platform: Platform, output: Path | str, *, partition: str | None) -> dict[str, str]:
+    """Return the options of `sbatch`; an empty value is an option without one.
+
+    Args:
+        platform: what is asked for; its `slurm_additional_parameters` win over the rest.
+        output: file for the output of the batch script itself.
+        partition: name to send, if any.
+    """
+    options: dict[str, object] = {
+        "job-name": platform.name,
+        "partition": partition,
+        "nodes": platform.n_nodes,
+        "ntasks-per-node": platform.ranks_per_node,
+        "cpus-per-task": platform.cpus_per_rank,
+        "gpus-per-node": platform.n_gpus_per_node or None,
+        "mem": None if platform.mem_per_node is None else f"{platform.mem_per_node}G",
+        "time": platform.timeout_min,
+        "output": str(output).replace("%", "%%"),
+    }
+    more = platform.slurm_additional_parameters or {}
+    for name, value in more.items():
+        if (word := name.replace("_", "-").lstrip("-")) not in _FIXED:
+            options[word] = value
+    options |= {
+        "open-mode": "append",
+        "requeue": True,
+        "signal": f"USR2@{warning_s(platform.timeout_min)}",
+    }
+    words = {name: value for name, value in options.items() if value is not None}
+    return {n: "" if v is True else str(v) for n, v in words.items() if v is not False}
+
+
+def batch_script(options: Mapping[str, str], *commands: str) -> str:
+    """Return the script with these options and commands."""
+    lines = ["#!/bin/bash"]
+    for name, value in options.items():
+        if "\n" in value:
+            raise PlatformError.because(
+                f"the option --{name}={value!r} of a batch script", "a line break in it"
+            )
+        lines.append(f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else ""))
+    return "\n".join([*lines, "", *commands, ""])
+
+
+def driver_command(directory: Path | str) -> str:
+    """Return the line that runs the driver of the job in `directory`."""
+    return f"exec {shlex.join([sys.executable, '-m', 'unisono.launch.slurm.driver'])} " + (
+        shlex.quote(str(directory))
+    )

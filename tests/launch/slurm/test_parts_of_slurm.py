@@ -1,0 +1,368 @@
+"""The parts of the SLURM launcher that need no cluster: script, files, orders, answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import unisono
+from unisono.environment import Environment
+from unisono.errors import MissingExtra, PlatformError, RankFailed, RankTimeout
+from unisono.launch import Platform, dry_run, file_outcome, rank_files
+from unisono.launch.meeting import candidates, meet
+from unisono.launch.messages import Failed
+from unisono.launch.oversight import Ending
+from unisono.launch.rank_files import Orders, RankState
+from unisono.launch.remote_plan import Plan, own_versions
+from unisono.launch.slurm import cluster_checks, commands, driver, submission
+from unisono.launch.slurm.commands import Partition
+from unisono.launch.slurm.script import batch_script, directives, warning_s
+from unisono.launch.slurm.steps import srun_command
+
+
+def options(**fields):
+    platform = Platform(device="slurm", **fields)
+    return directives(platform, "out.log", partition=platform.partition)
+
+
+def test_the_script_says_what_the_platform_does():
+    found = options(
+        name="wine",
+        partition="gpu",
+        n_nodes=3,
+        n_gpus_per_node=4,
+        n_cpus_per_node=8,
+        mem_per_node=64,
+        timeout_min=90,
+    )
+    assert found == {
+        "job-name": "wine",
+        "partition": "gpu",
+        "nodes": "3",
+        "ntasks-per-node": "4",
+        "cpus-per-task": "2",
+        "gpus-per-node": "4",
+        "mem": "64G",
+        "time": "90",
+        "output": "out.log",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": "USR2@90",
+    }
+
+
+def test_a_job_without_gpus_asks_for_none():
+    found = options(n_gpus_per_node=0, mem_per_node=None, timeout_min=None, partition=None)
+    assert not {"gpus-per-node", "mem", "time", "partition"} & set(found)
+    assert (found["ntasks-per-node"], found["cpus-per-task"]) == ("1", "1")
+
+
+def test_own_options_win_but_not_over_what_a_requeue_needs():
+    more = {
+        "account": "physics",
+        "exclusive": True,
+        "cpus_per_task": 7,
+        "mem": None,
+        "signal": "B:USR1@1",
+        "open_mode": "truncate",
+        "requeue": False,
+    }
+    found = options(slurm_additional_parameters=more)
+    assert (found["account"], found["exclusive"], found["cpus-per-task"]) == ("physics", "", "7")
+    assert "mem" not in found
+    assert (found["signal"], found["open-mode"], found["requeue"]) == ("USR2@90", "append", "")
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds"), [(None, 90), (1, 12), (0, 10), (2, 24), (60, 90), (2880, 90)]
+)
+def test_short_jobs_are_warned_late_enough_to_do_something(minutes, seconds):
+    assert warning_s(minutes) == seconds
+
+
+def test_hostile_words_are_quoted_in_the_script():
+    text = batch_script({"job-name": 'a"=0" $(reboot)', "requeue": ""}, "exec true")
+    assert text.splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name='a\"=0\" $(reboot)'",
+        "#SBATCH --requeue",
+        "",
+        "exec true",
+    ]
+    with pytest.raises(PlatformError, match="line break"):
+        batch_script({"job-name": "a\n#SBATCH --account=other"}, "true")
+
+
+def test_percent_signs_of_a_path_are_not_taken_for_patterns():
+    platform = Platform(device="slurm")
+    assert directives(platform, "/a/50%j/x", partition=None)["output"] == "/a/50%%j/x"
+
+
+def plan_of(**fields):
+    fields = {"run_id": "r", "timeout_s": None, "max_restarts": 0} | fields
+    platform = Platform(device="slurm", n_nodes=2, ranks=4, n_cpus_per_node=6)
+    return Plan.of(platform, **fields)
+
+
+def test_the_srun_line_repeats_the_sizes_and_ends_all_ranks_after_a_failure(tmp_path):
+    words = srun_command(tmp_path, plan_of(words=("--mpi=none",)), 3)
+    assert words[0] == "srun"
+    assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3"} < set(words)
+    assert {"--kill-on-bad-exit=1", "--mpi=none"} < set(words)
+    assert words[-2:] == [str(tmp_path), "3"]
+
+
+def test_a_plan_survives_its_file_and_knows_a_foreign_interpreter(tmp_path):
+    from unisono.launch import job_files
+
+    plan = plan_of(launcher=("host", 1, 2))
+    job_files.write_state(tmp_path, {"plan": plan.as_json()})
+    assert Plan.read(tmp_path) == plan
+    plan.check_versions()
+    other = Plan(**{**plan.as_json(), "versions": ("2.7", "0.0.1")})
+    with pytest.raises(PlatformError, match=r"Python 2\.7 with unisono 0\.0\.1"):
+        other.check_versions()
+    assert own_versions()[1] == unisono.__version__
+
+
+def test_a_dry_run_shows_script_and_ranks_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    platform = Platform(
+        name="wine", device="slurm", partition="gpu", n_nodes=2, n_gpus_per_node=2, timeout_min=5
+    )
+    text = dry_run(print, on=platform)
+    assert "#SBATCH --partition=gpu\n#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --gpus-per-node=2\n" in text
+    assert "#SBATCH --signal=USR2@60\n" in text
+    assert f"-m unisono.launch.slurm.driver {tmp_path}" in text
+    rows = [line.split() for line in text.splitlines()[-4:]]
+    assert rows[0] == ["0", "node", "0", "cuda:0"]
+    assert rows[3] == ["3", "node", "1", "cuda:1"]
+    assert list(tmp_path.iterdir()) == []
+    assert "#SBATCH --partition" not in dry_run(print, on="slurm")
+
+
+def test_without_the_programs_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PlatformError, match="no sbatch on PATH"):
+        unisono.run(print, on="slurm", nodes=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_submitit_can_be_asked_for_or_avoided(monkeypatch):
+    assert submission.submitter(Platform(device="slurm", submitter="sbatch")) == "sbatch"
+    monkeypatch.setattr(submission.importlib.util, "find_spec", lambda _: None)
+    assert submission.submitter(Platform(device="slurm")) == "sbatch"
+    with pytest.raises(MissingExtra, match=r'pip install "unisono\[slurm\]"'):
+        submission.submitter(Platform(device="slurm", submitter="submitit"))
+
+
+KNOWN = [Partition("debug", True, 2, 4, "1:00:00"), Partition("long", False, 8, 4, "infinite")]
+
+
+@pytest.fixture
+def two_partitions(monkeypatch):
+    monkeypatch.setattr(cluster_checks, "check_programs", lambda: None)
+    monkeypatch.setattr(commands, "partitions", lambda: KNOWN)
+
+
+def test_a_partition_that_does_not_exist_is_an_error_with_the_nearest_name(two_partitions):
+    with pytest.raises(PlatformError, match="debug, long") as caught:
+        cluster_checks.check_cluster(Platform(device="slurm", partition="lomg"))
+    assert "HINT: partition='long'" in str(caught.value)
+
+
+def test_the_default_of_ddpw_gives_way_to_that_of_the_cluster(two_partitions, capsys):
+    assert cluster_checks.check_cluster(Platform(device="slurm")) is None
+    assert "no partition 'general'; the default one is debug" in capsys.readouterr().err
+    assert cluster_checks.check_cluster(Platform(device="slurm", partition="long")) == "long"
+
+
+def test_more_nodes_than_the_partition_has(two_partitions):
+    with pytest.raises(PlatformError, match="3 nodes > 2"):
+        cluster_checks.check_cluster(Platform(device="slurm", partition="debug", n_nodes=3))
+
+
+def test_answers_of_the_scheduler_are_read(monkeypatch):
+    answers = {
+        "sinfo": "debug*|2|4|1:00:00\nlong|6|8+|infinite\nlong|2|4|infinite\n",
+        "squeue": "12|PENDING|Resources\n13|RUNNING|None\n",
+        "scontrol": "JobId=12 JobName=a b UserId=root(0) JobState=TIMEOUT Reason=TimeLimit "
+        "ExitCode=0:15 StdOut=/a b/slurm.log Power=\n",
+    }
+    monkeypatch.setattr(commands, "call", lambda *words, **_: answers[words[0]])
+    assert commands.partitions() == KNOWN
+    assert commands.queue_of_user() == {"12": ("PENDING", "Resources"), "13": ("RUNNING", "None")}
+    fields = commands.show_job("12")
+    assert (fields["JobState"], fields["JobName"], fields["ExitCode"]) == ("TIMEOUT", "a b", "0:15")
+    assert fields["StdOut"] == "/a b/slurm.log"
+
+
+def test_doctor_says_why_there_is_no_cluster(tmp_path, monkeypatch):
+    from unisono.cli import doctor_slurm
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor_slurm.check_slurm().status == "skip"
+    for name in ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'fatal: no controller' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    check = doctor_slurm.check_slurm()
+    assert check.status == "warn"
+    assert "fatal: no controller" in check.found
+    assert "scontrol ping" in check.fix
+    (tmp_path / "scancel").unlink()
+    assert (doctor_slurm.check_slurm().status, "scancel" in doctor_slurm.check_slurm().found) == (
+        "FAIL",
+        True,
+    )
+
+
+def test_a_job_that_was_done_is_not_done_again(tmp_path):
+    from unisono.launch import job_files
+
+    tmp_path.chmod(0o700)
+    job_files.write_state(tmp_path, {"plan": plan_of().as_json()})
+    job_files.write_private(tmp_path / driver.DONE, b"")
+    words = [sys.executable, "-m", "unisono.launch.slurm.driver", str(tmp_path)]
+    assert subprocess.run(words, timeout=60, check=False).returncode == 0
+    assert not (tmp_path / driver.PROGRESS).exists()
+
+
+def test_orders_are_read_once_and_only_whole(tmp_path):
+    giver, reader = Orders(tmp_path, 0), Orders(tmp_path, 0)
+    assert list(reader.new()) == []
+    giver.open()
+    giver.give(preempt=1)
+    path = tmp_path / "orders-0"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with path.open("ab") as file:
+        file.write(b'{"stop": ')
+    assert list(reader.new()) == [{"preempt": 1}]
+    with path.open("ab") as file:
+        file.write(b'"late"}\n')
+    assert list(reader.new()) == [{"stop": "late"}]
+    assert list(reader.new()) == []
+
+
+def state(rank, word, **fields):
+    at = {word: float(rank)}
+    return RankState(rank=rank, attempt=1, host="h", node=f"n{rank}", state=word, at=at, **fields)
+
+
+def ending(word, **fields):
+    values = {"was_ready": True, "start_s": 1.0, "wall_s": 2.0, "exit_code": 1} | fields
+    return Ending(state=word, attempt=1, **values)
+
+
+def test_files_of_another_user_or_for_others_or_links_are_not_read(tmp_path):
+    rank_files.write_state(tmp_path, state(0, "ready"))
+    path = tmp_path / "rank-0.state.json"
+    assert rank_files.read_state(tmp_path, 0, 1) == state(0, "ready")
+    assert rank_files.read_state(tmp_path, 0, 2) is None
+    path.chmod(0o640)
+    with pytest.raises(PlatformError, match="mode 0640"):
+        rank_files.read_state(tmp_path, 0, 1)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PlatformError, match="a link"):
+        rank_files.read_state(tmp_path, 0, 1)
+    path.unlink()
+    if os.getuid() == 0:
+        result = rank_files.result_path(tmp_path, 0)
+        result.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+        result.chmod(0o600)
+        os.chown(result, 12345, -1)
+        with pytest.raises(PlatformError, match="owner 12345"):
+            file_outcome.read_results(tmp_path, 1, ending("done"), platform="slurm", threads=1)
+
+
+def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
+    failed = Failed(
+        summary="ValueError: no",
+        traceback="Traceback ...\nValueError: no\n",
+        pickled=b"\x80\x04N.",
+        is_consequence=False,
+        site="a.py:3 in f",
+    )
+    rank_files.write_error(tmp_path, 1, 1, failed)
+    assert rank_files.read_error(tmp_path, 1, 1) == failed
+    assert rank_files.read_error(tmp_path, 1, 0) is None
+    lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
+    rank_files.write_error(tmp_path, 0, 1, lost)
+    rank_files.write_state(tmp_path, state(0, "failed"))
+    rank_files.write_state(tmp_path, state(1, "failed"))
+    assert rank_files.has_failure(tmp_path, 1)
+    assert not rank_files.has_failure(tmp_path, 0)
+    error = file_outcome.read_error(tmp_path, 2, ending("failed"))
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.host, error.attempt) == (1, "n1", 1)
+    assert file_outcome.headline(tmp_path, 2, ending("failed")) == str(error).splitlines()[0]
+
+
+def test_a_rank_that_was_killed_comes_before_one_that_noticed(tmp_path):
+    lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
+    rank_files.write_error(tmp_path, 0, 1, lost)
+    rank_files.write_state(tmp_path, state(0, "failed"))
+    rank_files.write_state(tmp_path, state(1, "died", exit_code=-9, peak_mb=10.0))
+    error = file_outcome.read_error(tmp_path, 2, ending("failed"))
+    assert (error.rank, error.signal, error.exit_code) == (1, "SIGKILL", None)
+
+
+def test_a_deadline_names_who_did_not_come(tmp_path):
+    rank_files.write_state(tmp_path, state(0, "stopped", stack="Thread 0x01 (most recent):\n"))
+    rank_files.write_state(tmp_path, state(1, "returned"))
+    error = file_outcome.read_error(tmp_path, 2, ending("timeout", deadline="not done in time"))
+    assert isinstance(error, RankTimeout)
+    assert (error.rank, sorted(error.stacks)) == (0, [0])
+    assert "rank 0 of 2 not done in time" in str(error)
+
+
+def test_ranks_without_a_word_are_named_with_the_words_of_the_starter(tmp_path):
+    (tmp_path / "starter.log").write_text("srun: error: node n1 failed\n")
+    rank_files.write_state(tmp_path, state(0, "running"))
+    error = file_outcome.read_error(tmp_path, 2, ending("lost"))
+    assert "ranks 0-1 of 2 ended without a word (code 1)" in str(error)
+    assert "node n1 failed" in str(error)
+    assert (error.rank, error.exit_code) == (0, 1)
+
+
+def place(rank, **fields):
+    values = {"size": 2, "local_size": 1, "node": rank, "nodes": 2} | fields
+    return Environment(kind="slurm", rank=rank, local_rank=0, **values)
+
+
+@pytest.mark.leaks("files")  # torch keeps a pipe from its first store on
+def test_ranks_meet_through_a_file_at_the_address_that_answers(tmp_path, monkeypatch):
+    from unisono.launch import meeting
+
+    assert candidates()[-1] == "127.0.0.1"
+    monkeypatch.setattr(meeting, "candidates", lambda: ["127.0.0.9", "127.0.0.1"])
+    monkeypatch.setattr(meeting, "FIRST_TRY_S", 0.5)
+    found = {}
+
+    def host():
+        found[0] = meet(place(0), tmp_path / "r.json", nonce="word", timeout_s=60)
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    found[1] = meet(place(1), tmp_path / "r.json", nonce="word", timeout_s=60)
+    thread.join()
+    entry = json.loads((tmp_path / "r.json").read_text())
+    assert entry["nonce"] == "word"
+    assert found[0][1] == found[1][1]
+    assert found[0][1][1] == entry["port"]
+    found.clear()
+
+
+def test_a_rank_whose_master_never_comes_names_the_directory(tmp_path):
+    with pytest.raises(PlatformError, match=r"no .*r\.json on") as caught:
+        meet(place(1), tmp_path / "r.json", nonce="", timeout_s=0.2)
+    assert "UNISONO_JOB_DIR" in str(caught.value)

@@ -1,0 +1,430 @@
+"""Jobs on a real cluster: results, failures, handles, pre-emption, time limits, leftovers.
+
+Two jobs that take a minute, because that is the shortest time limit of SLURM, begin first and are
+looked at last.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono
+from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
+from unisono.launch import Job, Platform, Wrapper, rank_files
+
+QUIET = unisono.Logs(console="none")
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+
+
+def wait_for(condition, seconds=90.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.05)
+
+
+def platform(**fields):
+    """Return a platform for a job without GPUs on two nodes."""
+    values = {"name": "test", "n_nodes": 2, "n_gpus_per_node": 0, "n_cpus_per_node": 1}
+    return Platform(
+        **{**values, "device": "slurm", "mem_per_node": None, "timeout_min": 5, **fields}
+    )
+
+
+@pytest.fixture
+def nobody_left(tmp_path):
+    """A test leaves no process of its ranks behind."""
+    yield
+    for path in tmp_path.rglob("rank-*.state.json"):
+        found = rank_files.read_json(path)
+        assert not Path(f"/proc/{found['pid']}/stat").exists(), f"{path} still runs"
+
+
+pytestmark.append(pytest.mark.usefixtures("nobody_left"))
+
+
+def training(folder):
+    """Count steps until asked to stop, save, and do a few more when started again.
+
+    Return whether there was something saved, the last step, and the attempt.
+    """
+    comm = unisono.world()
+    file = Path(folder, f"step-{comm.rank}")
+    is_saved = file.exists()
+    first = int(file.read_text()) if is_saved else 0
+    last = first + 3 if unisono.restart_count() else 10_000
+    for step in range(first, last):
+        if step == 1 and comm.rank == 0:
+            Path(folder, "under-way").touch()
+        time.sleep(0.1)
+        if unisono.should_stop():
+            file.write_text(str(step))
+            unisono.requeue()
+    return is_saved, last, unisono.restart_count()
+
+
+def start_again(cluster, job):
+    """Spare us the two minutes for which SLURM holds back a job that was requeued."""
+    with suppress(RuntimeError):  # they are over
+        cluster.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+
+
+@pytest.fixture(scope="module")
+def long_jobs(slurm_cluster, tmp_path_factory):
+    """Two jobs with a limit of a minute: one takes the warning, the other does not care."""
+    folder = tmp_path_factory.mktemp("long")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slurm_cluster.variables.items():
+            patch.setenv(name, value)
+        patch.chdir(folder)
+        # On n1, and where no other job can drive them out.
+        where = {"partition": "urgent", "n_nodes": 1, "ranks": 1, "timeout_min": 1}
+        on = platform(**where, slurm_additional_parameters={"nodelist": "n1"})
+        warned = unisono.submit(training, str(folder), on=on)
+        heedless = unisono.submit(time.sleep, 600, on=on)
+    yield warned, heedless, folder
+    for job in (warned, heedless):
+        slurm_cluster.call("scancel", "--quiet", job.id)
+
+
+def test_a_function_runs_on_two_nodes_and_all_results_come_back(cluster, tmp_path, long_jobs):
+    def work(x):
+        comm = unisono.world()
+        total = comm.all_reduce(torch.tensor(float(comm.rank + x)))
+        print("line of", comm.rank)
+        return comm.rank, total.item(), os.environ["SLURMD_NODENAME"], os.environ["NODE_RANK"]
+
+    results = unisono.run(work, 1, on="slurm", nodes=2, logs=QUIET)
+    assert list(results) == [(0, 3.0, "n1", "0"), (1, 3.0, "n2", "1")]
+    assert results.hosts == ("n1", "n2")
+    assert (results.platform, results.restarts, results.threads) == ("slurm", 0, 1)
+    assert results.log(1) == "line of 1\n"
+    assert results.dir.parent == tmp_path / ".unisono" / "jobs"
+    assert stat.S_IMODE(results.dir.stat().st_mode) == 0o700
+    for path in results.dir.iterdir():
+        private = path.stat().st_mode & 0o077 == 0
+        assert private or path.name == "slurm.log", path
+    job = Job.attach(results.dir)
+    assert (job.status(), job.reason, job.attempt) == ("done", "", 0)
+    assert list(job.result()) == list(results)
+    job.cancel()  # too late, and no error
+
+    # SLURM starts a job again that ended while it was being driven out: that must do nothing.
+    def is_completed(times):
+        text = cluster.call("scontrol", "show", "job", job.id)
+        return "JobState=COMPLETED" in text and f"Restarts={times}" in text
+
+    wait_for(lambda: is_completed(0))
+    cluster.call("scontrol", "requeue", job.id)
+    start_again(cluster, job)
+    wait_for(lambda: is_completed(1))
+    assert (job.status(), job.attempt) == ("done", 0)
+
+
+def test_two_ranks_of_one_node_with_plain_sbatch_a_gpu_and_a_last_word(cluster, tmp_path):
+    marker = tmp_path / "finished"
+
+    def work(global_rank, local_rank, group, platform):
+        return global_rank, local_rank, os.environ["CUDA_VISIBLE_DEVICES"], unisono.world().size
+
+    on = platform(
+        n_nodes=1,
+        ranks=2,
+        n_cpus_per_node=2,
+        submitter="sbatch",
+        verbose=False,
+        slurm_additional_parameters={"gpus_per_node": 1},
+        upon_finish=lambda: marker.write_text(os.environ["RANK"]),
+    )
+    job = Wrapper(on).start(work)
+    assert isinstance(job, Job)
+    assert job.result(120)[:] == ((0, 0, "0", 2), (1, 1, "0", 2))
+    assert marker.read_text() == "0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_of_a_gpu_job_compute_on_their_gpu(cluster):
+    def work():
+        comm = unisono.world()
+        return str(comm.device), comm.all_reduce(torch.ones(2, device=comm.device)).tolist()
+
+    results = unisono.run(work, on=platform(n_nodes=1, n_gpus_per_node=1), logs=QUIET)
+    assert list(results) == [("cuda:0", [1.0, 1.0])]
+
+
+def test_the_traceback_of_a_rank_that_raises_comes_back_while_another_waits(cluster, capfd):
+    def fragile():
+        comm = unisono.world()
+        comm.barrier()
+        print("before", flush=True)
+        if comm.rank == 1:
+            print(f"raised at {time.time()}", flush=True)
+            return 1 // 0
+        comm.barrier()
+        return None
+
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(fragile, on="slurm", nodes=2)
+    ended = time.time()
+    error = caught.value
+    assert (error.rank, error.host, error.attempt) == (1, "n2", 0)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert "return 1 // 0" in error.traceback
+    assert "rank 1 of 2 on n2 raised ZeroDivisionError" in str(error)
+    assert "Stopped as a consequence: rank 0" in str(error)
+    log = Path(error.job_dir, "rank-1.log").read_text()
+    raised = float(log.partition("raised at ")[2].split()[0])
+    assert ended - raised < 20
+    assert "[0] before" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "os._exit"])
+def test_a_rank_that_dies_without_a_word_ends_the_job(cluster, way):
+    def die():
+        asleep = unisono.job_dir() / "asleep"
+        if os.environ["RANK"] == "0":
+            asleep.touch()
+            time.sleep(600)
+        while not asleep.exists():
+            time.sleep(0.05)
+        print("last words", flush=True)
+        if way == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(die, on=platform(ipc_groups=None), logs=QUIET)
+    error = caught.value
+    assert error.rank == 1
+    expected = (None, "SIGKILL") if way == "SIGKILL" else (7, None)
+    assert (error.exit_code, error.signal) == expected
+    assert error.log_tail == "last words"
+    assert "in die" in error.waiting[0]
+
+
+def test_a_failed_attempt_is_tried_again_and_a_deadline_shows_all_stacks(cluster):
+    def work():
+        comm = unisono.world()
+        comm.barrier()  # what fails before all are ready would fail again
+        if unisono.restart_count() == 0:
+            raise RuntimeError("first attempt")
+        if comm.rank == 1:
+            time.sleep(600)
+
+    with pytest.raises(RankTimeout) as caught:
+        unisono.run(work, on=platform(), max_restarts=1, timeout_s=5.0, logs=QUIET)
+    error = caught.value
+    assert error.rank == 1
+    assert "in work" in error.stacks[1]
+    assert "barrier" in error.last_collective[1]
+    assert "rank 1 of 2 not done within timeout_s=5" in str(error)
+    assert "attempt 0: rank" in error.__notes__[0]
+    assert "RuntimeError: first attempt" in error.__notes__[0]
+
+
+def test_a_running_job_is_seen_from_another_process_and_can_be_cancelled(cluster, tmp_path):
+    def sleepy():
+        print("a\nb\nc", flush=True)
+        time.sleep(600)
+
+    job = unisono.submit(sleepy, on=platform(), logs=tmp_path / "kept")
+    wait_for(lambda: job.logs(1).count("\n") == 3)
+    assert (job.status(), job.done(), job.id.isdigit()) == ("running", False, True)
+    assert job.logs(0, tail=1) == "c\n"
+    stacks = job.stacks()
+    assert sorted(stacks) == [0, 1]
+    assert all("in sleepy" in text for text in stacks.values())
+    with pytest.raises(TimeoutError):
+        job.result(timeout_s=0.01)
+
+    def unisono_job(*words):  # in a process that knows nothing but the number
+        command = [sys.executable, "-m", "unisono", "job", *words, job.id]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd="/", check=False
+        )
+        return done.returncode, done.stdout.strip()
+
+    assert unisono_job("status")[1].startswith("running, attempt 0")
+    assert unisono_job("logs")[1] == "a\nb\nc"
+    assert unisono_job("cancel") == (0, "cancelled")
+    assert job.status() == "cancelled"
+    assert list(job.logs(0, follow=True)) == ["a", "b", "c"]
+    with pytest.raises(JobCancelled) as caught:
+        job.result()
+    assert caught.value.job_id == job.id
+
+
+def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster):
+    job = unisono.submit(print, on=platform(slurm_additional_parameters={"hold": True}))
+    wait_for(lambda: job.reason == "JobHeldUser")
+    assert (job.status(), job.attempt) == ("pending", 0)
+    assert Job.attach(job.dir).status() == "pending"
+    job.cancel()
+    assert job.status() == "cancelled"
+    with pytest.raises(JobCancelled):
+        job.result()
+
+
+def test_a_job_that_is_driven_out_saves_and_goes_on_later(cluster, tmp_path, long_jobs):
+    job = unisono.submit(training, str(tmp_path), on=platform())
+    wait_for((tmp_path / "under-way").exists)
+    # All CPUs of n2: the job has to make room.
+    urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--nodelist=n2", "--ntasks=4")
+    cluster.call(*urgent, "--output=/dev/null", "--wrap=true")
+    wait_for(lambda: job.status() == "requeued")
+    wait_for(lambda: "BeginTime" in job.reason)
+    assert not job.done()
+    start_again(cluster, job)
+    results = job.result(120)
+    assert results.restarts == 1
+    assert results[0] == results[1]  # both stopped after the same step
+    assert results[0] == (True, int((tmp_path / "step-1").read_text()) + 3, 1)
+    assert "--- attempt 1 on" in results.log(0)
+
+
+def test_a_job_that_is_cancelled_by_hand_does_not_come_back(cluster, tmp_path):
+    job = unisono.submit(training, str(tmp_path), on=platform(n_nodes=1))
+    wait_for((tmp_path / "under-way").exists)
+    cluster.call("scancel", job.id)  # looks like pre-emption to the ranks, which save and leave
+    assert job.wait(60)
+    assert (job.status(), job.attempt) == ("cancelled", 0)
+
+
+def test_a_request_the_cluster_cannot_serve_starts_nothing(cluster, tmp_path):
+    for on, words in (
+        (platform(partition="debgu"), ["debug, urgent", "partition='debug'"]),
+        (platform(n_nodes=9), ["9 nodes > 2"]),
+    ):
+        with pytest.raises(PlatformError) as caught:
+            unisono.run(print, on=on)
+        assert all(word in str(caught.value) for word in words)
+    assert list(tmp_path.glob(".output")) == []
+    for submitter in ("submitit", "sbatch"):
+        on = platform(submitter=submitter, slurm_additional_parameters={"mem": "9999G"})
+        with pytest.raises(PlatformError, match="node configuration is not available") as caught:
+            unisono.submit(print, on=on)
+        assert "job.sh" in str(caught.value)
+
+
+def unisono_run(*words):
+    command = [sys.executable, "-m", "unisono", "run", "--on", "slurm", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_line_checks_shows_and_queues(cluster, tmp_path):
+    Path("hello.py").write_text("import unisono\nprint('hi', unisono.world().rank)\n")
+    fine = unisono_run("--nodes", "2", "--check", "hello.py")
+    assert fine.returncode == 0
+    assert "2 ranks on slurm can be started" in fine.stdout
+    assert "sbatch: Job" in fine.stdout
+    refused = unisono_run("--set", "mem_per_node=9999", "--check", "hello.py")
+    assert refused.returncode == 2
+    assert "node configuration is not available" in refused.stderr
+    shown = unisono_run("--partition", "urgent", "--dry-run", "hello.py")
+    assert "#SBATCH --partition=urgent" in shown.stdout
+    queued = unisono_run("--nodes", "2", "--detach", "hello.py")
+    job = Job.attach(queued.stdout.strip())
+    assert job.wait(120)
+    assert (job.status(), job.logs(1)) == ("done", "hi 1\n")
+
+
+SCRIPT = """
+import os
+import time
+import torch
+import unisono
+from unisono.launch import simulate_preemption
+
+def total(x):
+    comm = unisono.world()
+    if unisono.job_dir() and unisono.restart_count() == 0:  # a rank of ours, in its first attempt
+        if comm.rank == 0:
+            simulate_preemption(rank=1)
+        while not unisono.should_stop():
+            time.sleep(0.05)
+        unisono.requeue()
+    return comm.all_reduce(torch.tensor(float(comm.rank + x))).item(), os.environ["SLURMD_NODENAME"]
+
+results = unisono.run(total, 1, on="slurm", nodes=2)
+if unisono.world().rank == 0:
+    print("RESULT", list(results), results.restarts)
+"""
+
+
+@pytest.mark.parametrize("starter", ["salloc", "srun"])
+def test_a_script_uses_the_nodes_or_the_ranks_it_already_has(cluster, tmp_path, starter):
+    Path("script.py").write_text(SCRIPT)
+    # 'salloc' gives nodes, on which `run` starts ranks; the tasks of 'srun' are ranks already.
+    command = [starter, "--nodes=2", "--ntasks=2", "--time=5", sys.executable, "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = f"RESULT [(3.0, 'n1'), (3.0, 'n2')] {int(starter == 'salloc')}"
+    assert [line for line in done.stdout.splitlines() if "RESULT" in line] == [expected]
+    assert list(tmp_path.glob(".unisono/slurm-*")) == []
+    assert len(list(tmp_path.glob(".unisono/jobs/*"))) == (starter == "salloc")
+
+
+def test_ctrl_c_cancels_the_job(cluster):
+    Path("script.py").write_text(
+        "import time, unisono\n"
+        "unisono.run(lambda: print('up', flush=True) or time.sleep(600), on='slurm')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in process.communicate(timeout=120)[1]
+    directory = next(Path(".unisono", "jobs").iterdir())
+    assert Job.attach(directory).status() == "cancelled"
+
+
+def test_doctor_knows_the_cluster(cluster):
+    from unisono.cli.doctor_slurm import check_preemption, check_shared_directory, check_slurm
+
+    found = [check() for check in (check_slurm, check_preemption, check_shared_directory)]
+    assert [check.status for check in found] == ["ok"] * 3
+    assert "debug (default): 2 nodes" in found[0].found
+    assert found[1].found == "requeue allowed, pre-emption by USR2"
+    assert not Path(".unisono").exists()
+
+
+def test_ranks_find_each_other_between_hosts(namespaced_cluster, use):
+    use(namespaced_cluster)
+
+    def work():
+        comm = unisono.world()
+        total = comm.all_reduce(torch.tensor(float(comm.rank))).item()
+        return total, os.environ["MASTER_ADDR"], os.uname().nodename, comm.backend
+
+    results = unisono.run(work, on=platform(backend="gloo"), logs=QUIET)
+    assert list(results) == [(1.0, "10.78.0.1", name, "gloo") for name in ("n1", "n2")]
+
+
+def test_a_job_at_its_time_limit_saves_and_goes_on_later(cluster, long_jobs):
+    warned, _, folder = long_jobs
+    wait_for((folder / "step-0").exists, 120)
+    wait_for(lambda: warned.status() != "running")
+    start_again(cluster, warned)
+    saved = int((folder / "step-0").read_text())
+    assert list(warned.result(120)) == [(True, saved + 3, 1)]
+
+
+def test_a_job_that_does_not_care_ends_at_its_time_limit(cluster, long_jobs):
+    _, heedless, _ = long_jobs
+    assert heedless.wait(180)
+    assert heedless.status() == "timeout"
+    with pytest.raises(RankTimeout, match="time limit of 00:01:00"):
+        heedless.result()

@@ -1,0 +1,328 @@
+"""Ranks under `mpiexec`: one that we start, and one that the user started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono
+from unisono.errors import PlatformError, RankFailed, RankTimeout, RemoteError
+from unisono.launch import mpiexec
+from unisono.launch.mpiexec import find_mpiexec
+
+QUIET = unisono.Logs(console="none")
+AT_ONCE_S = 8.0  # two seconds are promised; a loaded machine may take longer
+
+
+@pytest.fixture
+def program():
+    """Return the mpiexec of this machine; skip, or fail where CI wants it, without one."""
+    try:
+        return find_mpiexec(unisono.Platform(device="mpi")).path
+    except PlatformError as error:
+        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+            pytest.fail(str(error))
+        pytest.skip("no mpiexec here")
+
+
+def wait_until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "backend"), [(4, None), (2, "mpi")])
+def test_ranks_of_our_own_mpiexec_return_their_values_and_logs(program, ranks, backend, capsys):
+    def work(start):
+        comm = unisono.world()
+        print("hello from", comm.rank)
+        total = comm.all_reduce(torch.tensor([start + comm.rank])).item()
+        return comm.rank, total, comm.backend, os.environ["LOCAL_WORLD_SIZE"]
+
+    if backend == "mpi":
+        pytest.importorskip("mpi4py")
+    platform = unisono.Platform(device="mpi", ranks=ranks, backend=backend, env={"X": "1"})
+    results = unisono.run(work, 10.0, on=platform, timeout_s=60)
+    total = 10.0 * ranks + sum(range(ranks))
+    name = "mpi4py" if backend else "shm"
+    assert list(results) == [(rank, total, name, str(ranks)) for rank in range(ranks)]
+    assert (results.platform, results.ranks, results.dir) == ("mpi", ranks, None)
+    assert 0 < results.wall_s < results.start_s + 30
+    assert results.log(1) == "hello from 1\n"
+    shown = sorted(capsys.readouterr().out.splitlines())
+    assert shown == [f"[{rank}] hello from {rank}" for rank in range(ranks)]
+
+
+class Stubborn(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def misbehave(how, mark, pids):
+    comm = unisono.world()
+    Path(pids, str(comm.rank)).write_text(str(os.getpid()))
+    comm.barrier()
+    if comm.rank == 1:
+        mark.touch()
+        match how:
+            case "raise":
+                raise Stubborn("one", "two")
+            case "exit":
+                os._exit(3)
+            case "SIGKILL" | "SIGSEGV":
+                os.kill(os.getpid(), signal.Signals[how])
+            case "hang":
+                time.sleep(600)
+    if how == "exit":
+        time.sleep(600)
+    if how != "result":
+        comm.barrier()
+    return {"state": [0, threading.Lock()]} if comm.rank == 1 else 0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("how", ["raise", "exit", "SIGKILL", "SIGSEGV", "result", "hang"])
+def test_a_rank_that_fails_ends_all_and_is_named(program, how, tmp_path, has_ended):
+    mark = tmp_path / "mark"
+    with pytest.raises((RankFailed, RankTimeout)) as caught:
+        unisono.run(
+            misbehave,
+            how,
+            mark,
+            tmp_path,
+            on="mpi",
+            ranks=2,
+            logs=QUIET,
+            timeout_s=2.0 if how == "hang" else 60.0,
+        )
+    error = caught.value
+    if how != "hang":
+        assert time.time() - mark.stat().st_mtime < AT_ONCE_S
+    for rank in range(2):
+        assert has_ended(int((tmp_path / str(rank)).read_text()))
+    assert error.rank == 1
+    if how == "hang":
+        assert isinstance(error, RankTimeout)
+        assert sorted(error.stacks) == [0, 1]
+        assert "in misbehave" in error.stacks[1]
+        return
+    assert isinstance(error, RankFailed)
+    ends = {"exit": (3, None), "SIGKILL": (None, "SIGKILL"), "SIGSEGV": (None, "SIGSEGV")}
+    assert (error.exit_code, error.signal) == ends.get(how, (None, None))
+    if how == "raise":
+        assert isinstance(error.__cause__, RemoteError)
+        assert "Stubborn: one and two" in str(error).splitlines()[0]
+        assert "unisono/launch/" not in str(error)
+    if how == "exit":
+        assert "in misbehave" in error.waiting[0]
+    if how == "result":
+        assert "result['state'][1] is a lock" in str(error)
+
+
+@pytest.mark.mpi
+def test_shared_memory_of_ranks_that_do_not_finalize_mpi_is_removed(program):
+    pytest.importorskip("mpi4py")
+
+    def leave():
+        unisono.world().barrier()
+        os._exit(3)
+
+    platform = unisono.Platform(device="mpi", ranks=2, backend="mpi")
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(leave, on=platform, logs=QUIET)
+    assert caught.value.exit_code == 3  # and the fixture finds nothing in /dev/shm
+
+
+def test_a_rank_under_mpiexec_cannot_have_the_terminal(program, monkeypatch):
+    monkeypatch.setenv("UNISONO_STDIN_RANK", "0")
+    with pytest.raises(PlatformError, match="have no terminal"):
+        unisono.run(print, on="mpi", logs=QUIET)
+
+
+@pytest.mark.mpi
+def test_a_run_that_asks_for_it_is_started_again(program, tmp_path):
+    def work():
+        comm = unisono.world()
+        if unisono.restart_count() == 0:
+            unisono.requeue()
+        if unisono.restart_count() == 1 and comm.rank == 1:
+            raise OSError("once more")
+        comm.barrier()
+        return unisono.restart_count()
+
+    results = unisono.run(
+        work, on="mpi", max_restarts=1, logs=unisono.Logs(dir=tmp_path, console="none")
+    )
+    assert list(results) == [2, 2]
+    assert results.restarts == 2
+    assert results.dir is not None
+    assert "--- attempt 2" in results.log(0)
+    assert stat.S_IMODE((results.dir / "rank-0.result").stat().st_mode) == 0o600
+
+
+@pytest.mark.mpi
+def test_a_job_under_mpiexec_shows_its_stacks_and_can_be_cancelled(program, tmp_path):
+    def sleepy():
+        print("here", flush=True)
+        time.sleep(600)
+
+    job = unisono.submit(sleepy, on="mpi", logs=tmp_path)
+    wait_until(lambda: all("here" in job.logs(rank) for rank in range(2)))
+    for handle in (job, unisono.Job.attach(job.dir)):
+        stacks = handle.stacks()
+        assert sorted(stacks) == [0, 1]
+        assert all("in sleepy" in text for text in stacks.values())
+    job.cancel()
+    assert job.status() == "cancelled"
+
+
+INTERRUPTED = """
+import os, time, unisono
+from pathlib import Path
+
+def wait(folder):
+    rank = unisono.world().rank
+    Path(folder, f"pids-{rank}.tmp").write_text(f"{os.getpid()} {os.getppid()}")
+    Path(folder, f"pids-{rank}.tmp").rename(Path(folder, f"pids-{rank}"))
+    try:
+        time.sleep(600)
+    finally:
+        Path(folder, f"finally-{rank}").touch()
+
+unisono.run(wait, %r, on="mpi", ranks=2)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_of_an_mpi_world_outlives_its_launcher(program, number, tmp_path, has_ended):
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    words = [sys.executable, "-c", INTERRUPTED % str(tmp_path)]
+    launcher = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("pids-?"))) == 2, 60)
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=30)
+        pids = [int(pid) for file in tmp_path.glob("pids-?") for pid in file.read_text().split()]
+        assert all(map(has_ended, pids)), "ranks or their minders live"
+        assert launcher.returncode == -number, errors
+        if number == signal.SIGINT:
+            assert len(list(tmp_path.glob("finally-?"))) == 2
+            assert list(tmp_path.glob("unisono-*")) == []
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+JOINING = """
+import sys, unisono, torch
+def work():
+    comm = unisono.world()
+    if "--fail" in sys.argv and comm.rank == 1:
+        raise KeyError("missing")
+    return comm.rank, comm.all_reduce(torch.ones(1)).item()
+results = unisono.run(work, on="cpu", ranks=3)
+if unisono.world().rank == 0:
+    print("RESULTS", list(results), flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_script_under_the_users_mpiexec_joins_its_world(program, ranks, tmp_path):
+    pytest.importorskip("mpi4py")
+    (tmp_path / "script.py").write_text(JOINING)
+    words = [program, "-n", str(ranks), sys.executable, "script.py"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"RESULTS {[(rank, float(ranks)) for rank in range(ranks)]}" in done.stdout
+    assert f"already in a world of {ranks} ranks; ranks=3 is not used" in done.stderr
+
+
+@pytest.mark.mpi
+def test_a_failing_rank_under_the_users_mpiexec_takes_the_world_down(program, tmp_path):
+    pytest.importorskip("mpi4py")
+    (tmp_path / "script.py").write_text(JOINING)
+    begin = time.monotonic()
+    words = [program, "-n", "2", sys.executable, "script.py", "--fail"]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode != 0
+    assert "KeyError: 'missing'" in done.stderr
+    assert time.monotonic() - begin < 60
+
+
+def fake_mpiexec(tmp_path, version):
+    path = tmp_path / "mpiexec"
+    path.write_text(f"#!/bin/sh\necho '{version}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_words_for_open_mpi_and_for_mpich(tmp_path, monkeypatch):
+    monkeypatch.setattr(mpiexec.os, "getuid", lambda: 0)
+    path = fake_mpiexec(tmp_path, "mpiexec (Open MPI) 5.0.8")
+    platform = unisono.Platform(device="mpi", ranks=4, mpiexec=path, mpiexec_args=("-v",))
+    found = find_mpiexec(platform)
+    assert (found.flavour, found.version) == ("openmpi", "mpiexec (Open MPI) 5.0.8")
+    start = [path, "-n", "4", "--allow-run-as-root", "--bind-to", "none"]
+    assert mpiexec.command(found, platform, {}) == [*start, "--oversubscribe", "-v"]
+    platform.n_nodes, platform.env = 2, {"MINE": "1"}
+    variables = {"UNISONO_TRACE": "t", "MINE": "1", "HOME": "/root"}
+    words = mpiexec.command(found, platform, variables)
+    assert words == [*start, "--map-by", "ppr:2:node", "-x", "MINE", "-x", "UNISONO_TRACE", "-v"]
+
+    platform.mpiexec = fake_mpiexec(tmp_path, "HYDRA build details:\n    Version:  4.2")
+    found = find_mpiexec(platform)
+    assert found.flavour == "mpich"
+    assert mpiexec.command(found, platform, {}) == [path, "-n", "4", "-ppn", "2", "-v"]
+
+
+def test_mpiexec_is_sought_in_order_and_named_when_it_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(mpiexec.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("MPIEXEC", raising=False)
+    platform = unisono.Platform(device="mpi", ranks=2)
+    with pytest.raises(PlatformError, match=r"looked at Platform\.mpiexec, MPIEXEC, beside Python"):
+        unisono.run(print, on=platform)
+    beside = fake_mpiexec(tmp_path, "HYDRA")
+    assert find_mpiexec(platform).path == beside
+    monkeypatch.setenv("MPIEXEC", "/nowhere/mpiexec")
+    with pytest.raises(PlatformError, match="MPIEXEC names /nowhere/mpiexec"):
+        find_mpiexec(platform)
+    platform.mpiexec = beside
+    assert find_mpiexec(platform).path == beside
+    Path(beside).write_text("#!/bin/sh\necho libpmix.so is missing >&2; exit 127\n")
+    with pytest.raises(PlatformError, match=r"libpmix\.so is missing"):
+        find_mpiexec(platform)
+
+
+def test_what_another_mpiexec_said_does_not_reach_ours():
+    kept = mpiexec.clean_environment({"PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "HOME": "/"})
+    assert kept == {"HOME": "/"}
+
+
+def test_an_mpiexec_that_starts_nothing_is_reported_with_its_own_words(tmp_path):
+    path = tmp_path / "mpiexec"
+    path.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo HYDRA\necho no slots; exit 5\n')
+    path.chmod(0o755)
+    platform = unisono.Platform(device="mpi", ranks=2, mpiexec=str(path))
+    with contextlib.chdir(tmp_path), pytest.raises(RankFailed, match="no slots") as caught:
+        unisono.run(print, on=platform, logs=QUIET)
+    assert caught.value.exit_code == 5

@@ -1,0 +1,173 @@
+"""What surrounds a run: ports, terminals, threads left behind, large payloads, notebooks."""
+
+from __future__ import annotations
+
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import unisono
+from unisono.errors import PlatformError, RankFailed, RankTimeout
+from unisono.launch import payload, terminal
+from unisono.launch.results import Elsewhere, Results
+
+QUIET = unisono.Logs(console="none")
+
+
+def test_a_given_port_is_used_and_a_busy_one_names_its_owner():
+    def where():
+        unisono.world().barrier()
+        return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        platform = unisono.Platform(device="cpu", ranks=2, master_port=port)
+        probe.listen()
+        with pytest.raises(PlatformError) as caught:
+            unisono.run(where, on=platform, logs=QUIET)
+        message = str(caught.value)
+        assert f"port {port} is in use" in message
+        assert f"(process {os.getpid()}) has it" in message
+        assert "leave master_port out" in message
+    results = unisono.run(where, on=platform, logs=QUIET)
+    assert list(results) == [("127.0.0.1", str(port))] * 2
+
+
+def test_a_thread_left_running_is_named_and_does_not_hold_the_run_up():
+    def forget_a_thread():
+        threading.Thread(target=time.sleep, args=(600,), name="uploader").start()
+        return 7
+
+    begin = time.monotonic()
+    with pytest.warns(RuntimeWarning, match="rank 0 returned its result, .*running: uploader"):
+        results = unisono.run(forget_a_thread, on="cpu", ranks=1, logs=QUIET)
+    assert list(results) == [7]
+    assert time.monotonic() - begin < 15
+
+
+def test_a_thread_that_ends_by_itself_is_waited_for(tmp_path):
+    def write_later():
+        def write():
+            time.sleep(0.3)
+            (tmp_path / "written").touch()
+
+        threading.Thread(target=write).start()
+
+    unisono.run(write_later, on="cpu", ranks=1, logs=QUIET)
+    assert (tmp_path / "written").exists()
+
+
+def test_a_large_payload_is_worth_a_warning_that_names_it(monkeypatch):
+    monkeypatch.setattr(payload, "LARGE_BYTES", 1 << 20)
+    table = np.zeros(1 << 18)
+    with pytest.warns(RuntimeWarning, match=r"sent 2 MB, of which kwargs\['table'\] is 2 MB"):
+        unisono.run(lambda _x, table: table.sum(), 1, table=table, on="cpu", ranks=1, logs=QUIET)
+
+
+def test_results_are_a_short_table_in_a_notebook():
+    values = [*range(16), "<b>", Elsewhere(17, "Model")]
+    results = Results(values, hosts=["n<1>"] * 18, platform="cpu", wall_s=1.5)
+    table = results._repr_html_()
+    assert table.count("<tr>") == 18
+    assert "18 ranks on cpu, 1.500 s" in table
+    assert "n&lt;1&gt;" in table
+    assert "<b>" not in Results(["<b>"], hosts=["h"], platform="cpu")._repr_html_()
+    assert "x" * 500 not in Results(["x" * 500], hosts=["h"], platform="cpu")._repr_html_()
+
+
+@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+def test_one_rank_may_read_the_standard_input(spawn_method, tmp_path):
+    script = tmp_path / "ask.py"
+    script.write_text(
+        "import unisono\n"
+        "def ask():\n"
+        "    rank = unisono.world().rank\n"
+        "    return input('your name? ') if rank == 1 else __import__('sys').stdin.read()\n"
+        f"platform = unisono.Platform(device='cpu', ranks=2, spawn_method={spawn_method!r})\n"
+        "print(list(unisono.run(ask, on=platform)))\n"
+    )
+    env = {**os.environ, terminal.VARIABLE: "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script], env=env, input="Ada\n", capture_output=True, text=True, timeout=90
+    )
+    assert done.stdout.endswith("['', 'Ada']\n"), done.stdout + done.stderr
+    assert "your name? " in done.stdout
+
+
+def test_a_debugger_works_in_the_rank_at_the_terminal(tmp_path):
+    script = tmp_path / "debug.py"
+    script.write_text(
+        "import unisono\n"
+        "def look():\n"
+        "    secret = 6 * 7\n"
+        "    breakpoint()\n"
+        "    return secret\n"
+        "print('RESULTS', list(unisono.run(look, on='cpu', ranks=1)))\n"
+    )
+    ours, theirs = pty.openpty()
+    env = {**os.environ, terminal.VARIABLE: "0", "TMPDIR": str(tmp_path), "TERM": "dumb"}
+    process = subprocess.Popen(
+        [sys.executable, script],
+        env=env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    try:
+        seen = read_until(ours, b"(Pdb) ")
+        os.write(ours, b"p secret + 1\n")
+        assert b"43" in read_until(ours, b"(Pdb) ", seen)
+        os.write(ours, b"c\n")
+        assert b"RESULTS [42]" in read_until(ours, b"RESULTS [42]")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def read_until(fd, words, start=b"", seconds=60.0):
+    import select
+
+    end, seen = time.monotonic() + seconds, b""
+    while words not in seen:
+        assert time.monotonic() < end, start + seen
+        if select.select([fd], [], [], 0.5)[0]:
+            seen += os.read(fd, 4096)
+    return seen
+
+
+def test_a_rank_without_a_terminal_says_how_to_get_one():
+    with pytest.raises(RankFailed, match="UNISONO_STDIN_RANK=0 gives it yours"):
+        unisono.run(breakpoint, on="cpu", ranks=1, logs=QUIET)
+    with pytest.raises(PlatformError, match="ranks of a world of 2 are 0 to 1"):
+        terminal.stdin_rank({terminal.VARIABLE: "2"}, 2)
+
+
+def test_a_deadline_holds_in_a_world_that_exists_already():
+    def outer():
+        try:
+            unisono.run(time.sleep, 600, timeout_s=0.5)
+        except RankTimeout as error:
+            return sorted(error.stacks), str(error).splitlines()[0], error.rank
+
+    def fine():
+        return list(unisono.run(lambda: unisono.world().rank, timeout_s=60))
+
+    found = unisono.run(outer, on="cpu", ranks=2, logs=QUIET, timeout_s=60)
+    for rank, (stacks, headline, culprit) in enumerate(found):
+        assert rank in stacks
+        assert headline == f"rank {rank} of 2 not done within timeout_s=0.5"
+        assert culprit == rank
+    assert list(unisono.run(fine, on="cpu", ranks=2, logs=QUIET)) == [[0, 1], [0, 1]]
