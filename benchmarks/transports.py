@@ -1,19 +1,26 @@
-"""Transports side by side: gloo, shm, shm on shared buffers, over sizes, verbs and ranks.
+"""Transports side by side: gloo, shm, shm on shared buffers and mpi, over sizes, verbs and ranks.
 
     python benchmarks/transports.py [--quick] [--also BACKEND ...]
 
 All are called through torch.distributed, in one run, in turns; a round counts its slowest rank.
-`--also` adds columns for other registered backends that can make groups in such a world.
+For the column `mpi` the script starts itself once more under mpiexec and measures MPI and gloo
+there, in turns; every ratio is to the gloo of the same processes. `--also` adds columns for other
+registered backends that can make groups in a world of gloo.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +29,8 @@ from harness import Row, markdown, publish
 from torch import Tensor, nn
 
 import unisono
-from unisono.comm import Communicator
+from unisono import operators
+from unisono.comm import Communicator, transports
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (KB, 10 * KB, 100 * KB, MB, 10 * MB, 100 * MB)
@@ -38,6 +46,8 @@ TARGETS = {
     (4, "all_reduce", KB, "shm"): 0.20,
 }
 """Largest ratios to gloo; with more ranks than cores, anything below 1 is asked for."""
+MAX_OPERATOR_S = 60e-6
+"""Most that an operator's forward and backward may cost beyond its two collectives."""
 PICTURE = Path(__file__).with_name("transports.png")
 
 
@@ -50,6 +60,13 @@ class Point:
     nbytes: int
     transport: str
     seconds: float
+    gloo: float
+    """What gloo took in the same processes."""
+
+    @property
+    def ratio(self) -> float:
+        """Time over gloo's."""
+        return self.seconds / self.gloo
 
 
 @dataclass(frozen=True)
@@ -97,10 +114,26 @@ def call(verb: str, x: Tensor, group: dist.ProcessGroup) -> Callable[[], object]
     }[verb]
 
 
+def new_group(backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """Return a group of all ranks, or of some, which alone take part. Collective over them."""
+    group = dist.new_group(ranks, backend=backend, use_local_synchronization=ranks is not None)
+    if not isinstance(group, dist.ProcessGroup):
+        raise RuntimeError(f"this rank is not in the group of {ranks}")
+    return group
+
+
 def sweep(sizes: tuple[int, ...], quick: bool, also: tuple[str, ...]) -> list[Point]:
-    """Measure all transports over sizes and verbs. Collective over the world."""
-    groups = {name: dist.new_group(backend=name) for name in ("gloo", "shm", *also)}
-    comm = Communicator.of(groups["shm"])
+    """Measure gloo, shm and further backends. Collective over the world."""
+    groups = {name: new_group(name) for name in ("gloo", "shm", *also)}
+    return measure_groups(groups, sizes, quick)
+
+
+def measure_groups(
+    groups: dict[str, dist.ProcessGroup], sizes: tuple[int, ...], quick: bool
+) -> list[Point]:
+    """Measure all groups over sizes and verbs, and shared buffers where there is a shm group."""
+    shm = groups.get("shm")
+    comm = Communicator.of(shm or list(groups.values())[-1])
     points: list[Point] = []
     for nbytes in sizes:
         n = nbytes // 4 // comm.size * comm.size
@@ -110,19 +143,49 @@ def sweep(sizes: tuple[int, ...], quick: bool, also: tuple[str, ...]) -> list[Po
             for name, group in groups.items():
                 x = torch.ones(n)
                 candidates[name] = Candidate(call(verb, x, group), lambda x=x: x.fill_(1.0))
-            # Filled again each time: else it would stay in the cache of whoever reduced it.
-            candidates["zero-copy"] = Candidate(
-                call(verb, shared, groups["shm"]), lambda x=shared: x.fill_(1.0)
-            )
+            if shm is not None:
+                # Filled again each time: else it would stay in the cache of whoever reduced it.
+                candidates["zero-copy"] = Candidate(
+                    call(verb, shared, shm), lambda x=shared: x.fill_(1.0)
+                )
             rounds, repeats = rounds_for(nbytes, quick), 10 if nbytes <= 100 * KB else 1
-            for name, seconds in measure(comm, candidates, rounds, repeats).items():
-                points.append(Point(comm.size, verb, nbytes, name, seconds))
+            found = measure(comm, candidates, rounds, repeats)
+            for name, seconds in found.items():
+                points.append(Point(comm.size, verb, nbytes, name, seconds, found["gloo"]))
     return points
 
 
+def mpi_points(ranks: int, options: list[str]) -> list[Point]:
+    """Return what a job of this script under mpiexec measures; nothing where there is no MPI."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    state = transports.available()["mpi"]
+    if program is None or state != "ok":
+        print(f"no column mpi: {'no mpiexec' if state == 'ok' else state}")
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "points.json")
+        command = [program, "-n", str(ranks), sys.executable, __file__, "--mpi-job", str(path)]
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+        subprocess.run([*command, *options], check=True, env={**loopback, **os.environ})
+        return [Point(**fields) for fields in json.loads(path.read_text())]
+
+
+def mpi_job(path: Path, sizes: tuple[int, ...], quick: bool) -> None:
+    """Measure MPI beside gloo on this rank of an MPI job; rank 0 writes the points."""
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    world = Communicator.of(MPI.COMM_WORLD)
+    groups = {"gloo": new_group("gloo"), "mpi": new_group("mpi4py")}
+    points = measure_groups(groups, sizes, quick)
+    if world.rank == 0:
+        path.write_text(json.dumps([asdict(p) for p in points if p.transport == "mpi"]))
+
+
 def special_cases(quick: bool) -> list[Row]:
-    """Memory speed, the price of not waiting, and a DDP step. Collective over the world."""
-    gloo, shm = dist.new_group(backend="gloo"), dist.new_group(backend="shm")
+    """Memory speed, the price of not waiting, of operators, and a DDP step. Collective."""
+    gloo, shm = new_group("gloo"), new_group("shm")
     comm = Communicator.of(shm)
     rows: list[Row] = []
     n = 10 * MB // 4
@@ -142,7 +205,7 @@ def special_cases(quick: bool) -> list[Row]:
     found = measure(
         comm,
         {
-            "async": Candidate(lambda: dist.all_reduce(x, group=shm, async_op=True).wait()),
+            "async": Candidate(lambda: reduced_behind(x, shm).wait()),
             "sync": Candidate(lambda: dist.all_reduce(x, group=shm)),
         },
         rounds_for(KB, quick),
@@ -151,6 +214,10 @@ def special_cases(quick: bool) -> list[Row]:
     rows.append(
         Row("async all_reduce 1 KB and wait, 2 ranks", found["async"], found["sync"], "sync", 4.0)
     )
+    rows.append(after_idling(gloo, shm, 5 if quick else 40))
+    alone = new_group("shm", [dist.get_rank()])
+    rows.append(operator_pair(comm, alone, "a group of one", quick))
+    rows.append(operator_pair(comm, shm, "2 ranks", quick))
     found = measure(
         comm,
         {"shm": Candidate(ddp_step(shm)), "gloo": Candidate(ddp_step(gloo))},
@@ -161,6 +228,59 @@ def special_cases(quick: bool) -> list[Row]:
             "DDP over gloo", 0.8)
     )  # fmt: skip
     return rows
+
+
+def after_idling(gloo: dist.ProcessGroup, shm: dist.ProcessGroup, rounds: int) -> Row:
+    """Return the first all_reduce of ranks that have slept: how long once all are there."""
+    comm = Communicator.of(shm)
+    x = torch.ones(256)
+    times = torch.zeros(rounds, 2, dtype=torch.float64)
+    for i in range(rounds):
+        for j, group in enumerate((shm, gloo)):
+            comm.barrier()
+            time.sleep(0.02)
+            start = time.perf_counter()
+            dist.all_reduce(x, group=group)
+            times[i, j] = time.perf_counter() - start
+    last_to_come = comm.all_reduce(times, "min")
+    ours, reference = (statistics.median(last_to_come[:, j].tolist()) for j in (0, 1))
+    return Row("all_reduce 1 KB after 20 ms of idling, 2 ranks", ours, reference, "gloo", None)
+
+
+def reduced_behind(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start an all_reduce behind the caller's back."""
+    work = dist.all_reduce(x, group=group, async_op=True)
+    if work is None:
+        raise RuntimeError("this rank is not in the group")
+    return work
+
+
+def operator_pair(comm: Communicator, group: dist.ProcessGroup, where: str, quick: bool) -> Row:
+    """Compare all_gather with autograd, forward and backward, with the two bare collectives."""
+    members = Communicator.of(group)
+    n = 256 // members.size
+    x = torch.randn(n, requires_grad=True)
+    grad, whole, piece = torch.randn(256), torch.empty(256), torch.empty(n)
+
+    def operator() -> None:
+        x.grad = None
+        operators.all_gather(x, 0, [n] * members.size, comm=members).backward(grad)
+
+    def bare() -> None:
+        dist.all_gather_single(whole, x.detach(), group=group)
+        dist.reduce_scatter_single(piece, grad, group=group)
+
+    candidates = {"operator": Candidate(operator), "bare": Candidate(bare)}
+    found = measure(comm, candidates, rounds_for(KB, quick), repeats=20)
+    extra, reference = found["operator"] - found["bare"], found["bare"]
+    return Row(
+        f"operator all_gather 1 KB, forward + backward, {where}",
+        found["operator"],
+        reference,
+        "the two calls of torch.distributed",
+        1 + MAX_OPERATOR_S / reference,
+        f"{extra * 1e6:+.0f} us, at most {MAX_OPERATOR_S * 1e6:.0f} us more",
+    )
 
 
 def ddp_step(group: dist.ProcessGroup) -> Callable[[], None]:
@@ -183,7 +303,6 @@ def ddp_step(group: dist.ProcessGroup) -> Callable[[], None]:
 
 def judged(points: list[Point]) -> list[Row]:
     """Return the points for which a ratio to gloo is set."""
-    gloo = {(p.ranks, p.verb, p.nbytes): p.seconds for p in points if p.transport == "gloo"}
     rows: list[Row] = []
     for p in points:
         target = TARGETS.get((p.ranks, p.verb, p.nbytes, p.transport))
@@ -191,25 +310,23 @@ def judged(points: list[Point]) -> list[Row]:
             target = 1.0
         if target is not None:
             case = f"{p.transport} {p.verb} {size_name(p.nbytes)}, {p.ranks} ranks"
-            reference = gloo[p.ranks, p.verb, p.nbytes]
-            rows.append(Row(case, p.seconds, reference, "gloo", target))
+            rows.append(Row(case, p.seconds, p.gloo, "gloo", target))
     return rows
 
 
 def overview(points: list[Point]) -> str:
-    """Return one table: gloo's time, and each transport as a ratio to it."""
+    """Return one table: gloo's time, and each transport as a ratio to gloo in its own processes."""
     names = list(dict.fromkeys(p.transport for p in points if p.transport != "gloo"))
-    seconds = {(p.ranks, p.verb, p.nbytes, p.transport): p.seconds for p in points}
+    found = {(p.ranks, p.verb, p.nbytes, p.transport): p for p in points}
     lines = [
         f"| ranks | verb | size | gloo | {' | '.join(names)} |",
         f"|---|---|---|---:|{'---:|' * len(names)}",
     ]
     for ranks, verb, nbytes in dict.fromkeys((p.ranks, p.verb, p.nbytes) for p in points):
-        reference = seconds[ranks, verb, nbytes, "gloo"]
-        ratios = " | ".join(
-            f"{seconds[ranks, verb, nbytes, name] / reference:.3f}" for name in names
-        )
-        cell = f"{reference * 1e6:.0f} us" if reference < 1e-3 else f"{reference * 1e3:.2f} ms"
+        row = [found.get((ranks, verb, nbytes, name)) for name in names]
+        ratios = " | ".join("-" if p is None else f"{p.ratio:.3f}" for p in row)
+        gloo = found[ranks, verb, nbytes, "gloo"].seconds
+        cell = f"{gloo * 1e6:.0f} us" if gloo < 1e-3 else f"{gloo * 1e3:.2f} ms"
         lines.append(f"| {ranks} | {verb} | {size_name(nbytes)} | {cell} | {ratios} |")
     return "\n".join(lines)
 
@@ -259,13 +376,18 @@ def main() -> None:
         "--quick", action="store_true", help="few rounds and sizes, nothing written"
     )
     parser.add_argument("--also", nargs="*", default=[], help="further backends to measure")
+    parser.add_argument("--mpi-job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = (KB, MB) if options.quick else SIZES
+    if options.mpi_job is not None:
+        mpi_job(options.mpi_job, sizes, options.quick)
+        return
     os.environ["UNISONO_BACKEND"] = "gloo"
     os.environ["OMP_NUM_THREADS"] = "1"
     points: list[Point] = []
     for ranks in (2, 4):
         points += unisono.run(sweep, sizes, options.quick, tuple(options.also), ranks=ranks)[0]
+        points += mpi_points(ranks, ["--quick"] if options.quick else [])
     special = unisono.run(special_cases, options.quick, ranks=2)[0]
     text = f"{markdown([*judged(points), *special])}\n\nRatios to gloo:\n\n{overview(points)}"
     publish("Transports", text, write=not options.quick)

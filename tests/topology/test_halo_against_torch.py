@@ -237,7 +237,11 @@ BAD = {
         lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), stride=(1,)), ["1 != 2", "stride"]),
     "paddings of another length": (
         lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), padding=(1, 1, 1)), ["3 != 2"]),
-    "index outside": (lambda: halo.plan([(0, 2, 4)], (2,), 3), ["index [2]", "shape [2]"]),
+    "index outside": (
+        lambda: halo.plan([(0, 2, 4)], (2,), 3),
+        ["index [2]", "shape [2]", "dim 0: 0 <= 2 < 2 does not hold"]),
+    "index of another length": (
+        lambda: halo.plan([(0, 2, 4)], (0, 0), 3), ["2 coordinates != 1 dims"]),
     "cuts that go back": (lambda: halo.plan([(0, 5, 4)], (0,), 3), ["cuts [0, 5, 4]"]),
     "ceil mode with circular": (
         lambda: halo.plan([(0, 4)], (0,), 3, padding_mode="circular", ceil_mode=True),

@@ -37,6 +37,32 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
     return x
 
 
+def check_target(x: object, device: torch.device, verb: str) -> Tensor:
+    """Return `x` if it is a tensor as `check_tensor` wants it, whose elements can be written."""
+    target = check_tensor(x, device, verb)
+    check_no_overlap(target, verb)
+    return target
+
+
+def check_no_overlap(x: Tensor, verb: str) -> None:
+    """Refuse to write to a tensor that shows one place of memory several times (`expand`)."""
+    if x.is_contiguous():
+        return
+    repeated = [d for d, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+                if n > 1 and stride == 0]  # fmt: skip
+    if repeated and x.numel():
+        dim = repeated[0]
+        raise UnisonoError.because(
+            f"{verb} of an expanded tensor of shape {list(x.shape)}",
+            f"strides {list(x.stride())}: along dim {dim} all {x.shape[dim]} elements are one "
+            "place in memory, which cannot hold different results",
+            None,
+            f"x = x.clone(), or {verb.removesuffix('_')}(x), which returns a new tensor"
+            if verb.endswith("_")
+            else "x.clone() first",
+        )
+
+
 def check_rank(rank: int, size: int, what: str, verb: str) -> int:
     """Return `rank` if it is a rank of a group of `size`."""
     if isinstance(rank, bool) or not isinstance(rank, int):
@@ -77,7 +103,9 @@ def check_sizes(
     sizes: Sequence[int], size: int, verb: str, *, total: int | None = None, what: str = "sizes"
 ) -> tuple[int, ...]:
     """Return `sizes` as a tuple of one entry a rank, none negative, adding up to `total`."""
-    values = tuple(int(n) for n in sizes)
+    values = tuple(map(int, sizes))
+    if len(values) == size and min(values) >= 0 and (total is None or sum(values) == total):
+        return values
     asked = f"{verb}({what}={list(values)})"
     if len(values) != size:
         raise PartitionError.because(
@@ -86,19 +114,17 @@ def check_sizes(
             f"{len(values)} != {size}",
             f"{what} has one entry a rank",
         )
-    if any(n < 0 for n in values):
+    if min(values) < 0:
         raise PartitionError.because(
             asked, f"a negative size: {min(values)}", None, "0 for a rank without a block"
         )
-    if total is not None and sum(values) != total:
-        terms = " + ".join(map(str, values))
-        raise PartitionError.because(
-            asked,
-            f"{total} rows in the tensor",
-            f"{terms} = {sum(values)} != {total}",
-            f"{what} must add up to the rows of the tensor",
-        )
-    return values
+    terms = " + ".join(map(str, values))
+    raise PartitionError.because(
+        asked,
+        f"{total} rows in the tensor",
+        f"{terms} = {sum(values)} != {total}",
+        f"{what} must add up to the rows of the tensor",
+    )
 
 
 def check_shape(shape: object, verb: str) -> tuple[int, ...]:

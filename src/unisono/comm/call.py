@@ -24,7 +24,7 @@ class Call:
     key: str
     """Name of the group, unique in the world."""
     seq: int
-    """Number of the call in its group, from 1."""
+    """Number of the call in its group, from 1; 0 where calls have none."""
     shape: tuple[int, ...] | None = None
     """Shape of the tensor this rank brought, None if it brought none."""
     dtype: torch.dtype | None = None
@@ -43,6 +43,12 @@ class Call:
     """Whether the tensor takes part in autograd; None where it does not matter."""
     is_async: bool = False
     """Whether the caller waits later."""
+    sends_to: tuple[int, ...] = ()
+    """Ranks of the group that get a message."""
+    receives_from: tuple[int, ...] = ()
+    """Ranks of the group of which a message is expected."""
+    is_checked: bool = False
+    """Whether it was compared with the other ranks' calls (check mode)."""
     sent: int = 0
     """Bytes this rank hands to others."""
     received: int = 0
@@ -61,7 +67,7 @@ class Call:
     def site(self) -> str:
         """Source line of the call; looked up when first asked for, so ask inside the call."""
         if self._site is None:
-            self._site = call_site()
+            self._site = call_site(2)
         return self._site
 
     def describe(self) -> str:
@@ -72,13 +78,20 @@ class Call:
                 self.kind,
                 f"root {self.root}" if self.root is not None else "",
                 f"dim {self.dim}" if self.dim is not None else "",
+                f"to {_listed(self.sends_to)}" if self.sends_to else "",
+                f"from {_listed(self.receives_from)}" if self.receives_from else "",
             )
             if word
         )
-        text = f"{self.op}({inner}) #{self.seq} on {self.group}"
+        number = f" #{self.seq}" if self.seq else ""
+        text = f"{self.op}({inner}){number} on {self.group}"
         if self.dtype is not None and self.shape is not None:
             text += f", {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
         return text
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 _latest: Call | None = None

@@ -79,15 +79,15 @@ class Caller:
             entry.name,
             entry.key,
             entry.next_seq(),
-            shape=None if x is None else tuple(x.shape),
-            dtype=None if x is None else x.dtype,
-            kind=kind,
-            root=root,
-            dim=dim,
-            sizes=sizes,
-            recv_sizes=recv_sizes,
-            requires_grad=None if x is None else x.requires_grad,
-            is_async=async_op,
+            None if x is None else x.shape,
+            None if x is None else x.dtype,
+            kind,
+            root,
+            dim,
+            sizes,
+            recv_sizes,
+            None if x is None else x.requires_grad,
+            async_op,
         )
         calls.set_latest(call)
         recorder = tracing.recorder
@@ -96,6 +96,7 @@ class Caller:
             if recorder.call_sites:
                 _ = call.site
         if collective and checking.is_enabled() and self.size > 1:
+            call.is_checked = True
             deadline = self._deadline(timeout_s)
             try:
                 checking.verify(call, self.rank, self.ranks, deadline)
@@ -112,10 +113,30 @@ class Caller:
         deadline: float,
     ) -> T | Pending[T]:
         """Start the transfer; wait and finish now, or hand out a `Pending` that does."""
-        with self._translating(call, deadline), torch.no_grad():
-            ticket = start()
-        if not async_op:
-            return self._complete(call, ticket, finish, deadline)
+        recorder = tracing.recorder
+        waited = self._engine.waited_ns if recorder is not None else None
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # a third of the price of torch.no_grad()
+        try:
+            try:
+                ticket = start()
+                if not async_op:
+                    if ticket is not None:
+                        began = time.perf_counter_ns() if recorder is not None else 0
+                        ticket.wait(deadline)
+                        if recorder is not None:
+                            call.wait_ns = time.perf_counter_ns() - began
+                    if waited is not None:
+                        call.wait_ns = (self._engine.waited_ns or 0) - waited
+            except Exception as error:
+                told = self._told(call, error, deadline)
+                if told is error:
+                    raise
+                raise told from None
+            if not async_op:
+                return self._ended(call, finish())
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
         return Pending(
             lambda own: self._complete(call, ticket, finish, deadline if own is None else own),
             lambda: ticket is None or ticket.done(),
@@ -124,18 +145,21 @@ class Caller:
     def _complete(
         self, call: Call, ticket: Ticket | None, finish: Callable[[], T], deadline: float
     ) -> T:
-        recorder = tracing.recorder
-        if ticket is not None:
-            before = time.perf_counter_ns() if recorder is not None else 0
-            with self._translating(call, deadline), torch.no_grad():
-                ticket.wait(deadline)
-            if recorder is not None:
-                call.wait_ns = time.perf_counter_ns() - before
+        """Wait for a transfer that was started before, and finish it."""
+        began = time.perf_counter_ns()
         with torch.no_grad():
-            result = finish()
+            with self._translating(call, deadline):
+                if ticket is not None:
+                    ticket.wait(deadline)
+            call.wait_ns = time.perf_counter_ns() - began
+            return self._ended(call, finish())
+
+    def _ended(self, call: Call, result: T) -> T:
+        """Take down that `call` has ended."""
         call.done = True
-        if recorder is not None:
-            call.algorithm = getattr(self._engine, "last_algorithm", "native")
+        recorder = tracing.recorder
+        if recorder is not None and call.t_start:
+            call.algorithm = self._engine.last_algorithm
             recorder.add(call, self.ranks[self.rank])
         return result
 
@@ -144,21 +168,28 @@ class Caller:
         """Turn what a backend raises into `RankTimeout` and `RankFailed`, and mark the group."""
         try:
             yield
-        except TimeoutError:
-            error = failures.timed_out(call, self.ranks, deadline)
-            self._entry.broken = f"{call.describe()} timed out"
-            raise error from None
-        except RankFailed as error:
-            self._entry.broken = str(error).splitlines()[0]
-            raise
-        except UnisonoError:
-            raise
-        except RuntimeError as error:
-            if not any(word in str(error) for word in _LOST):
+        except Exception as error:
+            told = self._told(call, error, deadline)
+            if told is error:
                 raise
-            lost = failures.connection_lost(call, str(error))
-            self._entry.broken = str(lost).splitlines()[0]
-            raise lost from None
+            raise told from None
+
+    def _told(self, call: Call, error: Exception, deadline: float) -> Exception:
+        """Return the error to raise for what a backend raised; the group is marked as broken."""
+        if isinstance(error, TimeoutError):
+            told = failures.timed_out(call, self.ranks, deadline, error)
+            self._entry.broken = f"{call.describe()} timed out"
+            return told
+        if isinstance(error, RankFailed):
+            self._entry.broken = str(error).partition("\n")[0]
+            return error
+        if isinstance(error, UnisonoError) or not isinstance(error, RuntimeError):
+            return error
+        if not any(word in str(error) for word in _LOST):
+            return error
+        lost = failures.connection_lost(call, str(error))
+        self._entry.broken = str(lost).partition("\n")[0]
+        return lost
 
     @contextlib.contextmanager
     def _reporting(self, op: str, root: int | None, deadline: float) -> Iterator[None]:
@@ -236,13 +267,23 @@ class Caller:
 
 def contiguous(x: Tensor) -> Tensor:
     """Return `x` with its values laid out in order; `x` itself where they are."""
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x
     return x.resolve_conj().resolve_neg().contiguous()
+
+
+def detached(x: Tensor) -> Tensor:
+    """Return `x` outside of autograd; `x` itself where it takes no part in it."""
+    return x.detach() if x.requires_grad else x
 
 
 def rows_first(x: Tensor, dim: int) -> Tensor:
     """Return `x` detached and contiguous with `dim` in front; a 0-dim tensor is one row."""
-    rows = x.detach()
-    rows = rows.reshape(1) if rows.dim() == 0 else rows.movedim(dim, 0)
+    rows = detached(x)
+    if rows.dim() == 0:
+        rows = rows.reshape(1)
+    elif dim:
+        rows = rows.movedim(dim, 0)
     return contiguous(rows)
 
 

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,8 @@ from unisono.comm.watchdog import default_store
 from unisono.errors import CollectiveMismatch
 
 Fingerprint = dict[str, Any]
+
+_SAME_BITS = "a backend should give all ranks the same bits; try another one, UNISONO_BACKEND=shm"
 
 _enabled = os.environ.get("UNISONO_CHECK", "") not in ("", "0")
 
@@ -75,9 +78,9 @@ def verify(call: Call, rank: int, ranks: tuple[int, ...], timeout_s: float) -> N
         TimeoutError: some rank did not arrive.
     """
     prints = _share(f"{call.key}/{call.seq}", _fingerprint(call), rank, len(ranks), timeout_s)
-    problem = disagreement(prints)
-    if problem is not None:
-        raise _mismatch(problem, prints, ranks)
+    rule = disagreement(prints)
+    if rule is not None:
+        raise _mismatch(rule, prints, ranks)
 
 
 def verify_equal_result(
@@ -91,35 +94,62 @@ def verify_equal_result(
     if len({p["crc"] for p in prints if p["crc"] is not None}) > 1:
         for entry in prints:
             entry["text"] = f"{call.describe()}, checksum {entry['crc']}"
-        raise _mismatch("the result differs between ranks", prints, ranks)
+        rule = _Rule("the result differs between ranks", lambda p: p["crc"], hint=_SAME_BITS)
+        raise _mismatch(rule, prints, ranks)
 
 
-def disagreement(prints: list[Fingerprint]) -> str | None:
-    """Return in words what the calls disagree about, or None. Pure, the same on every rank."""
-    rules: list[tuple[str, Callable[[Fingerprint], Any]]] = [
-        ("different operations", lambda p: p["op"]),
-        ("different reductions or arguments", lambda p: p["kind"]),
-        ("different roots", lambda p: p["root"]),
-        ("different dims", lambda p: p["dim"]),
-        ("different sizes", lambda p: p["sizes"] if p["op"] != "all_to_all" else None),
-        ("different dtypes", lambda p: p["dtype"]),
-        ("different shapes", _comparable_shape),
-        ("requires_grad is True on some ranks only", lambda p: p["requires_grad"]),
-    ]
-    for words, key in rules:
-        values = [key(p) for p in prints]
-        present = [v for v in values if v is not None]
-        if any(v != present[0] for v in present[1:]):
-            return words
+@dataclass(frozen=True)
+class _Rule:
+    """One thing that must agree over ranks."""
+
+    problem: str
+    """What to call it when it does not."""
+    key: Callable[[Fingerprint], Any]
+    """What is compared; ranks with None are left aside."""
+    shows: str = ""
+    """Name under which each rank's value is listed, where the call itself does not tell it."""
+    hint: str = "all ranks must make the same collectives in the same order"
+
+
+_RULES = (
+    _Rule("different operations", lambda p: p["op"]),
+    _Rule("different reductions or arguments", lambda p: p["kind"]),
+    _Rule("different roots", lambda p: p["root"]),
+    _Rule("different dims", lambda p: p["dim"]),
+    _Rule(
+        "different sizes",
+        lambda p: p["sizes"] if p["op"] != "all_to_all" else None,
+        "sizes",
+        "sizes lists the blocks of all ranks, the same list on every rank",
+    ),
+    _Rule("different dtypes", lambda p: p["dtype"], hint="x.to(torch.float32) on all ranks"),
+    _Rule("different shapes", lambda p: _comparable_shape(p)),
+    _Rule(
+        "requires_grad is True on some ranks only",
+        lambda p: p["requires_grad"],
+        "requires_grad",
+        "x.requires_grad_() on all ranks, or x.detach() on all: in the backward they must all meet",
+    ),
+)
+
+
+def disagreement(prints: list[Fingerprint]) -> _Rule | None:
+    """Return what the calls disagree about, or None. Pure, the same on every rank."""
+    for rule in _RULES:
+        present = [value for value in map(rule.key, prints) if value is not None]
+        if any(value != present[0] for value in present[1:]):
+            return rule
     if prints[0]["op"] == "all_to_all":
         for sender, mine in enumerate(prints):
             for receiver, theirs in enumerate(prints):
                 if mine["sizes"] is None or theirs["recv_sizes"] is None:
                     continue
                 if mine["sizes"][receiver] != theirs["recv_sizes"][sender]:
-                    return (
+                    return _Rule(
                         f"rank {sender} of the group sends {mine['sizes'][receiver]} rows to rank "
-                        f"{receiver}, which expects {theirs['recv_sizes'][sender]}"
+                        f"{receiver}, which expects {theirs['recv_sizes'][sender]}",
+                        lambda _: None,
+                        hint="recv_sizes[q] is what rank q sends here; None learns it",
                     )
     return None
 
@@ -178,17 +208,15 @@ def _wait_quietly(store: Store, keys: list[str], seconds: float) -> None:
         return  # not there yet: the caller looks at its deadline
 
 
-def _mismatch(
-    problem: str, prints: list[Fingerprint], ranks: tuple[int, ...]
-) -> CollectiveMismatch:
-    texts = [p["text"] for p in prints]
+def _mismatch(rule: _Rule, prints: list[Fingerprint], ranks: tuple[int, ...]) -> CollectiveMismatch:
+    texts = [f"{p['text']}{f', {rule.shows}={rule.key(p)}' if rule.shows else ''}" for p in prints]
     without_seq = [_signature(p) for p in prints]
     majority, count = Counter(without_seq).most_common(1)[0]
-    lines = [f"ranks disagree about one collective: {problem}"]
+    lines = [f"ranks disagree about one collective: {rule.problem}"]
     for world_rank, text, signature, p in zip(ranks, texts, without_seq, prints, strict=True):
         odd = "  <- differs" if signature != majority and count > 1 else ""
         lines.append(f"  rank {world_rank} | {text} | {p['site']}{odd}")
-    lines.append("  HINT: all ranks must make the same collectives in the same order")
+    lines.append(f"  HINT: {rule.hint}")
     calls = {r: f"{t} at {p['site']}" for r, t, p in zip(ranks, texts, prints, strict=True)}
     return CollectiveMismatch("\n".join(lines), calls)
 

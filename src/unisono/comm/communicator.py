@@ -193,7 +193,7 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
 
     def _made(self, ranks: tuple[int, ...]) -> Communicator:
         backend = None if self.group is None else str(dist.get_backend(self.group))
-        entry = groups.entry_for(ranks, backend=backend)
+        entry = groups.entry_for(ranks, backend=backend, wait_s=self.timeout_s)
         return type(self)(entry, device=self.device, timeout_s=self._own_timeout_s)
 
     def _identity(self) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """What a backend must be able to do: the kernels of one group, on plain contiguous tensors.
 
 `Communicator` checks arguments, moves dims, counts and times; an `Engine` moves and adds bytes.
-`TorchEngine` (collectives.py) serves gloo and nccl through torch.distributed; our own transports
+`TorchEngine` serves gloo and nccl through torch.distributed; our own transports
 bring their own (`process_group.unisono_engine`). Nothing here knows about autograd.
 """
 
@@ -48,6 +48,12 @@ class Engine(ABC):
     """Number of ranks in the group."""
     backend: str
     """Name of the backend, as the chooser and traces spell it."""
+    knows_mean: bool = False
+    """Whether `all_reduce_` takes `mean` too, at no extra pass over the tensor."""
+    waited_ns: int | None = None
+    """Time this rank has spent waiting for others in blocking calls so far; None: not known."""
+    last_algorithm: str = "native"
+    """How the latest call was done, for traces."""
 
     @abstractmethod
     def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
@@ -129,7 +135,13 @@ class Engine(ABC):
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""
 
-    def shared_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def shared_buffer(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        timeout_s: float,  # noqa: ARG002
+    ) -> Tensor:
         """Return zeros on which collectives of this group run without copies, where it can.
 
         Collective over the group. Plain memory here; transports with shared memory override it.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-
-import torch.distributed as dist
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from unisono.comm import watchdog
 from unisono.comm.call import Call
 from unisono.errors import RankFailed, RankTimeout, compress_ranks
 
 _POSTED_WAIT_S = 1.0
+
+NEW_GROUP = "new_group"
+"""Operation of the call that stands for making a group."""
 
 
 def post_failure(error: BaseException) -> None:
@@ -25,10 +28,11 @@ def post_failure(error: BaseException) -> None:
 
 
 def posted_failure() -> RankFailed | None:
-    """Return the failure another rank has posted, if any; asks the store."""
-    if not dist.is_initialized():
-        return None
-    dog = watchdog.ensure()
+    """Return the failure another rank has posted, if any; asks the store.
+
+    None, without starting anything, where the world has ended or is being closed.
+    """
+    dog = watchdog.current()
     try:
         return dog.poll_failure() if dog is not None else None
     except RuntimeError:
@@ -55,32 +59,34 @@ def connection_lost(call: Call, backend_words: str) -> RankFailed:
     )
 
 
-def timed_out(call: Call, ranks: tuple[int, ...], timeout_s: float) -> RankTimeout:
+def timed_out(
+    call: Call, ranks: tuple[int, ...], timeout_s: float, cause: BaseException | None = None
+) -> RankTimeout:
     """Return the deadline error of `call`, with the stacks of the other ranks of its group.
 
     Args:
         call: the call that waited.
         ranks: world ranks of its group.
         timeout_s: the deadline that passed.
+        cause: what the transport raised, which may know who is missing.
     """
+    if isinstance(cause, RankTimeout) and cause.stacks:
+        return cause
     dog = watchdog.ensure()
-    answers = {}
+    answers: dict[int, dict[str, Any]] = {}
     if dog is not None:
         try:
             answers = {r: a for r, a in dog.ask_stacks().items() if r in ranks}
         except RuntimeError:
             answers = {}
     others = [r for r in ranks if dog is None or r != dog.rank]
-    missing = [
-        rank
-        for rank in others
-        if rank not in answers
-        or answers[rank]["group"] != call.key
-        or answers[rank]["seq"] < call.seq
-    ]
+    missing = _missing(call, ranks, others, answers, cause)
     lines = [f"{call.describe()} timed out after {timeout_s:g} s at {call.site}"]
+    told = "" if cause is None else str(cause).partition("\n")[0]
+    if isinstance(cause, RankTimeout) and "timed out after" not in told:
+        lines = [f"{call.describe()} at {call.site} was given up", f"  {told}"]
     if missing:
-        lines.append(f"  not arrived: rank {compress_ranks(missing)}")
+        lines.append(f"  {_absence(call)}: rank {compress_ranks(missing)}")
     last: dict[int, str] = {}
     for rank in others:
         if rank not in answers:
@@ -90,13 +96,10 @@ def timed_out(call: Call, ranks: tuple[int, ...], timeout_s: float) -> RankTimeo
         state = "done" if answer["done"] else "under way"
         last[rank] = f"{answer['call']} ({state})" if answer["call"] else "none yet"
         lines.append(f"  rank {rank}: latest collective {last[rank]}")
+    lines.append(f"  HINT: {_hint(call, ranks, others, answers)}")
     for rank in [*missing, *(r for r in others if r not in missing)]:
         if rank in answers:
             lines.append(f"--- stacks of rank {rank}\n{answers[rank]['stacks']}")
-    lines.append(
-        "  HINT: UNISONO_CHECK=1 names the first call in which ranks disagree; "
-        "comm.with_timeout(seconds) or UNISONO_TIMEOUT_S sets the deadline"
-    )
     return RankTimeout(
         "\n".join(lines),
         stacks={r: a["stacks"] for r, a in answers.items()},
@@ -104,4 +107,82 @@ def timed_out(call: Call, ranks: tuple[int, ...], timeout_s: float) -> RankTimeo
         op=call.op,
         site=call.site,
         last_collective=last,
+    )
+
+
+def _missing(
+    call: Call,
+    ranks: Sequence[int],
+    others: Sequence[int],
+    answers: Mapping[int, Mapping[str, Any]],
+    cause: BaseException | None,
+) -> list[int]:
+    """Return the world ranks that `call` waited for: those the transport names, else a guess."""
+    if isinstance(cause, RankTimeout) and cause.missing:
+        return list(cause.missing)
+    peers = {*call.sends_to, *call.receives_from}
+    if peers:
+        return sorted(ranks[peer] for peer in peers)
+    return [
+        rank
+        for rank in others
+        if rank not in answers
+        or answers[rank]["group"] != call.key
+        or answers[rank]["seq"] < call.seq
+    ]
+
+
+def _absence(call: Call) -> str:
+    """Say in words what missing ranks have not done."""
+    if call.receives_from and not call.sends_to:
+        return "no message came from"
+    if call.sends_to and not call.receives_from:
+        return "the message was not taken by"
+    return "not arrived"
+
+
+def _hint(
+    call: Call,
+    ranks: Sequence[int],
+    others: Sequence[int],
+    answers: Mapping[int, Mapping[str, Any]],
+) -> str:
+    """Return the advice that fits best what the other ranks are doing."""
+    busy = {r: answers[r] for r in others if r in answers and not answers[r]["done"]}
+    same_group = {r: answer for r, answer in busy.items() if answer["group"] == call.key}
+    if call.op == NEW_GROUP:
+        rivals = [r for r, answer in busy.items() if answer["op"] == NEW_GROUP]
+        if any(busy[r]["group"] != call.key for r in rivals):
+            return (
+                "ranks are making different groups: all members must call sub() with the same "
+                "ranks in the same order, and several groups in the same order on all ranks"
+            )
+        return (
+            "sub() and split() must be called by all members of the new group, "
+            "with the same ranks in the same order"
+        )
+    unlike = [r for r, answer in same_group.items() if answer["is_checked"] != call.is_checked]
+    if unlike and call.op not in ("send", "recv", "exchange"):
+        here, there = ("'on'", "'off'") if call.is_checked else ("'off'", "'on'")
+        return (
+            f"check mode is {here} here and {there} on rank {compress_ranks(unlike)}: "
+            "UNISONO_CHECK=1 for all ranks, or check() at the same place on all of them"
+        )
+    me = next((place for place, rank in enumerate(ranks) if rank not in others), -1)
+    mutual = [
+        r
+        for r, answer in same_group.items()
+        if me in answer["receives_from"]
+        and me not in answer["sends_to"]
+        and ranks.index(r) in call.receives_from
+        and ranks.index(r) not in call.sends_to
+    ]
+    if mutual:
+        return (
+            f"this rank and rank {compress_ranks(mutual)} wait for a message of each other: "
+            "let one send first, or both call comm.exchange(sends, recvs)"
+        )
+    return (
+        "UNISONO_CHECK=1 names the first call in which ranks disagree; "
+        "comm.with_timeout(seconds) or UNISONO_TIMEOUT_S sets the deadline"
     )

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unisono.comm import call as calls
-from unisono.comm import watchdog
+from unisono.comm import failures, watchdog
+from unisono.comm.call import Call
 from unisono.comm.coalesce import Coalescer
 from unisono.comm.engine import Engine
 from unisono.comm.self_engine import SelfEngine
 from unisono.comm.torch_engine import TorchEngine
-from unisono.errors import MeshError
+from unisono.errors import MeshError, RankTimeout
 
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a wait where nothing else is said."""
@@ -142,11 +143,21 @@ def world_entry() -> GroupEntry:
 
 
 def entry_for(
-    ranks: tuple[int, ...], *, backend: str | None = None, timeout_s: float | None = None
+    ranks: tuple[int, ...],
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    wait_s: float | None = None,
 ) -> GroupEntry:
     """Return the group of these world ranks, made if it is not there yet.
 
     Collective over `ranks` (only they call it) when it is made; local afterwards.
+
+    Args:
+        ranks: world ranks, in the order they have in the group.
+        backend: name of the backend; default: that of the world.
+        timeout_s: deadline of the group's calls; default: that of the world.
+        wait_s: how long to wait for the others to come; default: `timeout_s`.
     """
     forget_ended()
     if len(ranks) == 1:
@@ -170,7 +181,8 @@ def entry_for(
     key = (ranks, backend, timeout_s)
     entry = _made.get(key)
     if entry is None:
-        group = _new_group(ranks, backend, timeout_s or world_entry().timeout_s)
+        deadline = timeout_s or world_entry().timeout_s
+        group = _new_group(ranks, backend, deadline, wait_s or deadline)
         entry = GroupEntry(group, ranks, made_by_us=True)
         _made[key] = entry
         _wrapped[str(group.group_name)] = entry
@@ -203,7 +215,8 @@ def process_group_of(entry: GroupEntry) -> dist.ProcessGroup:
     if world.size() == 1:
         return world
     if entry.single is None or entry.single not in c10d._world.pg_map:
-        entry.single = _new_group(entry.ranks, str(dist.get_backend(world)), DEFAULT_TIMEOUT_S)
+        backend = str(dist.get_backend(world))
+        entry.single = _new_group(entry.ranks, backend, DEFAULT_TIMEOUT_S, DEFAULT_TIMEOUT_S)
     return entry.single
 
 
@@ -241,7 +254,18 @@ def forget_ended() -> None:
         del _wrapped[name]
 
 
-def _new_group(ranks: tuple[int, ...], backend: str, timeout_s: float) -> dist.ProcessGroup:
+def is_broken() -> bool:
+    """Whether a group of this rank has failed, so that ranks may not meet any more. Local."""
+    return any(
+        entry.broken is not None or getattr(entry.group, "failure", None) is not None
+        for entry in (*_wrapped.values(), *_made.values())
+        if entry.is_alive()
+    )
+
+
+def _new_group(
+    ranks: tuple[int, ...], backend: str, timeout_s: float, wait_s: float
+) -> dist.ProcessGroup:
     """Make a group of which only the members know.
 
     `dist.new_group` wants all ranks of the world, or, with local synchronisation, derives the name
@@ -251,17 +275,37 @@ def _new_group(ranks: tuple[int, ...], backend: str, timeout_s: float) -> dist.P
     nth = _generation.get((ranks, backend), 0)
     _generation[ranks, backend] = nth + 1
     name = f"unisono-{backend}-{'_'.join(map(str, ranks))}-{nth}"
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        dist.Backend(backend),
-        watchdog.default_store(),
-        c10d.GroupName(name),
-        timeout=timedelta(seconds=timeout_s),
-        group_desc=name,
-    )
+    call = Call(failures.NEW_GROUP, backend, name, nth + 1, kind=f"ranks {list(ranks)}")
+    calls.set_latest(call)
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            watchdog.default_store(),
+            c10d.GroupName(name),
+            timeout=timedelta(seconds=wait_s),
+            group_desc=name,
+        )
+    except RuntimeError as error:
+        if "timeout" not in str(error) and "imed out" not in str(error):
+            raise
+        raise failures.timed_out(call, ranks, wait_s, error) from None
+    except RankTimeout as error:
+        raise failures.timed_out(call, ranks, wait_s, error) from None
+    call.done = True
     if not isinstance(group, dist.ProcessGroup):
         raise MeshError.because(f"a group of ranks {list(ranks)}", "this rank is not among them")
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    if wait_s != timeout_s:
+        _set_timeout(group, timedelta(seconds=timeout_s))
     return group
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    own = getattr(group, "unisono_engine", None)
+    if own is not None:
+        group.set_timeout(timeout)
+    else:
+        c10d._set_pg_timeout(timeout, group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ def defined_ops(dtype: torch.dtype) -> tuple[str, ...]:
     return _INTEGER
 
 
+@functools.cache
 def check_op(op: str, dtype: torch.dtype) -> None:
     """Raise `UnisonoError` unless `op` is a reduction defined for `dtype`."""
     legal = defined_ops(dtype)

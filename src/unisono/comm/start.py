@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from unisono.comm import transports
+from unisono.comm import addresses, transports
 from unisono.comm.backends import choose_backend
 from unisono.comm.closing import close_world
 from unisono.errors import PlatformError
@@ -56,6 +56,7 @@ def open_store(
         return _torchrun_store(environment, deadline)
     if addr is None and environment.master is not None:
         addr, port = environment.master
+        _check_master(environment, addr, port)
     is_told_later = environment.rank == 0 and environment.kind == "unisono"
     if environment.size > 1 and port == 0 and not is_told_later:
         raise PlatformError.because(
@@ -80,9 +81,35 @@ def open_store(
 
 
 def _torchrun_store(environment: Environment, deadline: timedelta) -> dist.Store:
+    if environment.master is not None:
+        _check_master(environment, *environment.master)
     handler = dist.rendezvous("env://", environment.rank, environment.size, timeout=deadline)
     store, _, _ = next(iter(handler))
     return store
+
+
+def _check_master(environment: Environment, host: str, port: int) -> None:
+    """Raise `PlatformError` if ranks of several hosts cannot meet at `host`."""
+    asked = f"MASTER_ADDR={host} MASTER_PORT={port} for {environment.size} ranks"
+    hint = "MASTER_ADDR=10.0.0.1, a numeric address of the host of rank 0, the same on all hosts"
+    try:
+        found = addresses.resolve(host)
+    except OSError as error:
+        raise PlatformError.because(
+            asked,
+            f"{host} does not resolve on {socket.gethostname()}: {error.strerror}",
+            None,
+            hint,
+        ) from None
+    # Who sets the variables by hand may leave LOCAL_WORLD_SIZE out: then nodes is only a guess.
+    is_counted = environment.nodes > 1 and "LOCAL_WORLD_SIZE" in os.environ
+    if is_counted and all(map(addresses.is_loopback, found)):
+        raise PlatformError.because(
+            asked,
+            f"{host} is {found[0]}, which is another machine on each of {environment.nodes} hosts",
+            f"{environment.size} ranks / {environment.local_size} each = {environment.nodes} hosts",
+            hint,
+        )
 
 
 def _host_store(addr: str, port: int, deadline: timedelta) -> dist.TCPStore:
@@ -104,7 +131,7 @@ def _host_store(addr: str, port: int, deadline: timedelta) -> dist.TCPStore:
         ) from error
     bound_port = listener.getsockname()[1]
     return dist.TCPStore(
-        addr or socket.gethostname(),
+        addr or "127.0.0.1",  # our own way to it; a host may not know its own name
         bound_port,
         None,
         True,
@@ -142,12 +169,12 @@ def start_world(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if not dist.is_initialized() and environment.is_world:
-        if environment.nodes == 1:
-            _set_for_this_world(_IFNAME, "lo" if sys.platform == "linux" else "lo0")
         if store is None:
             store = _store_through_mpi(environment, timeout_s)
         if store is None:
             store = open_store(environment, timeout_s=timeout_s)
+        if (interface := _interface(environment, store)) is not None:
+            _set_for_this_world(_IFNAME, interface)
         choice = choose_backend(
             backend,
             device=place.type,
@@ -163,6 +190,18 @@ def start_world(
         )
     comm = world()
     return comm if comm.device == place else comm.with_device(place)
+
+
+def _interface(environment: Environment, store: dist.Store) -> str | None:
+    """Return the interface for gloo, which would take the one of the own host name."""
+    if environment.nodes == 1:
+        return "lo" if sys.platform == "linux" else "lo0"
+    master = environment.master[0] if environment.master else getattr(store, "host", "")
+    for host in (master, *addresses.own_addresses()):
+        interface = addresses.interface_towards(host) if host else None
+        if interface is not None and not interface.startswith("lo"):
+            return interface
+    return None
 
 
 def _store_through_mpi(environment: Environment, timeout_s: float) -> dist.Store | None:

@@ -8,8 +8,14 @@ from typing import Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from unisono.comm.arguments import check_fits_memory, check_rank, check_shape, check_tensor
-from unisono.comm.calling import Caller, Like, contiguous
+from unisono.comm.arguments import (
+    check_fits_memory,
+    check_rank,
+    check_shape,
+    check_target,
+    check_tensor,
+)
+from unisono.comm.calling import Caller, Like, contiguous, detached
 from unisono.comm.pending import Pending
 from unisono.errors import PartitionError
 
@@ -54,7 +60,7 @@ class MessageVerbs(Caller):
         """Send `x` to rank `dst`, which calls `recv`. Not collective."""
         check_tensor(x, self.device, "send")
         self._check_peer(dst, "dst", "send")
-        work = contiguous(x.detach())
+        work = contiguous(detached(x))
         return self._messages("send", {dst: work}, {}, tag, lambda: None, async_op, timeout_s)
 
     @overload
@@ -121,9 +127,9 @@ class MessageVerbs(Caller):
         timeout_s: float | None = None,
     ) -> Tensor | Pending[Tensor]:
         """Fill `out` with the tensor that rank `src` sends, and return it."""
-        check_tensor(out, self.device, "recv_")
+        check_target(out, self.device, "recv_")
         self._check_peer(src, "src", "recv_")
-        work = contiguous(out.detach())
+        work = contiguous(detached(out))
 
         def finish() -> Tensor:
             if work.data_ptr() != out.data_ptr():
@@ -178,7 +184,7 @@ class MessageVerbs(Caller):
         for peer in recvs:
             check_rank(peer, self.size, "source", "exchange")
         outs = {peer: self._empty(like, "exchange") for peer, like in recvs.items()}
-        blocks = {peer: contiguous(x.detach()) for peer, x in sends.items()}
+        blocks = {peer: contiguous(detached(x)) for peer, x in sends.items()}
         mine = blocks.pop(self.rank, None)
         own = outs.get(self.rank)
         if (mine is None) != (own is None) or (
@@ -224,7 +230,13 @@ class MessageVerbs(Caller):
             deadline,
         )
 
-    def shared_buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    def shared_buffer(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        timeout_s: float | None = None,
+    ) -> Tensor:
         """Return zeros that live in the group's shared memory, where its backend has one.
 
         Collective over the communicator. A collective on the buffer, or on a contiguous view of
@@ -232,7 +244,9 @@ class MessageVerbs(Caller):
         """
         sizes = check_shape(shape, "shared_buffer")
         check_fits_memory(sizes, dtype, self.size, "shared_buffer")
-        buffer = self._engine.shared_buffer(sizes, dtype)
+        deadline = self._deadline(timeout_s)
+        with self._reporting("shared_buffer", None, deadline):
+            buffer = self._engine.shared_buffer(sizes, dtype, timeout_s=deadline)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
 
     def _messages(
@@ -246,6 +260,7 @@ class MessageVerbs(Caller):
         timeout_s: float | None,
     ) -> T | Pending[T]:
         call = self._begin(op, None, async_op=async_op, timeout_s=timeout_s, collective=False)
+        call.sends_to, call.receives_from = tuple(sends), tuple(recvs)
         call.sent = sum(x.numel() * x.element_size() for x in sends.values())
         call.received = sum(x.numel() * x.element_size() for x in recvs.values())
         deadline = self._deadline(timeout_s)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unisono.comm import checking
-from unisono.comm.arguments import check_dim, check_rank, check_tensor
-from unisono.comm.calling import Caller, contiguous, rows_back, rows_first
+from unisono.comm.arguments import check_dim, check_rank, check_target, check_tensor
+from unisono.comm.calling import Caller, contiguous, detached, rows_back, rows_first
 from unisono.comm.coalesce import Coalescer
 from unisono.comm.pending import Pending
 from unisono.comm.reductions import check_op, decode, encode
@@ -58,7 +58,7 @@ class ReduceVerbs(Caller):
             The same bits on every rank; `x` is unchanged.
         """
         check_tensor(x, self.device, "all_reduce")
-        out = x.detach().clone(memory_format=torch.contiguous_format)
+        out = detached(x).clone(memory_format=torch.contiguous_format)
         return self._reduce_into(out, x, op, async_op, timeout_s)
 
     @overload
@@ -88,19 +88,22 @@ class ReduceVerbs(Caller):
         timeout_s: float | None = None,
     ) -> Tensor | Pending[Tensor]:
         """Replace `x` by its reduction over all ranks; see `all_reduce`. Returns `x`."""
-        check_tensor(x, self.device, "all_reduce_")
+        check_target(x, self.device, "all_reduce_")
         return self._reduce_into(x, x, op, async_op, timeout_s)
 
     def _reduce_into(
         self, out: Tensor, x: Tensor, op: str, async_op: bool, timeout_s: float | None
     ) -> Tensor | Pending[Tensor]:
         check_op(op, x.dtype)
-        target = out.detach()
+        target = detached(out)
         work = contiguous(encode(target, op))
-        engine_op = "sum" if op == "mean" else op
+        coalescer = self._entry.coalescer
+        is_held = coalescer is not None and coalescer.takes(work)
+        divides_here = op == "mean" and (is_held or not self._engine.knows_mean)
+        engine_op = "sum" if divides_here else op
 
         def finish() -> Tensor:
-            if op == "mean":
+            if divides_here:
                 work.div_(self.size)
             if work is not target:
                 target.copy_(decode(work, op, target.dtype))
@@ -108,8 +111,7 @@ class ReduceVerbs(Caller):
                 self._verify_result(call, target, timeout_s)
             return out
 
-        coalescer = self._entry.coalescer
-        if coalescer is not None and coalescer.takes(work):
+        if coalescer is not None and is_held:
             call = self._begin("all_reduce", x, kind=op, async_op=True, timeout_s=timeout_s)
             coalescer.hold(work, engine_op, finish)
             call.done = True
@@ -165,7 +167,7 @@ class ReduceVerbs(Caller):
         check_op(op, x.dtype)
         check_rank(dst, self.size, "dst", "reduce")
         # A private copy: backends use the tensor as scratch space on the other ranks.
-        work = contiguous(encode(x.detach(), op).clone())
+        work = contiguous(encode(detached(x), op).clone())
         call = self._begin("reduce", x, kind=op, root=dst, async_op=async_op, timeout_s=timeout_s)
         call.sent = work.numel() * work.element_size()
         deadline = self._deadline(timeout_s)
@@ -228,7 +230,7 @@ class ReduceVerbs(Caller):
         rows = rows_first(x, dim)
         blocks_of = self._block_sizes(sizes, rows.shape[0], "reduce_scatter")
         work = encode(rows, op)
-        ins = list(work.split(list(blocks_of)))
+        ins = work.split_with_sizes(blocks_of)
         out = work.new_empty((blocks_of[self.rank], *work.shape[1:]))
         call = self._begin(
             "reduce_scatter",

@@ -7,6 +7,7 @@ rank has posted. It starts with the first group of more than one rank and ends w
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from unisono.comm import call as calls
+from unisono.comm.processes import is_card_dead, own_card
 from unisono.comm.sites import thread_stacks
 from unisono.errors import RankFailed
 
@@ -28,8 +30,11 @@ ANSWER_S = 3.0
 """Longest time to wait for other ranks' answers."""
 
 _NAME = "unisono-watchdog"
+_PREFIX = "unisono/watch"
 _lock = threading.Lock()
 _current: Watchdog | None = None
+_inherited: dist.ProcessGroup | None = None
+"""The world of the process from which this one was forked."""
 
 
 def default_store() -> Store:
@@ -45,10 +50,13 @@ class Watchdog:
         self.size = world.size()
         self.failure: RankFailed | None = None
         self._world = world
-        self._store = PrefixStore("unisono/watch", own_connection(store))
+        self._store = PrefixStore(_PREFIX, own_connection(store))
         self._store_lock = threading.Lock()
         self._stop = threading.Event()
         self._answered = 0
+        self.has_failed = False
+        """Whether this rank has posted a failure of its own."""
+        self.put(f"process/{self.rank}", json.dumps(own_card()))
         self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
         self._thread.start()
 
@@ -70,6 +78,7 @@ class Watchdog:
             "error": f"{type(error).__name__}: {error}",
             "traceback": "".join(traceback.format_exception(error)),
         }
+        self.has_failed = True
         with self._store_lock:
             self._store.compare_set("failed", "", json.dumps(record))
 
@@ -81,6 +90,17 @@ class Watchdog:
             if posted is not None and posted["rank"] != self.rank:
                 self.failure = failure_of(posted, self.size)
         return self.failure
+
+    def put(self, key: str, text: str) -> None:
+        """Leave a text for all ranks; a store that has gone takes nothing."""
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            self._store.set(key, text)
+
+    def find(self, key: str) -> str | None:
+        """Return a text that a rank has left, None where there is none."""
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            return self._store.get(key).decode() if self._has(key) else None
+        return None
 
     def ask_stacks(self) -> dict[int, dict[str, Any]]:
         """Collect stacks and latest collective of all other ranks that answer in time."""
@@ -127,6 +147,12 @@ class Watchdog:
                     self._store.set(f"answer/{self._answered}/{self.rank}", answer)
 
 
+def is_process_dead(rank: int) -> bool:
+    """Whether the process of a world rank is known to have ended; asks store and system."""
+    store, key = PrefixStore(_PREFIX, default_store()), f"process/{rank}"
+    return bool(store.check([key])) and is_card_dead(json.loads(store.get(key)))
+
+
 def own_connection(store: Store) -> Store:
     """Return a connection of our own where a blocked call would lock the shared one."""
     inner = store
@@ -148,6 +174,10 @@ def describe_self() -> dict[str, Any]:
         "group": call.key if call is not None else None,
         "seq": call.seq if call is not None else 0,
         "done": call.done if call is not None else True,
+        "op": call.op if call is not None else None,
+        "sends_to": call.sends_to if call is not None else (),
+        "receives_from": call.receives_from if call is not None else (),
+        "is_checked": call.is_checked if call is not None else False,
     }
 
 
@@ -163,10 +193,13 @@ def failure_of(posted: dict[str, Any], size: int) -> RankFailed:
 
 
 def ensure() -> Watchdog | None:
-    """Return the watchdog of the default process group, started if needed; None at one rank."""
+    """Return the watchdog of the default process group, started if needed; None at one rank.
+
+    None also in a process that was forked from a rank: it must not speak for that rank.
+    """
     global _current
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world.size() < 2:
+    if world is None or world.size() < 2 or world is _inherited:
         return None
     with _lock:
         if _current is None or not _current.is_for(world):
@@ -174,6 +207,13 @@ def ensure() -> Watchdog | None:
                 _current.stop()
             _current = Watchdog(world, default_store())
         return _current
+
+
+def current() -> Watchdog | None:
+    """Return the watchdog of the default process group if it runs; starts nothing."""
+    dog = _current
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return dog if dog is not None and world is not None and dog.is_for(world) else None
 
 
 def stop() -> None:
@@ -186,8 +226,9 @@ def stop() -> None:
 
 
 def _forget_after_fork() -> None:
-    global _current, _lock
+    global _current, _inherited, _lock
     _current = None  # its thread stayed in the parent
+    _inherited = dist.group.WORLD if dist.is_initialized() else None
     _lock = threading.Lock()
 
 

@@ -10,7 +10,7 @@ from unisono.comm.arguments import check_tensor
 from unisono.errors import UnisonoError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap, identity
-from unisono.operators.plans import GroupPlan
+from unisono.operators.plans import GroupPlan, check_comm
 
 
 class AllSumReduce(LinearMap):
@@ -49,6 +49,7 @@ def all_sum_reduce(
             once.
         comm: the ranks.
     """
+    check_comm(comm, "all_sum_reduce")
     check_tensor(x, comm.device, "all_sum_reduce")
     if comm.size == 1:
         return identity(x)

@@ -13,6 +13,7 @@ from unisono.comm.arguments import check_sizes, check_tensor
 from unisono.errors import PartitionError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap, identity
+from unisono.operators.plans import check_comm
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def all_to_all(
 
     Collective over `comm`. Without `recv_sizes` one small exchange learns them.
     """
+    check_comm(comm, "all_to_all")
     check_tensor(x, comm.device, "all_to_all")
     if x.dim() == 0:
         raise PartitionError.because(

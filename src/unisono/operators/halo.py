@@ -17,6 +17,7 @@ from unisono.comm.arguments import check_tensor
 from unisono.comm.pending import Pending
 from unisono.errors import PartitionError
 from unisono.operators.linear import LinearMap, identity
+from unisono.operators.plans import check_comm
 from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
 
 
@@ -172,7 +173,7 @@ def _on_group(
     fill: float,
     verb: str,
 ) -> HaloOnGroup:
-    comm = world() if comm is None else comm
+    comm = world() if comm is None else check_comm(comm, verb)
     check_tensor(x, comm.device, verb)
     on_group = HaloOnGroup(comm, plan, None if ranks is None else tuple(ranks), fill)
     known = ranks is None or plan.rank < len(ranks)

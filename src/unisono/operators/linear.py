@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 
 from unisono.errors import UnisonoError
 
@@ -29,6 +30,7 @@ class LinearMap:
     """The autograd Function of the map."""
     traced: ClassVar[Any]
     """The same Function without jvp and vmap, which torch.compile does not trace."""
+    _recorded: ClassVar[Any]
 
     def __init_subclass__(cls) -> None:
         """Make the Functions from the kernel and the adjoint."""
@@ -53,6 +55,10 @@ class LinearMap:
         base = (torch.autograd.Function,)
         cls.function = type(cls.__name__, base, common | transforms)
         cls.traced = type(cls.__name__, base, common)
+        # What `Function.apply` ends in when no transform of torch.func is active. Before that it
+        # looks up the signature of `forward`, which takes longer than a small collective.
+        in_c: Any = super(torch.autograd.Function, cls.function)
+        cls._recorded = in_c.apply
 
     @staticmethod
     def kernel(x: Tensor, plan: Any) -> Tensor:
@@ -64,7 +70,9 @@ class LinearMap:
         """Apply the map, recorded for autograd."""
         if torch.compiler.is_compiling():
             return cls.traced.apply(x, plan)
-        return cls.function.apply(x, plan)
+        if torch._C._are_functorch_transforms_active():
+            return cls.function.apply(x, plan)
+        return cls._recorded(unwrap_if_dead(x), plan)
 
     @classmethod
     def apply_in_backward(cls, x: Tensor, plan: Any) -> Tensor:

@@ -12,6 +12,7 @@ from unisono.comm.arguments import check_tensor
 from unisono.comm.calling import Like
 from unisono.operators.agreement import anchor, like_of
 from unisono.operators.linear import LinearMap
+from unisono.operators.plans import check_comm
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def send(x: Tensor, dst: int, *, comm: Communicator) -> Tensor:
     Not collective. In the backward this rank receives the gradient, so the token must be part of
     what is differentiated here: `attach(loss, token)`.
     """
+    check_comm(comm, "send")
     check_tensor(x, comm.device, "send")
     return Send.apply(x, MessagePlan(comm, dst, tuple(x.shape), x.dtype))
 
@@ -70,5 +72,6 @@ def recv(like: Like, src: int, *, token: Tensor | None = None, comm: Communicato
     mode is on, so it must be used if the sender differentiates. It hangs on `token` (an empty
     tensor, such as `send` returns) when one is given, which orders the backward of both.
     """
+    check_comm(comm, "recv")
     shape, dtype = like_of(like)
     return Recv.apply(anchor(dtype, True, comm, token), MessagePlan(comm, src, shape, dtype))

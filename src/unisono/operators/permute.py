@@ -13,6 +13,7 @@ from unisono.comm.arguments import check_tensor
 from unisono.comm.headers import pack_shape, unpack_shape
 from unisono.errors import CollectiveMismatch, MeshError
 from unisono.operators.linear import LinearMap, identity
+from unisono.operators.plans import check_comm
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def permute(
             permutation, the same on every rank. `lambda r: (r + 1) % comm.size` is a ring.
         comm: the ranks.
     """
+    check_comm(comm, "permute")
     check_tensor(x, comm.device, "permute")
     given = [destination(r) for r in range(comm.size)] if callable(destination) else destination
     targets = tuple(int(q) for q in given)

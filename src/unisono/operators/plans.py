@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_dim, check_sizes, check_tensor
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, explain
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,26 @@ class BlockPlan:
         return self
 
 
+def check_comm(comm: object, verb: str) -> Communicator:
+    """Return `comm` if it is a communicator, else raise a `TypeError` that tells how to get one."""
+    if isinstance(comm, Communicator):
+        return comm
+    is_group = isinstance(comm, dist.ProcessGroup | DeviceMesh)
+    raise TypeError(
+        explain(
+            f"{verb}(..., comm={comm!r})",
+            "no communicator" if comm is None else f"a {type(comm).__name__}, no Communicator",
+            None,
+            f"comm={'Communicator.of(group)' if is_group else 'unisono.world()'}",
+        )
+    )
+
+
 def block_plan(
     x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
 ) -> BlockPlan:
     """Return the plan for joining blocks: `x` is this rank's. Collective when `sizes` is None."""
+    check_comm(comm, verb)
     check_tensor(x, comm.device, verb)
     if x.dim() == 0:
         raise PartitionError.because(
@@ -87,6 +105,7 @@ def whole_plan(
     x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
 ) -> BlockPlan:
     """Return the plan for cutting: `x` is whole along `dim`. Local; balanced without `sizes`."""
+    check_comm(comm, verb)
     check_tensor(x, comm.device, verb)
     if x.dim() == 0:
         raise PartitionError.because(

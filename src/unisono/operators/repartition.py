@@ -10,6 +10,7 @@ from unisono.comm import Communicator, world
 from unisono.comm.arguments import check_tensor
 from unisono.errors import PartitionError
 from unisono.operators.linear import LinearMap, identity
+from unisono.operators.plans import check_comm
 from unisono.topology.halo_plan import Box
 from unisono.topology.overlap import OverlapPlan
 
@@ -75,7 +76,7 @@ def repartition(x: Tensor, plan: OverlapPlan, *, comm: Communicator | None = Non
     Returns:
         `plan.dest_shape`; a tensor of shape `[0]` outside of the destination partition.
     """
-    comm = world() if comm is None else comm
+    comm = world() if comm is None else check_comm(comm, "repartition")
     check_tensor(x, comm.device, "repartition")
     if plan.rank != comm.rank:
         raise PartitionError.because(

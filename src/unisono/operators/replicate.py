@@ -12,7 +12,7 @@ from unisono.comm import Communicator
 from unisono.comm.arguments import check_tensor
 from unisono.operators.all_reduce import sum_over_ranks
 from unisono.operators.linear import LinearMap, identity
-from unisono.operators.plans import GroupPlan
+from unisono.operators.plans import GroupPlan, check_comm
 
 
 class Copy(LinearMap):
@@ -44,6 +44,7 @@ def copy(x: Tensor, *, comm: Communicator) -> Tensor:
     For a value that all ranks hold equal (R) and each then uses for its own share of the work (I),
     such as a weight kept on every rank.
     """
+    check_comm(comm, "copy")
     check_tensor(x, comm.device, "copy")
     return identity(x) if comm.size == 1 else Copy.apply(x, GroupPlan(comm))
 
@@ -54,5 +55,6 @@ def sum_to_replicated(x: Tensor, *, comm: Communicator) -> Tensor:
     For terms that each rank computed (I) and a result that every rank then uses alike (R), such as
     a loss: each rank calls `backward()` once, and no gradient is counted twice.
     """
+    check_comm(comm, "sum_to_replicated")
     check_tensor(x, comm.device, "sum_to_replicated")
     return identity(x) if comm.size == 1 else SumToReplicated.apply(x, GroupPlan(comm))

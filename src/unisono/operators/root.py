@@ -10,7 +10,7 @@ from unisono.comm.arguments import check_rank, check_tensor
 from unisono.comm.calling import Like
 from unisono.operators.agreement import anchor, announce, like_of
 from unisono.operators.linear import LinearMap, identity
-from unisono.operators.plans import RootPlan
+from unisono.operators.plans import RootPlan, check_comm
 
 
 class Broadcast(LinearMap):
@@ -54,6 +54,7 @@ def broadcast(
             announced beforehand, and every rank's result takes part in autograd.
         comm: the ranks.
     """
+    check_comm(comm, "broadcast")
     check_rank(src, comm.size, "src", "broadcast")
     if comm.size == 1:
         return identity(check_tensor(x, comm.device, "broadcast"))
@@ -74,6 +75,7 @@ def sum_reduce(x: Tensor, dst: int = 0, *, comm: Communicator) -> Tensor:
     Collective over `comm`; the backward sends the root's gradient to all, so every rank must use
     its result (the empty one too: `attach` does that).
     """
+    check_comm(comm, "sum_reduce")
     check_tensor(x, comm.device, "sum_reduce")
     check_rank(dst, comm.size, "dst", "sum_reduce")
     if comm.size == 1:

@@ -15,6 +15,7 @@ from unisono.comm.arguments import check_tensor
 from unisono.errors import PartitionError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap
+from unisono.operators.plans import check_comm
 from unisono.topology import RowPlan
 
 
@@ -66,7 +67,7 @@ def all_gather_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = Non
     Collective over `comm` (default: the world). `x` holds the own rows `[num_rows, ...]`; the
     gradients of the fetched rows go back and are added at their owner.
     """
-    comm = world() if comm is None else comm
+    comm = world() if comm is None else check_comm(comm, "all_gather_rows")
     _check_rows(x, plan, plan.num_rows, comm, "all_gather_rows")
     return AllGatherRows.apply(x, RowsOnGroup(comm, plan))
 
@@ -77,7 +78,7 @@ def add_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> T
     Collective over `comm` (default: the world). `x` holds one row for each fetched row, as
     `all_gather_rows` returns them.
     """
-    comm = world() if comm is None else comm
+    comm = world() if comm is None else check_comm(comm, "add_rows")
     _check_rows(x, plan, sum(plan.recv_sizes), comm, "add_rows")
     return AddRows.apply(x, RowsOnGroup(comm, plan))
 

@@ -11,7 +11,7 @@ from unisono.comm.arguments import check_rank
 from unisono.errors import UnisonoError
 from unisono.operators.agreement import anchor, announce
 from unisono.operators.linear import LinearMap, identity
-from unisono.operators.plans import BlockPlan, block_plan, whole_plan
+from unisono.operators.plans import BlockPlan, block_plan, check_comm, whole_plan
 
 
 class Scatter(LinearMap):
@@ -54,6 +54,7 @@ def scatter(
     Collective over `comm`, and so is the backward: every rank must use its block. Only `src` needs
     a tensor, `dim` and `sizes` (balanced when None).
     """
+    check_comm(comm, "scatter")
     check_rank(src, comm.size, "src", "scatter")
     refused: UnisonoError | None = None
     plan: BlockPlan | None = None
@@ -85,6 +86,7 @@ def gather(
     Collective over `comm`; the backward scatters the root's gradient, so every rank must use its
     result (the empty one too: `attach` does that).
     """
+    check_comm(comm, "gather")
     check_rank(dst, comm.size, "dst", "gather")
     plan = block_plan(x, dim, sizes, comm, "gather")
     if comm.size == 1:

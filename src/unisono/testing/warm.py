@@ -27,6 +27,7 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.distributed.device_mesh",
+    "torch._dynamo",  # what the first optimizer of a process imports, for seconds
     "pytest",
     "unisono.comm",
 )

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import unisono.comm
+from unisono.comm import watchdog
 from unisono.comm.transports.shm import rendezvous, sums
 
 VICTIM = 1
@@ -181,6 +182,17 @@ def one_rank_leaves_without_a_word(rank: int) -> dict:
 
 
 @case
+def killed_before_the_world_is_closed(rank: int) -> dict:
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    if rank == VICTIM:
+        kill_myself()
+    report = failure_of(unisono.comm.close_world)
+    report["left"] = holdings()
+    return report
+
+
+@case
 def one_rank_is_slow(rank: int) -> dict:
     dist.barrier()
     cpu = time.process_time()
@@ -211,13 +223,15 @@ def one_rank_forks(rank: int) -> dict:
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            speaks = watchdog.ensure() is not None
             tried = failure_of(lambda: dist.all_reduce(torch.ones(2)))
             later = failure_of(lambda: dist.all_reduce(torch.ones(2), async_op=True))
-            os.write(write, json.dumps([tried, later]).encode())
+            told = {"child": [tried, later], "speaks for its parent": speaks}
+            os.write(write, json.dumps(told).encode())
             dist.destroy_process_group()
             os._exit(0)
         os.waitpid(pid, 0)
-        child = {"child": json.loads(os.read(read, 65536))}
+        child = json.loads(os.read(read, 65536))
         os.close(read)
         os.close(write)
     x = torch.ones(2)

@@ -78,6 +78,13 @@ def test_a_rank_killed_while_the_group_is_made(mortal_world):
         assert report["left"]["segments"] == 0
 
 
+def test_nobody_waits_for_a_dead_rank_at_the_end_of_the_world(mortal_world):
+    for report in mortal_world("killed_before_the_world_is_closed")[::2]:
+        assert report["error"] is None
+        assert report["seconds"] < 3  # a world that is well has five seconds, twice
+        assert report["left"]["threads"] == 1
+
+
 def test_an_exception_in_a_kernel_reaches_all_ranks_with_its_traceback(mortal_world):
     first, broken, last = mortal_world("one_rank_raises_in_a_kernel")
     assert broken["error"] == "ZeroDivisionError"
@@ -109,6 +116,7 @@ def test_a_deadline_names_who_is_missing(mortal_world):
 def test_a_forked_child_cannot_use_the_group_and_harms_nobody(mortal_world):
     reports = mortal_world("one_rank_forks")
     assert [report["sum"] for report in reports] == [[3.0, 3.0]] * 3
+    assert not reports[VICTIM]["speaks for its parent"]
     for attempt in reports[VICTIM]["child"]:
         assert attempt["error"] == "UnisonoError"
         assert "forked from rank 1" in attempt["text"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,3 +148,30 @@ def test_all_ranks_get_the_same_bits():
             everybody = [torch.empty(n) for _ in range(4)]
             dist.all_gather(everybody, x)
             assert all(torch.equal(x, y) for y in everybody)
+
+
+def sockets():
+    count = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            count += str(fd.readlink()).startswith("socket:")
+    return count
+
+
+@at_4
+def test_hosts_are_connected_when_they_first_talk_and_a_message_needs_no_other_rank():
+    dist.barrier()
+    before = sockets()
+    with group_over("1+1+1+1") as group:
+        made = sockets()
+        assert made < before + 3  # it listens, but has no connection to each of the three others
+        if dist.get_rank() == 1:
+            dist.isend(torch.ones(3), 0, group=group).wait()
+        elif dist.get_rank() == 0:
+            y = torch.empty(3)
+            dist.recv(y, 1, group=group)
+            assert y.tolist() == [1.0] * 3
+        dist.barrier()
+        outs = [torch.empty(1) for _ in range(4)]
+        group.unisono_engine.all_to_all(outs, [torch.ones(1)] * 4, **DEADLINE)
+        assert sockets() >= made + 2

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.comm import transports
+from unisono.comm.processes import is_dead, process_start
 from unisono.comm.transports.shm import layout as layouts
 from unisono.comm.transports.shm import segment as segments
 from unisono.comm.transports.shm.layout import Layout, fitting_layout
-from unisono.comm.transports.shm.peers import is_dead, process_start
 from unisono.comm.transports.shm.segment import KINDS, Segment, Ticket
 from unisono.errors import UnisonoError
 

@@ -40,7 +40,7 @@ def expected_sum(shape, size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_reductions_on_a_buffer_and_on_its_views(dtype):
     engine = dist.group.WORLD.unisono_engine
-    buffer = engine.shared_buffer((3, N), dtype)
+    buffer = engine.shared_buffer((3, N), dtype, timeout_s=20.0)
     assert buffer.dtype == dtype
     assert torch.equal(buffer, torch.zeros(3, N, dtype=dtype))
     filled(buffer, engine.rank)
@@ -62,7 +62,7 @@ def test_reductions_on_a_buffer_and_on_its_views(dtype):
 def test_moves_between_buffers():
     engine = dist.group.WORLD.unisono_engine
     me, size = engine.rank, engine.size
-    buffer = engine.shared_buffer((size, N), torch.float32)
+    buffer = engine.shared_buffer((size, N), torch.float32, timeout_s=20.0)
     rows = list(buffer.unbind())
     buffer.fill_(float(me))
     engine.all_gather(rows, rows[me], **DEADLINE)
@@ -88,8 +88,8 @@ def test_moves_between_buffers():
 @at_2_to_4
 def test_ranks_that_disagree_about_the_place_fall_back_to_copies():
     engine = dist.group.WORLD.unisono_engine
-    buffer = engine.shared_buffer((2, N), torch.float32)
-    other = engine.shared_buffer((2, N), torch.float32)
+    buffer = engine.shared_buffer((2, N), torch.float32, timeout_s=20.0)
+    other = engine.shared_buffer((2, N), torch.float32, timeout_s=20.0)
     for mine in (
         buffer[engine.rank % 2],  # the same buffer, other offsets
         buffer[0] if engine.rank else torch.empty(N),  # one rank with a private tensor
@@ -108,7 +108,7 @@ def test_ranks_that_disagree_about_the_place_fall_back_to_copies():
 @at_2_to_4
 def test_a_reduction_on_a_buffer_reads_the_other_ranks_memory_and_not_the_slots():
     engine = dist.group.WORLD.unisono_engine
-    buffer = engine.shared_buffer((N,), torch.float32).fill_(1.0)
+    buffer = engine.shared_buffer((N,), torch.float32, timeout_s=20.0).fill_(1.0)
     engine.barrier(**DEADLINE)
     for turn in engine.board.raw:
         turn[engine.rank][:] = 77
@@ -132,7 +132,7 @@ def test_torch_collectives_and_verbs_take_buffers_too():
 def test_memory_goes_when_the_tensor_dies_and_views_keep_it():
     engine = dist.group.WORLD.unisono_engine
     before, fds = len(mapped_segments()), open_fds()
-    buffer = engine.shared_buffer((N,), torch.float32)
+    buffer = engine.shared_buffer((N,), torch.float32, timeout_s=20.0)
     view = buffer[10:]
     assert len(mapped_segments()) == before + 1
     assert open_fds() == fds
@@ -145,7 +145,7 @@ def test_memory_goes_when_the_tensor_dies_and_views_keep_it():
     assert len(mapped_segments()) == before
     assert engine.board.buffers.nbytes == 0
     for _ in range(30):
-        engine.shared_buffer((N,), torch.float32)
+        engine.shared_buffer((N,), torch.float32, timeout_s=20.0)
     gc.collect()
     assert len(mapped_segments()) == before
     assert open_fds() == fds
@@ -154,7 +154,7 @@ def test_memory_goes_when_the_tensor_dies_and_views_keep_it():
 @pytest.mark.ranks(2, backend="shm")
 def test_a_buffer_stays_readable_after_its_group_is_gone():
     group = dist.new_group(backend="shm")
-    buffer = group.unisono_engine.shared_buffer((N,), torch.float32).fill_(3.0)
+    buffer = group.unisono_engine.shared_buffer((N,), torch.float32, timeout_s=20.0).fill_(3.0)
     dist.destroy_process_group(group)
     assert buffer.sum() == 3 * N
 
@@ -165,11 +165,13 @@ def test_different_wishes_and_too_large_ones_are_refused_on_all_ranks():
     group = dist.new_group(backend="shm")
     engine = group.unisono_engine
     with pytest.raises(UnisonoError, match=r"2 \* 4\.0 MB = 8\.0 MB"):
-        engine.shared_buffer((1024, 1024), torch.float32)
-    small = engine.shared_buffer((1000,), torch.float32)  # the group is as good as before
+        engine.shared_buffer((1024, 1024), torch.float32, timeout_s=20.0)
+    small = engine.shared_buffer(
+        (1000,), torch.float32, timeout_s=20.0
+    )  # the group is as good as before
     assert small.numel() == 1000
-    assert engine.shared_buffer((0, 3), torch.float32).shape == (0, 3)
+    assert engine.shared_buffer((0, 3), torch.float32, timeout_s=20.0).shape == (0, 3)
     with pytest.raises(CollectiveMismatch, match="different"):
-        engine.shared_buffer((10 + engine.rank,), torch.float32)
+        engine.shared_buffer((10 + engine.rank,), torch.float32, timeout_s=20.0)
     del os.environ["UNISONO_SHM_MAX_MB"]
     dist.destroy_process_group(group)

@@ -115,10 +115,11 @@ def test_a_message_of_another_length_is_refused_by_its_receiver():
         dist.send(torch.ones(4), 1)
         dist.group.WORLD.unisono_engine.messages.progress()
     else:
-        with pytest.raises(
-            CollectiveMismatch, match=r"expects 12 bytes, but the message .* has 16"
-        ):
-            dist.recv(torch.empty(3), 0)
+        with pytest.raises(CollectiveMismatch, match=r"16 != 3 \* 4 = 12 bytes") as caught:
+            dist.recv(torch.empty(3, 1), 0, tag=0)
+        assert "recv of float32 [3, 1] (tag 0) from rank 0" in str(caught.value)
+        assert "16 bytes, 4 elements of float32" in str(caught.value)
+        assert "HINT: recv with the shape and dtype" in str(caught.value)
 
 
 @pytest.mark.ranks(2, backend="shm")

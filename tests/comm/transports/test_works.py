@@ -51,6 +51,24 @@ def test_a_blocking_call_runs_in_the_callers_thread_and_starts_no_other(jobs):
     assert threading.active_count() == threads
 
 
+def test_a_call_queued_behind_another_threads_call_is_run_when_that_ends(jobs):
+    """Else the second thread would sleep for ever beside a background thread that nobody wakes."""
+    posted(jobs, lambda: None).wait()  # there is a background thread now
+    started, gate, seen = threading.Event(), threading.Event(), []
+    first = threading.Thread(target=jobs.run, args=(lambda: (started.set(), gate.wait()),))
+    second = threading.Thread(target=jobs.run, args=(seen.append, 1), daemon=True)
+    first.start()
+    started.wait()
+    second.start()
+    while not jobs._jobs:
+        time.sleep(0.001)
+    time.sleep(0.02)  # it sleeps now
+    gate.set()
+    first.join()
+    second.join(timeout=10)
+    assert seen == [1]
+
+
 def test_whoever_waits_lends_a_hand(jobs):
     gate, where = threading.Event(), []
     posted(jobs, gate.wait)

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from unisono.comm.arguments import check_no_overlap
 from unisono.comm.reductions import check_op
 from unisono.comm.transports import staging
 from unisono.comm.transports.c10d_calls import CallingGroup
 from unisono.comm.transports.queued import QueuedEngine
 from unisono.comm.transports.staging import Targets, cut_evenly, cut_rows, source
-from unisono.comm.transports.work import TicketWork
 from unisono.errors import UnisonoError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -64,6 +64,7 @@ class TransportProcessGroup(CallingGroup):
         op, engine = staging.op_name(opts), self.unisono_engine
         for x in xs:
             staging.check_dense(x)
+            check_no_overlap(x, name)
             check_op(op, x.dtype)
 
         def kernel(timeout_s: float) -> None:
@@ -122,6 +123,8 @@ class TransportProcessGroup(CallingGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Replace each tensor by the root's."""
         xs, root, engine = _listed(tensors), int(opts.rootRank), self.unisono_engine
+        for x in xs:
+            check_no_overlap(x, "broadcast")
 
         def kernel(timeout_s: float) -> None:
             targets = Targets(xs, keep=True)
@@ -277,22 +280,21 @@ class TransportProcessGroup(CallingGroup):
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
         """Send a tensor to a rank of the group."""
         x = source(tensors[0])
+        note = self._message("send", x, to=(dst,))
         ticket = self.unisono_engine.exchange(
             [(dst, x)], [], tag, async_op=True, timeout_s=self._timeout_s(None)
         )
-        return TicketWork(ticket, [x], self._timeout_s(None)) if ticket else self._done([x])
+        return self._under_way(note, ticket, [x])
 
     @_by_device
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank of the group."""
         targets = Targets(tensors[:1])
+        note = self._message("recv", tensors[0], source=(src,))
         ticket = self.unisono_engine.exchange(
             [], [(src, targets.tensors[0])], tag, async_op=True, timeout_s=self._timeout_s(None)
         )
-        if ticket is None:
-            targets.deliver()
-            return self._done(tensors)
-        return TicketWork(ticket, tensors[:1], self._timeout_s(None), targets.deliver)
+        return self._under_way(note, ticket, tensors[:1], targets.deliver)
 
     @_by_device
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
@@ -300,8 +302,10 @@ class TransportProcessGroup(CallingGroup):
         if not isinstance(self.unisono_engine, QueuedEngine):
             raise UnisonoError("a receive in a group of one rank: there is nobody to send")
         targets = Targets(tensors[:1])
+        anybody = tuple(rank for rank in range(self.size()) if rank != self.rank())
+        note = self._message("recv", tensors[0], source=anybody)
         ticket = self.unisono_engine.receive_any(targets.tensors[0], tag)
-        return TicketWork(ticket, tensors[:1], self._timeout_s(None), targets.deliver)
+        return self._under_way(note, ticket, tensors[:1], targets.deliver)
 
 
 def _listed(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:

@@ -22,13 +22,13 @@ from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import call as calls
-from unisono.comm import checking, tracing
+from unisono.comm import checking, failures, tracing, watchdog
 from unisono.comm.call import Call
-from unisono.comm.engine import Engine
+from unisono.comm.engine import Engine, Ticket
 from unisono.comm.transports import staging
 from unisono.comm.transports.jobs import Job, JobQueue
 from unisono.comm.transports.queued import QueuedEngine
-from unisono.comm.transports.work import DoneWork, TransportWork
+from unisono.comm.transports.work import DoneWork, TicketWork, TransportWork
 from unisono.errors import UnisonoError
 
 Kernel = Callable[[float], Any]
@@ -64,6 +64,8 @@ class CallingGroup(dist.ProcessGroup):
         self._backend = backend
         self._group_name: str | None = None
         self._key = "c10d"
+        self._title = ""
+        """Name in traces and reports; other numbers than those of a communicator's calls."""
         text = os.environ.get("UNISONO_TIMEOUT_S")
         self._deadline_s = float(text) if text else None
         self._group_desc = "undefined"
@@ -122,8 +124,16 @@ class CallingGroup(dist.ProcessGroup):
             "x.cpu(), or a group of another backend",
         )
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the group cannot be used any more."""
+        engine = self.unisono_engine
+        return engine.cause if isinstance(engine, QueuedEngine) else None
+
     def shutdown(self) -> None:
         """Leave the group; calls under way end first. Called by `destroy_process_group`."""
+        if dist.is_initialized() and dist.group.WORLD is self:
+            watchdog.stop()
         if isinstance(self.unisono_engine, QueuedEngine):
             self.unisono_engine.close()
         else:
@@ -173,11 +183,12 @@ class CallingGroup(dist.ProcessGroup):
     ) -> Call:
         """Take down a call of torch.distributed; the one place where all of them pass."""
         x = brought[0] if brought else None
+        self._introduce()
         note = Call(
             op=name,
-            group=self._group_name or "group",
-            key=self._key,
             seq=next(self._numbers),
+            group=self._title,
+            key=self._key,
             shape=tuple(x.shape) if x is not None else None,
             dtype=x.dtype if x is not None else None,
             kind=kind,
@@ -190,28 +201,73 @@ class CallingGroup(dist.ProcessGroup):
             note.received = sum(t.numel() * t.element_size() for t in outputs)
             if tracing.recorder.call_sites:
                 _ = note.site
-        elif checking.is_enabled():
+        elif is_async or checking.is_enabled():  # another thread could not look it up
             _ = note.site
         calls.set_latest(note)
         return note
 
     def _execute(self, note: Call, kernel: Kernel, timeout_s: float) -> None:
         """Run a call, in whichever thread."""
-        if checking.is_enabled() and self.size() > 1:
-            checking.verify(note, self.rank(), self._ranks, timeout_s)
-        waited = getattr(self.unisono_engine, "waited_ns", 0)
+        waited = self.unisono_engine.waited_ns or 0
         grad_mode = torch.is_grad_enabled()  # of this thread; on in a new one
         torch._C._set_grad_enabled(False)  # a third of the price of torch.no_grad()
         try:
+            if checking.is_enabled() and self.size() > 1:
+                note.is_checked = True
+                checking.verify(note, self.rank(), self._ranks, timeout_s)
             kernel(timeout_s)
+        except TimeoutError as error:
+            raise failures.timed_out(note, self._ranks, timeout_s, error) from None
         finally:
             torch._C._set_grad_enabled(grad_mode)
         note.done = True
         recorder = tracing.recorder
         if recorder is not None and note.t_start:
-            note.wait_ns = getattr(self.unisono_engine, "waited_ns", 0) - waited
-            note.algorithm = getattr(self.unisono_engine, "last_algorithm", self._backend)
+            note.wait_ns = (self.unisono_engine.waited_ns or 0) - waited
+            note.algorithm = self.unisono_engine.last_algorithm
             recorder.add(note, self._ranks[self.rank()])
+
+    def _message(
+        self, name: str, x: Tensor, to: tuple[int, ...] = (), source: tuple[int, ...] = ()
+    ) -> Call:
+        """Take down a message of torch.distributed; it has no number, as only two ranks make it."""
+        self._introduce()
+        note = Call(name, self._title, f"{self._key}/messages", 0, x.shape, x.dtype)
+        note.sends_to, note.receives_from = to, source
+        calls.set_latest(note)
+        return note
+
+    def _under_way(
+        self,
+        note: Call,
+        ticket: Ticket | None,
+        outputs: Sequence[Tensor],
+        finish: Callable[[], None] = lambda: None,
+    ) -> Work:
+        """Return a message under way; `finish` runs when it is there."""
+
+        def ended() -> None:
+            note.done = True
+            finish()
+
+        if ticket is None:
+            ended()
+            return self._done(outputs)
+
+        def report(error: TimeoutError, timeout_s: float) -> BaseException:
+            return failures.timed_out(note, self._ranks, timeout_s, error)
+
+        return TicketWork(ticket, outputs, self._timeout_s(None), ended, report)
+
+    def _introduce(self) -> None:
+        """With its first call a group gets its name, and this rank begins to answer for itself."""
+        if self._title:
+            return
+        is_world = dist.is_initialized() and dist.group.WORLD is self
+        members = f"ranks {','.join(map(str, self._ranks))} ({self._backend})"
+        self._title = f"{'world' if is_world else members}/torch"
+        if self.size() > 1:
+            watchdog.ensure()
 
     def _timeout_s(self, opts: Any) -> float:
         """Return the deadline of a call: its own, the environment's, the group's."""

@@ -93,8 +93,7 @@ class JobQueue:
         try:
             call(*args)
         finally:
-            self._runner = None
-            self._busy.release()
+            self._let_go()
 
     def post(self, job: Job) -> None:
         """Queue `job`, to run when everything issued before it has run."""
@@ -156,8 +155,17 @@ class JobQueue:
             while self._jobs and not until.is_done:
                 self._run_next()
         finally:
-            self._runner = None
-            self._busy.release()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let others run calls, and see to those that were queued by other threads meanwhile.
+
+        Whoever queued one before the lock was free sleeps; whoever comes later finds it free.
+        """
+        self._runner = None
+        self._busy.release()
+        if self._jobs and self._thread is not None:
+            self._tokens.put(True)
 
     def _run_next(self) -> None:
         self._jobs.popleft().run()

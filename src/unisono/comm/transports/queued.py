@@ -52,10 +52,6 @@ class QueuedEngine(Engine):
         jobs: order of calls, shared with the process group.
     """
 
-    waited_ns: int = 0
-    """Time this rank has spent waiting for others in collectives, so far."""
-    last_algorithm = "native"
-
     def __init__(self, rank: int, ranks: Sequence[int], jobs: JobQueue) -> None:
         self.rank = rank
         self.size = len(ranks)
@@ -149,6 +145,8 @@ class QueuedEngine(Engine):
         if os.getpid() != self.pid or self._is_closed:
             return
         self._is_closed = True
+        if self.cause is not None:
+            self.cancel("the group is broken")  # nobody will come any more
         if not self.jobs.close(_CLOSE_S):
             self.cancel("the group was closed while this call waited")
             self.jobs.close(_CLOSE_S)

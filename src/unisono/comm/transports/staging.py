@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 
 _OPS: dict[Any, str] = {
     dist.ReduceOp.SUM: "sum",
@@ -170,3 +170,22 @@ def check_same_bytes(outs: Sequence[Tensor], ins: Sequence[Tensor], what: str) -
                 "input and output of this rank have different sizes",
                 f"{have} bytes != {want} bytes",
             )
+
+
+def wrong_length(x: Tensor, sender: int, nbytes: int | None, tag: int) -> UnisonoError:
+    """Return the error for a message of `nbytes` bytes (None: too many) that was to fill `x`."""
+    name = str(x.dtype).removeprefix("torch.")
+    expected = f"{x.numel()} * {x.element_size()} = {x.numel() * x.element_size()} bytes"
+    if nbytes is None:
+        found, arithmetic = "the message is longer", f"more than {expected}"
+    else:
+        count, rest = divmod(nbytes, x.element_size())
+        elements = f"not a whole number of {name}" if rest else f"{count} elements of {name}"
+        found, arithmetic = f"the message has {nbytes} bytes, {elements}", f"{nbytes} != {expected}"
+    return CollectiveMismatch.because(
+        f"recv of {name} {list(x.shape)} (tag {tag}) from rank {sender}",
+        found,
+        arithmetic,
+        "recv with the shape and dtype of the tensor that is sent; messages of one tag are taken "
+        "in the order in which they were sent",
+    )

@@ -143,6 +143,7 @@ class TicketWork(Work):
         outputs: the tensor it fills or came from.
         timeout_s: deadline of `wait` where none is given.
         finish: run once, in the thread that waits, when the message is there.
+        report: makes the error to raise of one for a deadline, given the seconds waited.
     """
 
     def __init__(
@@ -150,9 +151,11 @@ class TicketWork(Work):
         ticket: Ticket,
         outputs: Sequence[Tensor],
         timeout_s: float,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None],
+        report: Callable[[TimeoutError, float], BaseException],
     ) -> None:
         super().__init__()
+        self._report = report
         self._ticket = ticket
         self._outputs = list(outputs)
         self._timeout_s = timeout_s
@@ -162,11 +165,14 @@ class TicketWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; raises what went wrong."""
         if not self._is_over:
-            seconds = timeout.total_seconds() if timeout is not None else 0.0
-            self._ticket.wait(seconds if seconds > 0 else self._timeout_s)
+            given = timeout.total_seconds() if timeout is not None else 0.0
+            seconds = given if given > 0 else self._timeout_s
+            try:
+                self._ticket.wait(seconds)
+            except TimeoutError as error:
+                raise self._report(error, seconds) from None
             self._is_over = True
-            if self._finish is not None:
-                self._finish()
+            self._finish()
         return True
 
     def synchronize(self) -> None:

@@ -231,7 +231,7 @@ class MpiEngine(QueuedEngine):
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        """See `QueuedEngine`."""
+        """See `Engine`."""
         return self.line.waited_ns
 
     def prepare(self, name: str, timeout_s: float) -> None:
@@ -280,7 +280,6 @@ class MpiEngine(QueuedEngine):
         depart(
             Departure(
                 self.line.mpi,
-                self.line.comm,
                 news,
                 is_broken=self._is_broken,
                 is_world=self._is_world,

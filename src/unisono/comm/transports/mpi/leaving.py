@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 from unisono.comm.transports.mpi.news import News
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from unisono.comm.transports.mpi.engine import MpiEngine
 
 GRACE_S = 10.0
@@ -38,19 +36,15 @@ class Departure:
 
     Args:
         mpi: the module `mpi4py.MPI`.
-        comm: communicator of the group.
-        news: what its ranks tell each other.
+        news: what its ranks tell each other, over the group's communicator.
         is_broken: whether something went wrong in it.
         is_world: whether it was the group of all ranks.
     """
 
-    def __init__(
-        self, mpi: Any, comm: MPI.Intracomm, news: News, *, is_broken: bool, is_world: bool
-    ) -> None:
+    def __init__(self, mpi: Any, news: News, *, is_broken: bool, is_world: bool) -> None:
         self.is_broken = is_broken
         self.is_world = is_world
         self.mpi = mpi
-        self._comm = comm
         self._news = news
 
     def is_over(self) -> bool:
@@ -61,7 +55,7 @@ class Departure:
             if not self._news.has_everybody_left():
                 return False
             if not self.is_broken:  # else transfers may still be open
-                self._comm.Free()
+                self._news.free()
         except self.mpi.Exception:
             return self.is_broken
         return True

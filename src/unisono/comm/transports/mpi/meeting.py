@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from unisono.comm.processes import process_start
 from unisono.comm.transports.mpi.library import Threads, load
 from unisono.comm.transports.mpi.line import Line
 from unisono.comm.transports.mpi.news import News
 from unisono.comm.transports.mpi.watch import Marks, Member, Watch
-from unisono.comm.transports.shm.peers import process_start
 from unisono.comm.transports.shm.rendezvous import Rendezvous, memory_id
 from unisono.errors import MeshError
 
@@ -86,7 +86,7 @@ def meet(
         comm.Set_errhandler(mpi.ERRORS_RETURN)
     largest = max_tag(mpi)
     news = News(mpi, comm, ranks, threads, largest - 1)
-    marks = Marks(dist.PrefixStore(f"mpi/{nonce}", store), rank, len(ranks))
+    marks = Marks(nonce, rank, len(ranks))
     watch = Watch(ranks, rank, members, news, marks)
     line = Line(mpi, comm, threads, watch, largest)
     line.timeout_s = timeout_s

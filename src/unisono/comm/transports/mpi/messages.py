@@ -15,8 +15,9 @@ from torch import Tensor
 
 from unisono.comm.transports.mpi.line import MAX_BYTES, Ladder, Line, abandon
 from unisono.comm.transports.mpi.moves import nbytes_of
+from unisono.comm.transports.staging import wrong_length
 from unisono.comm.verbs_message import EXCHANGE_TAG
-from unisono.errors import CollectiveMismatch, UnisonoError
+from unisono.errors import UnisonoError
 
 RESERVED_TAGS = 3
 """How many of the largest tags a group keeps for itself."""
@@ -31,10 +32,11 @@ class Transfer:
         error: what went wrong.
     """
 
-    __slots__ = ("error", "is_done", "is_receive", "peer", "requests", "tensor")
+    __slots__ = ("error", "is_done", "is_receive", "peer", "requests", "tag", "tensor")
 
-    def __init__(self, tensor: Tensor, peer: int | None, is_receive: bool) -> None:
+    def __init__(self, tensor: Tensor, peer: int | None, tag: int, is_receive: bool) -> None:
         self.tensor = tensor
+        self.tag = tag
         self.peer = peer
         self.is_receive = is_receive
         self.requests: list[tuple[Any, int]] = []
@@ -64,7 +66,7 @@ class Messages:
 
     def post_send(self, dst: int, tag: int, x: Tensor) -> Transfer:
         """Start to send `x` to rank `dst`."""
-        return self._post(Transfer(x, dst, False), self._line.comm.Isend, dst, tag)
+        return self._post(Transfer(x, dst, tag, False), self._line.comm.Isend, dst)
 
     def post_recv(self, src: int | None, tag: int, x: Tensor) -> Transfer:
         """Start to receive `x` from rank `src`, or from anybody."""
@@ -76,11 +78,11 @@ class Messages:
                 "name the source",
             )
         source = self._line.mpi.ANY_SOURCE if src is None else src
-        return self._post(Transfer(x, src, True), self._line.comm.Irecv, source, tag)
+        return self._post(Transfer(x, src, tag, True), self._line.comm.Irecv, source)
 
-    def _post(self, transfer: Transfer, call: Any, peer: int, tag: int) -> Transfer:
+    def _post(self, transfer: Transfer, call: Any, peer: int) -> Transfer:
         line, x = self._line, transfer.tensor
-        wire_tag = self._wire_tag(tag)
+        wire_tag = self._wire_tag(transfer.tag)
         pieces = list(line.pieces(nbytes_of(x))) or [(0, 0)]
         with self._lock:
             for begin, length in pieces:
@@ -128,16 +130,22 @@ class Messages:
                     transfer.peer = status.Get_source()
                     self._check_length(transfer, expected, status.Get_count(mpi.BYTE))
         except mpi.Exception as error:
-            transfer.requests.pop(0)
-            transfer.error = self._line.translated(error)
+            abandon(transfer.tensor, transfer.requests)  # later pieces may still arrive in it
+            transfer.requests = []
+            transfer.error = self._translated(transfer, error)
         transfer.is_done = True
+
+    def _translated(self, transfer: Transfer, error: Any) -> UnisonoError:
+        """Return our error for one of MPI; of a message that is too long, only that is known."""
+        if error.Get_error_class() == self._line.mpi.ERR_TRUNCATE and transfer.peer is not None:
+            sender = self._line.watch.ranks[transfer.peer]
+            return wrong_length(transfer.tensor, sender, None, transfer.tag)
+        return self._line.translated(error)
 
     def _check_length(self, transfer: Transfer, expected: int, found: int) -> None:
         if found != expected and transfer.error is None:
-            transfer.error = CollectiveMismatch(
-                f"recv expects {nbytes_of(transfer.tensor)} bytes, but the message "
-                f"from rank {transfer.peer} of the group has {found}"
-            )
+            sender = -1 if transfer.peer is None else self._line.watch.ranks[transfer.peer]
+            transfer.error = wrong_length(transfer.tensor, sender, found, transfer.tag)
 
     def wait(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
         """Wait for messages; raises what went wrong with one of them."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TEXT_LIMIT = 6000
-"""Longer texts lose their middle: a message of this size is never held back by MPI."""
+"""Longer texts, in bytes, lose their middle: a message of this size is never held back by MPI."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ class News:
 
     def tell(self, notice: Notice) -> None:
         """Send a notice to all other ranks; does not wait, and a broken MPI breaks nothing more."""
-        cut = notice.text
+        cut = notice.text.encode(errors="replace")
         if len(cut) > _TEXT_LIMIT:
-            cut = f"{cut[: _TEXT_LIMIT // 2]}\n[...]\n{cut[-_TEXT_LIMIT // 2 :]}"
-        data = json.dumps({**asdict(notice), "text": cut}).encode()
+            cut = cut[: _TEXT_LIMIT // 2] + b"\n[...]\n" + cut[-_TEXT_LIMIT // 2 :]
+        fields = {**asdict(notice), "text": cut.decode(errors="replace")}
+        data = json.dumps(fields, ensure_ascii=False).encode()
         for peer in range(len(self._ranks)):
             if peer == self._rank:
                 continue
@@ -105,3 +106,8 @@ class News:
         with self._threads.lock:
             delivered = all(request.Test() for request, _ in self._sent)
         return delivered and len(self.gone) == len(self._ranks) - 1
+
+    def free(self) -> None:
+        """Give the communicator back; nobody may use it any more."""
+        with self._threads.lock:
+            self._comm.Free()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
+from unisono.comm import watchdog
 from unisono.comm.failures import posted_failure
+from unisono.comm.processes import is_dead
 from unisono.comm.transports.mpi.news import News, Notice
-from unisono.comm.transports.shm.peers import is_dead
-from unisono.comm.watchdog import own_connection
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
 PEERS_S = 0.05
@@ -41,46 +38,36 @@ class Member:
 class Marks:
     """How far each rank of a group has come, kept in the store by ranks that wait for long.
 
+    They go through the connection of the watchdog: one made only now could block for long, if the
+    rank that keeps the store has gone.
+
     Args:
-        store: store of the group, under a prefix of this group alone.
+        nonce: a word of this group alone.
         rank: own rank in the group.
         size: ranks of the group.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._shared = store
+    def __init__(self, nonce: str, rank: int, size: int) -> None:
+        self._nonce = nonce
         self._rank = rank
         self._size = size
-        self._own: dist.Store | None = None
-        self._lock = threading.Lock()
 
     def leave(self, number: int) -> None:
         """Tell that this rank waits in collective `number`."""
-        with self._lock:
-            try:
-                self._connection().set(str(self._rank), str(number))
-            except RuntimeError:  # the store has gone: nobody will know, nothing breaks
-                return
+        dog = watchdog.current()
+        if dog is not None:
+            dog.put(self._key(self._rank), str(number))
 
     def missing(self, number: int) -> list[int]:
         """Return the ranks that are not known to wait in collective `number` or a later one."""
-        absent: list[int] = []
-        with self._lock:
-            try:
-                store = self._connection()
-                for rank in range(self._size):
-                    key = str(rank)
-                    if rank == self._rank or (store.check([key]) and int(store.get(key)) >= number):
-                        continue
-                    absent.append(rank)
-            except RuntimeError:
-                return []
-        return absent
+        dog = watchdog.current()
+        if dog is None:
+            return []
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return [rank for rank in others if int(dog.find(self._key(rank)) or -1) < number]
 
-    def _connection(self) -> dist.Store:
-        if self._own is None:
-            self._own = own_connection(self._shared)
-        return self._own
+    def _key(self, rank: int) -> str:
+        return f"mark/{self._nonce}/{rank}"
 
 
 class Watch:
@@ -170,10 +157,19 @@ class Watch:
             rank=gone[0],
         )
 
-    def _failed(self, notice: Notice) -> RankFailed:
+    def _failed(self, notice: Notice) -> RankFailed | RankTimeout:
+        if notice.kind == "timeout" and notice.culprit == self.me:
+            return RankTimeout(
+                f"{self.doing} on rank {self.me} cannot end: "
+                f"rank {notice.teller} waited for this rank and has given up\n{notice.text}",
+                missing=[notice.teller],
+                op=self.doing,
+            )
         start = (
             f"rank {notice.teller} failed"
             if notice.culprit == notice.teller
+            else f"rank {notice.teller} has given up waiting for rank {notice.culprit}"
+            if notice.kind == "timeout"
             else f"rank {notice.culprit} failed, as rank {notice.teller} has seen"
         )
         return RankFailed(

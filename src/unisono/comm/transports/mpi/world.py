@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from unisono.comm import groups
+from unisono.comm.addresses import first_reachable, own_addresses
 from unisono.comm.environment import Environment
 from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
 from unisono.comm.hosts import host_id
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 BACKEND = "mpi4py"
 """Name under which torch.distributed knows the transport."""
 
+_ADDRESSES = 8
+"""How many addresses of a host the others are told."""
 _world_ranks: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -66,11 +69,12 @@ def store_of(comm: MPI.Intracomm, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> di
     if comm.rank == 0:
         nonce = secrets.token_hex(16)
         store = open_store(here, timeout_s=timeout_s, nonce=nonce)
-        addr = "127.0.0.1" if len(hosts) == 1 else socket.gethostname()
+        found = ["127.0.0.1"] if len(hosts) == 1 else own_addresses() or [socket.gethostname()]
         port = store.port  # type: ignore[attr-defined]
-        _share(mpi, comm, json.dumps([addr, port, nonce]), timeout_s)
+        _share(mpi, comm, json.dumps([found[:_ADDRESSES], port, nonce]), timeout_s)
         return store
-    addr, port, nonce = json.loads(_share(mpi, comm, "", timeout_s)[0])
+    found, port, nonce = json.loads(_share(mpi, comm, "", timeout_s)[0])
+    addr = found[0] if len(found) == 1 else first_reachable(found, port)
     return open_store(here, addr=addr, port=port, timeout_s=timeout_s, nonce=nonce)
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unisono.comm.processes import is_dead
 from unisono.comm.transports.shm.layout import (
     ALIVE,
     CLOSED,
     CULPRIT,
     DOORBELL,
     FAILED,
+    GAVE_UP,
     STATE,
     TEXT_BYTES,
     WORD,
     Layout,
 )
 from unisono.comm.transports.shm.libc import futex_wake, has_futex
-from unisono.comm.transports.shm.peers import is_dead
 from unisono.comm.transports.shm.segment import Segment
 
 
@@ -59,15 +60,20 @@ class Control:
         """Tell the others that this process is the rank."""
         self.set_word(STATE, ALIVE)
 
-    def fail(self, culprit: int, text: str) -> None:
-        """Tell the others that this rank has failed because of `culprit` (a world rank)."""
+    def fail(self, culprit: int, text: str, state: int = FAILED) -> None:
+        """Tell the others that this rank has failed because of `culprit` (a world rank).
+
+        `state` is `FAILED`, or `GAVE_UP` if it waited for the culprit in vain.
+        """
         field = self.layout.texts + self.rank * TEXT_BYTES
-        # The end of a traceback says most.
-        raw = text.encode(errors="replace")[-(TEXT_BYTES - WORD) :]
+        room = TEXT_BYTES - WORD
+        raw = text.encode(errors="replace")
+        # The end of a traceback says most, and the beginning of a report.
+        raw = raw[:room] if state == GAVE_UP else raw[-room:]
         self.bytes[field + WORD : field + WORD + len(raw)] = raw
         self.words[field // WORD] = len(raw)
         self.set_word(CULPRIT, culprit)
-        self.set_word(STATE, FAILED)
+        self.set_word(STATE, state)
         self.wake_all()
 
     def close(self) -> None:

@@ -18,12 +18,12 @@ from unisono.comm.transports.shm import moves, sums
 from unisono.comm.transports.shm.allocation import make_shared_buffer
 from unisono.comm.transports.shm.board import Board
 from unisono.comm.transports.shm.control import Control
-from unisono.comm.transports.shm.layout import Layout
+from unisono.comm.transports.shm.layout import FAILED, GAVE_UP, Layout
 from unisono.comm.transports.shm.messages import Messages, Transfer
 from unisono.comm.transports.shm.segment import Segment
 from unisono.comm.transports.shm.waiting import CounterSync, SemaphoreSync
 from unisono.comm.transports.shm.watch import Watch
-from unisono.errors import UnisonoError
+from unisono.errors import RankTimeout, UnisonoError
 
 
 class MessageTicket:
@@ -64,6 +64,7 @@ class ShmEngine(QueuedEngine):
     """
 
     backend = "shm"
+    knows_mean = True
     last_algorithm = "shm"
 
     def __init__(
@@ -173,7 +174,9 @@ class ShmEngine(QueuedEngine):
         self.call("all_gather_ints", kernel, False, timeout_s)
         return rows
 
-    def shared_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def shared_buffer(
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout_s: float
+    ) -> Tensor:
         """See `Engine`: zeros in shared memory, freed when they have died on all ranks."""
         made: list[Tensor] = []
 
@@ -181,7 +184,7 @@ class ShmEngine(QueuedEngine):
             room = self._max_bytes - self._own_bytes - self.board.buffers.nbytes
             made.append(make_shared_buffer(self.board, shape, dtype, kind=self._kind, room=room))
 
-        self.call("shared_buffer", kernel, False, self.sync.timeout_s)
+        self.call("shared_buffer", kernel, False, timeout_s)
         return made[0]
 
     # -- messages -------------------------------------------------------------------------------
@@ -229,13 +232,15 @@ class ShmEngine(QueuedEngine):
         except BaseException as error:
             self.fail(error)
             raise
+        if self.messages.under_way:
+            self.jobs.wake()  # which went to sleep while this thread moved all messages on
 
     # -- life -----------------------------------------------------------------------------------
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        """See `QueuedEngine`."""
-        return self.sync.waited_ns
+        """See `Engine`."""
+        return self.sync.waited_ns + self.messages.waited_ns
 
     def prepare(self, name: str, timeout_s: float) -> None:
         """See `QueuedEngine`."""
@@ -250,7 +255,8 @@ class ShmEngine(QueuedEngine):
             lines = traceback.format_exception_only(error)
         else:
             lines = traceback.format_exception(error)
-        self.control.fail(self.culprit(error), "".join(lines).strip())
+        state = GAVE_UP if isinstance(error, RankTimeout) else FAILED
+        self.control.fail(self.culprit(error), "".join(lines).strip(), state)
 
     def _has_chores(self) -> bool:
         return self.messages.needs_background and self.cause is None

@@ -75,7 +75,8 @@ class HostsEngine(QueuedEngine):
             tuple(members[local.rank] for members in hosts) if self._is_even else self._leaders
         )
         """Ranks of the other hosts that this rank talks to, one a host."""
-        # Not later: a message concerns two ranks, but all must take part in making the group.
+        # Connects nobody yet, but tells where this rank is to be found: one that waits for its
+        # message must not have to ask for the group first.
         network.group(self._everybody)
 
     # -- reductions -----------------------------------------------------------------------------
@@ -308,16 +309,18 @@ class HostsEngine(QueuedEngine):
         self.check_usable()
         return AnyTicket(self.network.group(self._everybody).recv_anysource([bytes_of(x)], tag))
 
-    def shared_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def shared_buffer(
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout_s: float
+    ) -> Tensor:
         """See `Engine`: shared among the ranks of a host. Collective over them."""
-        return self.local.shared_buffer(shape, dtype)
+        return self.local.shared_buffer(shape, dtype, timeout_s=timeout_s)
 
     # -- life -----------------------------------------------------------------------------------
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        """See `QueuedEngine`: the part spent in shared memory."""
-        return getattr(self.local, "waited_ns", 0)
+        """See `Engine`: in shared memory and between hosts."""
+        return (self.local.waited_ns or 0) + self.network.waited_ns
 
     def _call(
         self, name: str, kernel: Callable[[float], None], async_op: bool, timeout_s: float

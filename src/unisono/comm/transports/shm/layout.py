@@ -20,8 +20,8 @@ CONTROL_BYTES = 256
 COUNTER, WANTED, DOORBELL, DOORBELL_WANTED, STATE, CULPRIT = 0, 1, 8, 9, 16, 17
 """Words of a control block. Words polled by others have a cache line of their own."""
 
-JOINING, ALIVE, FAILED, CLOSED = 0, 1, 2, 3
-"""Values of the STATE word."""
+JOINING, ALIVE, FAILED, CLOSED, GAVE_UP = 0, 1, 2, 3, 4
+"""Values of the STATE word. A rank gives up when its deadline passes."""
 
 TEXT_BYTES = 2048
 """Room for the words of a rank that failed."""

@@ -21,7 +21,7 @@ from unisono.comm.transports.shm.libc import Timespec, futex_wait, has_futex, me
 from unisono.comm.transports.shm.rings import Fragment, Reader, Writer
 from unisono.comm.transports.shm.waiting import cores
 from unisono.comm.transports.shm.watch import Watch
-from unisono.errors import CollectiveMismatch
+from unisono.comm.transports.staging import wrong_length
 
 _SPINS = 50
 _YIELD_S = 1e-3
@@ -38,7 +38,7 @@ class Transfer:
         error: why it failed.
     """
 
-    __slots__ = ("_tensor", "done", "error", "moved", "nbytes", "peer", "pointer", "tag")
+    __slots__ = ("done", "error", "moved", "nbytes", "peer", "pointer", "tag", "tensor")
 
     def __init__(self, peer: int | None, tag: int, tensor: Tensor) -> None:
         self.peer = peer
@@ -48,7 +48,7 @@ class Transfer:
         self.moved = 0
         self.done = False
         self.error: BaseException | None = None
-        self._tensor = tensor  # kept alive until the end
+        self.tensor = tensor  # kept alive until the end
 
 
 class _Arriving:
@@ -92,6 +92,8 @@ class Messages:
         self._bell_address = control.word_address(control.rank, DOORBELL)
         self.under_way = 0
         """Transfers posted and not complete."""
+        self.waited_ns = 0
+        """Time spent in waits so far."""
 
     @property
     def needs_background(self) -> bool:
@@ -148,7 +150,9 @@ class Messages:
         self._attended += 1
         try:
             if not self._try(transfers):
+                before = time.perf_counter_ns()
                 self._climb(transfers, timeout_s)
+                self.waited_ns += time.perf_counter_ns() - before
         finally:
             self._attended -= 1
         for transfer in transfers:
@@ -293,10 +297,8 @@ class Messages:
         self._finish(transfer)
 
     def _refuse(self, transfer: Transfer, fragment: Fragment) -> None:
-        transfer.error = CollectiveMismatch(
-            f"recv(tag {fragment.tag}) expects {transfer.nbytes} bytes, "
-            f"but the message from rank {transfer.peer} of the group has {fragment.nbytes}"
-        )
+        sender = -1 if transfer.peer is None else self._watch.ranks[transfer.peer]
+        transfer.error = wrong_length(transfer.tensor, sender, fragment.nbytes, fragment.tag)
         self._finish(transfer)
 
     def _finish(self, transfer: Transfer) -> None:

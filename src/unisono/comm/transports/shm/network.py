@@ -1,4 +1,4 @@
-"""The way to ranks on other hosts: gloo groups, made when they are first needed.
+"""The way to ranks on other hosts: gloo groups, whose connections are made when first used.
 
 Everything travels as bytes, so every dtype does. Errors of gloo become `RankFailed` and
 `RankTimeout`.
@@ -7,7 +7,9 @@ Everything travels as bytes, so every dtype does. Errors of gloo become `RankFai
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -39,18 +41,23 @@ class Network:
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[int, ...], Any] = {}
         self._making = threading.Lock()
+        self.waited_ns = 0
+        """Time spent in waits so far, the transfers themselves included."""
 
     def group(self, members: tuple[int, ...]) -> Any:
-        """Return the gloo group of these ranks. Collective over them when it is first asked for."""
+        """Return the gloo group of these ranks; each must ask for it before they can talk."""
         with self._making:
             group = self._groups.get(members)
             if group is None:
                 name = "gloo/" + "_".join(map(str, members))
+                options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._timeout = self._timeout
+                options._devices = _devices()
                 group = dist.ProcessGroupGloo(
                     dist.PrefixStore(name, self._store),
                     members.index(self._rank),
                     len(members),
-                    self._timeout,
+                    options,
                 )
                 self._groups[members] = group
             return group
@@ -71,7 +78,7 @@ class Network:
             work = self.group(members).alltoall_base(
                 receive, send, received, sent, dist.AllToAllOptions()
             )
-            TorchTicket([work]).wait(timeout_s)
+            self._wait(work, timeout_s)
         for out, block in zip(outs, receive.split(received), strict=True):
             if out.numel():
                 bytes_of(out).copy_(block)
@@ -84,7 +91,12 @@ class Network:
             options = dist.BroadcastOptions()
             options.rootRank = src
             work = self.group(members).broadcast([bytes_of(x)], options)
-            TorchTicket([work]).wait(timeout_s)
+            self._wait(work, timeout_s)
+
+    def _wait(self, work: dist.Work, timeout_s: float) -> None:
+        before = time.perf_counter_ns()
+        TorchTicket([work]).wait(timeout_s)
+        self.waited_ns += time.perf_counter_ns() - before
 
     @contextlib.contextmanager
     def translating(self, what: str, members: Sequence[int], timeout_s: float) -> Iterator[None]:
@@ -113,3 +125,12 @@ class Network:
         for group in self._groups.values():
             group.shutdown()
         self._groups.clear()
+
+
+def _devices() -> list[Any]:
+    """Return the network devices that torch would take, set to connect two ranks at first use."""
+    gloo = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return [gloo.create_default_device(lazy_init=True)]
+    return [gloo.create_device(interface=name, lazy_init=True) for name in names]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from unisono.comm.hosts import host_id
+from unisono.comm.processes import is_dead, pid_namespace, process_start
 from unisono.comm.transports.shm.layout import (
     DEFAULT_SLOT_KB,
     MAGIC,
@@ -26,8 +27,7 @@ from unisono.comm.transports.shm.layout import (
     fitting_layout,
 )
 from unisono.comm.transports.shm.libc import has_semaphores, populate
-from unisono.comm.transports.shm.peers import is_dead, process_start
-from unisono.comm.transports.shm.segment import KINDS, Segment, Ticket, pid_namespace
+from unisono.comm.transports.shm.segment import KINDS, Segment, Ticket
 from unisono.comm.transports.shm.waiting import init_semaphores, needs_semaphores
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 

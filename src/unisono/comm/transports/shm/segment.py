@@ -17,8 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono.comm.processes import pid_namespace, process_start
 from unisono.comm.transports.shm.libc import map_shared
-from unisono.comm.transports.shm.peers import process_start
 from unisono.errors import UnisonoError
 
 try:
@@ -184,14 +184,6 @@ def _room(kind: str) -> str:
     if kind == "named" and _DIRECTORY.is_dir():
         return f"{_DIRECTORY} has {shutil.disk_usage(_DIRECTORY).free / _MB:.1f} MB free"
     return "segments come out of main memory"
-
-
-def pid_namespace() -> int:
-    """Return a number that processes share which see each other's process ids."""
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
 
 
 def sweep() -> list[str]:

@@ -5,20 +5,21 @@ Asked only after a wait has lasted for tens of milliseconds, so that it costs th
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
 
 from unisono.comm.failures import posted_failure
 from unisono.comm.transports.shm.control import Control
-from unisono.comm.transports.shm.layout import CLOSED, CULPRIT, FAILED, STATE
+from unisono.comm.transports.shm.layout import CLOSED, CULPRIT, FAILED, GAVE_UP, STATE
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
 PEERS_S = 0.05
 """Seconds between two looks at the peers."""
 STORE_S = 0.5
 """Seconds between two looks for failures posted in the world's store."""
+_TOLD = (FAILED, CLOSED, GAVE_UP)
+"""States of ranks that have said why they will not come."""
 
 
 class Watch:
@@ -31,7 +32,7 @@ class Watch:
 
     def __init__(self, control: Control, ranks: Sequence[int]) -> None:
         self._control = control
-        self._ranks = tuple(ranks)
+        self.ranks = tuple(ranks)
         self.doing = "set-up"
         """Name of the call under way, for messages."""
         self.cancelled: str | None = None
@@ -47,17 +48,20 @@ class Watch:
             raise UnisonoError.because(f"{self.doing} on rank {self._me}", self.cancelled)
         control = self._control
         for rank in missing:
-            if control.word(rank, STATE) not in (FAILED, CLOSED) and control.is_dead(rank):
+            if control.word(rank, STATE) not in _TOLD and control.is_dead(rank):
                 raise self._died(rank)
         for rank in missing:
-            if control.word(rank, STATE) == FAILED:
+            state = control.word(rank, STATE)
+            if state == FAILED:
                 raise self._failed(rank)
-            if control.word(rank, STATE) == CLOSED:
+            if state == GAVE_UP:
+                raise self._gave_up(rank)
+            if state == CLOSED:
                 raise self._left(rank)
 
     def timed_out(self, missing: Sequence[int], timeout_s: float) -> RankTimeout:
         """Return the error for a deadline that passed."""
-        absent = [self._ranks[rank] for rank in missing]
+        absent = [self.ranks[rank] for rank in missing]
         return RankTimeout(
             f"{self.doing} on rank {self._me} timed out after {timeout_s:g} s\n"
             f"  not arrived: rank {compress_ranks(absent)}\n"
@@ -69,10 +73,10 @@ class Watch:
 
     @property
     def _me(self) -> int:
-        return self._ranks[self._control.rank]
+        return self.ranks[self._control.rank]
 
     def _died(self, rank: int) -> RankFailed:
-        name, host = self._ranks[rank], socket.gethostname()
+        name, host = self.ranks[rank], socket.gethostname()
         return RankFailed(
             f"rank {name} (process {self._control.pid(rank)} on {host}) died "
             f"while rank {self._me} waited for it in {self.doing}\n"
@@ -85,7 +89,7 @@ class Watch:
     def _failed(self, rank: int) -> RankFailed:
         text = self._control.failure_text(rank)
         culprit = self._control.word(rank, CULPRIT)
-        teller = self._ranks[rank]
+        teller = self.ranks[rank]
         start = (
             f"rank {teller} failed"
             if culprit == teller
@@ -98,8 +102,27 @@ class Watch:
             traceback=text,
         )
 
+    def _gave_up(self, rank: int) -> RankFailed | RankTimeout:
+        """Return the error for a peer whose own deadline has passed: it will not come any more."""
+        teller, culprit = self.ranks[rank], self._control.word(rank, CULPRIT)
+        text = self._control.failure_text(rank)
+        if culprit == self._me:
+            return RankTimeout(
+                f"{self.doing} on rank {self._me} cannot end: "
+                f"rank {teller} waited for this rank and has given up\n{text}",
+                missing=[teller],
+                op=self.doing,
+            )
+        return RankFailed(
+            f"rank {teller} has given up waiting for rank {culprit}, "
+            f"while rank {self._me} waited in {self.doing}\n{text}",
+            rank=culprit,
+            host=socket.gethostname(),
+            traceback=text,
+        )
+
     def _left(self, rank: int) -> RankFailed:
-        name = self._ranks[rank]
+        name = self.ranks[rank]
         return RankFailed(
             f"rank {name} has closed the group, "
             f"but rank {self._me} waits for it in {self.doing}\n"
@@ -137,8 +160,6 @@ class Vigil:
         self._look = min(self._look, self._deadline)
         if now >= self._ask_store:
             self._ask_store = now + STORE_S
-            failure = None
-            with contextlib.suppress(RuntimeError):  # the store is gone: peers tell enough
-                failure = posted_failure()
+            failure = posted_failure()
             if failure is not None and missing():
                 raise failure

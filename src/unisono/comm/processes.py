@@ -1,4 +1,4 @@
-"""Whether the processes of the other ranks still live.
+"""Whether the processes of other ranks still live.
 
 A process that has ended but was not yet collected by its parent (a zombie) counts as dead.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import select
 from pathlib import Path
+
+from unisono.comm.hosts import host_id
 
 
 def process_start(pid: int) -> int | None:
@@ -21,6 +23,26 @@ def process_start(pid: int) -> int | None:
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def pid_namespace() -> int:
+    """Return a number that processes share which see each other's process ids."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def own_card() -> list[str | int]:
+    """Return what another process needs to know whether this one lives; see `is_card_dead`."""
+    pid = os.getpid()
+    return [f"{host_id()}-{pid_namespace()}", pid, process_start(pid) or 0]
+
+
+def is_card_dead(card: list[str | int]) -> bool:
+    """Whether the process that wrote the card has ended; False where this one cannot see it."""
+    where, pid, started = card
+    return where == own_card()[0] and is_dead(int(pid), int(started))
 
 
 def is_dead(pid: int, started: int) -> bool:

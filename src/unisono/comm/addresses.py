@@ -1,0 +1,79 @@
+"""Numeric addresses of this host, and the interface by which it reaches another.
+
+Host names mislead: many hosts know their own only as a loopback address, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+_TRY_S = 2.0
+_SIOCGIFADDR = 0x8915
+"""Linux: ask an interface for its IPv4 address."""
+
+
+def resolve(host: str) -> list[str]:
+    """Return the numeric addresses of `host`; raises `OSError` if it has none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address means the host that uses it."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def own_addresses() -> list[str]:
+    """Return numeric addresses at which other hosts may reach this one, the likeliest first."""
+    named: list[str] = []
+    with contextlib.suppress(OSError):
+        named = resolve(socket.gethostname())
+    found = dict.fromkeys([*named, *_interfaces().values()])
+    return [address for address in found if not is_loopback(address)]
+
+
+def first_reachable(candidates: Sequence[str], port: int) -> str:
+    """Return the first of some addresses that takes connections at `port`, else the first."""
+    for address in candidates:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, port), timeout=_TRY_S),
+        ):
+            return address
+    return candidates[0]
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the interface by which this host reaches `host`; None if that cannot be told."""
+    try:
+        source = _source_address(host)
+    except OSError:
+        return None
+    return next((name for name, address in _interfaces().items() if address == source), None)
+
+
+def _source_address(host: str) -> str:
+    """Return the own address from which packets to `host` would leave; sends none."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return probe.getsockname()[0]
+
+
+@lru_cache(maxsize=1)
+def _interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found

@@ -1,0 +1,289 @@
+"""`MPICommunication`: a group of ranks with the verbs of MPI."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from unisono.comm import transports
+from unisono.comm.communicator import Communicator, world
+from unisono.comm.environment import detect
+from unisono.comm.groups import GroupEntry
+from unisono.comm.mpi_style import chunking
+from unisono.comm.mpi_style.constants import is_undefined
+from unisono.comm.mpi_style.mailbox import Mailbox
+from unisono.comm.mpi_style.request import Request
+from unisono.comm.mpi_style.verbs_alltoall import AlltoallVerbs
+from unisono.comm.mpi_style.verbs_gather import GatherVerbs
+from unisono.comm.mpi_style.verbs_message import MessageVerbs
+from unisono.comm.mpi_style.verbs_object import ObjectVerbs
+from unisono.comm.mpi_style.verbs_reduce import ReduceVerbs
+from unisono.comm.start import start_world, stop_world
+from unisono.errors import MeshError, explain
+
+_boxes: weakref.WeakKeyDictionary[GroupEntry, dict[int, Mailbox]] = weakref.WeakKeyDictionary()
+_contexts: weakref.WeakKeyDictionary[GroupEntry, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+class Communication(ABC):
+    """What every kind of communication can do: say how an array is shared out."""
+
+    @abstractmethod
+    def is_distributed(self) -> bool:
+        """Whether more than one rank takes part."""
+
+    @abstractmethod
+    def chunk(
+        self,
+        shape: Sequence[int],
+        split: int | None,
+        rank: int | None = None,
+        w_size: int | None = None,
+        sparse: bool = False,
+    ) -> tuple[Any, ...]:
+        """Return which part of an array a rank holds."""
+
+
+class MPICommunication(
+    ReduceVerbs, GatherVerbs, AlltoallVerbs, MessageVerbs, ObjectVerbs, Communication
+):
+    """A group of ranks with the verbs of MPI, over any backend of torch.distributed.
+
+    Args:
+        handle: None (the world, looked up at first use), a `Communicator`, a torch
+            `ProcessGroup`, or an mpi4py communicator (then the first use is collective over it).
+
+    >>> import torch
+    >>> comm, total = MPICommunication(), torch.empty(2)
+    >>> comm.Allreduce(torch.ones(2), total)
+    >>> comm.rank, comm.size, total.tolist()
+    (0, 1, [1.0, 1.0])
+    """
+
+    def __init__(self, handle: object = None) -> None:
+        if not _is_handle(handle):
+            raise TypeError(
+                explain(
+                    f"MPICommunication({handle!r})",
+                    f"a {type(handle).__name__}",
+                    None,
+                    "None, a Communicator, a ProcessGroup or an mpi4py communicator",
+                )
+            )
+        self._handle = handle
+        self._context = 0
+        self._is_null = False
+        self._found: Communicator | None = None
+        self._found_world: dist.ProcessGroup | None = None
+
+    @property
+    def _comm(self) -> Communicator:
+        if self._is_null:
+            raise MeshError.because(
+                "a verb of a communicator without ranks",
+                "Split with color=UNDEFINED put this rank in no group, or it was freed",
+                None,
+                "if comm.rank is not None: ...",
+            )
+        current = dist.group.WORLD
+        if self._found is None or self._found_world is not current:
+            self._found = self._find()
+            self._found_world = dist.group.WORLD
+        return self._found
+
+    def _find(self) -> Communicator:
+        return world_from_environment() if self._handle is None else Communicator.of(self._handle)
+
+    @property
+    def _mailbox(self) -> Mailbox:
+        comm = self._comm
+        boxes = _boxes.setdefault(comm._entry, {})
+        if self._context not in boxes:
+            boxes[self._context] = Mailbox(comm, self._context)
+        return boxes[self._context]
+
+    def __unisono_communicator__(self, axis: str | int | None = None) -> Communicator:
+        """Return the `Communicator` underneath: `Communicator.of(comm)` asks for it."""
+        if axis is not None:
+            raise MeshError.because(f"axis={axis!r} of an MPICommunication", "it has no axes")
+        return self._comm
+
+    @property
+    def handle(self) -> object:
+        """What this was made of; for the world, the `Communicator` that was found."""
+        return self._handle if self._handle is not None or self._is_null else self._comm
+
+    @property
+    def rank(self) -> int | None:
+        """Own place; None where this rank is in no group."""
+        return None if self._is_null else self._comm.rank
+
+    @property
+    def size(self) -> int | None:
+        """Number of ranks; None where this rank is in no group."""
+        return None if self._is_null else self._comm.size
+
+    def Get_rank(self) -> int | None:
+        """Return `rank`."""
+        return self.rank
+
+    def Get_size(self) -> int | None:
+        """Return `size`."""
+        return self.size
+
+    def is_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return (self.size or 1) > 1
+
+    def chunk(
+        self,
+        shape: Sequence[int],
+        split: int | None,
+        rank: int | None = None,
+        w_size: int | None = None,
+        sparse: bool = False,
+    ) -> tuple[Any, ...]:
+        """Return (offset, local shape, slices) of what a rank holds of an array. Local.
+
+        Args:
+            shape: shape of the whole array.
+            split: axis along which it is split; None where every rank has all of it.
+            rank: default: this rank.
+            w_size: number of ranks; default: `size`.
+            sparse: return (first row, row after the last) instead.
+        """
+        place = self._comm.rank if rank is None else rank
+        ranks = self._comm.size if w_size is None else w_size
+        offset, local, slices = chunking.chunk(shape, split, place, ranks)
+        if sparse:
+            rows = local[split] if split is not None else local[0]
+            return offset, offset + rows
+        return offset, local, slices
+
+    def counts_displs_shape(
+        self, shape: Sequence[int], axis: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return rows of each rank, their first ones, and the shape with `size` times own rows."""
+        whole, comm = tuple(shape), self._comm
+        along = chunking.check_axis(axis, len(whole), "counts_displs_shape")
+        counts, displs = chunking.counts_displs(whole[along], comm.size)
+        padded = (*whole[:along], comm.size * counts[comm.rank], *whole[along + 1 :])
+        return counts, displs, padded
+
+    def Split(self, color: int | None = 0, key: int = 0) -> MPICommunication:
+        """Return the communicator of the ranks with this `color`, ordered by (key, rank).
+
+        Collective. With `UNDEFINED` (or None) the result has rank and size None.
+        """
+        is_out = is_undefined(color)
+        rows = self._agree([int(not is_out), 0 if is_out or color is None else color, key])
+        if is_out:
+            nothing = MPICommunication()
+            nothing._is_null = True
+            return nothing
+        members = [
+            (other_key, rank)
+            for rank, (is_in, other, other_key) in enumerate(rows)
+            if is_in and other == color
+        ]
+        comm = self._comm.sub([rank for _, rank in sorted(members)])
+        return _in_new_context(comm)
+
+    def Dup(self) -> MPICommunication:
+        """Return the same ranks with messages of their own. Collective."""
+        return _in_new_context(Communicator.of(self._comm))
+
+    def Free(self) -> None:
+        """Let go of a communicator that `Split` or `Dup` made. Collective."""
+        if self._handle is None and not self._is_null:
+            raise MeshError.because("Free() of the world", None, None, "free what Split returned")
+        if not self._is_null:
+            comm, self._is_null, self._found = self._comm, True, None
+            _boxes.get(comm._entry, {}).pop(self._context, None)
+            if isinstance(self._handle, Communicator) and self._context:
+                comm.close()
+
+    def Barrier(self) -> None:
+        """Return when every rank has called it."""
+        comm = self._comm
+        self._perform(lambda later: comm.barrier(async_op=later), lambda _: None, blocking=True)
+
+    def Ibarrier(self) -> Request:
+        """Start `Barrier`."""
+        comm = self._comm
+        return self._perform(
+            lambda later: comm.barrier(async_op=later), lambda _: None, blocking=False
+        )
+
+    def _identity(self) -> tuple[object, ...]:
+        return (None,) if self._is_null else (self._comm, self._context)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MPICommunication) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(MPICommunication)  # looking up the world must not change it
+
+    def __repr__(self) -> str:
+        if self._is_null:
+            return "MPICommunication(no ranks)"
+        if self._found is None:
+            return "MPICommunication(not used yet)"
+        return f"MPICommunication(rank {self._found.rank} of {self._found.size})"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> MPICommunication:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return MPICommunication, (None if self._handle is None else self._comm,)
+
+
+class SelfCommunication(MPICommunication):
+    """This rank alone."""
+
+    def _find(self) -> Communicator:
+        everybody = world_from_environment()
+        alone = everybody.sub([everybody.rank])
+        return everybody if alone is None else alone
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SelfCommunication, ()
+
+
+def world_from_environment() -> Communicator:
+    """Return the world: the default group, else that of the launcher's environment, else alone.
+
+    Collective over the ranks of the launcher when it starts their world, which is then closed when
+    the process ends.
+    """
+    if not dist.is_initialized() and (environment := detect()).is_world:
+        start_world(environment)
+        atexit.register(_leave)
+    return world()
+
+
+def _leave() -> None:
+    """Close the world together, unless this rank ends with an exception and nobody should wait."""
+    if getattr(sys, "last_value", None) is None:
+        stop_world()
+
+
+def _in_new_context(comm: Communicator | None) -> MPICommunication:
+    if comm is None:
+        raise MeshError.because("a communicator of other ranks", "this rank is not among them")
+    made = MPICommunication(comm)
+    made._context = next(_contexts.setdefault(comm._entry, itertools.count(1)))
+    return made
+
+
+def _is_handle(handle: object) -> bool:
+    if handle is None or isinstance(handle, (Communicator, dist.ProcessGroup)):
+        return True
+    return hasattr(handle, "__unisono_communicator__") or transports.mpi.is_communicator(handle)

@@ -1,0 +1,55 @@
+"""The names of `mpi4py.MPI` that programs of this style use; imported as `MPI`."""
+
+from __future__ import annotations
+
+from unisono.comm.mpi_style.communication import MPICommunication as Comm
+from unisono.comm.mpi_style.constants import (
+    ANY_SOURCE,
+    ANY_TAG,
+    BAND,
+    BOR,
+    BXOR,
+    IN_PLACE,
+    LAND,
+    LOR,
+    LXOR,
+    MAX,
+    MAXLOC,
+    MIN,
+    MINLOC,
+    PROC_NULL,
+    PROD,
+    SUM,
+    UNDEFINED,
+    Op,
+)
+from unisono.comm.mpi_style.default import MPI_SELF as COMM_SELF
+from unisono.comm.mpi_style.default import MPI_WORLD as COMM_WORLD
+from unisono.comm.mpi_style.request import Request
+from unisono.comm.mpi_style.status import Status
+
+__all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "BAND",
+    "BOR",
+    "BXOR",
+    "COMM_SELF",
+    "COMM_WORLD",
+    "IN_PLACE",
+    "LAND",
+    "LOR",
+    "LXOR",
+    "MAX",
+    "MAXLOC",
+    "MIN",
+    "MINLOC",
+    "PROC_NULL",
+    "PROD",
+    "SUM",
+    "UNDEFINED",
+    "Comm",
+    "Op",
+    "Request",
+    "Status",
+]

@@ -1,0 +1,89 @@
+"""Collectives for Python objects: the lower-case verbs. They pickle, so small things only."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from unisono.comm.arguments import check_rank
+from unisono.comm.mpi_style.constants import SUM, Op, as_op
+from unisono.comm.mpi_style.performing import Performer
+from unisono.errors import PartitionError
+
+
+class ObjectVerbs(Performer):
+    """Python objects of all ranks. Collective over the communicator."""
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """Return the object of `root` on every rank."""
+        comm = self._comm
+        check_rank(root, comm.size, "root", "bcast")
+        mine = self._pickled(obj if comm.rank == root else None)
+        length = self._agree([mine.numel()])[root][0]
+        work = mine if comm.rank == root else mine.new_empty(length)
+        return _unpickled(self._result(lambda later: comm.broadcast_(work, root, async_op=later)))
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order, on every rank."""
+        comm, mine = self._comm, self._pickled(obj)
+        sizes = [n for (n,) in self._agree([mine.numel()])]
+        joined: Tensor = self._result(lambda later: comm.all_gather(mine, 0, sizes, async_op=later))
+        return [_unpickled(part) for part in joined.split(sizes)]
+
+    def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Return the objects of all ranks on `root`, None on the others."""
+        comm, mine = self._comm, self._pickled(obj)
+        check_rank(root, comm.size, "root", "gather")
+        sizes = [n for (n,) in self._agree([mine.numel()])]
+        joined: Tensor | None = self._result(
+            lambda later: comm.gather(mine, root, 0, sizes, async_op=later)
+        )
+        return None if joined is None else [_unpickled(part) for part in joined.split(sizes)]
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        """Return object r of the sequence of `root` on rank r; the others may pass None."""
+        comm = self._comm
+        check_rank(root, comm.size, "root", "scatter")
+        parts: list[Tensor] = []
+        if comm.rank == root and sendobj is not None:
+            parts = [self._pickled(obj) for obj in sendobj]
+        lengths = [part.numel() for part in parts][: comm.size]
+        counts = [*lengths, *([0] * (comm.size - len(lengths)))]
+        found, *sizes = self._agree([len(parts), *counts])[root]
+        if found != comm.size:
+            raise PartitionError.because(
+                f"scatter of {found} objects from rank {root}",
+                f"{comm.size} ranks",
+                f"{found} != {comm.size}",
+                "one object a rank",
+            )
+        whole = torch.cat(parts) if comm.rank == root else None
+        like = ((sizes[comm.rank],), torch.uint8)
+        return _unpickled(
+            self._result(
+                lambda later: comm.scatter(whole, root, 0, sizes, like=like, async_op=later)
+            )
+        )
+
+    def allreduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM) -> Any:
+        """Return the objects of all ranks combined in rank order, on every rank.
+
+        `op` is a constant of MPI or a function of two objects.
+        """
+        if isinstance(op, Op) or not callable(op) or type(op).__module__.startswith("mpi4py"):
+            op = as_op(op, "allreduce").combine
+        return functools.reduce(op, self.allgather(sendobj))
+
+    def _pickled(self, obj: Any) -> Tensor:
+        raw = bytearray(cloudpickle.dumps(obj))
+        return torch.frombuffer(raw, dtype=torch.uint8).to(self._comm.device)
+
+
+def _unpickled(raw: Tensor) -> Any:
+    return pickle.loads(raw.cpu().numpy().tobytes())

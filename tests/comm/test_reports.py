@@ -1,0 +1,258 @@
+"""What errors say: who is to blame, where everybody stands, and what to type instead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unisono.comm import check, close_world, post_failure, posted_failure, trace, world
+from unisono.comm.sites import thread_stacks
+from unisono.errors import CollectiveMismatch, RankTimeout, UnisonoError
+
+both = pytest.mark.ranks(2, backend=["gloo", "shm"])
+on_shm = pytest.mark.ranks(2, backend="shm")
+
+
+def absent_minded(seconds):
+    time.sleep(seconds)
+
+
+def watchdogs():
+    return [t for t in threading.enumerate() if t.name == "unisono-watchdog"]
+
+
+@on_shm
+def test_two_ranks_that_both_wait_for_a_message_blame_no_failure():
+    """The one whose deadline passes first must not make the other a failed rank."""
+    comm = world()
+    other = 1 - comm.rank
+    with pytest.raises(RankTimeout) as caught:
+        comm.recv(((2,), torch.float32), other, timeout_s=1.0 + comm.rank)
+    text = str(caught.value)
+    assert caught.value.missing == (other,)
+    assert f"no message came from: rank {other}" in text
+    assert f"rank {other}: latest collective recv(from {comm.rank})" in text
+    assert f"HINT: this rank and rank {other} wait for a message of each other" in text
+    if comm.rank == 1:  # ends with the other, not a second later
+        assert "rank 0 waited for this rank and has given up" in text
+    time.sleep(1.5)  # until the other has its answer
+
+
+@pytest.mark.ranks(3, backend=["gloo", "shm"])
+def test_a_group_asked_for_in_different_orders_is_explained():
+    comm = world()
+    if comm.rank == 2:
+        time.sleep(6.0)
+        return
+    mine, theirs = ([0, 1], [1, 0])[:: 1 - 2 * comm.rank]
+    with pytest.raises(RankTimeout) as caught:
+        comm.with_timeout(1.5).sub(mine)
+    text = str(caught.value)
+    assert f"new_group(ranks {mine})" in text
+    assert f"rank {1 - comm.rank}: latest collective new_group(ranks {theirs})" in text
+    assert "HINT: ranks are making different groups" in text
+    time.sleep(2.0)
+
+
+@both
+def test_the_deadline_of_making_a_group_is_not_that_of_its_calls():
+    part = world().with_timeout(17.0).sub([1, 0])
+    assert part is not None
+    assert part.timeout_s == 17.0
+    assert part._entry.timeout_s == world()._entry.timeout_s
+
+
+@on_shm
+def test_check_mode_on_one_rank_only_is_explained_on_both():
+    comm = world()
+    with check(comm.rank == 0), pytest.raises(RankTimeout) as caught:
+        comm.all_reduce(torch.ones(2), timeout_s=1.0)
+    here, there = ("'on'", "'off'")[:: 1 - 2 * comm.rank]
+    expected = f"check mode is {here} here and {there} on rank {1 - comm.rank}"
+    assert expected in str(caught.value)
+    time.sleep(2.0)
+
+
+@on_shm
+def test_unequal_requires_grad_is_listed_for_each_rank():
+    comm = world()
+    with check(), pytest.raises(CollectiveMismatch) as caught:
+        comm.all_reduce(torch.ones(2, requires_grad=comm.rank == 0))
+    lines = str(caught.value).splitlines()
+    assert "requires_grad=True" in lines[1]
+    assert "requires_grad=False" in lines[2]
+    assert lines[-1].startswith("  HINT: x.requires_grad_() on all ranks")
+
+
+@on_shm
+def test_calls_of_torch_that_time_out_tell_who_is_missing_and_where():
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=20))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    second = dist.new_group(backend="shm", timeout=timedelta(seconds=20))
+    third = dist.new_group(backend="shm", timeout=timedelta(seconds=20))
+    dist.barrier(group=second)
+    if dist.get_rank() == 1:
+        absent_minded(10.0)
+        return
+    group.set_timeout(timedelta(seconds=1))
+    second.set_timeout(timedelta(seconds=1))
+    with pytest.raises(RankTimeout) as caught:
+        dist.all_reduce(torch.ones(2), group=second)
+    assert caught.value.missing == (1,)
+    assert "absent_minded" in caught.value.stacks[1]
+    third.set_timeout(timedelta(seconds=1))
+    with pytest.raises(RankTimeout, match=r"recv\(from 1\) on .*\n.*no message came") as caught:
+        dist.recv(torch.empty(2), 1, group=third)
+    assert "absent_minded" in caught.value.stacks[1]
+    with pytest.raises((RankTimeout, RuntimeError), match="not arrived: rank 1") as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    assert "absent_minded" in str(caught.value)
+    assert "test_reports.py" in str(caught.value).splitlines()[0]  # the call, in another thread
+
+
+@on_shm
+def test_a_wait_for_a_shared_buffer_ends_at_the_communicators_deadline():
+    comm = world().with_timeout(1.0)
+    if comm.rank == 0:
+        with pytest.raises(RankTimeout, match=r"shared_buffer.*timed out after 1 s"):
+            comm.shared_buffer((4,))
+    else:
+        absent_minded(3.5)
+
+
+@on_shm
+def test_the_trace_of_a_verb_counts_the_time_spent_waiting_for_the_others():
+    comm = world()
+    with trace() as t:
+        if comm.rank == 1:
+            absent_minded(0.3)
+        comm.all_reduce(torch.ones(2))
+        if comm.rank == 1:
+            absent_minded(0.3)
+            comm.send(torch.ones(2), 0)
+        else:
+            comm.recv(((2,), torch.float32), 1)
+            time.sleep(0.2)
+        pending = comm.all_reduce(torch.ones(2), async_op=True)
+        if comm.rank == 1:
+            absent_minded(0.2)
+        pending.wait()
+    first, message, later = t.events
+    if comm.rank == 0:
+        assert first.wait_ns > 1e8
+        assert message.wait_ns > 1e8
+    else:
+        assert first.wait_ns < 1e8
+        assert later.wait_ns < 1e8  # hidden behind what this rank did meanwhile
+    assert all(e.wait_ns <= e.t_end - e.t_start for e in t.events)
+
+
+def test_an_expanded_tensor_is_refused_as_a_target_before_anything_is_sent():
+    comm = world()
+    wide = torch.ones(2, 1).expand(2, 3)
+    for verb in (comm.all_reduce_, comm.broadcast_):
+        with pytest.raises(UnisonoError, match=r"strides \[1, 0\]: along dim 1 all 3") as caught:
+            verb(wide)
+        assert "HINT: x = x.clone()" in str(caught.value)
+    assert comm.all_reduce(wide).tolist() == [[1.0] * 3] * 2
+    assert comm.all_reduce_(torch.ones(1, 3).expand(1, 3)).tolist() == [[1.0] * 3]
+
+
+@on_shm
+def test_an_expanded_tensor_is_refused_in_calls_of_torch():
+    for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
+        with pytest.raises(UnisonoError, match="of an expanded tensor"):
+            call(torch.ones(1).expand(3))
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == 2
+
+
+def test_stacks_show_the_users_frames_first_and_no_threads_of_libraries():
+    gate = threading.Event()
+
+    def user_waits():
+        gate.wait()
+
+    idle = threading.Thread(target=gate.wait, name="library thread")
+    busy = threading.Thread(target=user_waits, name="user thread")
+    for thread in (idle, busy):
+        thread.start()
+    told = []
+    try:
+        asker = threading.Thread(target=lambda: told.append(thread_stacks()))
+        asker.start()
+        asker.join()
+    finally:
+        gate.set()
+        idle.join()
+        busy.join()
+    (text,) = told
+    assert "library thread" not in text
+    assert "thread MainThread:" in text.splitlines()[0]
+    section = text.partition("thread user thread:\n")[2].splitlines()
+    assert section[0].endswith("in user_waits")
+    assert "test_reports.py" in section[0]
+    assert any("frames of libraries, the innermost" in line for line in section)
+
+
+@both
+def test_a_world_in_which_a_rank_failed_is_left_without_waiting_for_it():
+    comm = world()
+    comm.barrier()
+    if comm.rank == 1:
+        post_failure(ValueError("a bug"))
+        time.sleep(2.5)  # and does not come to the end of the world for long
+        close_world()
+        return
+    time.sleep(0.3)
+    began = time.monotonic()
+    close_world()
+    assert time.monotonic() - began < 2.2
+    assert posted_failure() is None  # the world is over: nothing is asked, nothing started
+    assert not watchdogs()
+
+
+RAISES_ON_RANK_0 = """
+import torch, unisono
+comm = unisono.world()
+comm.barrier()
+if comm.rank == 0:
+    raise ValueError("the keeper of the store has a bug")
+comm.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_rank_that_ends_by_an_exception_tells_the_others_before_it_goes(backend):
+    """It keeps the store: were it gone at once, the others would know of a lost connection only."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    local = {"LOCAL_WORLD_SIZE": "2", "UNISONO_BACKEND": backend}
+    began = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RAISES_ON_RANK_0],
+            env={**os.environ, **common, **local, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    keeper, other = (process.communicate(timeout=120)[1] for process in ranks)
+    assert "ValueError: the keeper of the store has a bug" in keeper
+    assert "RankFailed: rank 0 of 2" in other
+    assert "ValueError: the keeper of the store has a bug" in other
+    assert all(process.returncode == 1 for process in ranks)
+    assert time.monotonic() - began < 60

@@ -1,0 +1,31 @@
+"""Messages that nobody waits for move on in the background."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from unisono.comm import world
+from unisono.comm.watchdog import default_store
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_a_long_message_goes_on_after_its_sender_waited_for_another():
+    comm, store = world(), default_store()
+    long, short = torch.ones(3_000_000), torch.zeros(1)
+    if comm.rank == 0:
+        sent = comm.send(long, 1, tag=1, async_op=True)
+        comm.recv_(short, 1, tag=2)  # long enough for the background to fall asleep
+        give_up = time.monotonic() + 12
+        while not store.check(["arrived"]):
+            assert time.monotonic() < give_up, "nobody moves the message on"
+            time.sleep(0.01)
+        sent.wait()
+    else:
+        time.sleep(0.3)
+        comm.send(short, 0, tag=2)
+        comm.recv_(long.zero_(), 0, tag=1)
+        store.set("arrived", "")
+        assert long.sum() == len(long)
