@@ -1,0 +1,90 @@
+"""A slow link between two nodes on one machine: a delay on all that is reduced across it.
+
+The same delay and the same count of bytes for our communicator and for torch's DDP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm import Communicator, Pending, world
+
+
+class Link:
+    """Counts what passes and tells when it arrives.
+
+    Args:
+        latency_s: time of a message without content.
+        bytes_per_s: what the link carries; messages queue behind each other.
+    """
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        self.latency_s = latency_s
+        self.bytes_per_s = bytes_per_s
+        self.bytes = 0
+        self._free_at = 0.0
+
+    def send(self, nbytes: int) -> float:
+        """Take a message and return the time of its arrival."""
+        self.bytes += nbytes
+        self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.bytes_per_s
+        return self._free_at + self.latency_s
+
+
+link = Link(latency_s=0.04, bytes_per_s=25e6)
+"""The link of this process."""
+
+
+class TwoNodes(Communicator):
+    """Ranks of which each half is a node."""
+
+    def all_reduce_(self, x: torch.Tensor, op: str = "sum", **how: Any) -> Any:
+        """Reduce as always; between nodes the result arrives over the link."""
+        if not crosses(self.ranks):
+            return super().all_reduce_(x, op, **how)
+        arrives = link.send(x.numel() * x.element_size())
+        pending: Pending[torch.Tensor] = super().all_reduce_(x, op, **{**how, "async_op": True})
+
+        def wait(timeout_s: float | None) -> torch.Tensor:
+            sleep_until(arrives)
+            return pending.wait(timeout_s)
+
+        slow = Pending(wait, lambda: time.monotonic() > arrives and pending.done())
+        return slow if how.get("async_op") else slow.wait()
+
+
+def ddp_hook(_, bucket):  # torch compares annotations, and would refuse ours as text
+    """DDP's own average of a bucket, over the link."""
+    flat = bucket.buffer()
+    arrives = link.send(flat.numel() * flat.element_size())
+
+    def arrive(future: Any) -> torch.Tensor:
+        sleep_until(arrives)
+        return future.value()[0]
+
+    work: Any = dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(arrive)
+
+
+def crosses(ranks: tuple[int, ...]) -> bool:
+    """Whether these ranks are on both nodes."""
+    half = world().size // 2
+    return len({rank // half for rank in ranks}) > 1
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep until `time.monotonic()` reaches `moment`."""
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def timed(run: Callable[[], object]) -> tuple[float, int]:
+    """Return seconds and bytes on the link of a call. Collective over the world."""
+    world().barrier()
+    start, before = time.perf_counter(), link.bytes
+    run()
+    return time.perf_counter() - start, link.bytes - before

@@ -1,0 +1,54 @@
+"""Checks of plain arguments: one line each where they are used, one form of message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from unisono.errors import explain
+
+__all__ = ["expect", "expect_choice", "expect_float", "expect_int"]
+
+
+def expect(
+    name: str, value: object, kinds: type | tuple[type, ...], hint: str | None = None
+) -> None:
+    """Raise TypeError unless `value` is one of `kinds`; a bool counts as an int nowhere."""
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    is_stray_bool = isinstance(value, bool) and bool not in allowed
+    if is_stray_bool or not isinstance(value, allowed):
+        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+        found = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+        raise TypeError(
+            explain(f"{name}={found}", f"{type(value).__name__}, expected {expected}", None, hint)
+        )
+
+
+def expect_int(name: str, value: int, at_least: int) -> int:
+    """Return `value` if it is an int of at least `at_least`."""
+    expect(name, value, int)
+    if value < at_least:
+        raise ValueError(
+            explain(f"{name}={value}", None, f"{value} < {at_least}", f"{name}={at_least} or more")
+        )
+    return value
+
+
+def expect_float(name: str, value: float, at_least: float, below: float = math.inf) -> float:
+    """Return `value` if it is a number in `[at_least, below)`."""
+    expect(name, value, (float, int))
+    if not at_least <= value < below:
+        limit = "" if math.isinf(below) else f" and below {below:g}"
+        raise ValueError(
+            explain(f"{name}={value}", None, None, f"a number of at least {at_least:g}{limit}")
+        )
+    return float(value)
+
+
+def expect_choice(name: str, value: str, allowed: Sequence[str]) -> str:
+    """Return `value` if it is one of `allowed`."""
+    expect(name, value, str)
+    if value not in allowed:
+        listed = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(explain(f"{name}={value!r}", None, None, f"one of {listed}"))
+    return value

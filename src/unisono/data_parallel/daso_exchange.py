@@ -1,0 +1,241 @@
+"""What DASO sends between nodes: means of parameters, at once or in the background.
+
+One rank of each node takes part in an exchange and passes the result on inside its node. Parameters
+are never rounded on the wire: where it is narrower than they are, differences to the last common
+value travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm import Communicator, Pending
+from unisono.data_parallel.construction import broadcast_tensors, on_device
+from unisono.data_parallel.daso_flat import FlatParameters, is_finite
+from unisono.data_parallel.daso_outer import OuterOptimizer
+from unisono.data_parallel.nodes import NodeLayout
+from unisono.errors import UnisonoError, explain
+
+__all__ = ["InFlight", "NodeExchange", "NonFiniteParameters"]
+
+
+class NonFiniteParameters(UnisonoError, ValueError):
+    """Parameters that nodes would average hold a nan or inf; raised on all ranks alike.
+
+    Attributes:
+        rank: first rank whose parameters are not finite; None if only their sum is not.
+        parameter: name of the first such parameter.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, parameter: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), rank=self.rank, parameter=self.parameter), (str(self),)
+
+
+@dataclass
+class InFlight:
+    """An exchange that has been started and not yet used."""
+
+    group: int
+    """Number of the global group."""
+    sums: list[Tensor] | None
+    """What arrives, on the rank of each node that takes part; None on the others."""
+    narrow: bool
+    """Whether differences travel."""
+    pending: list[Pending[Tensor]]
+
+
+class NodeExchange:
+    """Averages of parameters between nodes. Building one is collective over `comm`.
+
+    Args:
+        comm: all ranks.
+        layout: which of them share a node.
+        chunk: elements of a message.
+        wire: dtype in which float32 values travel, where `narrow` is asked for.
+        outer: treats each mean as a step of its own, or None.
+        by_mean: whether the ranks of a node are brought together by their mean, not by one of them.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: NodeLayout,
+        *,
+        chunk: int,
+        wire: torch.dtype,
+        outer: OuterOptimizer | None,
+        by_mean: bool,
+    ) -> None:
+        self.comm = comm
+        self.layout = layout
+        own = layout.node_of(comm.rank)
+        self.node = cast(Communicator, comm.sub(layout.nodes[own]))
+        self.groups = [comm.sub(ranks) for ranks in layout.groups]
+        self.n_nodes = len(layout.nodes)
+        self.weight = layout.weights[own]
+        self.outer = outer
+        self.in_flight: InFlight | None = None
+        self.common: list[Tensor] | None = None
+        """Last value that all ranks had in common; kept where something needs it."""
+        self._chunk = chunk
+        self._wire = wire
+        self._by_mean = by_mean
+
+    def bind(self, module: nn.Module) -> None:
+        """Take the parameters of a module; rank 0's become the common value. Collective."""
+        self.flat = FlatParameters(module)
+        self.in_flight = None
+        values = self.flat.pack()
+        needed = self.outer is not None or any(x.dtype != self._dtype(x, True) for x in values)
+        self.common = values if needed else None
+        broadcast_tensors(self.common or [], self.comm)
+        if self.outer is not None:
+            self.outer.restart()
+
+    def has_changed(self, module: nn.Module) -> bool:
+        """Whether parameters are others than those taken, or not at the common value. Local.
+
+        Asked between epochs. From weights loaded meanwhile the common value may be far away, and a
+        narrow difference to it would round them.
+        """
+        if not self.flat.still_fits(module):
+            return True
+        return self.common is not None and not all(map(torch.equal, self.flat.pack(), self.common))
+
+    def align(self, group: int) -> None:
+        """Bring the ranks of this node together: their mean, or the one that sends. Collective."""
+        if self.node.size == 1:
+            return
+        values = self.flat.pack()
+        for x in values:
+            node = on_device(self.node, x.device)
+            if self._by_mean:
+                node.all_reduce_(x, "mean")
+            else:
+                node.broadcast_(x, group)
+        self.flat.unpack(values)
+
+    def mean(self, group: int, *, outer: bool) -> None:
+        """Give all ranks the mean of the nodes and wait for it. Collective over all ranks."""
+        self.drop()
+        self.send(group, narrow=True)
+        result = self._received()
+        if outer and self.outer is not None and self.common is not None:
+            result = self.outer.step(self.common, result)
+        self.flat.unpack(result)
+        if self.common is not None:
+            self.common = result
+
+    def send(self, group: int, *, narrow: bool) -> None:
+        """Start to average the parameters as they are now. Collective over the group's ranks.
+
+        Args:
+            group: number of the global group; other ranks only remember it.
+            narrow: whether differences travel, in the dtype of the wire.
+        """
+        members = self.groups[group]
+        if members is None:
+            self.in_flight = InFlight(group, None, narrow, [])
+            return
+        sums = self._outgoing(narrow)
+        pending = [
+            on_device(members, part.device).all_reduce_(part, async_op=True)
+            for x in sums
+            for part in x.split(self._chunk)
+        ]
+        self.in_flight = InFlight(group, sums, narrow, pending)
+
+    def merge(self, batches: int, *, outer: bool) -> None:
+        """Mix the mean under way into the parameters, `batches` after it was sent. Collective.
+
+        The newer own parameters count for `2 * batches` nodes.
+        """
+        mean = self._received()
+        if outer and self.outer is not None and self.common is not None:
+            mean = self.common = self.outer.step(self.common, mean)
+        elif self.n_nodes == 1:
+            return  # an average with one's own past would only hold back
+        share = self.n_nodes / (2 * batches + self.n_nodes)
+        values = self.flat.pack()
+        for x, m in zip(values, mean, strict=True):
+            x.lerp_(m, share)
+        self.flat.unpack(values)
+
+    def complete(self) -> None:
+        """Wait until what is in flight has arrived. Local."""
+        if self.in_flight is not None:
+            for pending in self.in_flight.pending:
+                pending.wait()
+            self.in_flight.pending.clear()
+
+    def drop(self) -> None:
+        """Wait for what is in flight and forget it. Local."""
+        self.complete()
+        self.in_flight = None
+
+    def _outgoing(self, narrow: bool) -> list[Tensor]:
+        """Return this node's weighted share of the sum, in the dtype of the wire."""
+        shares: list[Tensor] = []
+        for i, x in enumerate(self.flat.pack()):
+            dtype = self._dtype(x, narrow)
+            if dtype != x.dtype and self.common is not None:
+                x.sub_(self.common[i])
+            shares.append(x.mul_(self.weight).to(dtype))
+        return shares
+
+    def _received(self) -> list[Tensor]:
+        """Return the mean of the nodes on every rank, and check that it is finite."""
+        arrived, self.in_flight = cast(InFlight, self.in_flight), None
+        blanks = self.flat.blank()
+        sums = arrived.sums
+        if sums is None:
+            sums = [x.to(self._dtype(x, arrived.narrow)) for x in blanks]
+        waiting = iter(arrived.pending)
+        for x in sums:
+            for part in x.split(self._chunk):
+                pending = next(waiting, None)
+                if pending is not None:
+                    pending.wait()
+                on_device(self.node, part.device).broadcast_(part, arrived.group)
+        self._check_finite(sums)
+        means: list[Tensor] = []
+        for i, (x, total) in enumerate(zip(blanks, sums, strict=True)):
+            mean = total.to(x.dtype) / self.n_nodes
+            if total.dtype != x.dtype and self.common is not None:
+                mean += self.common[i]
+            means.append(mean)
+        return means
+
+    def _dtype(self, x: Tensor, narrow: bool) -> torch.dtype:
+        """Return in which dtype values like `x` travel; one node alone sends nothing."""
+        return self._wire if narrow and x.dtype == torch.float32 and self.n_nodes > 1 else x.dtype
+
+    def _check_finite(self, sums: Sequence[Tensor]) -> None:
+        """Raise on all ranks if a sum, which they all have, is not finite."""
+        kind = next((i for i, x in enumerate(sums) if not is_finite(x)), None)
+        if kind is None:
+            return
+        places = [place for (place,) in self.comm.all_gather_ints([self.flat.first_non_finite()])]
+        rank = next((r for r, place in enumerate(places) if place >= 0), None)
+        if rank is not None:
+            name = self.flat.named[places[rank]][0]
+            found = f"{name} is not finite on rank {rank}"
+            hint = "lower the learning rate, clip gradients, or look for the batch that did it"
+        else:
+            offset = int(torch.isfinite(sums[kind]).logical_not().nonzero()[0])
+            name = self.flat.name_at(kind, offset)
+            found = f"the sum of {name} over nodes overflows {sums[kind].dtype}"
+            hint = "downcast_type=torch.bfloat16 has the range of float32"
+        text = explain("mean of parameters over nodes", found, None, hint)
+        raise NonFiniteParameters(text, rank=rank, parameter=name)

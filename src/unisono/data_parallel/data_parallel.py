@@ -1,0 +1,416 @@
+"""`DataParallel`: the same module on every rank, trained as if one rank had seen all the data."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unisono.comm import Communicator
+from unisono.data_parallel.arguments import expect_choice
+from unisono.data_parallel.buckets import Bucket
+from unisono.data_parallel.checks import check_options, checked_optimizers, fallback_reason
+from unisono.data_parallel.construction import (
+    broadcast_module,
+    check_same_module,
+    on_device,
+    reset_module,
+)
+from unisono.data_parallel.deferred import DeferredUpdates
+from unisono.data_parallel.engine import GradientEngine
+from unisono.data_parallel.join import Join
+from unisono.data_parallel.layer_hooks import (
+    LayerHook,
+    WaitHandle,
+    hook_layers,
+    is_compiled,
+    layer_of,
+)
+from unisono.data_parallel.optimizer import DataParallelOptimizer
+from unisono.data_parallel.ranks import communicator_of
+from unisono.data_parallel.stats import Stats
+from unisono.data_parallel.weighting import Weights
+from unisono.errors import explain
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(nn.Module):
+    """Trains `module` on all ranks of `comm` with averaged gradients. Collective over `comm`.
+
+    After a step every rank holds the parameters that one process would hold after a step with the
+    mean of all ranks' gradients. Without an optimizer, or with `blocking_parameter_updates=True`,
+    gradients are complete when `backward()` returns. Otherwise `step()` returns while they travel,
+    and each layer is updated just before it is used again: the same numbers, less waiting.
+
+    Args:
+        module: built alike on every rank; all take rank 0's parameters and buffers.
+        comm: the ranks: a Communicator, ProcessGroup or MPICommunication; None: the world.
+        optimizer: None, a `DataParallelOptimizer` or several.
+        blocking_parameter_updates: whether `step()` acts at once.
+        bucket_mb: largest bucket; None: by transport.
+        compression: None, `"bf16"`, `"fp16"`, `"powersgd"`, a `PowerSGD` or a function.
+        broadcast_buffers: whether rank 0's buffers go to all at each synchronising forward.
+        find_unused: look for unused parameters after forward; speed only.
+        reset_parameters: re-initialise all layers first, with a fixed seed, as HeAT does.
+
+    >>> model = DataParallel(nn.Linear(2, 1))
+    >>> model(torch.ones(3, 2)).shape
+    torch.Size([3, 1])
+    """
+
+    module: nn.Module
+    """The module inside."""
+    comm: Communicator
+    """The ranks."""
+    blocking_parameter_updates: bool
+    """Whether `step()` acts at once."""
+    _engine: GradientEngine | None = None
+    _weights: Weights
+    _deferred: DeferredUpdates | None = None
+    _join: Join | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: object = None,
+        optimizer: DataParallelOptimizer | Sequence[DataParallelOptimizer] | None = None,
+        blocking_parameter_updates: bool = False,
+        *,
+        bucket_mb: float | None = None,
+        compression: object = None,
+        broadcast_buffers: bool = True,
+        find_unused: bool = False,
+        reset_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        check_options(module, bucket_mb, compression, blocking_parameter_updates)
+        optimizers = checked_optimizers(optimizer, module)
+        self.module = module
+        self.comm = communicator_of(comm)
+        reason = None if blocking_parameter_updates else fallback_reason(optimizers, module)
+        if reason:
+            warnings.warn(f"updates are blocking: {reason}", UserWarning, stacklevel=2)
+        self.blocking_parameter_updates = bool(
+            blocking_parameter_updates or reason or not optimizers
+        )
+        self._dp_optimizers = optimizers
+        self._fwd_hook_handles: list[RemovableHandle] = []
+        self._options: dict[str, Any] = {
+            "bucket_mb": bucket_mb,
+            "compression": compression,
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused": find_unused,
+        }
+        self._name_layers()
+        check_same_module(module, self.comm, [self.blocking_parameter_updates, *_words(self)])
+        if reset_parameters:
+            reset_module(module, self._reset_parameters, self.comm)
+        broadcast_module(module, self.comm)
+        self._start()
+
+    def _start(self) -> GradientEngine:
+        """Make the engine and, in non-blocking mode, the guards. Collective over `comm`."""
+        engine = GradientEngine(
+            self.module,
+            self.comm,
+            blocking=self.blocking_parameter_updates,
+            **self._options,
+        )
+        engine.options = tuple(_words(self))
+        engine.weigh = weights = Weights(engine)
+        deferred: DeferredUpdates | None = None
+        for optimizer in self._dp_optimizers:
+            optimizer.blocking_parameter_updates = self.blocking_parameter_updates
+            optimizer.attach(None)
+        if not self.blocking_parameter_updates and self.comm.size > 1:
+            deferred = DeferredUpdates(
+                engine, self._dp_optimizers[0], whole=is_compiled(self.module)
+            )
+        self._engine, self._weights, self._deferred = engine, weights, deferred
+        self._fwd_hook_handles = []
+        if deferred is not None:
+            layers = list(self._param_slices)
+            self._fwd_hook_handles = hook_layers(self.module, layers, self._forward_hook)
+        weakref.finalize(self, _leave, engine, deferred)
+        return engine
+
+    def _name_layers(self) -> None:
+        names = [name for name, _ in self.module.named_parameters()]
+        self._param_indices = {name: i for i, name in enumerate(names)}
+        self._param_slices: dict[str, slice] = {}
+        for i, name in enumerate(names):
+            layer = layer_of(name)
+            first = self._param_slices[layer].start if layer in self._param_slices else i
+            self._param_slices[layer] = slice(first, i + 1)
+
+    # -- training -------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module. Collective over `comm` when training (buffers, changed parameters)."""
+        engine = self._running()
+        if engine.comm.size == 1:
+            return self.module(*inputs, **kwargs)
+        if self._join is not None and self.module.training and torch.is_grad_enabled():
+            engine.before_forward(self._join.before_forward())
+        else:
+            engine.before_forward()
+        if self._deferred is not None and self._deferred.whole:
+            self.finalize()  # compiled code reads parameters without asking anybody
+        outputs = self.module(*inputs, **kwargs)
+        self.finalize()  # layers that this forward did not use
+        engine.after_forward(outputs)
+        return outputs
+
+    def finalize(self) -> None:
+        """Complete all reductions and apply all owed updates. Local, idempotent."""
+        if self._deferred is not None:
+            self._deferred.finalize()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a reduction is under way or an update owed."""
+        return self._deferred is not None and self._deferred.active
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward inside only accumulate; the next one outside averages the sum."""
+        engine = self._running()
+        before, engine.require_sync = engine.require_sync, False
+        try:
+            with self._weights.scaling():
+                yield
+        finally:
+            engine.require_sync = before
+
+    @contextlib.contextmanager
+    def samples(self, n: float) -> Iterator[None]:
+        """Weight the gradient of the backward inside by this rank's `n` samples.
+
+        The mean becomes sum of n_r g_r over sum of n_r, the one-process mean over all samples. All
+        ranks use it for the same backward; `n` may be 0. Inside one accumulation with `no_sync`
+        every backward has its own block, beginning with cleared gradients.
+        """
+        self._running()
+        with self._weights.samples(n):
+            yield
+
+    @contextlib.contextmanager
+    def join(self, *, divide_by: Literal["active", "world"] = "active") -> Iterator[None]:
+        """Train with uneven numbers of batches: ranks without data wait for the others.
+
+        Collective over `comm`; inside, one backward follows each training forward. At the end all
+        ranks hold the parameters, buffers and optimizer state of a rank that trained to the end.
+
+        Args:
+            divide_by: mean over ranks with data, or over all (those without bring zeros).
+        """
+        expect_choice("divide_by", divide_by, ["active", "world"])
+        engine = self._running()
+        joined = Join(engine, self._weights, self._dp_optimizers)
+        self._join = joined
+        try:
+            with joined.block(divide_by == "world"):
+                yield
+        finally:
+            self._join = None
+
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the averaged gradient to a total norm; returns the norm before. Local.
+
+        Gradients are the same on all ranks, so their norm is, too.
+        """
+        self.finalize()
+        return nn.utils.clip_grad_norm_(
+            self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def rebuild(self) -> None:
+        """Make the buckets again after parameters changed. Collective over `comm`."""
+        engine = self._running()
+        self._name_layers()
+        engine.rebuild()
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The gradient buckets, in the order in which they travel; none in a world of one."""
+        return self._running().buckets
+
+    def stats(self) -> Stats:
+        """Return what communication has cost this rank so far. Local."""
+        return self._running().stats()
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """Return the state of the compression (PowerSGD: factors, this rank's errors). Local."""
+        return self._running().averaging.state_dict()
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `compression_state_dict` gave on this rank. Local."""
+        self._running().averaging.load_state_dict(state)
+
+    # -- HeAT's names for the parts -------------------------------------------------------------
+
+    @property
+    def _active_layers(self) -> set[str]:
+        """Names of layers with a reduction under way or an update owed."""
+        return self._deferred.active_layers() if self._deferred is not None else set()
+
+    @property
+    def _layer_wait_handles(self) -> OrderedDict[str, list[tuple[str, Any, torch.dtype, Tensor]]]:
+        """Gradients under way: layer -> (parameter, handle, dtype, buffer), in backward order."""
+        handles: OrderedDict[str, list[tuple[str, Any, torch.dtype, Tensor]]] = OrderedDict()
+        engine = self._running()
+        for bucket in engine.gradient_buckets:
+            if engine.is_under_way(bucket):
+                for name, slot in zip(bucket.names, bucket.slots, strict=True):
+                    entry = (name, WaitHandle(engine, bucket), slot.dtype, slot)
+                    handles.setdefault(layer_of(name), []).append(entry)
+        return handles
+
+    def _iparam_update(
+        self, param_slice: slice | None = None, layer_names: list[str] | None = None
+    ) -> None:
+        """Wait for and apply the owed updates of these layers, by default of all. Local."""
+        layers = list(self._param_slices) if layer_names is None else list(layer_names)
+        unknown = [name for name in layers if name not in self._param_slices]
+        if unknown:
+            raise KeyError(f"unknown layers {unknown}; layers: {list(self._param_slices)}")
+        if param_slice is not None:
+            slices = [self._param_slices[name] for name in layers]
+            owned = {i for part in slices for i in range(part.start, part.stop)}
+            asked = set(range(*param_slice.indices(len(self._param_indices))))
+            if owned != asked:
+                raise ValueError(
+                    explain(
+                        f"_iparam_update({param_slice}, {layers})",
+                        f"the layers hold parameters {sorted(owned)}",
+                        f"{sorted(asked)} != {sorted(owned)}",
+                        "leave one of the two out",
+                    )
+                )
+        if self._deferred is not None and self._deferred.active:
+            for name in layers:
+                self._deferred.settle_layer(name)
+
+    @torch.no_grad()
+    def _blocking_hook(self, grad_loc: Tensor) -> Tensor:
+        """Return the mean of `grad_loc` over ranks, as a new tensor. Collective over `comm`."""
+        return on_device(self.comm, grad_loc.device).all_reduce(grad_loc, "mean")
+
+    def _nonblocking_hook(self, layer_name: str, param_name: str) -> Callable[[Tensor], Tensor]:
+        """Return `hook(grad)`: files a gradient and starts its bucket when full. Collective.
+
+        Inside a backward the engine files it by itself, and the hook only passes it on.
+        """
+        name = param_name
+        if layer_name and not param_name.startswith(f"{layer_name}."):
+            name = f"{layer_name}.{param_name}"
+        if name not in self._param_indices:
+            raise KeyError(f"no parameter {name!r}; parameters: {list(self._param_indices)}")
+
+        def hook(grad: Tensor) -> Tensor:
+            engine = self._running()
+            if torch._C._current_graph_task_id() == -1:
+                for bucket in engine.gradient_buckets:
+                    if name in bucket.names:
+                        engine.deliver(bucket, bucket.names.index(name), grad)
+            return grad
+
+        return hook
+
+    def _forward_hook(self, layer_name: str) -> LayerHook:
+        """Return a forward pre-hook that applies the owed update of that layer."""
+        return LayerHook(self, layer_name)
+
+    @staticmethod
+    def _reset_parameters(module: nn.Module) -> None:
+        """Call `module.reset_parameters()` if it has one."""
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the end of training (`training` false) completes what is owed."""
+        if name == "training" and not value and self.__dict__.get("_deferred") is not None:
+            self.finalize()
+        super().__setattr__(name, value)
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def _running(self) -> GradientEngine:
+        """Return the engine. After unpickling it is made first: collective over `comm`."""
+        if self._engine is None:
+            self._engine = self._start()
+        return self._engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """Return a parallel copy with its own hooks, buckets and optimizers. Collective."""
+        self.finalize()
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        nn.Module.__init__(twin)
+        twin.module = copy.deepcopy(self.module, memo)
+        optimizers = [copy.deepcopy(optimizer, memo) for optimizer in self._dp_optimizers]
+        twin.__dict__.update(self._plain_state(), _dp_optimizers=optimizers, comm=self.comm)
+        twin.train(self.training)
+        twin._start()
+        return twin
+
+    def _plain_state(self) -> dict[str, Any]:
+        """Return what describes this object without its module, ranks and hooks."""
+        kept = ("blocking_parameter_updates", "_options", "_param_indices", "_param_slices")
+        return {
+            **{name: copy.copy(self.__dict__[name]) for name in kept},
+            "_engine": None,
+            "_weights": None,
+            "_deferred": None,
+            "_join": None,
+            "_fwd_hook_handles": [],
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.finalize()
+        ours = {"comm", "_dp_optimizers", *self._plain_state()}
+        rest = {name: value for name, value in self.__dict__.items() if name not in ours}
+        return {**rest, **self._plain_state(), "_dp_optimizers": self._dp_optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["comm"] = communicator_of(None)
+
+
+def _words(model: DataParallel) -> list[str]:
+    """Return the options as text that is the same in every process."""
+    return [
+        f"{name}={getattr(value, '__qualname__', type(value).__name__)}"
+        if callable(value)
+        else f"{name}={value!r}"
+        for name, value in model._options.items()
+    ]
+
+
+def _leave(engine: GradientEngine, deferred: DeferredUpdates | None) -> None:
+    """The last act for a `DataParallel` that is gone: complete requests, free the module."""
+    owes = deferred is not None and deferred.owes
+    with contextlib.suppress(Exception):
+        engine.wait_all()
+    if deferred is not None:
+        deferred.close()
+    engine.detach()
+    if owes:
+        warnings.warn(
+            "a DataParallel ended before its last update was applied; call finalize() or eval() "
+            "after the last step()",
+            ResourceWarning,
+            stacklevel=2,
+        )

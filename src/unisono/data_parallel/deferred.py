@@ -1,0 +1,291 @@
+"""Non-blocking updates: which buckets are under way, which owe an update, and paying in time.
+
+Two bits a bucket: R, its reduction is under way; U, a step was asked for and is owed. Everything
+that looks at a parameter or a gradient settles the bucket first. Nothing here starts a collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data_parallel.engine import GradientEngine
+from unisono.data_parallel.gradient_bucket import GradientBucket
+from unisono.data_parallel.guards import GuardedGrad, guard_parameters, unguard_parameters
+from unisono.data_parallel.optimizer import DataParallelOptimizer
+from unisono.data_parallel.partial_step import Frozen, freeze, is_divisible, step_all, step_some
+
+
+class Owed:
+    """A step that was asked for and is not complete.
+
+    Attributes:
+        frozen: hyper-parameters at the time of the step.
+        buckets: numbers of the buckets whose parameters wait for it.
+        given: gradients at the time of the step, where they were not those under way.
+        clears: buckets to fill with zeros after their update.
+        whole: whether all parameters must be updated in one call.
+    """
+
+    def __init__(self, frozen: Frozen, buckets: Iterable[int], whole: bool) -> None:
+        self.frozen = frozen
+        self.buckets = set(buckets)
+        self.given: dict[int, Tensor | None] = {}
+        self.clears: set[int] = set()
+        self.whole = whole
+
+
+class DeferredUpdates:
+    """The owed step of one optimizer over the buckets of one engine.
+
+    Args:
+        engine: in non-blocking mode.
+        optimizer: holds exactly the trainable parameters of the module.
+        whole: whether to update all layers together, whatever the optimizer.
+    """
+
+    def __init__(
+        self, engine: GradientEngine, optimizer: DataParallelOptimizer, *, whole: bool = False
+    ) -> None:
+        self.active = False
+        """Whether anything is under way or owed."""
+        self._engine = engine
+        self._optimizer = optimizer.torch_optimizer
+        self.whole = whole
+        """Whether all layers are always updated together."""
+        self._owed: Owed | None = None
+        self._guarded: list[nn.Module] = []
+        self._guards: dict[int, list[GuardedGrad]] = {}
+        self._idle: dict[int, set[int]] = {}
+        self._layers: dict[str, list[int]] = {}
+        engine.on_attach = self.attach
+        engine.on_launch = self.launched
+        engine.on_arrival = self.arrived
+        engine.on_reuse = self.finalize
+        # Whoever steps the inner optimizer directly must find gradients that have arrived.
+        self._step_hook = self._optimizer.register_step_pre_hook(_finalizing(weakref.ref(self)))
+        optimizer.attach(self)
+        self.attach()
+
+    def attach(self) -> None:
+        """Guard the module as it is now. Local."""
+        self.detach()
+        self._layers = {
+            name: self._buckets_of(part) for name, part in self._engine.module.named_modules()
+        }
+        self._guards = {
+            bucket.index: [GuardedGrad.over(slot, bucket.index, self) for slot in bucket.slots]
+            for bucket in self._engine.gradient_buckets
+        }
+        self._guarded = guard_parameters(self._engine.module, self)
+        self._engine.note_structure()  # with the new tables
+
+    def detach(self) -> None:
+        """Take all guards away. Local."""
+        unguard_parameters(self._guarded)
+        self._guarded = []
+        for bucket in self._engine.gradient_buckets:
+            for param, slot in zip(bucket.params, bucket.slots, strict=True):
+                if isinstance(param.grad, GuardedGrad):
+                    param.grad = slot
+
+    def close(self) -> None:
+        """Leave module and optimizer as they were before. Local."""
+        self.detach()
+        self._guards.clear()
+        self._step_hook.remove()
+        self._owed, self.active = None, False
+
+    def _buckets_of(self, part: nn.Module) -> list[int]:
+        own = {id(p) for p in dict.values(part._parameters) if p is not None}
+        return [
+            bucket.index
+            for bucket in self._engine.gradient_buckets
+            if any(id(p) in own for p in bucket.params)
+        ]
+
+    # -- what the engine tells ------------------------------------------------------------------
+
+    def launched(self, bucket: GradientBucket) -> None:
+        """Note that `bucket` is under way: its gradients are not to be looked at."""
+        self.active = True
+        for param, guard in zip(bucket.params, self._guards[bucket.index], strict=True):
+            param.grad = guard
+
+    def arrived(self, bucket: GradientBucket) -> None:
+        """Show the means as gradients, except where the user has put something else meanwhile."""
+        guards = self._guards[bucket.index]
+        own = {
+            i: param.grad
+            for i, (param, guard) in enumerate(zip(bucket.params, guards, strict=True))
+            if param.grad is not guard
+        }
+        for param, slot in zip(bucket.params, bucket.slots, strict=True):
+            param.grad = slot
+        bucket.resolve_unused()
+        self._idle[bucket.index] = {i for i, p in enumerate(bucket.params) if p.grad is None}
+        for i, grad in own.items():
+            bucket.params[i].grad = grad
+        self._rest()
+
+    # -- what the optimizer asks ----------------------------------------------------------------
+
+    @property
+    def owes(self) -> bool:
+        """Whether a step is owed."""
+        return self._owed is not None
+
+    def step(self) -> None:
+        """Take a step: at once for what has arrived, else when it has. Local."""
+        if self._owed is not None:
+            self.finalize()
+        engine = self._engine
+        waiting = [b for b in engine.gradient_buckets if not engine.has_arrived(b)]
+        if not waiting:
+            self.finalize()
+            self._optimizer.step()
+            return
+        # A scheduler on the inner optimizer asks whether it has stepped.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        whole = self.whole or not is_divisible(self._optimizer, self._step_hook.id)
+        later = engine.gradient_buckets if whole else waiting
+        owed = Owed(freeze(self._optimizer), [b.index for b in later], whole)
+        for bucket in later:
+            for i, param in enumerate(bucket.params):
+                if param.grad is not self._guards[bucket.index][i]:
+                    owed.given[id(param)] = param.grad
+        others = self._params_outside(later)
+        if whole:
+            owed.given.update((id(param), param.grad) for param in others)
+        else:
+            for bucket in engine.gradient_buckets:
+                if bucket.index not in owed.buckets:
+                    engine.wait(bucket)
+            step_some(self._optimizer, {id(param) for param in others}, owed.frozen)
+        self._owed = owed
+        self.active = True
+
+    def _params_outside(self, buckets: Sequence[GradientBucket]) -> list[nn.Parameter]:
+        inside = {id(p) for bucket in buckets for p in bucket.params}
+        groups = self._optimizer.param_groups
+        return [p for group in groups for p in group["params"] if id(p) not in inside]
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear gradients; those an owed update still needs, right after it. Local."""
+        engine, owed = self._engine, self._owed
+        cleared: set[int] = set()
+        for bucket in engine.gradient_buckets:
+            cleared.update(id(p) for p in bucket.params)
+            owes = owed is not None and bucket.index in owed.buckets
+            if not owes:
+                engine.wait(bucket)
+            elif owed is not None and not set_to_none:
+                owed.clears.add(bucket.index)
+                continue
+            _clear(bucket, set_to_none)
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in cleared and param.grad is not None:
+                    param.grad = None if set_to_none else torch.zeros_like(param.grad)
+
+    # -- settling -------------------------------------------------------------------------------
+
+    def finalize(self) -> None:
+        """Complete everything. Local, idempotent."""
+        if self.active:
+            self._settle(range(len(self._engine.gradient_buckets)))
+
+    def settle_layer(self, layer: str) -> None:
+        """Complete everything that concerns the parameters of this layer. Local."""
+        self._settle(self._layers.get(layer, ()))
+
+    def settle_bucket(self, index: int) -> None:
+        """Complete everything that concerns this bucket. Local."""
+        self._settle((index,))
+
+    def active_layers(self) -> set[str]:
+        """Return the names of layers with a reduction under way or an update owed."""
+        buckets = {b.index for b in self._engine.gradient_buckets if self._engine.is_under_way(b)}
+        if self._owed is not None:
+            buckets |= self._owed.buckets
+        return {name for name, own in self._layers.items() if not buckets.isdisjoint(own)}
+
+    def _settle(self, indices: Sequence[int]) -> None:
+        if self._owed is not None and self._owed.whole:
+            indices = range(len(self._engine.gradient_buckets))
+        buckets = self._engine.gradient_buckets
+        while True:
+            # Whatever is here is used while the rest travels.
+            self._update_arrived()
+            wanted = next((i for i in indices if self._engine.is_under_way(buckets[i])), None)
+            if wanted is None:
+                return
+            self._engine.wait(buckets[wanted])
+
+    def _update_arrived(self) -> None:
+        owed = self._owed
+        if owed is None:
+            return
+        engine = self._engine
+        ready = [b for b in engine.gradient_buckets if b.index in owed.buckets]
+        ready = [b for b in ready if engine.has_arrived(b)]
+        if not ready or (owed.whole and len(ready) < len(owed.buckets)):
+            return
+        for bucket in ready:
+            engine.wait(bucket)
+        owed.buckets.difference_update(b.index for b in ready)
+        if not owed.buckets:
+            self._owed = None
+        self._update(owed, ready)
+        self._rest()
+
+    def _update(self, owed: Owed, buckets: Sequence[GradientBucket]) -> None:
+        """Carry out the step for these buckets with the gradients of the time of the step."""
+        shown: list[tuple[nn.Parameter, Tensor | None]] = []
+        for param in self._params_outside(buckets) if owed.whole else ():
+            shown.append((param, param.grad))
+            param.grad = owed.given.get(id(param))
+        for bucket in buckets:
+            idle = self._idle.get(bucket.index, set())
+            for i, param in enumerate(bucket.params):
+                shown.append((param, param.grad))
+                mean = None if i in idle else bucket.slots[i]
+                param.grad = owed.given.get(id(param), mean)
+        try:
+            if owed.whole:
+                step_all(self._optimizer, owed.frozen)
+            else:
+                step_some(self._optimizer, {id(param) for param, _ in shown}, owed.frozen)
+        finally:
+            for param, grad in shown:
+                param.grad = grad
+        for bucket in buckets:
+            if bucket.index in owed.clears:
+                _clear(bucket, set_to_none=False)
+
+    def _rest(self) -> None:
+        self.active = self._owed is not None or self._engine.has_any_under_way
+
+
+def _finalizing(deferred: weakref.ref[DeferredUpdates]) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        keeper = deferred()
+        if keeper is not None:
+            keeper.finalize()
+
+    return hook
+
+
+@torch.no_grad()
+def _clear(bucket: GradientBucket, set_to_none: bool) -> None:
+    """Clear the gradients of a bucket: one fill, and what lies elsewhere."""
+    if not set_to_none:
+        bucket.data.zero_()
+    for param, slot in zip(bucket.params, bucket.slots, strict=True):
+        grad = param.grad
+        if grad is None or (grad is slot and not set_to_none):
+            continue
+        param.grad = None if set_to_none else grad.detach().zero_()

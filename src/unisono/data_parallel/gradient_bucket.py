@@ -1,0 +1,184 @@
+"""One gradient bucket: a flat tensor, its views, and how gradients come into it. All local."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data_parallel.buckets import Bucket
+
+SMALL_BYTES = 128 << 10
+"""Gradients up to here are filed together when their bucket is full: one call for all of them costs
+less than one call each. Larger ones are filed as they come, while they are still in the cache."""
+
+_ALIGN_BYTES = 64
+
+Memory = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Number of elements, dtype and device -> flat zeros."""
+
+
+class GradientBucket:
+    """A flat tensor with the gradients of some parameters; their `.grad` are views of it.
+
+    Its memory: large gradients, small gradients, one flag a parameter. A flag says whether its
+    parameter got a gradient; it travels with the gradients.
+
+    Args:
+        index: number of the bucket.
+        names: names of its parameters.
+        params: the parameters, of one dtype and device.
+        memory: gives the flat tensor.
+    """
+
+    def __init__(
+        self, index: int, names: Sequence[str], params: Sequence[nn.Parameter], memory: Memory
+    ) -> None:
+        first = params[0]
+        self.index = index
+        self.names = tuple(names)
+        self.params = list(params)
+        numel = sum(p.numel() for p in params)
+        self.info = Bucket(index, first.dtype, first.device, numel, self.names)
+        itemsize = first.element_size()
+        self.is_small = [p.numel() * itemsize <= SMALL_BYTES for p in params]
+        places, small_begin, end = _places([p.numel() for p in params], self.is_small, itemsize)
+        self.flat = memory(end + len(params), first.dtype, first.device)
+        self.data = self.flat[:end]
+        """The gradients without the flags."""
+        self.flags = self.flat[end:]
+        self.slots = [_view(self.flat, at, p) for at, p in zip(places, self.params, strict=True)]
+        """Where each gradient belongs."""
+        self._small = self.flat[small_begin:end]
+        self._large = [i for i, small in enumerate(self.is_small) if not small]
+        self._weighted: set[int] = set()  # large members that lie here with their weight
+        self.used = [False] * len(self.params)
+        """Whether each parameter got a gradient since the last reduction."""
+        self.came: set[int] = set()
+        """Members whose gradient came in this backward."""
+        self.before: dict[int, Tensor | None] = {}
+        """What `.grad` was, for members that got no gradient on this rank."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat tensor."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def describe(self) -> str:
+        """Return the bucket in words, for messages."""
+        shown = ", ".join(self.names[:4]) + (", ..." if len(self.names) > 4 else "")
+        dtype = str(self.info.dtype).removeprefix("torch.")
+        return f"gradient bucket {self.index} ({self.info.numel} {dtype}: {shown})"
+
+    def file_large(self, i: int, factor: float | None) -> None:
+        """Take in the gradient that member `i` has just got, multiplied with `factor`."""
+        param, slot = self.params[i], self.slots[i]
+        grad = param.grad
+        if grad is slot or grad is None:
+            return  # it was added in place, and gets its weight later
+        if factor is None:
+            slot.copy_(_plain(grad))
+        else:
+            torch.mul(_plain(grad), factor, out=slot)
+            self._weighted.add(i)
+        param.grad = slot
+
+    def take_weight_off(self, i: int, factor: float | None) -> None:
+        """Undo `file_large`'s factor, because another gradient is about to be added."""
+        if i in self._weighted and factor is not None:
+            self._weighted.discard(i)
+            self.slots[i].div_(factor)
+
+    @torch.no_grad()
+    def gather(self, remember: bool) -> None:
+        """Bring in every gradient that lies elsewhere; `.grad` becomes the view.
+
+        Args:
+            remember: whether to keep what unused members hold; those without one bring zeros.
+        """
+        self.before.clear()
+        slots: list[Tensor] = []
+        grads: list[Tensor] = []
+        for i, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
+            grad = param.grad
+            if remember and not self.used[i]:
+                self.before[i] = slot.clone() if grad is slot else grad
+                if grad is None:
+                    slot.zero_()
+            if grad is not None and grad is not slot:
+                slots.append(slot)
+                grads.append(_plain(grad))
+                param.grad = slot
+        if slots:
+            torch._foreach_copy_(slots, grads)
+
+    @torch.no_grad()
+    def fill(self, factor: float | None) -> None:
+        """Make the bucket ready to travel: all gradients with their weight, and the flags."""
+        self.gather(remember=True)
+        if factor is not None:
+            self._small.mul_(factor)
+            for i in self._large:
+                if i not in self._weighted:
+                    self.slots[i].mul_(factor)
+        self._weighted.clear()
+        if self.before:
+            self.flags.copy_(torch.tensor(self.used))
+        else:
+            self.flags.fill_(1)
+        self.used = [False] * len(self.used)
+
+    @torch.no_grad()
+    def resolve_unused(self) -> None:
+        """After the reduction: unused members get the mean if any rank used them, else their own.
+
+        Flags are read only where this rank left something unused.
+        """
+        if not self.before:
+            return
+        flags = self.flags.tolist()
+        for i, before in self.before.items():
+            if flags[i] != 0:
+                self.params[i].grad = self.slots[i]
+            elif before is None:
+                self.params[i].grad = None
+            else:
+                self.slots[i].copy_(before)
+        self.before.clear()
+
+
+def _places(
+    sizes: Sequence[int], is_small: Sequence[bool], itemsize: int
+) -> tuple[list[int], int, int]:
+    """Return where each gradient begins, where the small ones begin and where the last ends.
+
+    Large ones come first, each at a cache line; small ones lie densely behind them.
+    """
+    line = max(1, _ALIGN_BYTES // itemsize)
+    places = [0] * len(sizes)
+    end = 0
+    for i, size in enumerate(sizes):
+        if not is_small[i]:
+            places[i] = end
+            end += math.ceil(size / line) * line
+    small_begin = end
+    for i, size in enumerate(sizes):
+        if is_small[i]:
+            places[i] = end
+            end += size
+    return places, small_begin, end
+
+
+def _view(flat: Tensor, place: int, param: nn.Parameter) -> Tensor:
+    """Return the view for one gradient, with the parameter's strides where it is dense."""
+    if torch.ops.aten.is_non_overlapping_and_dense(param):
+        return flat.as_strided(param.shape, param.stride(), flat.storage_offset() + place)
+    return flat[place : place + param.numel()].view(param.shape)
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor without history."""
+    grad = grad.detach() if grad.requires_grad else grad
+    return grad.to_dense() if grad.is_sparse else grad

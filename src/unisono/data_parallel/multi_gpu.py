@@ -1,0 +1,128 @@
+"""`DataParallelMultiGPU`: a module whose gradients are averaged inside each node, for DASO."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from torch import nn
+
+from unisono.data_parallel.arguments import expect
+from unisono.data_parallel.checks import check_bucket_mb
+from unisono.data_parallel.compression import check_compression
+from unisono.data_parallel.construction import check_same_module, reset_module
+from unisono.data_parallel.daso import DASO
+from unisono.data_parallel.engine import GradientEngine
+from unisono.data_parallel.ranks import communicator_of
+from unisono.errors import MeshError, explain
+
+__all__ = ["DataParallelMultiGPU"]
+
+
+class DataParallelMultiGPU(nn.Module):
+    """The module with gradients averaged over the ranks of its node; DASO does the rest.
+
+    All ranks get rank 0's parameters and buffers. Any device, any number of ranks on a node.
+    Collective over `comm`.
+
+    Args:
+        module: the model; its values are kept.
+        optimizer: a DASO optimizer of its parameters.
+        comm: all ranks, those of the optimizer; None takes them from it.
+        bucket_mb: largest gradient bucket.
+        compression: of gradients inside the node, as for `DataParallel`.
+        broadcast_buffers: the node's first rank's buffers go to the others before each forward.
+        find_unused: look for unused parameters after forward; speed only.
+        reset_parameters: re-initialise the module first, by a fixed seed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: DASO,
+        comm: object = None,
+        *,
+        bucket_mb: float | None = None,
+        compression: object = None,
+        broadcast_buffers: bool = True,
+        find_unused: bool = False,
+        reset_parameters: bool = False,
+    ) -> None:
+        expect("module", module, nn.Module)
+        expect("optimizer", optimizer, DASO, "DASO(optimizer, total_epochs), or DataParallel")
+        check_bucket_mb(bucket_mb)
+        check_compression(compression)
+        ranks = optimizer.comm if comm is None else communicator_of(comm)
+        if ranks.ranks != optimizer.comm.ranks:
+            raise MeshError.because(
+                "DataParallelMultiGPU(comm=...)",
+                f"ranks {list(ranks.ranks)}, but the optimizer's are {list(optimizer.comm.ranks)}",
+                None,
+                "DASO(..., comm=comm)",
+            )
+        super().__init__()
+        self.module = module
+        self.comm = optimizer.comm
+        self.loc_gpus = optimizer.loc_gpus
+        options = (bucket_mb, compression, broadcast_buffers, find_unused, reset_parameters)
+        check_same_module(module, self.comm, [repr(option) for option in options])
+        if reset_parameters:
+            reset_module(module, self._reset_parameters, self.comm)
+        optimizer.set_model(module, local_sync=self._set_sync)
+        self._engine = GradientEngine(
+            module,
+            optimizer.exchange.node,
+            bucket_mb=bucket_mb,
+            compression=compression,
+            broadcast_buffers=broadcast_buffers,
+            find_unused=find_unused,
+        )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        if self.training and self._engine.has_changed():
+            self._engine.attach()
+        self._engine.before_forward()
+        outputs = self.module(*inputs, **kwargs)
+        self._engine.after_forward(outputs)
+        return outputs
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward averages gradients in the node; DASO switches it."""
+        return self._engine.require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._engine.require_sync = value
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward inside only accumulate on this rank."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def join(self, **_: object) -> NoReturn:
+        """Refuse: nodes count batches to know when to exchange, so all ranks need equally many."""
+        raise ValueError(
+            explain(
+                "DataParallelMultiGPU.join()",
+                "DASO needs equal batch counts on all ranks",
+                None,
+                "drop_last=True in the loader, or DataParallel.join() without DASO",
+            )
+        )
+
+    @staticmethod
+    def _reset_parameters(module: nn.Module) -> None:
+        """Call `module.reset_parameters()` if it has one."""
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+    def _set_sync(self, on: bool) -> None:
+        self.require_backward_grad_sync = on

@@ -1,0 +1,206 @@
+"""`DataParallelOptimizer`: a torch optimizer whose step may be carried out a little later."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn, optim
+
+from unisono.data_parallel.arguments import expect
+from unisono.errors import explain
+
+__all__ = ["DataParallelOptimizer"]
+
+
+class Stepper(Protocol):
+    """Who carries out steps for an attached optimizer."""
+
+    def step(self) -> None:
+        """Take a step, now or later."""
+        ...
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear gradients, now or right after the step that still needs them."""
+        ...
+
+    def finalize(self) -> None:
+        """Complete everything."""
+        ...
+
+    @property
+    def owes(self) -> bool:
+        """Whether a step is owed."""
+        ...
+
+
+class DataParallelOptimizer(optim.Optimizer):
+    """A torch optimizer for use with `DataParallel`; behaves like the one inside.
+
+    Attached to a non-blocking `DataParallel`, `step()` returns while gradients still travel and
+    parameters are updated just before they are used again, with the hyper-parameters of the time of
+    the call. Otherwise `step()` acts at once.
+
+    Args:
+        torch_optimizer: the optimizer that does the work.
+        blocking: wish for blocking updates; a `DataParallel` sets it.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> optimizer = DataParallelOptimizer(optim.SGD(layer.parameters(), lr=0.1))
+    >>> len(optimizer.params_ref), optimizer.update_next
+    (2, False)
+    """
+
+    torch_optimizer: optim.Optimizer
+    """The optimizer inside."""
+    blocking_parameter_updates: bool
+    """Whether `step()` acts at once."""
+
+    def __init__(self, torch_optimizer: optim.Optimizer, blocking: bool = False) -> None:
+        if not isinstance(torch_optimizer, optim.Optimizer):
+            raise TypeError(
+                explain(
+                    f"DataParallelOptimizer({torch_optimizer!r})",
+                    f"{type(torch_optimizer).__name__}, expected a torch optimizer",
+                    None,
+                    "DataParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))",
+                )
+            )
+        if isinstance(torch_optimizer, DataParallelOptimizer):
+            raise TypeError(
+                explain(
+                    "DataParallelOptimizer(DataParallelOptimizer(...))",
+                    "it wraps a torch optimizer already",
+                    None,
+                    "pass the inner one: optimizer.torch_optimizer",
+                )
+            )
+        expect("blocking", blocking, bool)
+        self.torch_optimizer = torch_optimizer
+        self.blocking_parameter_updates = blocking
+        self._stepper: weakref.ref[Stepper] | None = None
+
+    # -- what the inner optimizer has -----------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of the inner optimizer."""
+        return self.torch_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # type: ignore[override]
+        self.torch_optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """State of the inner optimizer; completes what is owed."""
+        self.finalize()
+        return self.torch_optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # type: ignore[override]
+        self.torch_optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Defaults of the inner optimizer."""
+        return self.torch_optimizer.defaults
+
+    @property
+    def params_ref(self) -> list[nn.Parameter]:
+        """All parameters of all groups, in order."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def update_next(self) -> bool:
+        """Whether a step is owed."""
+        stepper = self._attached()
+        return stepper is not None and stepper.owes
+
+    def __getattr__(self, name: str) -> Any:
+        """Find everything else in the inner optimizer."""
+        if name == "torch_optimizer":
+            raise AttributeError(name)
+        return getattr(self.torch_optimizer, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        self.finalize()
+        self.torch_optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state, complete at any moment."""
+        self.finalize()
+        return self.torch_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state."""
+        self.finalize()
+        self.torch_optimizer.load_state_dict(state_dict)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Register a hook of the inner optimizer."""
+        return self.torch_optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Register a hook of the inner optimizer."""
+        return self.torch_optimizer.register_step_post_hook(hook)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def attach(self, stepper: Stepper | None) -> None:
+        """Let `stepper` carry out the steps; None: the inner optimizer, at once."""
+        self._stepper = None if stepper is None else weakref.ref(stepper)
+
+    def _attached(self) -> Stepper | None:
+        return None if self._stepper is None else self._stepper()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, or owe it (see the class); returns the closure's value if there is one."""
+        stepper = self._attached()
+        if stepper is None:
+            return self.torch_optimizer.step(closure) if closure else self.torch_optimizer.step()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepper.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear gradients, by default to zeros, as HeAT does; a step that is owed is not lost."""
+        stepper = self._attached()
+        if stepper is None:
+            self.torch_optimizer.zero_grad(set_to_none)
+        else:
+            stepper.zero_grad(set_to_none)
+
+    def finalize(self) -> None:
+        """Carry out a step that is owed. Local."""
+        stepper = self._attached()
+        if stepper is not None:
+            stepper.finalize()
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelOptimizer:
+        self.finalize()
+        inner = copy.deepcopy(self.torch_optimizer, memo)
+        return type(self)(inner, self.blocking_parameter_updates)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.finalize()
+        return {
+            "torch_optimizer": self.torch_optimizer,
+            "blocking_parameter_updates": self.blocking_parameter_updates,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stepper = None
+
+    def __repr__(self) -> str:
+        return f"DataParallelOptimizer({self.torch_optimizer!r})"

@@ -1,0 +1,105 @@
+"""Shuffles over ranks in a ring: half of the rows move on to the next rank, then all are mixed.
+
+`dataset_shuffle` does it at once; `dataset_ishuffle` starts it and `dataset_irecv` completes it, so
+that rows travel while the model trains. Tensors are replaced, never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator, Pending
+from unisono.data_parallel.seeding import generator_of
+from unisono.errors import PartitionError
+
+__all__ = ["RingExchange", "dataset_irecv", "dataset_ishuffle", "dataset_shuffle"]
+
+Attributes = Sequence[Sequence[str | None]]
+"""Pairs: name of a tensor of the dataset, and of an object whose `.larray` follows it, or None."""
+
+
+@dataclass(frozen=True)
+class RingExchange:
+    """Rows under way to the next rank."""
+
+    attrs: Attributes
+    arriving: list[Pending[dict[int, Tensor]]]
+    """For each attribute, what the previous rank sends."""
+
+
+class Shufflable(Protocol):
+    """What a shuffle needs of a dataset."""
+
+    comm: Communicator
+    lcl_half: int
+    seed: int
+    shuffles: int
+    exchange: RingExchange | None
+    _cut_slice: slice
+
+
+def dataset_shuffle(dataset: Shufflable, attrs: Attributes) -> None:
+    """Shuffle attributes of a dataset over ranks, all alike. Collective over its communicator.
+
+    Rows `[0, lcl_half)` go to the next rank, those of the previous one take their place, and one
+    random permutation mixes the rows of every attribute. Globally no row is lost or doubled.
+
+    Args:
+        dataset: a `Dataset`, or anything with its attributes.
+        attrs: pairs `[name, other]`: the tensor `name` is replaced; `other` names an object whose
+            `.larray` gets the same rows, or is None.
+    """
+    dataset_ishuffle(dataset, attrs)
+    dataset_irecv(dataset)
+
+
+def dataset_ishuffle(dataset: Shufflable, attrs: Attributes) -> None:
+    """Start `dataset_shuffle` and return; rows change only in `dataset_irecv`. Collective.
+
+    An exchange that is still under way is completed first.
+    """
+    dataset_irecv(dataset)
+    tensors = [_rows_of(dataset, name) for name, _ in attrs]
+    comm, half = dataset.comm, dataset.lcl_half
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    arriving = [
+        comm.exchange({to: rows[:half]}, {source: rows[:half]}, async_op=True) for rows in tensors
+    ]
+    dataset.exchange = RingExchange(attrs, arriving)
+
+
+def dataset_irecv(dataset: Shufflable) -> None:
+    """Complete the exchange that `dataset_ishuffle` started; without one, do nothing."""
+    under_way, dataset.exchange = dataset.exchange, None
+    if under_way is None:
+        return
+    source = (dataset.comm.rank - 1) % dataset.comm.size
+    generator = generator_of(dataset.seed, dataset.shuffles, dataset.comm.rank)
+    dataset.shuffles += 1
+    n_rows = dataset._cut_slice.stop
+    order = torch.randperm(n_rows, generator=generator)
+    for (name, other), pending in zip(under_way.attrs, under_way.arriving, strict=True):
+        rows = _rows_of(dataset, name)
+        mixed = torch.cat([pending.wait()[source], rows[dataset.lcl_half :]])
+        mixed = mixed[order.to(rows.device)]
+        setattr(dataset, str(name), mixed)
+        if other is not None:
+            getattr(dataset, other).larray = mixed
+
+
+def _rows_of(dataset: Any, name: str | None) -> Tensor:
+    """Return the rows of an attribute that take part: as many as every rank has."""
+    rows = getattr(dataset, name or "data")
+    needed = dataset._cut_slice.stop
+    if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.shape[0] < needed:
+        raise PartitionError.because(
+            f"shuffle of attribute {name!r}",
+            f"{type(rows).__name__} of shape {list(getattr(rows, 'shape', ()))}",
+            f"a tensor of at least {needed} rows is needed, as many as 'data' has",
+        )
+    return rows.detach()[:needed]

@@ -1,0 +1,295 @@
+"""Programs written for HeAT: only the import line changes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono.compat.heat as ht
+from unisono import data_parallel
+from unisono.comm import mpi_style
+from unisono.comm.transports.mpi import library
+from unisono.errors import MissingExtra
+
+COMMUNICATION = [
+    "MPI",
+    "MPI_WORLD",
+    "MPI_SELF",
+    "MPICommunication",
+    "Communication",
+    "get_comm",
+    "use_comm",
+    "sanitize_comm",
+]
+DATA = [
+    "DataLoader",
+    "Dataset",
+    "DistributedDataset",
+    "DistributedSampler",
+    "create_train_val_split",
+    "dataset_shuffle",
+    "dataset_ishuffle",
+    "dataset_irecv",
+]
+TREE = {
+    "": (mpi_style, COMMUNICATION),
+    "core": (mpi_style, COMMUNICATION),
+    "core.communication": (mpi_style, COMMUNICATION),
+    "nn": (data_parallel, ["DataParallel", "DataParallelMultiGPU"]),
+    "nn.data_parallel": (data_parallel, ["DataParallel", "DataParallelMultiGPU"]),
+    "optim": (data_parallel, ["DataParallelOptimizer", "DASO"]),
+    "optim.dp_optimizer": (data_parallel, ["DataParallelOptimizer", "DASO"]),
+    "optim.utils": (data_parallel, ["DetectMetricPlateau"]),
+    "utils.data": (data_parallel, DATA),
+    "utils.data.datatools": (data_parallel, DATA),
+}
+
+SCRIPT = """\
+import hashlib
+import torch
+import heat as ht
+import heat.nn.functional as F
+from heat.optim.lr_scheduler import StepLR
+from sklearn.datasets import load_digits
+
+
+class Net(ht.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = ht.nn.Linear(64, 48)
+        self.scale = ht.nn.Parameter(torch.ones(48))
+        self.fc2 = ht.nn.Linear(48, 10)
+
+    def forward(self, x):
+        return F.log_softmax(self.fc2(F.relu(self.fc1(x)) * self.scale), dim=1)
+
+
+class Digits(ht.utils.data.Dataset):
+    def __init__(self, x, y, **kwargs):
+        super().__init__(x, **kwargs)
+        self.targets = y[self._cut_slice]
+
+    def __getitem__(self, i):
+        return self.data[i], self.targets[i]
+
+    def Shuffle(self):
+        ht.utils.data.dataset_shuffle(self, attrs=[["data", None], ["targets", None]])
+
+    def Ishuffle(self):
+        ht.utils.data.dataset_ishuffle(self, attrs=[["data", None], ["targets", None]])
+
+
+comm = ht.MPI_WORLD
+x, y = load_digits(return_X_y=True)
+x, y = torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y)
+offset, lshape, lslice = comm.chunk(x.shape, split=0)
+torch.manual_seed(comm.rank)  # weights are made equal by the wrapper
+
+
+def loaders(ishuffle):
+    data = Digits(x[lslice], y[lslice[0]], ishuffle=ishuffle)
+    return ht.utils.data.DataLoader(data, batch_size=20)
+
+
+def accuracy(model):
+    model.eval()
+    hits = torch.zeros(1)
+    with torch.no_grad():
+        hits += (model(x[lslice]).argmax(1) == y[lslice[0]]).sum()
+    comm.Allreduce(ht.MPI.IN_PLACE, hits, op=ht.MPI.SUM)
+    return hits.item() / len(x)
+
+
+def digest(model):
+    raw = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def report(name, model):
+    line = f"SEEN {comm.rank} {comm.size} {name} {accuracy(model):.3f} {digest(model)}"
+    lines = comm.gather(line, root=0)  # one rank prints, or lines would mix
+    if comm.rank == 0:
+        print(*lines, sep="\\n", flush=True)
+
+
+def train(model, loader, optimizer):
+    model.train()
+    for data, target in loader:
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(data), target)
+        loss.backward()
+        optimizer.step()
+    return loss.detach()
+
+
+for blocking in (True, False):
+    model = Net()
+    optimizer = ht.optim.Adam(model.parameters(), lr=0.01)
+    dp_optimizer = ht.optim.DataParallelOptimizer(optimizer, blocking)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+    loader = loaders(ishuffle=not blocking)
+    model = ht.nn.DataParallel(model, comm, dp_optimizer, blocking_parameter_updates=blocking)
+    for epoch in range(3):
+        loader.last_epoch = epoch == 2
+        train(model, loader, dp_optimizer)
+        scheduler.step()
+    report(f"dp-{blocking}", model)
+
+model = Net()
+loader = loaders(ishuffle=False)
+local = ht.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+daso = ht.optim.DASO(local_optimizer=local, total_epochs=4, warmup_epochs=1, cooldown_epochs=1)
+model = ht.nn.DataParallelMultiGPU(model, daso)
+daso.last_batch = len(loader)
+for epoch in range(4):
+    daso.epoch_loss_logic(train(model, loader, daso))
+report("daso", model)
+"""
+
+
+@pytest.mark.parametrize("path", TREE)
+def test_every_path_gives_our_own_objects(path):
+    module = importlib.import_module(f"unisono.compat.heat.{path}".rstrip("."))
+    ours, names = TREE[path]
+    for name in names:
+        assert getattr(module, name) is getattr(ours, name), name
+        assert name in dir(module)
+    if "MPI" in names:
+        assert module.MPIRequest is mpi_style.Request
+
+
+def test_attributes_lead_to_the_same_modules():
+    for path in ("nn", "nn.functional", "optim.lr_scheduler", "utils.data", "core.communication"):
+        module = importlib.import_module(f"unisono.compat.heat.{path}")
+        found = ht
+        for word in path.split("."):
+            found = getattr(found, word)
+        assert found is module
+    assert ht.communication is ht.core.communication
+    assert ht.utils.data.datatools.DataLoader is ht.utils.data.DataLoader
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ht.__version__)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (ht.nn, torch.nn),
+        (ht.nn.functional, torch.nn.functional),
+        (ht.optim, torch.optim),
+        (ht.optim.lr_scheduler, torch.optim.lr_scheduler),
+    ],
+)
+def test_other_names_are_the_identical_objects_of_torch(ours, theirs):
+    own = {"DataParallel", "functional", "lr_scheduler"}
+    public = [name for name in dir(theirs) if not name.startswith("_") and name not in own]
+    assert len(public) > 10
+    for name in public:
+        if not hasattr(ours, "__all__") or name not in ours.__all__:
+            assert getattr(ours, name) is getattr(theirs, name), name
+    with pytest.raises(AttributeError, match="no_such_name"):
+        ours.no_such_name  # noqa: B018
+    assert not hasattr(ours, "__no_such_name__")
+
+
+def test_what_heat_has_and_we_have_not_is_said_plainly():
+    for name in ("array", "zeros", "DNDarray", "random", "linalg"):
+        with pytest.raises(AttributeError, match="larray"):
+            getattr(ht, name)
+    for name in ("PartialH5Dataset", "MNISTDataset"):
+        with pytest.raises(AttributeError, match="not offered"):
+            getattr(ht.utils.data, name)
+
+
+def test_transforms_are_those_of_torchvision_or_the_cure_is_named(monkeypatch):
+    transforms = ht.utils.vision_transforms
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(MissingExtra, match="pip install torchvision"):
+        transforms.ToTensor  # noqa: B018
+    fake = type(sys)("torchvision.transforms")
+    fake.ToTensor = object()
+    monkeypatch.setitem(sys.modules, "torchvision", type(sys)("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.transforms", fake)
+    assert transforms.ToTensor is fake.ToTensor
+
+
+class Array:
+    """What a DNDarray looks like to us."""
+
+    def __init__(self, larray):
+        self.larray = larray
+        self.comm = ht.MPI_WORLD
+        self.split = 0
+
+
+@pytest.mark.ranks([1, 2])
+def test_an_array_of_heat_is_taken_by_its_local_part():
+    rows = torch.arange(6.0) + 10 * (ht.MPI_WORLD.rank or 0)
+    data = ht.utils.data.Dataset(Array(rows))
+    assert torch.equal(data.data, rows)
+    data.Shuffle()
+    everything = torch.empty(6 * ht.MPI_WORLD.size)
+    ht.MPI_WORLD.Allgather(data.data, everything)
+    expected = torch.cat([torch.arange(6.0) + 10 * r for r in range(ht.MPI_WORLD.size)])
+    assert torch.equal(everything.sort().values, expected)
+
+
+def run_script(tmp_path, *before):
+    """Run the script as a HeAT user does; return the lines of each rank."""
+    script = tmp_path / "mnist.py"
+    script.write_text(re.sub(r"\bheat\b", "unisono.compat.heat", SCRIPT))
+    done = subprocess.run(
+        [*before, sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return sorted(re.findall(r"SEEN (\d) (\d) (\S+) (\S+) (\w+)", done.stdout))
+
+
+@pytest.mark.timeout(300)
+def test_a_training_script_runs_in_one_process(tmp_path):
+    lines = run_script(tmp_path)
+    assert [(line[1], line[2]) for line in lines] == [
+        ("1", "daso"),
+        ("1", "dp-False"),
+        ("1", "dp-True"),
+    ]
+    assert all(float(line[3]) > 0.9 for line in lines), lines
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_a_training_script_runs_under_mpiexec_and_ranks_end_equal(tmp_path):
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    why = library.unavailable() or ("mpiexec is not installed" if found is None else None)
+    if why is not None:
+        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
+        pytest.skip(why)
+    lines = run_script(tmp_path, found, "-n", "2")
+    assert len(lines) == 6
+    first, second = lines[:3], lines[3:]
+    assert [line[1:] for line in first] == [line[1:] for line in second]
+    assert {line[1] for line in lines} == {"2"}
+    assert all(float(line[3]) > 0.9 for line in lines), lines
+
+
+def test_the_script_is_the_same_for_heat_but_for_its_import_lines():
+    changed = re.sub(r"\bheat\b", "unisono.compat.heat", SCRIPT).splitlines()
+    different = [a for a, b in zip(SCRIPT.splitlines(), changed, strict=True) if a != b]
+    assert different == [line for line in SCRIPT.splitlines() if "heat" in line]
+    assert all("import" in line for line in different)

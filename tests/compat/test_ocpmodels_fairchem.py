@@ -1,0 +1,151 @@
+"""gp_utils' three spellings: signatures of the pages they follow, one shared state."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono.compat
+from unisono.comm import world
+from unisono.compat.fairchem.core.common import gp_utils as v1
+from unisono.compat.fairchem_v2.core.common import gp_utils as v2
+from unisono.compat.ocpmodels.common import gp_utils as ocp
+from unisono.errors import MeshError
+
+SIGNATURES = {
+    "ensure_div": "(a: int, b: int) -> None",
+    "divide_and_check_no_remainder": "(a: int, b: int) -> int",
+    "setup_gp": "(config) -> None",
+    "cleanup_gp": "() -> None",
+    "initialized": "() -> bool",
+    "get_dp_rank": "() -> int",
+    "get_gp_rank": "() -> int",
+    "get_dp_world_size": "() -> int",
+    "get_gp_world_size": "() -> int",
+    "pad_tensor": "(tensor: torch.Tensor, dim: int = -1, target_size: Optional[int] = None)"
+    " -> torch.Tensor",
+    "trim_tensor": "(tensor: torch.Tensor, sizes: Optional[torch.Tensor] = None, dim: int = 0)",
+    "_split_tensor": "(tensor: torch.Tensor, num_parts: int, dim: int = -1,"
+    " contiguous_chunks: bool = False)",
+    "_reduce": "(ctx: Any, input: torch.Tensor) -> torch.Tensor",
+    "_split": "(input: torch.Tensor, dim: int = -1) -> torch.Tensor",
+    "_gather": "(input: torch.Tensor, dim: int = -1) -> torch.Tensor",
+    "_gather_with_padding": "(input: torch.Tensor, dim: int = -1) -> torch.Tensor",
+    "copy_to_model_parallel_region": "(input: torch.Tensor) -> torch.Tensor",
+    "reduce_from_model_parallel_region": "(input: torch.Tensor) -> torch.Tensor",
+    "scatter_to_model_parallel_region": "(input: torch.Tensor, dim: int = -1) -> torch.Tensor",
+    "gather_from_model_parallel_region": "(input: torch.Tensor, dim: int = -1) -> torch.Tensor",
+}
+CLASSES = {
+    "CopyToModelParallelRegion": ["ctx", "input"],
+    "ReduceFromModelParallelRegion": ["ctx", "input"],
+    "ScatterToModelParallelRegion": ["ctx", "input", "dim"],
+    "GatherFromModelParallelRegion": ["ctx", "input", "dim"],
+}
+
+
+def test_signatures_of_ocpmodels():
+    for name, wanted in SIGNATURES.items():
+        found = str(inspect.signature(getattr(ocp, name))).replace("'", "")
+        assert found == wanted, name
+    for name in ("get_dp_group", "get_gp_group"):
+        assert list(inspect.signature(getattr(ocp, name)).parameters) == []
+    for name, arguments in CLASSES.items():
+        region = getattr(ocp, name)
+        assert issubclass(region, torch.autograd.Function)
+        assert list(inspect.signature(region.forward).parameters) == arguments
+        assert list(inspect.signature(region.backward).parameters) == ["ctx", "grad_output"]
+        if "dim" in arguments:
+            assert inspect.signature(region.forward).parameters["dim"].default == -1
+
+
+@pytest.mark.ranks([1, 2])
+def test_the_three_trees_share_one_state():
+    ocp.setup_gp({"gp_gpus": world().size, "distributed_backend": None})
+    for module in (ocp, v1, v2):
+        assert module.initialized()
+        assert module.get_gp_world_size() == world().size
+        assert module._GRAPH_PARALLEL_GROUP is module.get_gp_group() is not None
+        assert module._DATA_PARALLEL_GROUP is module.get_dp_group()
+    v2.cleanup_gp()
+    assert not ocp.initialized()
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = ocp.no_such_name
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_regions_of_every_tree_move_the_same_rows():
+    size, rank = world().size, world().rank
+    v1.setup_graph_parallel_groups(size)
+    x = torch.arange(14.0, dtype=torch.float64).view(7, 2)
+    mine = ocp.scatter_to_model_parallel_region(x, 0)
+    assert torch.equal(mine, v1.scatter_to_model_parallel_region(x, 0))
+    assert torch.equal(mine, v2.scatter_to_model_parallel_region(x))
+    assert torch.equal(ocp.gather_from_model_parallel_region(mine, 0), x)
+    assert torch.equal(v1.gather_from_model_parallel_region(mine, 0, natoms=7), x)
+    assert torch.equal(v1.gather_from_model_parallel_region_sum_grad(mine, 0), x)
+    assert torch.equal(v2.gather_from_model_parallel_region(mine, 7), x)
+    assert torch.equal(v2.gather_from_model_parallel_region_sum_grad(mine, 7), x)
+    assert v1._tensor_to_split_partitions(x, 0) == v2.size_list_fn(7, size)
+    assert torch.equal(v1._split_tensor(x, 0)[rank], mine)
+    assert torch.equal(ocp._split_tensor(x, size, 0)[rank], mine)
+    assert torch.equal(ocp.reduce_from_model_parallel_region(x), size * x)
+    for tree, factor in (
+        (v2.GatherFromModelParallelRegionGradPadded, 1),
+        (v2.GatherFromModelParallelRegionSumGradPadded, size),
+    ):
+        padded = v2.pad_input(mine, max(v2.size_list_fn(7, size))).clone().requires_grad_()
+        blocks = tree.apply(padded)
+        assert len(blocks) == size
+        assert torch.equal(blocks[rank].detach(), padded.detach())
+        torch.cat(blocks).sum().backward()
+        assert torch.equal(padded.grad, torch.full_like(padded, factor))
+    v1.cleanup_gp()
+
+
+@pytest.mark.ranks(2)
+def test_regions_before_set_up_are_refused_in_all_trees():
+    calls = (
+        lambda: ocp.copy_to_model_parallel_region(torch.ones(1)),
+        lambda: v1.gather_from_model_parallel_region(torch.ones(1)),
+        lambda: v2.scatter_to_model_parallel_region(torch.ones(1)),
+    )
+    for call in calls:
+        with pytest.raises(MeshError, match="setup_gp"):
+            call()
+
+
+def test_configurations_for_workers():
+    config = v2.GraphParallelConfig()
+    assert (config.group_size, config.mode, config.partition) == (1, "allgather", "index_split")
+    assert v2.GPMode("all_to_all") is v2.GPMode.ALL_TO_ALL
+    assert v2.GPPartition("spatial") is v2.GPPartition.SPATIAL
+    resolve = v2.resolve_gp_config_for_workers
+    assert resolve(None, 1) is None
+    assert resolve(config, 1) is config
+    assert resolve(None, 4).group_size == 4
+    spatial = v2.GraphParallelConfig(partition=v2.GPPartition.SPATIAL)
+    assert resolve(spatial, 4) == v2.GraphParallelConfig(4, partition=v2.GPPartition.SPATIAL)
+    assert spatial.group_size == 1
+    with pytest.raises(ValueError, match="2 != 4"):
+        resolve(v2.GraphParallelConfig(group_size=2), 4)
+    v2.set_gp_config(config)
+    assert v2.get_gp_config() is config
+    v2.set_gp_config(None)
+
+
+def test_the_trees_can_stand_on_the_search_path():
+    where = Path(unisono.compat.__file__).parent
+    code = f"import sys; sys.path.insert(0, {str(where)!r})\n"
+    code += "from ocpmodels.common import gp_utils as a\n"
+    code += "from fairchem.core.common import gp_utils as b\n"
+    code += "a.setup_gp({'gp_gpus': 1}); print(b.initialized())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.strip() == "True"

@@ -1,0 +1,158 @@
+"""Programs written for pytagi: only the import line changes, or not even that."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from unisono import bayes
+from unisono.compat import pytagi
+
+TREE = {
+    "": "manual_seed cuda HRCSoftmaxMetric HRCSoftmax Normalizer Utils exponential_scheduler",
+    "cuda": "is_available is_nccl_available get_device_count get_current_device set_device "
+    "is_device_available get_device_properties get_device_memory",
+    "metric": "HRCSoftmaxMetric mse rmse log_likelihood classification_error",
+    "tagi_utils": "Utils Normalizer HRCSoftmax exponential_scheduler",
+    "nn": "Linear SLinear Conv2d ConvTranspose2d AvgPool2d MaxPool2d BatchNorm2d LayerNorm RMSNorm "
+    "LSTM SLSTM Embedding MultiheadAttention LayerBlock ResNetBlock ReLU Sigmoid Tanh MixtureReLU "
+    "MixtureSigmoid MixtureTanh Softplus LeakyReLU Softmax EvenExp Remax ClosedFormSoftmax "
+    "Sequential OutputUpdater BaseLayer BaseHiddenStates BaseDeltaStates HRCSoftmax DDPConfig "
+    "DDPSequential",
+    "nn.activation": "ReLU Sigmoid Tanh MixtureReLU MixtureSigmoid MixtureTanh Softplus LeakyReLU "
+    "Softmax EvenExp Remax ClosedFormSoftmax",
+    "nn.attention": "MultiheadAttention",
+    "nn.base_layer": "BaseLayer",
+    "nn.batch_norm": "BatchNorm2d",
+    "nn.conv2d": "Conv2d",
+    "nn.convtranspose2d": "ConvTranspose2d",
+    "nn.data_struct": "BaseHiddenStates BaseDeltaStates HRCSoftmax",
+    "nn.ddp": "DDPConfig DDPSequential",
+    "nn.embedding": "Embedding",
+    "nn.layer_block": "LayerBlock",
+    "nn.layer_norm": "LayerNorm",
+    "nn.linear": "Linear",
+    "nn.lstm": "LSTM",
+    "nn.output_updater": "OutputUpdater",
+    "nn.pooling": "AvgPool2d MaxPool2d",
+    "nn.resnet_block": "ResNetBlock",
+    "nn.rms_norm": "RMSNorm",
+    "nn.sequential": "Sequential",
+    "nn.slinear": "SLinear",
+    "nn.slstm": "SLSTM",
+}
+
+
+@pytest.mark.parametrize("module", TREE)
+def test_every_module_has_its_names_and_they_are_ours(module):
+    found = importlib.import_module(f"unisono.compat.pytagi.{module}".rstrip("."))
+    for name in TREE[module].split():
+        value = getattr(found, name)
+        if name != "cuda" and hasattr(bayes, name):
+            assert value is getattr(bayes, name)
+
+
+def test_the_version_is_one_line():
+    assert pytagi.__version__.strip() == pytagi.__version__
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        bayes.Linear(1, 1),
+        bayes.Sequential(bayes.Linear(1, 1)),
+        bayes.OutputUpdater("cpu"),
+        bayes.Utils(),
+        bayes.HRCSoftmax(),
+        bayes.DDPConfig([]),
+        bayes.BaseDeltaStates(),
+    ],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_the_backend_of_an_object_is_the_object(thing):
+    assert thing._cpp_backend is thing
+
+
+PROGRAM = """
+import numpy as np
+from pytagi import Normalizer, exponential_scheduler, manual_seed
+import pytagi.metric as metric
+from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
+from pytagi.nn.ddp import DDPConfig, DDPSequential
+
+manual_seed(0)
+x = np.linspace(-1, 1, 40, dtype=np.float32)
+y = x**3
+mean, std = Normalizer.compute_mean_std(y)
+y = Normalizer.standardize(y, mean, std)
+net = Sequential(Linear(1, 30), ReLU(), Linear(30, 1))
+net = DDPSequential(net, DDPConfig(device_ids=[], backend="auto", rank=0, world_size=1))
+updater = OutputUpdater(net.model.device)
+sigma = 1.0
+for epoch in range(40):
+    sigma = exponential_scheduler(curr_v=sigma, min_v=0.1, decaying_factor=0.95, curr_iter=epoch)
+    var_y = np.full((8,), sigma**2, dtype=np.float32)
+    for rows in np.random.default_rng(epoch).permutation(40).reshape(5, 8):
+        m, v = net(x[rows])
+        updater.update(
+            output_states=net.output_z_buffer,
+            mu_obs=y[rows],
+            var_obs=var_y,
+            delta_states=net.input_delta_z_buffer,
+        )
+        net.backward()
+        net.step()
+net.eval()
+m, v = net(x)
+print(f"error {metric.rmse(m, y):.4f}")
+assert metric.rmse(m, y) < 0.25
+"""
+
+
+def test_a_program_runs_where_the_tree_is_registered_as_pytagi(tmp_path):
+    alias = (
+        "import sys, importlib, pkgutil\n"
+        "import unisono.compat.pytagi as tree\n"
+        "sys.modules['pytagi'] = tree\n"
+        "for info in pkgutil.walk_packages(tree.__path__, tree.__name__ + '.'):\n"
+        "    short = info.name.removeprefix('unisono.compat.')\n"
+        "    sys.modules[short] = importlib.import_module(info.name)\n"
+    )
+    (tmp_path / "program.py").write_text(alias + PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "error" in done.stdout
+
+
+def test_the_tree_can_be_copied_to_another_name(tmp_path, monkeypatch):
+    """Relative imports: the package works under the name it is found by."""
+    root = importlib.import_module("unisono.compat.pytagi").__path__[0]
+    (tmp_path / "pytagi").symlink_to(root)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        ddp = importlib.import_module("pytagi.nn.ddp")
+        assert ddp.DDPSequential is bayes.DDPSequential
+        assert importlib.import_module("pytagi").nn.Linear is bayes.Linear
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "pytagi"]:
+            del sys.modules[name]
+
+
+def test_arguments_have_the_names_of_pytagi():
+    net = bayes.Sequential(bayes.Linear(input_size=2, output_size=1, bias=True, gain_weight=1.0))
+    m, v = net(mu_x=np.ones(2), var_x=np.ones(2))
+    assert m.shape == v.shape == (1,)
+    config = bayes.DDPConfig(device_ids=[0], backend="gloo", rank=0, world_size=1)
+    config.rank, config.world_size = 1, 2
+    assert (config.rank, config.world_size) == (1, 2)

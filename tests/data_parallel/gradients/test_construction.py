@@ -1,0 +1,164 @@
+"""What wrapping a module does, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from parallel_models import assert_replicas_equal, batch, built, loss_of, mlp
+from torch import nn
+
+from unisono.comm import world
+from unisono.data_parallel import DataParallel, DataParallelOptimizer, PowerSGD
+from unisono.errors import CollectiveMismatch
+
+at_1_to_4 = pytest.mark.ranks([1, 2, 3, 4], backend="gloo")
+
+
+class Custom(nn.Module):
+    """Parameters that belong to no layer, and a buffer."""
+
+    def __init__(self, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.scale = nn.Parameter(torch.randn(3, generator=generator))
+        self.register_buffer("shift", torch.randn(2, generator=generator))
+        self.register_buffer("count", torch.tensor(seed))
+        self.frozen = nn.Parameter(torch.randn(2, 2, generator=generator), requires_grad=False)
+
+
+@at_1_to_4
+def test_all_ranks_take_the_values_of_rank_0_and_no_random_state_changes():
+    module, wanted = Custom(world().rank), Custom(0)
+    torch.manual_seed(world().rank)
+    state = torch.random.get_rng_state()
+    model = DataParallel(module)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for key, value in wanted.state_dict().items():
+        assert torch.equal(module.state_dict()[key], value)
+    assert list(model.state_dict()) == [f"module.{key}" for key in wanted.state_dict()]
+
+
+@at_1_to_4
+def test_pretrained_weights_are_kept():
+    module, twin = built(mlp)
+    DataParallel(module)
+    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_reset_parameters_gives_the_seeded_values_everywhere():
+    module, twin = built(mlp)
+    state = torch.random.get_rng_state()
+    DataParallel(module, reset_parameters=True)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert_replicas_equal(module)
+    torch.manual_seed(2147483646)
+    twin.apply(DataParallel._reset_parameters)
+    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.ranks(3)
+def test_models_that_differ_are_refused_by_name_on_all_ranks():
+    module = mlp()
+    if world().rank == 2:
+        module[2] = nn.Linear(40, 31)
+    with pytest.raises(CollectiveMismatch, match=r"2\.weight differs between rank 0 and rank 2"):
+        DataParallel(module)
+    with pytest.raises(CollectiveMismatch, match="options"):
+        DataParallel(mlp(), bucket_mb=1 + world().rank)
+    tied = mlp()
+    if world().rank == 1:
+        tied[0].bias.requires_grad_(False)
+    with pytest.raises(CollectiveMismatch, match=r"0\.bias.*frozen"):
+        DataParallel(tied)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_parameters_frozen_unfrozen_added_or_moved_later_are_noticed():
+    module, _ = built(mlp)
+    model = DataParallel(module, bucket_mb=100)
+    module[0].weight.requires_grad_(False)
+    loss_of(model(batch((6,))[1])).backward()
+    assert "0.weight" not in model.buckets[0].names
+    assert module[0].weight.grad is None
+    module[0].weight.requires_grad_(True)
+    module.add_module("5", nn.Linear(3, 2, dtype=torch.float64))
+    model.zero_grad()
+    loss_of(model(batch((6,))[1])).backward()
+    assert "0.weight" in model.buckets[0].names
+    assert "5.weight" in model.buckets[0].names
+    assert world().all_equal(module[0].weight.grad)
+    assert world().all_equal(module[5].weight.grad)
+    module.to(torch.float32)
+    model.zero_grad()
+    loss_of(model(batch((6,), dtype=torch.float32)[1])).backward()
+    assert {bucket.dtype for bucket in model.buckets} == {torch.float32}
+    assert world().all_equal(module[0].weight.grad)
+
+
+@pytest.mark.ranks(2)
+def test_layers_and_indices_have_heat_names():
+    module = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "b": nn.Linear(2, 1)})
+    module.register_parameter("p", nn.Parameter(torch.ones(1)))
+    optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    model = DataParallel(module, world(), optimizer)
+    assert model._param_slices == {"": slice(0, 1), "a.0": slice(1, 3), "b": slice(3, 5)}
+    assert list(model._param_indices) == ["p", "a.0.weight", "a.0.bias", "b.weight", "b.bias"]
+    assert model._dp_optimizers == [optimizer]
+    assert len(model._fwd_hook_handles) == 3
+    mean = model._blocking_hook(torch.full((2,), float(world().rank), dtype=torch.float64))
+    assert torch.equal(mean, torch.full((2,), 0.5, dtype=torch.float64))
+    for name, p in reversed(list(module.named_parameters())):
+        hook = model._nonblocking_hook(name.rpartition(".")[0], name)
+        grad = torch.full_like(p, float(world().rank))
+        assert hook(grad) is grad
+    for name, handle, dtype, buffer in [h for hs in model._layer_wait_handles.values() for h in hs]:
+        handle.wait()
+        assert dtype == torch.float32, name
+        assert torch.equal(buffer, torch.full_like(buffer, 0.5))
+    with pytest.raises(KeyError, match="nothing"):
+        model._nonblocking_hook("b", "nothing")
+
+
+def test_bad_input_is_answered_in_sentences():
+    layer, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    ours = DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    for module in (None, "net", nn.Linear):
+        with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+            DataParallel(module)
+    with pytest.raises(TypeError, match="names no group of ranks"):
+        DataParallel(layer, "world")
+    with pytest.raises(TypeError, match=r"HINT: DataParallelOptimizer\(optimizer\)"):
+        DataParallel(layer, None, torch.optim.SGD(layer.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="not a DataParallelOptimizer"):
+        DataParallel(layer, None, [ours, "adam"])
+    with pytest.raises(ValueError, match=r"2 parameters[\s\S]*module's 2 parameters"):
+        DataParallel(other, None, ours)
+    for bucket_mb in (0, -1):
+        with pytest.raises(ValueError, match="bucket_mb=25"):
+            DataParallel(layer, bucket_mb=bucket_mb)
+    for compression in ("zip", 3, PowerSGD):
+        with pytest.raises(ValueError, match='"bf16", "fp16"'):
+            DataParallel(layer, compression=compression)
+    with pytest.raises(ValueError, match="rank=1 or more"):
+        PowerSGD(rank=0)
+    model = DataParallel(layer)
+    for n in (-1, float("nan"), "x", True):
+        with pytest.raises(ValueError, match="at least 0"), model.samples(n):
+            pass
+    with pytest.raises(ValueError, match="divide_by"), model.join(divide_by="all"):
+        pass
+    assert DataParallel(layer, compression=functools.partial(print)).buckets == ()
+
+
+def test_a_daso_is_sent_to_its_own_wrapper():
+    from unisono.data_parallel import DASO
+
+    layer = nn.Linear(2, 1)
+    daso = DASO(torch.optim.SGD(layer.parameters(), lr=0.1), total_epochs=3)
+    with pytest.raises(TypeError, match="HINT: DataParallelMultiGPU"):
+        DataParallel(layer, None, daso)

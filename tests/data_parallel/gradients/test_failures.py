@@ -1,0 +1,78 @@
+"""A rank that fails ends all ranks with one error, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from parallel_models import batch, built, loss_of, mlp
+
+import unisono
+from unisono.comm import world
+from unisono.data_parallel import DataParallel, DataParallelOptimizer
+from unisono.errors import RankFailed, RankTimeout
+
+
+def train_with_a_failure(where):
+    module, _ = built(mlp)
+    optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    model = DataParallel(module, None, optimizer)
+    for step in range(4):
+        failing = step == 2 and world().rank == 1
+        if failing and where == "forward":
+            module[2].register_forward_hook(lambda *_: 1 / 0)
+        optimizer.zero_grad()
+        out = model(batch((6,), step)[1])
+        if failing and where == "backward":
+            out.register_hook(lambda grad: 1 / 0)
+        loss_of(out).backward()
+        optimizer.step()
+        if failing and where == "between":
+            raise ZeroDivisionError("between step and forward")
+    model.eval()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_a_rank_that_raises_ends_all_with_its_own_error(where, monkeypatch):
+    monkeypatch.setenv("UNISONO_TIMEOUT_S", "60")
+    with pytest.raises((ZeroDivisionError, RankFailed)) as caught:
+        unisono.run(train_with_a_failure, where, ranks=2, logs=unisono.Logs(console="none"))
+    assert isinstance(caught.value, ZeroDivisionError) or "ZeroDivision" in str(caught.value)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=40)
+def test_a_missing_rank_is_reported_with_the_bucket(tmp_path):
+    module, _ = built(mlp)
+    model = DataParallel(module, world(timeout_s=2.0))
+    out = model(batch((6,))[1])
+    if world().rank == 0:
+        with pytest.raises(RankTimeout, match=r"gradient bucket 0 .*4\.bias, 4\.weight") as caught:
+            loss_of(out).backward()
+        assert caught.value.missing == (1,)
+        (tmp_path / "done").touch()
+    else:
+        waiter = threading.Event()
+        while not (tmp_path / "done").exists():
+            waiter.wait(0.05)
+
+
+@pytest.mark.ranks(2, backend="shm", timeout=40)
+def test_memory_and_hooks_go_with_the_model():
+    def segments():
+        return sum("unisono" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = segments()
+    module, _ = built(mlp)
+    optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    model = DataParallel(module, None, optimizer, True)
+    loss_of(model(batch((6,))[1])).backward()
+    assert segments() > before
+    del model
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    world().barrier()
+    assert segments() == before
+    assert all(not p._post_accumulate_grad_hooks for p in module.parameters())

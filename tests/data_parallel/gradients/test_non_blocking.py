@@ -1,0 +1,399 @@
+"""Deferred updates: whatever is called in whatever order, the numbers are those of plain torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parallel_models import (
+    OPTIMIZERS,
+    SHAPES,
+    assert_same_parameters,
+    batch,
+    built,
+    encoder,
+    loss_of,
+    mlp,
+)
+from torch import nn
+
+from unisono.comm import world
+from unisono.data_parallel import DataParallel, DataParallelOptimizer
+
+on_both = pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+
+
+def never_early(model):
+    """Let messages arrive only when somebody waits, so that every step is owed."""
+    engine = model._engine
+    engine.has_arrived = lambda bucket: not engine.is_under_way(bucket)
+
+
+class Pair:
+    """A non-blocking model and its one-process twin, driven alike."""
+
+    def __init__(self, make=mlp, optimizer="sgd", shape=(6,), **options):
+        module, self.twin = built(make)
+        self.shape, self.step_count = shape, 0
+        self.inner = OPTIMIZERS[optimizer](module.parameters())
+        self.optimizer = DataParallelOptimizer(self.inner)
+        options = {"bucket_mb": 0.001, **options}
+        self.model = DataParallel(module, None, self.optimizer, **options)
+        self.twin_optimizer = OPTIMIZERS[optimizer](self.twin.parameters())
+        self.losses = None
+        never_early(self.model)
+
+    def forward(self):
+        everything, mine = batch(self.shape, self.step_count)
+        self.step_count += 1
+        self.losses = loss_of(self.model(mine)), loss_of(self.twin(everything))
+
+    def backward(self):
+        for loss in self.losses or ():
+            loss.backward()
+        self.losses = None
+
+    def step(self):
+        self.optimizer.step()
+        self.twin_optimizer.step()
+
+    def zero_grad(self, set_to_none=False):
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.twin_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def check(self):
+        assert_same_parameters(self.model.module, self.twin, rtol=1e-11)
+
+    def whole_step(self):
+        self.zero_grad()
+        self.forward()
+        self.backward()
+        self.step()
+
+
+@pytest.mark.ranks(2, backend="gloo", timeout=30)
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(
+    calls=st.lists(
+        st.sampled_from(
+            [
+                "forward",
+                "forward backward",
+                "zero_grad forward backward step",
+                "backward",
+                "step",
+                "zero_grad",
+                "none",
+                "eval",
+                "train",
+                "state_dict",
+                "inner state_dict",
+                "optimizer state_dict",
+                "deepcopy",
+                "pickle",
+                "read gradients",
+                "read a parameter",
+            ]
+        ),
+        min_size=3,
+        max_size=12,
+    )
+)
+def test_every_order_of_calls_gives_the_numbers_of_plain_torch(calls):
+    pair = Pair()
+    state = torch.random.get_rng_state()
+    for call in " ".join(
+        c if " " not in c or c.startswith(("forward", "zero")) else c.replace(" ", "_")
+        for c in calls
+    ).split():
+        if call in ("forward", "backward", "step", "zero_grad"):
+            getattr(pair, call)()
+        elif call == "none":
+            pair.zero_grad(set_to_none=True)
+        elif call in ("eval", "train"):
+            getattr(pair.model, call)()
+        elif call == "state_dict":
+            for key, value in pair.model.state_dict().items():
+                wanted = pair.twin.state_dict()[key.removeprefix("module.")]
+                torch.testing.assert_close(value, wanted, rtol=1e-11, atol=1e-11)
+        elif call == "inner_state_dict":
+            for key, value in pair.model.module.state_dict().items():
+                torch.testing.assert_close(
+                    value, pair.twin.state_dict()[key], rtol=1e-11, atol=1e-11
+                )
+        elif call == "optimizer_state_dict":
+            mine, theirs = pair.optimizer.state_dict(), pair.twin_optimizer.state_dict()
+            assert mine["state"].keys() == theirs["state"].keys()
+        elif call == "deepcopy":
+            assert_same_parameters(copy.deepcopy(pair.model.module), pair.twin, rtol=1e-11)
+        elif call == "pickle":
+            assert_same_parameters(
+                pickle.loads(pickle.dumps(pair.model.module)), pair.twin, rtol=1e-11
+            )
+        elif call == "read_gradients":
+            for p, q in zip(pair.model.module.parameters(), pair.twin.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None)
+                if q.grad is not None:
+                    torch.testing.assert_close(p.grad + 0, q.grad, rtol=1e-10, atol=1e-10)
+        else:
+            first = pair.model.module[0].weight
+            torch.testing.assert_close(first, pair.twin[0].weight, rtol=1e-11, atol=1e-11)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    pair.model.finalize()
+    assert not pair.model.pending
+    pair.check()
+
+
+@on_both
+def test_a_step_is_owed_and_paid_by_the_first_read():
+    pair = Pair()
+    pair.whole_step()
+    assert pair.model._fwd_hook_handles
+    assert pair.optimizer.update_next
+    assert pair.model._active_layers == {"0", "2", "4"}
+    pair.model.finalize()
+    assert pair.model._active_layers == set()
+    assert not pair.optimizer.update_next
+    pair.forward()
+    pair.backward()
+    assert list(pair.model._layer_wait_handles) == ["4", "2", "0"]
+    pair.step()
+    assert pair.optimizer.update_next
+    pair.model._iparam_update(layer_names=["0"])
+    pair.model._iparam_update(slice(0, 2), ["0"])
+    torch.testing.assert_close(pair.model.module[0].weight, pair.twin[0].weight)
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        pair.model._iparam_update(slice(0, 1), ["0"])
+    with pytest.raises(KeyError, match="nowhere"):
+        pair.model._iparam_update(layer_names=["nowhere"])
+    pair.model.eval()
+    pair.check()
+
+
+@on_both
+def test_clipping_is_exact_before_the_step():
+    for ours in (True, False):
+        pair = Pair()
+        for _ in range(3):
+            pair.zero_grad()
+            pair.forward()
+            pair.backward()
+            wanted = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.1)
+            if ours:
+                norm = pair.model.clip_grad_norm(0.1)
+            else:
+                norm = nn.utils.clip_grad_norm_([p for _, p in pair.inner_params()], 0.1)
+            torch.testing.assert_close(norm, wanted)
+            pair.step()
+        pair.model.finalize()
+        pair.check()
+
+
+def _inner_params(self):
+    """Parameter objects taken without passing the module tree: only `.grad` is guarded."""
+    return [(i, p) for i, p in enumerate(self.inner.param_groups[0]["params"])]
+
+
+Pair.inner_params = _inner_params
+
+
+@on_both
+def test_a_scheduler_per_batch_does_not_reach_back_to_an_owed_update():
+    for on_inner in (True, False):
+        pair = Pair(optimizer="adamw")
+        target = pair.inner if on_inner else pair.optimizer
+        make = torch.optim.lr_scheduler.OneCycleLR
+        schedulers = [make(opt, max_lr=0.1, total_steps=8) for opt in (target, pair.twin_optimizer)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(6):
+                pair.whole_step()
+                for scheduler in schedulers:
+                    scheduler.step()
+        pair.model.finalize()
+        pair.check()
+
+
+@on_both
+def test_a_grad_scaler_skips_on_all_ranks_together():
+    module, _ = built(mlp, torch.float32)
+    optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    model = DataParallel(module, None, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [p.detach().clone() for p in module.parameters()]
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model(batch((6,), step, torch.float32)[1]).float())
+        if step == 0 and world().rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.finalize()
+        same = all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+        assert same == (step == 0)
+        flat = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+        assert world().all_equal(flat)
+    assert scaler.get_scale() == 2.0
+
+
+@on_both
+def test_step_hooks_run_once_a_step_and_other_optimizers_update_in_one_piece():
+    pair = Pair()
+    calls = []
+    pair.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    for _ in range(3):
+        pair.whole_step()
+    pair.model.finalize()
+    assert calls == ["post"] * 3
+    pair.check()
+
+
+@on_both
+def test_groups_frozen_parameters_and_another_order_stay_non_blocking():
+    module, twin = built(mlp)
+    module[0].bias.requires_grad_(False)
+    twin[0].bias.requires_grad_(False)
+
+    def groups(of):
+        params = list(of.parameters())
+        return [{"params": params[::-1][:3], "lr": 0.2}, {"params": params[::-1][3:]}]
+
+    optimizer = DataParallelOptimizer(torch.optim.SGD(groups(module), lr=0.05, momentum=0.9))
+    twin_optimizer = torch.optim.SGD(groups(twin), lr=0.05, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = DataParallel(module, None, optimizer, bucket_mb=0.001)
+    assert not model.blocking_parameter_updates
+    assert all("0.bias" not in bucket.names for bucket in model.buckets)
+    for step in range(4):
+        everything, mine = batch((6,), step)
+        for one, opt, x in ((model, optimizer, mine), (twin, twin_optimizer, everything)):
+            opt.zero_grad()
+            loss_of(one(x)).backward()
+            opt.step()
+    model.finalize()
+    assert_same_parameters(module, twin)
+
+
+@on_both
+def test_what_cannot_be_deferred_warns_once_and_blocks():
+    for case in ("two", "subset", "lbfgs"):
+        module, twin = built(mlp)
+        params = list(module.parameters())
+        if case == "two":
+            inner = [torch.optim.SGD(params[:2], lr=0.1), torch.optim.SGD(params[2:], lr=0.1)]
+            twin_inner = [torch.optim.SGD(twin.parameters(), lr=0.1)]
+        elif case == "subset":
+            inner = [torch.optim.SGD(params[:2], lr=0.1)]
+            twin_inner = [torch.optim.SGD(list(twin.parameters())[:2], lr=0.1)]
+        else:
+            inner = [torch.optim.LBFGS(params, lr=0.1, max_iter=3)]
+            twin_inner = [torch.optim.LBFGS(twin.parameters(), lr=0.1, max_iter=3)]
+        optimizers = [DataParallelOptimizer(opt) for opt in inner]
+        with pytest.warns(UserWarning, match="updates are blocking") as caught:
+            model = DataParallel(module, None, optimizers)
+        assert len(caught) == 1
+        assert model.blocking_parameter_updates
+        assert all(opt.blocking_parameter_updates for opt in optimizers)
+        everything, mine = batch((6,))
+        for one, opts, x in ((model, optimizers, mine), (twin, twin_inner, everything)):
+
+            def closure(one=one, opts=opts, x=x):
+                for opt in opts:
+                    opt.zero_grad()
+                loss = loss_of(one(x))
+                loss.backward()
+                return loss
+
+            if case == "lbfgs":
+                assert opts[0].step(closure) is not None
+            else:
+                closure()
+                for opt in opts:
+                    opt.step()
+        rtol = 1e-6 if case == "lbfgs" else 1e-12
+        assert_same_parameters(module, twin, rtol=rtol)
+
+
+@on_both
+def test_a_deepcopy_trains_in_parallel_on_its_own():
+    pair = Pair(optimizer="adam")
+    pair.whole_step()
+    twin_model = copy.deepcopy(pair.model)
+    inner = twin_model._dp_optimizers[0]
+    assert inner is not pair.optimizer
+    own = {id(p) for p in twin_model.parameters()}
+    assert {id(p) for p in inner.params_ref} == own
+    pair.model, pair.optimizer = twin_model, inner
+    pair.whole_step()
+    pair.whole_step()
+    pair.model.finalize()
+    pair.check()
+
+
+@on_both
+def test_a_pickled_model_starts_again_at_its_first_forward():
+    pair = Pair(make=encoder, shape=SHAPES[encoder])
+    pair.whole_step()
+    pair.model, pair.optimizer = pickle.loads(pickle.dumps((pair.model, pair.optimizer)))
+    assert pair.model.comm == world()
+    assert pair.model._dp_optimizers[0] is pair.optimizer
+    for _ in range(2):
+        pair.whole_step()
+    pair.model.finalize()
+    pair.check()
+
+
+@on_both
+def test_a_model_that_ends_with_an_update_owed_says_so():
+    pair = Pair()
+    pair.whole_step()
+    pair.model.finalize()
+    module = pair.model.module
+    pair.zero_grad()
+    pair.forward()
+    pair.backward()
+    pair.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pair.model = None
+    assert any(issubclass(w.category, ResourceWarning) for w in caught)
+    assert type(module[0]._parameters) is dict
+    loss_of(module(batch((6,))[1])).backward()  # an ordinary module again
+    world().barrier()
+
+
+@pytest.mark.ranks(1)
+def test_a_world_of_one_updates_at_once():
+    pair = Pair()
+    for _ in range(3):
+        pair.whole_step()
+        assert not pair.model.pending
+        pair.check()
+    assert pair.model.buckets == ()
+
+
+def test_an_optimizer_without_a_model_acts_at_once():
+    layer = nn.Linear(2, 1)
+    optimizer = DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    before = layer.weight.detach().clone()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert optimizer.step(lambda: 7) == 7
+    assert torch.allclose(layer.weight, before - 0.1)
+    optimizer.zero_grad()
+    assert torch.equal(layer.weight.grad, torch.zeros(1, 2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups is optimizer.torch_optimizer.param_groups
+    for bad in (3, "x", layer):
+        with pytest.raises(TypeError, match="torch optimizer"):
+            DataParallelOptimizer(bad)
+    with pytest.raises(TypeError, match="blocking"):
+        DataParallelOptimizer(optimizer.torch_optimizer, "x")

@@ -1,0 +1,149 @@
+"""Many ranks train as one process with the joined batch would: both modes, models, optimizers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from parallel_models import (
+    OPTIMIZERS,
+    SHAPES,
+    assert_replicas_equal,
+    assert_same_parameters,
+    batch,
+    built,
+    loss_of,
+    mlp,
+)
+from torch import nn
+
+from unisono.comm import world
+from unisono.data_parallel import DataParallel, DataParallelOptimizer
+
+both_modes = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
+
+
+def train_both(make, optimizer, blocking, dtype=torch.float64, steps=5, **options):
+    """Train a parallel model and a twin that sees all data; return both."""
+    module, twin = built(make, dtype)
+    inner = OPTIMIZERS[optimizer](module.parameters())
+    twin_optimizer = OPTIMIZERS[optimizer](twin.parameters())
+    parallel_optimizer = DataParallelOptimizer(inner)
+    model = DataParallel(module, None, parallel_optimizer, blocking, **options)
+    for step in range(steps):
+        everything, mine = batch(SHAPES[make], step, dtype)
+        for one, opt, x in ((model, parallel_optimizer, mine), (twin, twin_optimizer, everything)):
+            opt.zero_grad()
+            loss_of(one(x)).backward()
+            opt.step()
+    model.eval()
+    return model, twin
+
+
+@pytest.mark.ranks([1, 2, 3, 4], backend=["gloo", "shm"], timeout=60)
+@both_modes
+def test_five_steps_of_every_model_equal_one_process(blocking):
+    for make in SHAPES:
+        model, twin = train_both(make, "sgd", blocking, bucket_mb=0.001)
+        assert_same_parameters(model.module, twin)
+        assert_replicas_equal(model)
+
+
+@pytest.mark.ranks([2, 3], backend=["gloo", "shm"], timeout=60)
+@both_modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_five_steps_of_every_optimizer_equal_one_process(blocking, dtype):
+    for optimizer in OPTIMIZERS:
+        model, twin = train_both(mlp, optimizer, blocking, dtype)
+        assert_same_parameters(model.module, twin, rtol=1e-5 if dtype == torch.float32 else 1e-11)
+        assert_replicas_equal(model)
+
+
+@pytest.mark.ranks([2, 3, 4], backend="shm", timeout=60)
+@both_modes
+def test_replicas_have_the_same_bits_after_200_steps(blocking):
+    model, _ = train_both(mlp, "sgd", blocking, torch.float32, steps=200)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+def test_a_torch_optimizer_works_without_any_wrapper():
+    module, twin = built(mlp)
+    model = DataParallel(module)
+    assert model.blocking_parameter_updates
+    assert model._fwd_hook_handles == []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
+    for step in range(4):
+        everything, mine = batch((6,), step)
+        for one, opt, x in ((model, optimizer, mine), (twin, twin_optimizer, everything)):
+            opt.zero_grad()
+            loss_of(one(x)).backward()
+            opt.step()
+    assert_same_parameters(module, twin)
+
+
+@pytest.mark.ranks(2)
+def test_bucket_size_does_not_change_a_bit():
+    small, _ = train_both(mlp, "sgd", True, torch.float32, bucket_mb=0.001)
+    large, _ = train_both(mlp, "sgd", True, torch.float32, bucket_mb=100)
+    assert len(small.buckets) > len(large.buckets) == 1
+    for p, q in zip(small.parameters(), large.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+@both_modes
+def test_gradients_are_views_of_the_buckets(blocking):
+    module, _ = built(mlp)
+    optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    model = DataParallel(module, None, optimizer, blocking)
+    for set_to_none in (True, False):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model(batch((6,))[1])).backward()
+        model.finalize()
+        for bucket in model._engine.gradient_buckets:
+            begin = bucket.flat.data_ptr()
+            for p in bucket.params:
+                assert begin <= p.grad.data_ptr() < begin + bucket.nbytes
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+@both_modes
+def test_batch_norm_buffers_follow_rank_0(blocking):
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+    optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    model = DataParallel(module, None, optimizer, blocking)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch((6,), step)[1])).backward()
+        optimizer.step()
+    model(batch((6,), 9)[1] * 0 + 1.5)  # the same batch everywhere: equal from here on
+    for buffer in module.buffers():
+        assert world().all_equal(buffer)
+    assert world().all_equal(int(module[1].num_batches_tracked))
+    quiet = DataParallel(copy.deepcopy(module), broadcast_buffers=False)
+    quiet(batch((6,), 5)[1])
+    assert not world().all_equal(quiet.module[1].running_mean)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+def test_complex_channels_last_and_half_parameters_are_averaged():
+    torch.manual_seed(1)
+    complex_part = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+    conv = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    half = nn.Linear(4, 2).to(torch.bfloat16)
+    module = nn.ParameterDict({"c": complex_part})
+    module.conv, module.half = conv, half
+    model = DataParallel(module)
+    r = world().rank + 1
+    x = torch.ones(1, 4, 5, 5).to(memory_format=torch.channels_last) * r
+    loss = (module["c"] * (1 + 1j) * r).real.sum() + conv(x).sum()
+    (loss + half(torch.ones(1, 4, dtype=torch.bfloat16) * r).sum()).backward()
+    assert torch.allclose(complex_part.grad, torch.full((3,), 1.5 * (1 - 1j)).to(torch.complex128))
+    assert conv.weight.grad.stride() == conv.weight.stride()
+    assert torch.allclose(conv.weight.grad, torch.full_like(conv.weight, 13.5))
+    assert torch.equal(half.weight.grad, torch.full_like(half.weight, 1.5))
+    assert len(model.buckets) == 3

@@ -1,0 +1,285 @@
+"""Unused, sparse, checkpointed and accumulated gradients; samples and uneven data."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from parallel_models import (
+    assert_replicas_equal,
+    assert_same_parameters,
+    batch,
+    built,
+    loss_of,
+    mlp,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from unisono.comm import world
+from unisono.data_parallel import DataParallel, DataParallelOptimizer
+
+both = pytest.mark.ranks([2, 3], backend=["gloo", "shm"], timeout=60)
+both_modes = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
+
+
+class Branches(nn.Module):
+    """Which layer is used depends on the input's first number; `never` is not used at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Linear(4, 2)
+        self.right = nn.Linear(4, 2)
+        self.never = nn.Linear(4, 2)
+
+    def forward(self, x, right):
+        return self.right(x) if right else self.left(x)
+
+
+def wrapped(module, blocking, lr=0.1, **options):
+    inner = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, weight_decay=0.1)
+    optimizer = DataParallelOptimizer(inner)
+    return DataParallel(module, None, optimizer, blocking, **options), optimizer
+
+
+@both
+@both_modes
+def test_branches_that_depend_on_the_rank_average_with_zeros(blocking):
+    comm = world()
+    for find_unused in (False, True):
+        module, twin = built(Branches)
+        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=find_unused)
+        twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        xs = [
+            torch.randn(3, 4, generator=torch.Generator().manual_seed(r)).double()
+            for r in range(comm.size)
+        ]
+        for step in range(4):
+            right = [step != 1 and (r + step) % 2 == 1 for r in range(comm.size)]
+            optimizer.zero_grad(set_to_none=True)
+            loss_of(model(xs[comm.rank], right[comm.rank])).backward()
+            optimizer.step()
+            twin_optimizer.zero_grad()
+            losses = [loss_of(twin(x, go)) for x, go in zip(xs, right, strict=True)]
+            (sum(losses) / comm.size).backward()
+            twin_optimizer.step()
+        model.finalize()
+        assert_same_parameters(module, twin)  # weight decay did not move `never`
+        assert module.never.weight.grad is None
+        assert_replicas_equal(module)
+
+
+@both
+def test_an_unused_gradient_keeps_what_it_held():
+    module, _ = built(Branches)
+    model, _ = wrapped(module, True)
+    module.never.weight.grad = kept = torch.full_like(module.never.weight, 3.0)
+    loss_of(model(torch.ones(2, 4).double(), False)).backward()
+    assert torch.equal(module.never.weight.grad, torch.full_like(kept, 3.0))
+    loss_of(model(torch.ones(2, 4).double(), False)).backward()
+    assert torch.equal(module.never.weight.grad, torch.full_like(kept, 3.0))
+    assert module.right.weight.grad is None
+
+
+@both
+@both_modes
+def test_sparse_embeddings_are_averaged(blocking):
+    comm = world()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2)).double()
+    twin = copy.deepcopy(module)
+    optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    model = DataParallel(module, None, optimizer, blocking)
+    words = torch.arange(3 * comm.size).view(comm.size, 3) % 7
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(model(words[comm.rank])).backward()
+        assert module[0].weight.grad.is_sparse
+        optimizer.step()
+        twin_optimizer.zero_grad()
+        loss_of(twin(words.view(-1))).backward()
+        twin_optimizer.step()
+    model.finalize()
+    assert_same_parameters(module, twin)
+
+
+class Checkpointed(nn.Module):
+    """A layer used in two reentrant segments and outside: three gradients in one backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.wide = nn.Linear(6, 6000)
+        self.narrow = nn.Linear(6000, 6)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(self.shared(y)), x, use_reentrant=True)
+            x = checkpoint(lambda y: torch.tanh(self.narrow(self.wide(y))), x, use_reentrant=True)
+        return self.shared(x)
+
+
+@both
+@both_modes
+def test_reentrant_checkpoints_reduce_every_gradient(blocking):
+    module, twin = built(Checkpointed)
+    model, optimizer = wrapped(module, blocking, lr=0.01, bucket_mb=0.0001)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    for step in range(2):
+        everything, mine = batch((6,), step)
+        for one, opt, x in ((model, optimizer, mine), (twin, twin_optimizer, everything)):
+            opt.zero_grad(set_to_none=step == 0)
+            loss_of(one(x.requires_grad_())).backward()
+            opt.step()
+    model.finalize()
+    assert_same_parameters(module, twin, rtol=1e-11)
+
+
+@both
+@both_modes
+def test_no_sync_averages_the_sum_and_two_backwards_add_two_means(blocking):
+    for accumulate in (True, False):
+        module, twin = built(mlp)
+        model, optimizer = wrapped(module, blocking)
+        optimizer.zero_grad()
+        for step in range(3):
+            everything, mine = batch((6,), step)
+            loss_of(twin(everything)).backward()
+            if accumulate and step < 2:
+                with model.no_sync():
+                    loss_of(model(mine)).backward()
+                assert not world().all_equal(module[0].weight.grad)
+            else:
+                loss_of(model(mine)).backward()
+        model.finalize()
+        for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks([1, 2, 3], backend=["gloo", "shm"], timeout=60)
+@both_modes
+def test_samples_weight_every_rank_by_what_it_has_seen(blocking):
+    comm = world()
+    counts = [[3, 0, 2][: comm.size], [1, 4, 2][: comm.size], [2, 2, 5][: comm.size]]
+    xs = torch.randn(40, 6, generator=torch.Generator().manual_seed(5)).double()
+
+    def parts(step):
+        begin = sum(sum(c) for c in counts[:step]) + sum(counts[step][: comm.rank])
+        return xs[begin : begin + counts[step][comm.rank]]
+
+    def loss(out):  # of no rows: zero, with a graph
+        return loss_of(out) if len(out) else out.sum()
+
+    module, twin = built(mlp)
+    model, optimizer = wrapped(module, blocking)
+    for step in range(3):  # each synchronises by itself
+        optimizer.zero_grad()
+        with model.samples(counts[step][comm.rank]):
+            loss(model(parts(step))).backward()
+        model.finalize()
+        begin = sum(sum(c) for c in counts[:step])
+        twin.zero_grad()
+        loss_of(twin(xs[begin : begin + sum(counts[step])])).backward()
+        for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    optimizer.zero_grad()
+    for step in range(2):  # accumulated, in both orders of nesting
+        if step == 0:
+            with model.no_sync(), model.samples(counts[0][comm.rank]):
+                loss(model(parts(0))).backward()
+        else:
+            with model.samples(counts[1][comm.rank]), model.no_sync():
+                loss(model(parts(1))).backward()
+    with model.samples(counts[2][comm.rank]):
+        loss(model(parts(2))).backward()
+    model.finalize()
+    twin.zero_grad()
+    loss_of(twin(xs[: sum(map(sum, counts))])).backward()
+    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks([1, 2, 3], backend=["gloo", "shm"], timeout=60)
+@both_modes
+def test_join_goes_on_among_the_ranks_that_have_data(blocking):
+    comm = world()
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    for extra in (0, 1, 3):
+        for divide_by in ("active", "world"):
+            torch.manual_seed(0)
+            for layer in (module[0], module[2]):
+                layer.reset_parameters()
+            twin = copy.deepcopy(module)
+            for model_part in (module, twin):
+                model_part[1].eval()
+            model, optimizer = wrapped(module, blocking)
+            twin_optimizer = torch.optim.SGD(
+                twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1
+            )
+            lengths = [1 + extra * r for r in range(comm.size)]
+            data = [
+                torch.randn(9, 3, 6, generator=torch.Generator().manual_seed(r)).double()
+                for r in range(comm.size)
+            ]
+            with model.join(divide_by=divide_by):
+                for i in range(lengths[comm.rank]):
+                    optimizer.zero_grad()
+                    loss_of(model(data[comm.rank][i])).backward()
+                    optimizer.step()
+            for i in range(max(lengths)):
+                losses = [loss_of(twin(d[i])) for d, n in zip(data, lengths, strict=True) if i < n]
+                twin_optimizer.zero_grad()
+                (sum(losses) / (len(losses) if divide_by == "active" else comm.size)).backward()
+                twin_optimizer.step()
+            model.finalize()
+            assert_same_parameters(module, twin)
+            assert_replicas_equal(module)
+            state = optimizer.state_dict()["state"]
+            assert comm.all_equal(state[0]["momentum_buffer"])
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+def test_join_nests_with_no_sync_and_samples():
+    comm = world()
+    module, twin = built(mlp)
+    model, optimizer = wrapped(module, True)
+    lengths = [2, 6]
+    with model.join():
+        for i in range(lengths[comm.rank]):
+            x = batch((6,), i)[1]
+            if i % 2 == 0:
+                optimizer.zero_grad()
+                with model.no_sync(), model.samples(4):
+                    loss_of(model(x)).backward()
+            else:
+                with model.samples(4):
+                    loss_of(model(x)).backward()
+                optimizer.step()
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for i in range(0, 6, 2):
+        active = slice(0, None) if i < 2 else slice(4, None)
+        rows = torch.cat([batch((6,), j)[0][active] for j in (i, i + 1)])
+        twin_optimizer.zero_grad()
+        loss_of(twin(rows)).backward()
+        twin_optimizer.step()
+    assert_same_parameters(module, twin)
+
+
+@both
+def test_forces_as_second_derivatives_train_in_parallel():
+    """`autograd.grad` inside the loss must neither synchronise nor end a backward."""
+    module, twin = built(mlp)
+    model = DataParallel(module)
+    everything, mine = batch((6,))
+    for one, x in ((model, mine), (twin, everything)):
+        x = x.clone().requires_grad_()
+        (force,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
+        force.square().mean().backward()
+    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+        if q.grad is None:
+            assert p.grad is None
+        else:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    assert model.stats().steps == 1

@@ -1,0 +1,232 @@
+"""DASO's schedule: worked tables, and what holds for every schedule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.data_parallel import BatchPlan, DasoSchedule, Skips
+
+OFF = Skips(0, 0, 0)
+
+
+def repeated(*runs: tuple[tuple[int, int, int], int]) -> list[Skips]:
+    return [Skips(*skips) for skips, times in runs for _ in range(times)]
+
+
+def with_skips(*skips: int) -> DasoSchedule:
+    schedule = DasoSchedule(10, warmup_epochs=0, cooldown_epochs=0)
+    schedule.skips = Skips(*skips)
+    return schedule
+
+
+def trace(schedule: DasoSchedule, n_batches: int, groups: int = 2) -> list[str]:
+    """Write down what each batch of an epoch does, as DASO would do it."""
+    lines: list[str] = []
+    sent_at, rotation = None, 0
+    for batch in range(n_batches):
+        plan = schedule.plan(batch, n_batches, sent_at)
+        words: list[str] = [] if plan.local_sync else ["local off"]
+        if plan.merge:
+            words.append(f"merge {batch - sent_at}")
+            sent_at = None
+        if plan.blocking or plan.send:
+            words.append(f"{'mean' if plan.blocking else 'send'} {rotation % groups}")
+            rotation += 1
+            sent_at = batch if plan.send else None
+        lines.append(", ".join([*words, "close"] if plan.close else words))
+    return lines
+
+
+CYCLE = [
+    (
+        DasoSchedule(14, 2, 2),
+        repeated(
+            (OFF, 2), ((4, 1, 1), 3), ((2, 1, 1), 3), ((1, 1, 1), 3), ((8, 2, 2), 1), (OFF, 2)
+        ),
+    ),
+    (
+        DasoSchedule(20),
+        repeated(
+            (OFF, 4), ((4, 1, 1), 3), ((2, 1, 1), 3), ((1, 1, 1), 3), ((8, 2, 2), 3), (OFF, 4)
+        ),
+    ),
+    (
+        DasoSchedule(24, 0, 0, max_global_skips=16),
+        repeated(
+            ((4, 1, 1), 4), ((2, 1, 1), 3), ((1, 1, 1), 3), ((16, 4, 4), 3), ((8, 2, 3), 3),
+            ((4, 1, 2), 3), ((2, 1, 1), 3), ((1, 1, 1), 2),
+        ),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "expected"), CYCLE)
+def test_skips_of_a_loss_that_never_improves_follow_the_worked_table(schedule, expected):
+    assert schedule.preview([1.0] * len(expected)) == expected
+    live = [schedule.skips]
+    live += [schedule.epoch_end(1.0) for _ in expected[1:]]
+    assert live == expected
+    schedule.reset()
+    assert schedule.skips == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("skips", "n_batches", "expected"),
+    [
+        (
+            (4, 1, 1), 10,
+            ["send 0", "merge 1", "", "", "send 1", "merge 1", "", "", "", "mean 0, close"],
+        ),
+        (
+            (8, 2, 2), 12,
+            ["send 0", "", "merge 2", "local off", "", "local off", "", "local off", "send 1", "",
+             "merge 2", "mean 0, close"],
+        ),
+        ((1, 1, 1), 4, ["send 0", "merge 1, send 1", "merge 1", "mean 0, close"]),
+        ((0, 0, 0), 4, ["mean 0", "mean 1", "mean 0", "mean 1, close"]),
+        ((3, 1, 0), 5, ["mean 0", "", "", "mean 1", "mean 0, close"]),
+        ((4, 1, 1), 1, ["mean 0, close"]),
+        ((4, 1, 1), 2, ["", "mean 0, close"]),
+    ],
+)  # fmt: skip
+def test_batches_follow_the_worked_traces(skips, n_batches, expected):
+    assert trace(with_skips(*skips), n_batches) == expected
+
+
+def test_phases_follow_the_epoch_and_improvement_keeps_the_skips():
+    schedule = DasoSchedule(9, 2, 3)
+    phases, skips = [schedule.phase], [schedule.skips]
+    for epoch in range(8):
+        skips.append(schedule.epoch_end(0.5**epoch))
+        phases.append(schedule.phase)
+    assert phases == ["warmup"] * 2 + ["cycling"] * 4 + ["cooldown"] * 3
+    assert skips == repeated((OFF, 2), ((4, 1, 1), 4), (OFF, 3))
+
+
+def test_no_warmup_starts_in_cycling():
+    schedule = DasoSchedule(5, warmup_epochs=0, cooldown_epochs=0)
+    assert schedule.phase == "cycling"
+    assert schedule.skips == (4, 1, 1)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3])
+def test_the_first_skip_is_capped_by_the_maximum(largest):
+    schedule = DasoSchedule(50, 0, 0, max_global_skips=largest, skip_reduction_factor=3)
+    seen = schedule.preview([1.0] * 50)
+    assert max(s.global_skip for s in seen) == largest
+    assert min(min(s) for s in seen) == 1
+
+
+def test_a_maximum_of_zero_synchronises_after_every_batch_and_keeps_the_phases():
+    schedule = DasoSchedule(6, 1, 1, max_global_skips=0)
+    assert set(schedule.preview([1.0] * 6)) == {OFF}
+    schedule.epoch_end(1.0)
+    assert schedule.phase == "cycling"
+
+
+def test_fixed_skips_ignore_plateaus():
+    schedule = DasoSchedule(12, 1, 0, every=6)
+    assert schedule.preview([1.0] * 12) == repeated((OFF, 1), ((6, 1, 0), 11))
+
+
+SCHEDULES = st.builds(
+    DasoSchedule,
+    st.integers(1, 40),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(0, 20),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.sampled_from([0.0, 0.05, 0.5]),
+)
+LOSSES = st.lists(st.floats(0, 10), min_size=1, max_size=40)
+
+
+@given(SCHEDULES, LOSSES, st.integers(1, 30))
+def test_what_holds_for_every_schedule(schedule, losses, n_batches):
+    largest = schedule.max_global_skips
+    for loss in losses:
+        skips = schedule.skips
+        if schedule.phase == "cycling" and largest:
+            assert 1 <= skips.global_skip <= largest
+            assert 1 <= skips.local_skip <= max(1, largest)
+            assert skips.batches_to_wait >= 1
+        else:
+            assert skips == OFF
+        sent_at = None
+        for batch in range(n_batches):
+            plan = schedule.plan(batch, n_batches, sent_at)
+            assert plan.close == (batch == n_batches - 1)
+            assert not plan.merge or sent_at is not None
+            if plan.merge:
+                sent_at = None
+            assert not (plan.send and plan.blocking)
+            if plan.send:
+                assert sent_at is None, "two exchanges in flight"
+                sent_at = batch
+            if plan.close:
+                assert plan.blocking
+                assert sent_at is None, "a result nobody would use"
+            if sent_at is not None:
+                assert plan.local_sync, "a node drifts apart while its parameters travel"
+        schedule.epoch_end(loss)
+
+
+@given(SCHEDULES, LOSSES, st.integers(0, 40))
+def test_a_state_carried_over_continues_alike(schedule, losses, cut):
+    twin = DasoSchedule(
+        schedule.total_epochs, schedule.warmup_epochs, schedule.cooldown_epochs,
+        schedule.max_global_skips, schedule.skip_reduction_factor, schedule.local_skip_factor,
+        schedule.stability_level,
+    )  # fmt: skip
+    for loss in losses[:cut]:
+        schedule.epoch_end(loss)
+    twin.load_state_dict(schedule.state_dict())
+    for loss in losses[cut:]:
+        assert schedule.epoch_end(loss) == twin.epoch_end(loss)
+    assert schedule.state_dict() == twin.state_dict()
+
+
+@given(SCHEDULES, LOSSES)
+def test_a_preview_changes_nothing(schedule, losses):
+    before = schedule.state_dict()
+    schedule.preview(losses)
+    assert schedule.state_dict() == before
+
+
+def test_the_cost_of_epochs_counts_exchanges_messages_and_bytes():
+    schedule = DasoSchedule(3, 1, 1)
+    costs = schedule.preview_cost([1.0] * 3, n_batches=10, parameters=25, sending_chunk_size=10)
+    assert [cost.exchanges for cost in costs] == [10, 3, 10]
+    assert [cost.messages for cost in costs] == [30, 9, 30]
+    assert [cost.bytes for cost in costs] == [10 * 50, 2 * 100 + 50, 10 * 50]
+
+
+def test_a_plan_has_the_five_named_parts():
+    assert with_skips(4, 1, 1).plan(0, 10, None) == BatchPlan(
+        local_sync=True, merge=False, send=True, blocking=False, close=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"total_epochs": 0}, ValueError),
+        ({"total_epochs": 2.5}, TypeError),
+        ({"total_epochs": True}, TypeError),
+        ({"warmup_epochs": -1}, ValueError),
+        ({"cooldown_epochs": -1}, ValueError),
+        ({"max_global_skips": -1}, ValueError),
+        ({"skip_reduction_factor": 0}, ValueError),
+        ({"local_skip_factor": 0}, ValueError),
+        ({"stability_level": -0.1}, ValueError),
+        ({"stability_level": float("nan")}, ValueError),
+        ({"stability_level": "low"}, TypeError),
+        ({"every": 0}, ValueError),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        DasoSchedule(**{"total_epochs": 5, **options})
