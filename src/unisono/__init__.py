@@ -10,7 +10,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unisono import comm, compat, errors, launch, operators, testing, topology
+    from unisono import (
+        bayes,
+        comm,
+        compat,
+        data_parallel,
+        errors,
+        graph_parallel,
+        launch,
+        nn,
+        operators,
+        testing,
+        topology,
+    )
     from unisono.comm import Communicator
     from unisono.launch import (
         Device,
@@ -51,7 +63,19 @@ _HOMES = {
     "Mesh": "unisono.topology",
     "Partition": "unisono.topology",
 }
-_PACKAGES = ("comm", "compat", "errors", "launch", "operators", "testing", "topology")
+_PACKAGES = (
+    "bayes",
+    "comm",
+    "compat",
+    "data_parallel",
+    "errors",
+    "graph_parallel",
+    "launch",
+    "nn",
+    "operators",
+    "testing",
+    "topology",
+)
 
 __all__ = [
     "Communicator",
@@ -64,11 +88,15 @@ __all__ = [
     "Results",
     "Wrapper",
     "__version__",
+    "bayes",
     "comm",
     "compat",
+    "data_parallel",
     "errors",
+    "graph_parallel",
     "job_dir",
     "launch",
+    "nn",
     "operators",
     "requeue",
     "restart_count",
