@@ -171,3 +171,17 @@ def test_many_runs_leave_no_descriptor_no_memory_and_no_child_behind():
     while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         assert time.monotonic() < end, children
         time.sleep(0.02)
+
+
+def has_loaded(name):
+    """Return whether this rank came up with a module loaded."""
+    return name in sys.modules
+
+
+def test_what_optimizers_need_is_loaded_once_the_server_is_idle():
+    unisono.launch.shutdown()
+    assert list(unisono.run(has_loaded, "torch._dynamo", on="cpu", ranks=1, logs=QUIET)) == [False]
+    deadline = time.monotonic() + 60
+    while not unisono.run(has_loaded, "torch._dynamo", on="cpu", ranks=1, logs=QUIET)[0]:
+        assert time.monotonic() < deadline
+        time.sleep(1.5)

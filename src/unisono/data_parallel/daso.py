@@ -126,18 +126,19 @@ class DASO(DasoFacade):
             every=every,
         )
         self.local_optimizer = local_optimizer
-        self.comm = communicator_of(comm)
+        self.communicator = communicator_of(comm)
+        self.comm = self.communicator if comm is None else comm
         self.verbose = verbose
         self.cast_dtype = downcast_type
         self.downcast_cycling = downcast_cycling
         self.sync_state = sync_state
         self.sync_buffers = sync_buffers
         self.module: nn.Module | None = None
-        layout = node_layout(self.comm, ranks_per_node)
+        layout = node_layout(self.communicator, ranks_per_node)
         self.reduced_ranks = layout.groups
         is_plain = outer_momentum == 0 and outer_lr == 1
         self.exchange = NodeExchange(
-            self.comm,
+            self.communicator,
             layout,
             chunk=sending_chunk_size,
             wire=downcast_type,
@@ -218,7 +219,7 @@ class DASO(DasoFacade):
                     "build the optimizer from module.parameters()",
                 )
             )
-        broadcast_module(module, self.comm)
+        broadcast_module(module, self.communicator)
         self.module = module
         self.local.attach(local_sync)
         self.exchange.bind(module)
@@ -274,7 +275,7 @@ class DASO(DasoFacade):
         begins = self.batches_done == 0
         changed = begins and self.module is not None and self.exchange.has_changed(self.module)
         flags = [self.module is not None, self.is_foreign, changed]
-        everybody = self.comm.all_gather_ints([self._n_batches or 0, *map(int, flags)])
+        everybody = self.communicator.all_gather_ints([self._n_batches or 0, *map(int, flags)])
         lengths, models, foreign, changes = zip(*everybody, strict=True)
         if not all(models):
             raise ValueError(
@@ -289,7 +290,7 @@ class DASO(DasoFacade):
             raise ValueError(
                 explain(
                     "DASO.step()",
-                    f"last_batch on ranks 0 to {self.comm.size - 1}: "
+                    f"last_batch on ranks 0 to {self.communicator.size - 1}: "
                     f"{[n or None for n in lengths]}",
                     None,
                     "daso.last_batch = len(loader), the same number on all ranks",
@@ -320,9 +321,9 @@ class DASO(DasoFacade):
 
     def _close(self) -> None:
         if self.sync_buffers and self.module is not None:
-            average_buffers(self.module, self.comm)
+            average_buffers(self.module, self.communicator)
         if self.sync_state:
-            average_state(self.local_optimizer, self.comm)
+            average_state(self.local_optimizer, self.communicator)
             self.local.together()
         self.current_batch = 0
         self.rotation = 0
@@ -343,8 +344,12 @@ class DASO(DasoFacade):
         expect("loss_globally_averaged", loss_globally_averaged, bool)
         if self.must_agree and self.batches_done:
             self._agree()
-        report = torch.tensor([[mine]], dtype=torch.float64, device=self.comm.device)
-        losses = self.comm.all_gather(report, sizes=[1] * self.comm.size).flatten().tolist()
+        report = torch.tensor([[mine]], dtype=torch.float64, device=self.communicator.device)
+        losses = (
+            self.communicator.all_gather(report, sizes=[1] * self.communicator.size)
+            .flatten()
+            .tolist()
+        )
         mean = losses[0] if loss_globally_averaged else sum(losses) / len(losses)
         if self.batches_done and self.batches_done != self._n_batches:
             self._close_early()

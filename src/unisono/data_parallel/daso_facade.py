@@ -41,7 +41,8 @@ class DasoFacade(Optimizer):
     """Reads the parts of DASO under the names that users know. Changes nothing by itself."""
 
     local_optimizer: Optimizer
-    comm: Communicator
+    comm: object
+    communicator: Communicator
     schedule: DasoSchedule
     exchange: NodeExchange
     local: LocalStep
@@ -123,5 +124,5 @@ class DasoFacade(Optimizer):
 
     def print0(self, *args: object) -> None:
         """Print on rank 0 only."""
-        if self.comm.rank == 0:
+        if self.communicator.rank == 0:
             print(*args, flush=True)

@@ -33,8 +33,8 @@ def capture(daso: DASO) -> dict[str, Any]:
         "went_apart": local.went_apart,
         "scheduler": None if local.scheduler is None else local.scheduler.state_dict(),
         "scaler": None if local.scaler is None else local.scaler.state_dict(),
-        "rank": daso.comm.rank,
-        "size": daso.comm.size,
+        "rank": daso.communicator.rank,
+        "size": daso.communicator.size,
     }
 
 
@@ -69,7 +69,7 @@ def restore(daso: DASO, state: Mapping[str, Any]) -> None:
     if sent is not None:
         exchange.in_flight = InFlight(sent["group"], sent["sums"], sent["narrow"], [])
     daso.is_foreign = sent is not None and (
-        state["rank"] != daso.comm.rank or state["size"] != daso.comm.size
+        state["rank"] != daso.communicator.rank or state["size"] != daso.communicator.size
     )
     if exchange.common is not None and state["common"] is not None:
         exchange.common = list(state["common"])

@@ -47,10 +47,11 @@ class Dataset(RankRows):
         expect("test_set", test_set, bool)
         self.seed = expect_int("seed", seed, 0)
         super().__init__(rows, transforms, home_of(array, comm))
+        self.comm = self.communicator if comm is None else comm
         self.ishuffle = ishuffle
         self.test_set = test_set
         self.htdata = array
-        shortest = min(n for (n,) in self.comm.all_gather_ints([rows.shape[0]]))
+        shortest = min(n for (n,) in self.communicator.all_gather_ints([rows.shape[0]]))
         self._cut_slice = slice(0, shortest)
         self.lcl_half = shortest // 2
         self.data = rows[self._cut_slice]

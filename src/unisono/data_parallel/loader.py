@@ -82,7 +82,7 @@ class DataLoader:
         self._first_iter = True
         can_shuffle = sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset)
         if generator is None:
-            ranks = dataset.comm if isinstance(dataset, Dataset) else world()
+            ranks = dataset.communicator if isinstance(dataset, Dataset) else world()
             generator = generator_of("loader", getattr(dataset, "seed", 0), ranks.rank)
         self.DataLoader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             dataset,

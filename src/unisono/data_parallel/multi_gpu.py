@@ -53,22 +53,23 @@ class DataParallelMultiGPU(nn.Module):
         expect("optimizer", optimizer, DASO, "DASO(optimizer, total_epochs), or DataParallel")
         check_bucket_mb(bucket_mb)
         check_compression(compression)
-        ranks = optimizer.comm if comm is None else communicator_of(comm)
-        if ranks.ranks != optimizer.comm.ranks:
+        ranks = optimizer.communicator if comm is None else communicator_of(comm)
+        others = optimizer.communicator.ranks
+        if ranks.ranks != others:
             raise MeshError.because(
                 "DataParallelMultiGPU(comm=...)",
-                f"ranks {list(ranks.ranks)}, but the optimizer's are {list(optimizer.comm.ranks)}",
+                f"ranks {list(ranks.ranks)}, but the optimizer's are {list(others)}",
                 None,
                 "DASO(..., comm=comm)",
             )
         super().__init__()
         self.module = module
-        self.comm = optimizer.comm
+        self.comm = optimizer.comm if comm is None else comm
         self.loc_gpus = optimizer.loc_gpus
         options = (bucket_mb, compression, broadcast_buffers, find_unused, reset_parameters)
-        check_same_module(module, self.comm, [repr(option) for option in options])
+        check_same_module(module, ranks, [repr(option) for option in options])
         if reset_parameters:
-            reset_module(module, self._reset_parameters, self.comm)
+            reset_module(module, self._reset_parameters, ranks)
         optimizer.set_model(module, local_sync=self._set_sync)
         self._engine = GradientEngine(
             module,
@@ -81,8 +82,6 @@ class DataParallelMultiGPU(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
-        if self.training and self._engine.has_changed():
-            self._engine.attach()
         self._engine.before_forward()
         outputs = self.module(*inputs, **kwargs)
         self._engine.after_forward(outputs)

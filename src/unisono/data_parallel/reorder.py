@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
+from unisono.data_parallel.construction import on_device
 
 __all__ = ["reorder_rows"]
 
@@ -37,7 +38,7 @@ def reorder_rows(
     # My new rows, by the rank that has them: each sends in ascending order of place.
     mine = places[start:stop]
     by_source = [((mine >= a) & (mine < b)).nonzero().squeeze(1) for a, b in pairwise(cuts)]
-    arrived = comm.all_to_all(
+    arrived = on_device(comm, rows.device).all_to_all(
         outgoing,
         send_sizes=ends.diff().tolist(),
         recv_sizes=[len(at) for at in by_source],

@@ -29,7 +29,8 @@ class RankRows(torch.utils.data.Dataset[Any]):
         _steps_of(transforms)  # refuses what cannot be called
         self.data = rows
         self.transforms = transforms
-        self.comm = comm
+        self.communicator = comm
+        self.comm: object = comm
 
     def __len__(self) -> int:
         """Number of rows on this rank."""
@@ -44,7 +45,7 @@ class RankRows(torch.utils.data.Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A loader's worker process reads rows; it is no rank, so the communicator stays behind."""
-        return {**self.__dict__, "comm": None}
+        return {**self.__dict__, "comm": None, "communicator": None}
 
 
 def _steps_of(transforms: Transforms) -> tuple[Callable[[Any], Any], ...]:

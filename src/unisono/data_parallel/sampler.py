@@ -36,8 +36,9 @@ class DistributedDataset(RankRows):
     def __init__(self, array: Any, transforms: Transforms = None, *, comm: object = None) -> None:
         rows = local_rows(array, "DistributedDataset")
         super().__init__(rows, transforms, home_of(array, comm))
+        self.comm = self.communicator if comm is None else comm
         self.array = array
-        self.cuts = decompose.bounds(self.comm.block_lengths(rows))
+        self.cuts = decompose.bounds(self.communicator.block_lengths(rows))
         """Where each rank's rows begin in the whole; one more entry than ranks."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         """Row of the original array at each place; None before the first shuffle."""
         self._linked: list[DistributedSampler] = []
         if shuffle:
-            self.seed = agreed_seed(seed, dataset.comm)
+            self.seed = agreed_seed(seed, dataset.communicator)
             self._shuffle()
 
     def __iter__(self) -> Iterator[int]:
@@ -171,6 +172,6 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         elif order is None:
             return
         self.dataset.data = reorder_rows(
-            self.dataset.data, places, self.dataset.cuts, comm=self.dataset.comm
+            self.dataset.data, places, self.dataset.cuts, comm=self.dataset.communicator
         )
         self._order = order

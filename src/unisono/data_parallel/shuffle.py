@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.comm import Communicator, Pending
+from unisono.comm import Pending
+from unisono.data_parallel.construction import on_device
+from unisono.data_parallel.ranks import communicator_of
 from unisono.data_parallel.seeding import generator_of
 from unisono.errors import PartitionError
 
@@ -35,7 +37,7 @@ class RingExchange:
 class Shufflable(Protocol):
     """What a shuffle needs of a dataset."""
 
-    comm: Communicator
+    comm: object
     lcl_half: int
     seed: int
     shuffles: int
@@ -65,10 +67,13 @@ def dataset_ishuffle(dataset: Shufflable, attrs: Attributes) -> None:
     """
     dataset_irecv(dataset)
     tensors = [_rows_of(dataset, name) for name, _ in attrs]
-    comm, half = dataset.comm, dataset.lcl_half
+    comm, half = communicator_of(dataset.comm), dataset.lcl_half
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     arriving = [
-        comm.exchange({to: rows[:half]}, {source: rows[:half]}, async_op=True) for rows in tensors
+        on_device(comm, rows.device).exchange(
+            {to: rows[:half]}, {source: rows[:half]}, async_op=True
+        )
+        for rows in tensors
     ]
     dataset.exchange = RingExchange(attrs, arriving)
 
@@ -78,8 +83,9 @@ def dataset_irecv(dataset: Shufflable) -> None:
     under_way, dataset.exchange = dataset.exchange, None
     if under_way is None:
         return
-    source = (dataset.comm.rank - 1) % dataset.comm.size
-    generator = generator_of(dataset.seed, dataset.shuffles, dataset.comm.rank)
+    comm = communicator_of(dataset.comm)
+    source = (comm.rank - 1) % comm.size
+    generator = generator_of(dataset.seed, dataset.shuffles, comm.rank)
     dataset.shuffles += 1
     n_rows = dataset._cut_slice.stop
     order = torch.randperm(n_rows, generator=generator)

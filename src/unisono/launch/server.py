@@ -17,12 +17,17 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 PRELOAD = ("cloudpickle", "numpy", "torch", "torch.distributed", "unisono.comm")
 """Loaded before the first fork."""
+PRELOAD_WHEN_IDLE = ("torch._dynamo",)
+"""Loaded after the first job: the first optimizer of a rank would spend seconds on it."""
+PAUSE_S = 1.0
+"""So long without ranks counts as idle."""
 IDLE_S = 300.0
 """Without ranks for so long, the server leaves; `UNISONO_SERVER_IDLE_S` sets it."""
 _LOOK_S = 5.0
@@ -61,11 +66,15 @@ def serve(control_fd: int, launcher_pid: int) -> NoReturn:
 
 
 def preload() -> None:
-    """Load what every rank needs, then freeze the heap so that forks share its memory."""
-    for name in PRELOAD:
-        importlib.import_module(name)
-    importlib.import_module("unisono.launch.rank")
+    """Load what every rank needs."""
+    load((*PRELOAD, "unisono.launch.rank"))
     importlib.import_module("torch").set_num_threads(1)
+
+
+def load(names: Sequence[str]) -> None:
+    """Import modules, then freeze the heap so that forks share its memory."""
+    for name in names:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
 
@@ -88,6 +97,8 @@ class Server:
         self._launcher_pid = launcher_pid
         self._idle_s = idle_s
         self._status_fds: dict[int, int] = {}
+        self._has_served = False
+        self._is_complete = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._wake_read, self._wake_write = os.pipe()
@@ -102,7 +113,10 @@ class Server:
         """Return an assignment in a forked rank, None when the server is to end."""
         last_busy = time.monotonic()
         while True:
-            events = self._selector.select(min(_LOOK_S, self._idle_s))
+            events = self._selector.select(min(_LOOK_S, self._idle_s, self._pause_s()))
+            if not events and self._may_load_more():
+                self._is_complete = True
+                load(PRELOAD_WHEN_IDLE)
             self._reap()
             now = time.monotonic()
             if events or self._status_fds:
@@ -125,6 +139,13 @@ class Server:
                 if assignment is not None:
                     return assignment
 
+    def _may_load_more(self) -> bool:
+        """Whether there was a job, none is running, and something is left to load."""
+        return self._has_served and not self._status_fds and not self._is_complete
+
+    def _pause_s(self) -> float:
+        return PAUSE_S if self._may_load_more() else _LOOK_S
+
     def _fork(self, own: dict[str, str], fds: list[int]) -> Assignment | None:
         payload_fd, report_fd, control_fd, stdout_fd, stderr_fd, status_fd, *stdin = fds
         if (why := refusal()) is not None:
@@ -132,6 +153,7 @@ class Server:
             for fd in fds:
                 os.close(fd)
             return None
+        self._has_served = True
         server_pid = os.getpid()
         pid = os.fork()
         if pid:
