@@ -1,0 +1,3 @@
+"""The package that holds `common`."""
+
+from __future__ import annotations

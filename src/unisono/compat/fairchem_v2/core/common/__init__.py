@@ -1,0 +1,3 @@
+"""The package that holds `gp_utils`."""
+
+from __future__ import annotations

@@ -1,0 +1,152 @@
+"""`radius_graph`: all pairs of points within a cutoff, by a cell list in pure torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PartitionError
+
+
+class Neighbours(NamedTuple):
+    """Edges between points that are near each other."""
+
+    edge_index: Tensor
+    """`[2, E]`, int64: source and target; sorted by target, then source."""
+    shifts: Tensor
+    """`[E, 3]`: add it to `pos[source]` for the image that is near; zeros without a cell."""
+
+
+def radius_graph(
+    pos: Tensor,
+    cutoff: float,
+    *,
+    cell: Tensor | None = None,
+    batch: Tensor | None = None,
+    targets: Tensor | None = None,
+) -> Neighbours:
+    """Return the edges from all points within `cutoff` of each target. Local, no gradient.
+
+    Args:
+        pos: `[N, 3]`.
+        cutoff: largest distance; points exactly there count.
+        cell: rows are the vectors of a periodic cell, `[3, 3]`, or `[B, 3, 3]` with `batch`. Then
+            a point may be its own neighbour through an image.
+        batch: graph of each point `[N]`; points of different graphs are never neighbours.
+        targets: points that need their neighbours, such as a rank's own nodes; default all.
+
+    >>> radius_graph(torch.tensor([[0.0, 0, 0], [1, 0, 0], [3, 0, 0]]), 1.5).edge_index.tolist()
+    [[1, 0], [0, 1]]
+    """
+    points, wanted = _checked(pos, cutoff, targets)
+    graphs = torch.zeros(len(points), dtype=torch.int64) if batch is None else batch.cpu()
+    images, shifts = _images(points, cutoff, cell, graphs)
+    image, target = _near_cells(points, wanted, images, shifts, cutoff, graphs)
+    source = images[image]
+    apart = points[source] + shifts[image] - points[target]
+    keep = apart.square().sum(1) <= cutoff * cutoff
+    keep &= (source != target) | (shifts[image] != 0).any(1)
+    source, target, shift = source[keep], target[keep], shifts[image][keep]
+    order = (target * max(len(points), 1) + source).sort(stable=True).indices
+    edges = torch.stack([source, target])[:, order]
+    return Neighbours(edges.to(pos.device), shift[order].to(pos.device, pos.dtype))
+
+
+def _near_cells(
+    points: Tensor,
+    wanted: Tensor,
+    images: Tensor,
+    shifts: Tensor,
+    cutoff: float,
+    graphs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return pairs (number of image, target) whose cells of side `cutoff` touch."""
+    if len(images) == 0 or len(wanted) == 0:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    where = points[images] + shifts
+    low = where.min(0).values
+    cells = ((where - low) / cutoff).floor().long()
+    extent = cells.max(0).values + 3  # a free layer on each side, so that cells never wrap
+    stride = torch.tensor([int(extent[1] * extent[2]), int(extent[2]), 1])
+    volume = int(extent.prod())
+
+    def key_of(cell: Tensor, graph: Tensor) -> Tensor:
+        return ((cell + 1) * stride).sum(1) + graph * volume
+
+    keys, by_cell = key_of(cells, graphs[images]).sort(stable=True)
+    home = ((points[wanted] - low) / cutoff).floor().long()
+    steps = torch.cartesian_prod(*[torch.tensor([-1, 0, 1])] * 3)
+    around = key_of((home[:, None] + steps).reshape(-1, 3), graphs[wanted].repeat_interleave(27))
+    first, last = torch.searchsorted(keys, around), torch.searchsorted(keys, around, right=True)
+    counts = last - first
+    start = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = torch.arange(int(counts.sum())) - start + first.repeat_interleave(counts)
+    return by_cell[place], wanted.repeat_interleave(27).repeat_interleave(counts)
+
+
+def _images(
+    points: Tensor, cutoff: float, cell: Tensor | None, graphs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return for each image of a point its number and its shift."""
+    if cell is None:
+        return torch.arange(len(points)), torch.zeros(len(points), 3, dtype=points.dtype)
+    cells = cell.detach().cpu().double().reshape(-1, 3, 3)
+    count = int(graphs.max()) + 1 if len(graphs) else 0
+    if cells.shape[0] not in (1, max(count, 1)):
+        raise PartitionError.because(
+            "radius_graph(cell=...)",
+            f"{cells.shape[0]} cells for {count} graphs",
+            None,
+            "one cell [3, 3], or one for each graph [B, 3, 3]",
+        )
+    if bool((torch.linalg.det(cells).abs() < 1e-12).any()):
+        raise PartitionError.because(
+            "radius_graph(cell=...)", "the three vectors span no volume", None, "a 3-D cell"
+        )
+    numbers: list[Tensor] = []
+    shifts: list[Tensor] = []
+    for graph in range(count):
+        vectors = cells[graph % cells.shape[0]]
+        mine = (graphs == graph).nonzero()[:, 0]
+        if not len(mine):
+            continue
+        inverse = torch.linalg.inv(vectors)
+        fraction = points[mine] @ inverse
+        reach = cutoff * inverse.norm(dim=0)  # in fractions of each vector
+        low, high = fraction.min(0).values - reach, fraction.max(0).values + reach
+        first = (low - fraction.max(0).values).floor().long()
+        last = (high - fraction.min(0).values).ceil().long()
+        ranges = [torch.arange(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
+        steps = torch.cartesian_prod(*ranges).double()
+        moved = fraction[:, None] + steps
+        inside = ((moved >= low) & (moved <= high)).all(2)
+        point, step = inside.nonzero(as_tuple=True)
+        numbers.append(mine[point])
+        shifts.append(steps[step] @ vectors)
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, 3, dtype=points.dtype)
+    return torch.cat(numbers), torch.cat(shifts)
+
+
+def _checked(pos: Tensor, cutoff: float, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+    if pos.dim() != 2 or pos.shape[1] != 3 or not pos.is_floating_point():
+        raise PartitionError.because(
+            "radius_graph", f"positions of shape {list(pos.shape)}, {pos.dtype}", None, "[N, 3]"
+        )
+    if not cutoff > 0:
+        raise PartitionError.because(f"radius_graph(cutoff={cutoff})", None, None, "cutoff > 0")
+    points = pos.detach().cpu().double()
+    if not bool(points.isfinite().all()):
+        node = int((~points.isfinite()).any(1).nonzero()[0])
+        raise PartitionError.because("radius_graph", f"point {node} is at {points[node].tolist()}")
+    if targets is None:
+        return points, torch.arange(len(points))
+    wanted = targets.detach().cpu().long()
+    if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(points):
+        raise PartitionError.because(
+            "radius_graph(targets=...)",
+            f"targets from {int(wanted.min())} to {int(wanted.max())}, {len(points)} points",
+        )
+    return points, wanted

@@ -1,0 +1,205 @@
+"""`GraphPartition`: which rank owns which node. Pure, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PartitionError
+from unisono.graph_parallel.ordering import cut_by_cost, morton_order
+from unisono.graph_parallel.stats import GraphStats
+from unisono.topology.decompose import bounds, split_sizes
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPartition:
+    """Owner of every node, and the order in which each rank's nodes stand together.
+
+    Make one with `contiguous`, `morton`, `balanced` or `from_owner`.
+    """
+
+    owner: Tensor
+    """`[N]`, int64: the part that owns each node."""
+    perm: Tensor
+    """`[N]`: nodes sorted by owner; `x[perm]` is the new order."""
+    inverse: Tensor
+    """`[N]`: place of each node in the new order; `x_new[inverse]` is the old order."""
+    sizes: tuple[int, ...]
+    """Nodes of each part."""
+    offsets: tuple[int, ...]
+    """Part p is rows `offsets[p]:offsets[p + 1]` of the new order."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.owner.numel()
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return len(self.sizes)
+
+    @classmethod
+    def contiguous(cls, num_nodes: int, parts: int) -> GraphPartition:
+        """Return balanced blocks of nodes in the given order.
+
+        >>> GraphPartition.contiguous(5, 3).owner.tolist()
+        [0, 0, 1, 1, 2]
+        """
+        _check_counts(num_nodes, parts, "contiguous")
+        sizes = torch.tensor(split_sizes(num_nodes, parts))
+        return cls.from_owner(torch.arange(parts).repeat_interleave(sizes), parts)
+
+    @classmethod
+    def morton(
+        cls, pos: Tensor, parts: int, *, batch: Tensor | None = None, cost: Tensor | None = None
+    ) -> GraphPartition:
+        """Return parts that are compact in space: equal cuts of a Morton curve.
+
+        Args:
+            pos: positions `[N, D]`, D from 1 to 3.
+            parts: number of parts.
+            batch: graph of each node; graphs follow one another on the curve.
+            cost: work of each node `[N]`; default equal.
+        """
+        _check_counts(pos.shape[0] if pos.dim() else 0, parts, "morton")
+        order = morton_order(pos, batch)
+        return cls._cut(order, _costs(cost, order.numel()), parts)
+
+    @classmethod
+    def balanced(
+        cls,
+        edge_index: Tensor,
+        num_nodes: int,
+        parts: int,
+        *,
+        order: Literal["index", "morton"] = "index",
+        pos: Tensor | None = None,
+        node_cost: float = 1.0,
+        edge_cost: float = 1.0,
+    ) -> GraphPartition:
+        """Return parts of equal work, where the work of a node is mostly its incoming edges.
+
+        Args:
+            edge_index: `[2, E]`, source and target of each edge.
+            num_nodes: number of nodes.
+            parts: number of parts.
+            order: `"index"` cuts the nodes as they are numbered, `"morton"` along a curve in space.
+            pos: positions, for `order="morton"`.
+            node_cost: work of a node by itself.
+            edge_cost: work of an incoming edge.
+        """
+        _check_counts(num_nodes, parts, "balanced")
+        check_edges(edge_index, num_nodes, "GraphPartition.balanced")
+        if order not in ("index", "morton") or (order == "morton" and pos is None):
+            raise PartitionError.because(
+                f"GraphPartition.balanced(order={order!r})",
+                "no positions" if order == "morton" else 'orders are "index" and "morton"',
+                None,
+                'order="morton", pos=pos',
+            )
+        indegree = torch.bincount(edge_index[1].cpu(), minlength=num_nodes)
+        line = torch.arange(num_nodes) if pos is None or order == "index" else morton_order(pos)
+        if line.numel() != num_nodes:
+            raise PartitionError.because(
+                f"GraphPartition.balanced of {num_nodes} nodes", f"{line.numel()} positions"
+            )
+        return cls._cut(line, node_cost + edge_cost * indegree.double(), parts)
+
+    @classmethod
+    def from_owner(cls, owner: Tensor, parts: int) -> GraphPartition:
+        """Return the partition with this owner for each node `[N]`; any, parts may be empty."""
+        asked = f"GraphPartition.from_owner(parts={parts})"
+        if owner.dim() != 1 or owner.is_floating_point() or owner.dtype == torch.bool:
+            raise PartitionError.because(
+                asked, f"owner of shape {list(owner.shape)}, {owner.dtype}", None, "[N], int64"
+            )
+        _check_counts(owner.numel(), parts, "from_owner")
+        owner = owner.detach().cpu().long().clone()
+        outside = ((owner < 0) | (owner >= parts)).nonzero()
+        if outside.numel():
+            node = int(outside[0])
+            raise PartitionError.because(
+                asked,
+                f"owner[{node}] = {int(owner[node])}",
+                f"not 0 <= {int(owner[node])} < {parts}",
+                "a part for each node",
+            )
+        perm = owner.sort(stable=True).indices
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.numel())
+        sizes = tuple(torch.bincount(owner, minlength=parts).tolist())
+        return cls(owner, perm, inverse, sizes, bounds(sizes))
+
+    def nodes_of(self, part: int) -> Tensor:
+        """Return the nodes of a part, in its order."""
+        return self.perm[self.offsets[part] : self.offsets[part + 1]]
+
+    def stats(self, edge_index: Tensor) -> GraphStats:
+        """Return what this split of the graph costs."""
+        check_edges(edge_index, self.num_nodes, "GraphPartition.stats")
+        source, target = edge_index.cpu()
+        computes, brings = self.owner[target], self.owner[source]
+        cut = (computes != brings).nonzero()[:, 0]
+        fetched = torch.unique(computes[cut] * self.num_nodes + source[cut])
+        halo = torch.bincount(fetched // max(self.num_nodes, 1), minlength=self.parts)
+        return GraphStats(
+            edges_total=source.numel(),
+            edges_cut=cut.numel(),
+            nodes_per_rank=self.sizes,
+            edges_per_rank=tuple(torch.bincount(computes, minlength=self.parts).tolist()),
+            halo_per_rank=tuple(halo.tolist()),
+        )
+
+    @classmethod
+    def _cut(cls, order: Tensor, cost: Tensor, parts: int) -> GraphPartition:
+        owner = torch.empty_like(order)
+        owner[order] = cut_by_cost(cost[order], parts)
+        return cls.from_owner(owner, parts)
+
+
+def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
+    """Raise unless `edge_index` is `[2, E]`, int64, with nodes of the graph only."""
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
+        raise PartitionError.because(
+            asked,
+            f"edge_index of shape {list(edge_index.shape)}, {edge_index.dtype}",
+            None,
+            "[2, E] of torch.int64: sources and targets",
+        )
+    if edge_index.numel() == 0:
+        return
+    low, high = edge_index.aminmax()
+    if low < 0 or high >= num_nodes:
+        column = int(((edge_index < 0) | (edge_index >= num_nodes)).any(0).nonzero()[0])
+        edge = edge_index[:, column].tolist()
+        node = next(node for node in edge if not 0 <= node < num_nodes)
+        raise PartitionError.because(
+            asked,
+            f"edge {column} is {edge[0]} -> {edge[1]} in a graph of {num_nodes} nodes",
+            f"not 0 <= {node} < {num_nodes}",
+            "node numbers count from 0",
+        )
+
+
+def _check_counts(num_nodes: int, parts: int, verb: str) -> None:
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or num_nodes < 0:
+        raise PartitionError.because(
+            f"GraphPartition.{verb} of {num_nodes} nodes in {parts!r} parts",
+            None,
+            None,
+            "0 or more nodes, 1 or more parts",
+        )
+
+
+def _costs(cost: Tensor | None, nodes: int) -> Tensor:
+    if cost is None:
+        return torch.ones(nodes, dtype=torch.float64)
+    if cost.shape != (nodes,):
+        raise PartitionError.because(
+            f"a cost for each of {nodes} nodes", f"shape {list(cost.shape)}", None, f"[{nodes}]"
+        )
+    return cost.cpu().double()

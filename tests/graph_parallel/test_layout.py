@@ -1,0 +1,111 @@
+"""Debug tags: each misuse is found where it happens, and right programs pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from unisono import graph_parallel as gp
+from unisono.comm import world
+from unisono.errors import LayoutError
+from unisono.graph_parallel import layout
+
+
+@pytest.mark.ranks(2)
+def test_tags_follow_values_through_torch_functions():
+    comm = world()
+    with gp.layout_check():
+        x = gp.mark(torch.ones(4, 3), "replicated")
+        part = gp.scatter(x, comm=comm)
+        weight = nn.Linear(3, 2)
+        assert gp.layout_of(part) == "sharded"
+        assert gp.layout_of(x * 2 + x) == "replicated"
+        assert gp.layout_of(weight(part).tanh() * 3) == "sharded"
+        assert gp.layout_of((part * 2).sum(1)) == "sharded"
+        assert gp.layout_of((part * 2).sum(0)) == "partial"
+        assert gp.layout_of(part.sum()) == "partial"
+        assert gp.layout_of(part.sum(1).sum()) == "partial"
+        assert gp.layout_of(-part.sum() / 3 + part.sum()) == "partial"
+        assert gp.layout_of(part.sum().exp()) is None
+        assert gp.layout_of(part.mean(0)) != "partial"
+        assert gp.layout_of(torch.ones(2)) is None
+        assert gp.layout_of(torch.zeros(4, 3).index_add(0, torch.arange(2), part)) == "partial"
+        assert gp.layout_of(gp.reduce(part.sum(), grad="identity", comm=comm)) == "replicated"
+        assert gp.layout_of(gp.gather(part, grad="slice", comm=comm)) == "replicated"
+        assert gp.layout_of(gp.copy(x, comm=comm)) == "replicated"
+        own = gp.gather(part, grad="sum", comm=comm)[comm.rank :]  # other rows on each rank
+        assert gp.layout_of(own) is None
+        gp.reduce((own**2).sum(), grad="identity", comm=comm)
+        plan = gp.GraphPlan(
+            gp.GraphPartition.contiguous(4, 2), torch.tensor([[0, 3], [3, 0]]), comm=comm
+        )
+        assert gp.layout_of(plan.exchange(part)) == "sharded"
+        assert gp.layout_of(plan.message_pass(part, lambda a, b, _: a + b)) == "sharded"
+    assert gp.layout_of(part) is None
+
+
+@pytest.mark.ranks(2)
+def test_each_misuse_raises_and_says_where_the_tensor_became_what_it_is():
+    comm = world()
+    with gp.layout_check():
+        x = gp.mark(torch.ones(4, 3), "replicated")
+        part = gp.scatter(x, comm=comm)
+        energy = gp.reduce(part.sum(), grad="identity", comm=comm)
+        with pytest.raises(LayoutError, match=r"reduced twice(.|\n)*test_layout\.py:\d+"):
+            gp.reduce(energy, grad="identity", comm=comm)
+        with pytest.raises(LayoutError, match="reduced twice"):
+            gp.reduce(energy * 2, grad="identity", comm=comm)
+        with pytest.raises(LayoutError, match="reduce of a sharded tensor"):
+            gp.reduce(part, grad="identity", comm=comm)
+        with pytest.raises(LayoutError, match="gather of a replicated tensor"):
+            gp.gather(x, grad="slice", comm=comm)
+        with pytest.raises(LayoutError, match="scatter of a sharded tensor"):
+            gp.scatter(part, comm=comm)
+        with pytest.raises(LayoutError, match="partial and a replicated"):
+            part.sum() + energy
+        with pytest.raises(LayoutError, match="layouts are"):
+            gp.mark(x, "split")
+        gp.reduce(gp.mark(energy * 1, "partial"), grad="identity", comm=comm)
+    gp.reduce(energy, grad="identity", comm=comm)  # outside nobody looks
+
+
+@pytest.mark.ranks(2)
+def test_values_that_must_be_equal_on_all_ranks_are_compared():
+    comm = world()
+    mine = torch.full((2, 2), 1.0 + comm.rank)
+    with gp.layout_check():
+        for region in (gp.copy, gp.scatter):
+            with pytest.raises(LayoutError, match="values differ by 1, the largest is 2"):
+                region(mine, comm=comm)
+        x = torch.ones(2, requires_grad=True)
+        y = gp.gather(x, grad="slice", comm=comm)
+        with pytest.raises(LayoutError, match=r'must be equal(.|\n)*HINT: grad="sum"'):
+            (y * (1 + comm.rank)).sum().backward()  # each rank uses it in its own way
+        gp.gather(x, grad="slice", comm=comm).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_the_mode_can_be_nested_and_leaves_nothing():
+    x = torch.ones(2)
+    with gp.layout_check():
+        gp.mark(x, "partial")
+        with gp.layout_check():
+            assert gp.layout_of(x) is None
+        assert gp.layout_of(x) == "partial"
+    assert gp.layout_of(x) is None
+
+
+def test_a_variable_turns_it_on_for_the_whole_run(monkeypatch):
+    monkeypatch.setenv("UNISONO_CHECK", "0")
+    layout.start_from_environment()
+    assert gp.layout_of(gp.mark(torch.ones(1), "partial")) is None
+    monkeypatch.setenv("UNISONO_CHECK", "1")
+    layout.start_from_environment()
+    try:
+        x = gp.mark(torch.ones(1), "partial")
+        assert gp.layout_of(-x * 2) == "partial"
+        assert gp.layout_of(x + 1) is None  # which would be added once on each rank
+    finally:
+        layout._follower.__exit__(None, None, None)
+        layout._follower = None

@@ -1,0 +1,134 @@
+"""Neighbour lists against all pairs, balanced batches, prediction from a plain process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono import graph_parallel as gp
+from unisono.comm import world
+from unisono.errors import PartitionError
+
+
+def brute_force(pos, cutoff, cell=None, batch=None):
+    """All pairs and images, one by one."""
+    steps = itertools.product(range(-3, 4), repeat=3) if cell is not None else [(0, 0, 0)]
+    found = set()
+    for step in steps:
+        shift = torch.tensor(step, dtype=pos.dtype) @ (
+            cell if cell is not None else torch.eye(3).double()
+        )
+        apart = (pos[:, None] + shift - pos[None]).norm(dim=2)
+        for s, d in (apart <= cutoff).nonzero().tolist():
+            if (s != d or step != (0, 0, 0)) and (batch is None or batch[s] == batch[d]):
+                found.add((s, d, *(round(v, 6) for v in shift.tolist())))
+    return found
+
+
+def as_set(neighbours):
+    return {
+        (s, d, *(round(v, 6) for v in shift))
+        for (s, d), shift in zip(
+            neighbours.edge_index.T.tolist(), neighbours.shifts.tolist(), strict=True
+        )
+    }
+
+
+@settings(deadline=None, max_examples=10)
+@given(points=st.integers(0, 20), cutoff=st.floats(0.2, 2.0), seed=st.integers(0, 999))
+def test_neighbours_are_those_of_all_pairs(points, cutoff, seed):
+    draw = torch.Generator().manual_seed(seed)
+    pos = 3 * torch.rand(points, 3, dtype=torch.float64, generator=draw)
+    batch = torch.arange(points) // 7
+    assert as_set(gp.radius_graph(pos, cutoff)) == brute_force(pos, cutoff)
+    assert as_set(gp.radius_graph(pos, cutoff, batch=batch)) == brute_force(
+        pos, cutoff, None, batch
+    )
+    targets = torch.arange(0, points, 2)
+    wanted = {edge for edge in brute_force(pos, cutoff) if edge[1] % 2 == 0}
+    assert as_set(gp.radius_graph(pos, cutoff, targets=targets)) == wanted
+
+
+@pytest.mark.parametrize("cutoff", [0.4, 1.1, 1.9])
+def test_periodic_images_are_neighbours_also_of_themselves(cutoff):
+    draw = torch.Generator().manual_seed(0)
+    cell = torch.tensor([[1.2, 0, 0], [0.4, 1.1, 0], [-0.3, 0.2, 1.5]], dtype=torch.float64)
+    pos = 2 * torch.rand(5, 3, dtype=torch.float64, generator=draw)
+    assert as_set(gp.radius_graph(pos, cutoff, cell=cell)) == brute_force(pos, cutoff, cell)
+    two = gp.radius_graph(
+        torch.cat([pos, pos]), cutoff, cell=torch.stack([cell, cell]), batch=torch.arange(10) // 5
+    )
+    assert two.edge_index.shape[1] == 2 * len(brute_force(pos, cutoff, cell))
+
+
+def test_bad_positions_are_refused():
+    with pytest.raises(PartitionError, match=r"\[N, 3\]"):
+        gp.radius_graph(torch.zeros(4, 2), 1.0)
+    with pytest.raises(PartitionError, match="cutoff > 0"):
+        gp.radius_graph(torch.zeros(4, 3), 0.0)
+    with pytest.raises(PartitionError, match="point 0"):
+        gp.radius_graph(torch.full((1, 3), float("nan")), 1.0)
+    with pytest.raises(PartitionError, match="no volume"):
+        gp.radius_graph(torch.zeros(1, 3), 1.0, cell=torch.zeros(3, 3))
+    with pytest.raises(PartitionError, match="targets from 0 to 9"):
+        gp.radius_graph(torch.zeros(4, 3), 1.0, targets=torch.tensor([0, 9]))
+
+
+@pytest.mark.ranks(4)
+def test_rows_share_their_batches_and_columns_have_equal_work():
+    sizes = [(7 * i) % 50 + 10 for i in range(101)]
+    with gp.use_groups(gp.graph_groups(2)):
+        sampler = gp.GraphBatchSampler(sizes, 200)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            batches = list(sampler)
+            assert len(batches) == len(sampler)
+            everyone = world().all_gather_object(batches)
+            assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
+            assert sorted(i for rank in (0, 2) for b in everyone[rank] for i in b) == list(
+                range(101)
+            )
+            costs = [[sum(sizes[i] for i in b) for b in everyone[rank]] for rank in (0, 2)]
+            assert max(map(max, costs)) <= 200
+            # most steps are even; where the packing ends, a step may have one small batch
+            apart = sorted(abs(a - b) for a, b in zip(*costs, strict=True))
+            assert apart[len(apart) // 2] <= 20
+        sampler.set_epoch(0)
+        assert list(sampler) != batches
+    few = gp.GraphBatchSampler([5.0], 1.0, groups=gp.graph_groups(1), shuffle=False)
+    assert list(few) == [[0]]  # fewer samples than dp ranks: they come twice
+    with pytest.raises(PartitionError, match="batch_cost"):
+        gp.GraphBatchSampler([1.0], 0.0)
+
+
+class SumOfNeighbours(torch.nn.Module):
+    """Energies and forces of a graph shared by all ranks of the row."""
+
+    def forward(self, batch):
+        pos, edges = batch["pos"], batch["edges"]
+        part = gp.GraphPartition.contiguous(len(pos), gp.get_gp_world_size())
+        plan = gp.GraphPlan(part, edges)
+        mine = plan.scatter(pos).requires_grad_()
+        term = plan.message_pass(mine, lambda a, b, _: (a - b) ** 2).sum()
+        (force,) = torch.autograd.grad(term, mine, create_graph=True)
+        return {
+            "energy": plan.reduce(term, grad="identity"),
+            "forces": plan.gather(force, grad="slice"),
+            "ranks": gp.get_gp_world_size(),
+        }
+
+
+def test_prediction_of_one_big_system_from_a_plain_process():
+    pos = torch.randn(9, 3, dtype=torch.float64)
+    edges = gp.radius_graph(pos, 1.5).edge_index
+    batch = {"pos": pos, "edges": edges}
+    found = gp.parallel_predict(SumOfNeighbours(), batch, workers=2)
+    alone = SumOfNeighbours()(batch)
+    assert found["ranks"] == 2
+    assert not found["energy"].requires_grad
+    torch.testing.assert_close(found["energy"], alone["energy"].detach())
+    torch.testing.assert_close(found["forces"], alone["forces"].detach())

@@ -1,0 +1,263 @@
+"""Halo plans: the rows that edges need, no others; the adjoint brings gradients home; overlap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unisono.comm import check, trace, world
+from unisono.errors import PartitionError, UnisonoError
+from unisono.graph_parallel import GraphPartition, GraphPlan, graph_groups, use_groups
+from unisono.testing import check_adjoint
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def graphs(parts):
+    """Graphs that are awkward: loops, doubles, isolated ranks, ranks without edges or nodes."""
+    generator = torch.Generator().manual_seed(3)
+    ring = torch.stack([torch.arange(12), torch.arange(1, 13) % 12])
+    yield "ring", ring, GraphPartition.contiguous(12, parts)
+    chaos = torch.randint(0, 11, (2, 40), generator=generator)
+    yield "random", chaos, GraphPartition.from_owner(torch.arange(11) * 5 % parts, parts)
+    twice = torch.cat([ring, ring.flip(0), ring[:, :3], torch.tensor([[2, 5], [2, 5]])], 1)
+    yield "loops and doubles", twice, GraphPartition.balanced(twice, 12, parts)
+    inside = torch.tensor([[0, 1], [1, 0]])
+    yield "one rank has all edges", inside, GraphPartition.contiguous(12, parts)
+    yield "fewer nodes than ranks", inside, GraphPartition.contiguous(2, parts)
+    last = GraphPartition.from_owner(torch.full((12,), parts - 1), parts)
+    yield "one rank has all nodes", twice, last
+    yield "no edges", ring[:, :0], GraphPartition.contiguous(5, parts)
+    yield "nothing", ring[:, :0], GraphPartition.contiguous(0, parts)
+
+
+def message(x_src, x_dst, attr):
+    return (x_src * 2 + x_dst).sin() * (1 if attr is None else attr)
+
+
+def serial(x, edges, attr=None):
+    source, target = edges
+    sent = message(x[source], x[target], attr)
+    return torch.zeros_like(x).index_add(0, target, sent)
+
+
+@pytest.mark.ranks([1, 2, 3, 4], timeout=60, backend=["gloo", "shm"])
+def test_message_passing_over_ranks_equals_one_process_to_the_second_derivative():
+    comm = world()
+    for name, edges, part in graphs(comm.size):
+        x, attr, w = (
+            drawn(part.num_nodes, 2),
+            drawn(edges.shape[1], 2, seed=1),
+            drawn(part.num_nodes, 2, seed=2),
+        )
+        whole = x.clone().requires_grad_()
+        energy = (w * serial(serial(whole, edges, attr), edges)).sum()
+        (force,) = torch.autograd.grad(energy, whole, create_graph=True)
+        (second,) = torch.autograd.grad((force**2).sum(), whole)
+        for cut in ("nodes", "edges"):
+            plan = GraphPlan(part, edges, cut=cut, comm=comm)
+            own = plan.local_nodes
+            assert torch.equal(plan.scatter(x), x[own])
+            assert torch.equal(plan.gather(x[own], grad="slice"), x)
+            assert torch.equal(plan.extend(x[own]), x[torch.cat([own, plan.halo_nodes])])
+            at = x[own].clone().requires_grad_()
+            y = plan.message_pass(at, message, edge_attr=attr[plan.edge_ids])
+            y = plan.message_pass(y, message)
+            wanted = serial(serial(x, edges, attr), edges)
+            torch.testing.assert_close(y.detach(), wanted[own], msg=name)
+            (mine,) = torch.autograd.grad((w[own] * y).sum(), at, create_graph=True)
+            torch.testing.assert_close(mine.detach(), force.detach()[own], msg=name)
+            (mine,) = torch.autograd.grad((mine**2).sum(), at)
+            torch.testing.assert_close(mine, second[own], msg=name)
+
+
+@pytest.mark.ranks([1, 2, 3], backend=["gloo", "shm"])
+def test_exchange_and_close_are_adjoint_and_exchange_is_plain_indexing():
+    comm = world()
+    for dense in (False, True):
+        for _, edges, part in graphs(comm.size):
+            plan = GraphPlan(part, edges, comm=comm)
+            plan.is_dense = dense and comm.size > 1
+            x = drawn(part.num_nodes, 3)
+            mine = x[plan.local_nodes]
+            assert torch.equal(plan.exchange(mine), x[plan.halo_nodes])
+            y = drawn(plan.num_local + plan.num_halo, 3, seed=comm.rank)
+            check_adjoint(plan.extend, plan.close, mine, y, domain="S", range="I")
+
+
+@pytest.mark.ranks([2, 3])
+def test_local_edge_lists_give_the_same_plan_as_the_whole_list():
+    comm = world()
+    for _, edges, part in graphs(comm.size):
+        whole = GraphPlan(part, edges, comm=comm)
+        local = GraphPlan(part, edges[:, whole.edge_ids], edges="local", comm=comm)
+        for name in ("edge_index", "halo_nodes", "local_nodes", "send_index", "inner_edges"):
+            assert torch.equal(getattr(whole, name), getattr(local, name)), name
+        assert whole.rows == local.rows
+        assert whole.stats == local.stats == part.stats(edges)
+        assert whole.is_dense == local.is_dense
+
+
+@pytest.mark.ranks(2)
+def test_several_tensors_travel_in_one_exchange():
+    comm = world()
+    edges = torch.tensor([[0, 3, 4, 1], [3, 1, 0, 2]])
+    plan = GraphPlan(GraphPartition.contiguous(5, 2), edges, comm=comm)
+    x, v, z = drawn(5, 3), drawn(5, 2, 3, seed=1), torch.arange(5)
+    own = plan.local_nodes
+    for value in (x, v):
+        value.requires_grad_()
+    with trace() as t:
+        hx, hv, hz = plan.exchange(x[own], v[own], z[own])
+    assert len(t.events) == 2  # one for each dtype
+    assert torch.equal(hx, x[plan.halo_nodes])
+    assert torch.equal(hv, v[plan.halo_nodes])
+    assert torch.equal(hz, z[plan.halo_nodes])
+    (hx.sum() + (2 * hv).sum()).backward()
+    asked = torch.zeros(5).index_add(0, own[plan.send_index], torch.ones(plan.send_index.numel()))
+    assert torch.equal(x.grad, asked[:, None].double().expand(5, 3))
+    assert torch.equal(v.grad, 2 * asked[:, None, None].double().expand(5, 2, 3))
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_the_halo_travels_while_inner_edges_are_computed_forward_and_backward():
+    comm = world()
+    nodes = 40
+    edges = torch.stack([torch.arange(nodes), (torch.arange(nodes) + 1) % nodes])
+    plan = GraphPlan(GraphPartition.contiguous(nodes, 2), edges, comm=comm)
+    x = drawn(nodes, 2)[plan.local_nodes].requires_grad_()
+    open_at = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t, name):
+            ctx.name = name
+            open_at.append((name, len(t_forward.events)))
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            open_at.append((f"{ctx.name} back", len(t_forward.events)))
+            return grad, None
+
+    names = iter(["inner", "outer"])
+
+    def watched(x_src, x_dst, attr):
+        return message(Watch.apply(x_src, next(names)), x_dst, attr)
+
+    with trace() as t_forward:
+        y = plan.message_pass(x, watched)
+        assert [e.is_async for e in t_forward.events] == [True]
+        y.sum().backward()
+    # an event is taken down when its transfer has been waited for
+    assert open_at == [("inner", 0), ("outer", 1), ("outer back", 1), ("inner back", 1)]
+    forward, backward = t_forward.events
+    assert forward.op == backward.op == "all_to_all"
+    assert [e.is_async for e in t_forward.events] == [True, True]
+
+
+@pytest.mark.ranks(2)
+def test_third_derivatives_and_repeated_backwards_through_the_two_halves():
+    comm = world()
+    edges = torch.tensor([[0, 1, 2, 3], [2, 3, 0, 1]])
+    plan = GraphPlan(GraphPartition.contiguous(4, 2), edges, comm=comm)
+    x = drawn(4)
+    whole = x.clone().requires_grad_()
+    at = x[plan.local_nodes].clone().requires_grad_()
+    found = []
+    for leaf, halo, own in ((whole, None, slice(None)), (at, plan, plan.local_nodes)):
+        other = leaf[[2, 3, 0, 1]] if halo is None else halo.start(leaf).wait()
+        value = (leaf**2 * other**3).sum()
+        derivatives = []
+        for _ in range(3):
+            (derivative,) = torch.autograd.grad(value, leaf, create_graph=True)
+            derivatives.append(derivative)
+            value = (derivative**2).sum()
+        (again,) = torch.autograd.grad(value, leaf, retain_graph=True)
+        (twice,) = torch.autograd.grad(value, leaf)
+        assert torch.equal(again, twice)
+        found.append([*derivatives, twice])
+        del own
+    for wanted, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted[plan.local_nodes])
+
+
+@pytest.mark.ranks(2)
+def test_forward_mode_goes_through_the_two_halves():
+    comm = world()
+    edges = torch.tensor([[0, 1, 2, 3], [2, 3, 0, 1]])
+    plan = GraphPlan(GraphPartition.contiguous(4, 2), edges, comm=comm)
+    x = drawn(4)[plan.local_nodes]
+    _, tangent = torch.func.jvp(lambda t: plan.start(t).wait() ** 2, (x,), (2 * x,))
+    other = drawn(4)[plan.halo_nodes]
+    torch.testing.assert_close(tangent, 4 * other**2)
+
+
+@pytest.mark.ranks(2)
+def test_refresh_keeps_a_plan_whose_edges_did_not_change():
+    comm = world()
+    edges = torch.tensor([[0, 1, 2, 3], [2, 3, 0, 1]])
+    part = GraphPartition.contiguous(4, 2)
+    plan = GraphPlan(part, edges, comm=comm)
+    assert plan.refresh(edges.clone()) is plan
+    other = plan.refresh(edges[:, :2])
+    assert other is not plan
+    assert other.partition is part
+    assert other.stats.edges_total == 2
+    mine = edges[:, plan.edge_ids]
+    local = GraphPlan(part, mine, edges="local", comm=comm)
+    assert local.refresh(mine.clone()) is local
+    changed = mine if comm.rank else mine[:, :1]  # one rank's change is everybody's
+    assert local.refresh(changed) is not local
+
+
+@pytest.mark.ranks(2)
+def test_the_current_row_is_the_default():
+    with use_groups(graph_groups(2)):
+        plan = GraphPlan(GraphPartition.contiguous(4, 2), torch.tensor([[0], [3]]))
+    assert plan.comm.size == 2
+    assert plan.reduce(torch.ones(1), grad="identity").item() == 2
+    assert "2 nodes" in repr(plan)
+
+
+@pytest.mark.ranks(3)
+def test_check_mode_finds_ranks_with_another_graph():
+    comm = world()
+    edges = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    part = GraphPartition.contiguous(4, 3)
+    with check():
+        GraphPlan(part, edges, comm=comm)
+        for other in (edges[:, :2], edges.flip(0)):
+            with pytest.raises(PartitionError, match="other edges than on rank"):
+                GraphPlan(part, other if comm.rank == 1 else edges, comm=comm)
+        owner = torch.tensor([0, 1, 2, comm.rank])
+        with pytest.raises(PartitionError, match="other owners of nodes"):
+            GraphPlan(GraphPartition.from_owner(owner, 3), edges[:, :0], comm=comm)
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_that_does_not_fit_is_refused():
+    comm = world()
+    part = GraphPartition.contiguous(4, 2)
+    edges = torch.tensor([[0, 1], [2, 1]])
+    with pytest.raises(PartitionError, match="3 != 2"):
+        GraphPlan(GraphPartition.contiguous(4, 3), edges, comm=comm)
+    with pytest.raises(PartitionError, match="edge 0 is 0 -> 9"):
+        GraphPlan(part, torch.tensor([[0], [9]]), comm=comm)
+    foreign = torch.tensor([[0], [3 - 3 * comm.rank]])
+    with pytest.raises(PartitionError, match=f"owned by rank {1 - comm.rank}, not {comm.rank}"):
+        GraphPlan(part, foreign, edges="local", comm=comm)
+    with pytest.raises(PartitionError, match="edges="):
+        GraphPlan(part, edges, edges="some", comm=comm)
+    plan = GraphPlan(part, edges, comm=comm)
+    for call in (plan.exchange, plan.start, plan.close):
+        with pytest.raises(PartitionError, match="5"):
+            call(torch.ones(5, 2))
+    with pytest.raises(PartitionError, match='grad="slice"'):
+        plan.gather(torch.ones(2))
+    handle = plan.start(torch.ones(2, 2))
+    handle.wait()
+    with pytest.raises(UnisonoError, match="waited for once"):
+        handle.wait()
