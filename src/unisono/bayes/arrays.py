@@ -1,0 +1,66 @@
+"""Numbers as users bring them: lists, numpy arrays, torch tensors; and as they get them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unisono.errors import PartitionError
+
+ArrayLike = Tensor | NDArray[Any] | Sequence[Any] | float
+"""What every function of the package reads."""
+Output = NDArray[Any] | Tensor
+"""numpy for numpy, torch for torch."""
+
+
+def to_tensor(data: ArrayLike, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return `data` as a contiguous tensor that later changes of an array do not reach."""
+    if isinstance(data, Tensor):
+        return data.detach().to(device=device, dtype=dtype).contiguous()
+    array = np.asarray(data)
+    if array.dtype == object:
+        raise PartitionError.because(
+            "an array of numbers",
+            f"objects of type {type(array.flat[0]).__name__ if array.size else 'object'}",
+            None,
+            "rows of equal length; a missing value is float('nan')",
+        )
+    # numpy arrays of any stride, byte order and writability: one copy settles them all
+    plain = np.array(array, dtype=np.float64 if dtype == torch.float64 else np.float32, order="C")
+    return torch.from_numpy(plain).to(device=device, dtype=dtype)
+
+
+def to_array(data: Tensor) -> NDArray[Any]:
+    """Return a flat numpy copy."""
+    return data.detach().reshape(-1).cpu().numpy().copy()
+
+
+def write_into(target: Tensor, data: ArrayLike, what: str) -> None:
+    """Copy a sequence of the right length into a live tensor."""
+    values = to_tensor(data, target.device, target.dtype).reshape(-1)
+    if values.numel() != target.numel():
+        raise PartitionError.because(
+            f"{what} = {values.numel()} numbers",
+            f"it has {target.numel()}",
+            f"{values.numel()} != {target.numel()}",
+            f"a sequence of {target.numel()} numbers",
+        )
+    target.copy_(values.view(target.shape))
+
+
+def check_variance(var: Tensor, what: str) -> None:
+    """Refuse negative and NaN variances, naming the first."""
+    bad = ~(var.reshape(-1) >= 0)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise PartitionError.because(
+            f"{what} of {var.numel()} numbers",
+            f"{what}[{first}] = {float(var.reshape(-1)[first]):g}",
+            f"{int(bad.sum())} of {var.numel()} are negative or NaN",
+            "variances are standard deviations squared, zero or more",
+        )

@@ -1,0 +1,276 @@
+"""`DDPSequential`: one net, replicated; the ranks' deltas are added in every step."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unisono.bayes.arrays import ArrayLike, Output
+from unisono.bayes.ddp_config import DDPConfig
+from unisono.bayes.ddp_world import join
+from unisono.bayes.normalization import BatchNorm2d
+from unisono.bayes.parameters import CAPS, TAIL, cap_class
+from unisono.bayes.sequential import Sequential
+from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
+from unisono.errors import CollectiveMismatch, PartitionError
+
+CAP_BATCHES = ("local", "global")
+NORM_STATS = (False, True, "running", "batch")
+
+
+class DDPSequential:
+    """A `Sequential` whose replicas on all ranks stay bit-identical.
+
+    The constructor is collective: it checks that all ranks have the same architecture and gives
+    everybody the parameters of rank 0. Forward and backward are local; `step` is collective.
+
+    Args:
+        model: this rank's replica.
+        config: devices, backend, place in the world.
+        average: divide the summed deltas by the number of ranks. False adds them as they are: with
+            `cap_batch="global"` that is one process on the concatenated batch.
+        cap_batch: whether the bound of an update follows from the rows of one rank (`"local"`; the
+            tightest bound present counts for all) or of all ranks (`"global"`).
+        sync_norm_stats: False: each rank normalises by its own rows; `"running"`: running values
+            are averaged in each step; `"batch"` or True: statistics are those of all ranks' rows,
+            which makes forward in training collective.
+        comm: a communicator, group or mesh axis; default: the running world, or the one a launcher
+            or `config` describes.
+        timeout_s: deadline of each wait.
+    """
+
+    def __init__(
+        self,
+        model: Sequential,
+        config: DDPConfig,
+        average: bool = True,
+        *,
+        cap_batch: Literal["local", "global"] = "local",
+        sync_norm_stats: bool | Literal["running", "batch"] = False,
+        comm: object = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        _check_word("cap_batch", cap_batch, CAP_BATCHES)
+        _check_word("sync_norm_stats", sync_norm_stats, NORM_STATS)
+        self.model, self.config, self.average, self.cap_batch = model, config, average, cap_batch
+        self.comm = join(config, comm, timeout_s)
+        if self.comm.device.type == "cuda":
+            model.to(self.comm.device)
+        model.preinit_layer()
+        self._check_architecture()
+        self._norms = [leaf for _, leaf in model.leaves() if isinstance(leaf, BatchNorm2d)]
+        self._averages_running = sync_norm_stats == "running"
+        if sync_norm_stats in (True, "batch"):
+            for norm in self._norms:
+                norm.sum_over_ranks = self.comm.all_reduce
+        self._make_bucket()
+        self._broadcast()
+
+    def _check_architecture(self) -> None:
+        mine = [
+            (key, layer.get_layer_info(), [tuple(t.shape) for t in layer.tensors().values()])
+            for key, layer in self.model.leaves()
+        ]
+        dtype = str(self.model._dtype)
+        if self.comm.all_equal((mine, dtype)):
+            return
+        everybody: list[tuple[list[Any], str]] = self.comm.all_gather_object((mine, dtype))
+        longest = max(len(layers) for layers, _ in everybody)
+        for n in range(longest):
+            found = [layers[n] if n < len(layers) else None for layers, _ in everybody]
+            if any(layer != found[0] for layer in found):
+                told = [
+                    f"rank {r}: {'nothing' if f is None else f[1]}" for r, f in enumerate(found)
+                ]
+                raise CollectiveMismatch.because(
+                    f"DDPSequential over {self.comm.size} ranks",
+                    f"layer {n} differs\n" + "\n".join(told),
+                    None,
+                    "build the same layers on all ranks",
+                )
+        raise CollectiveMismatch.because(
+            f"DDPSequential over {self.comm.size} ranks",
+            ", ".join(f"rank {r}: {kind}" for r, (_, kind) in enumerate(everybody)),
+            None,
+            "the same dtype on all ranks",
+        )
+
+    def _make_bucket(self) -> None:
+        """Let the deltas live where the ranks add them up without a copy."""
+        arena = self.model.arena
+        extra = sum(2 * norm.num_features for norm in self._norms) if self._averages_running else 0
+        size = 2 * arena.size + TAIL + extra
+        arena.point_deltas(self.comm.shared_buffer((size,), self.model._dtype))
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        """Give every rank the parameters and running values of rank 0, in one message."""
+        arena = self.model.arena
+        parts = [arena.mean, arena.var]
+        parts += [t for norm in self._norms for t in (norm.running_mean, norm.running_var)]
+        seen = [arena.mean.new_tensor([float(norm.has_statistics) for norm in self._norms])]
+        flat = self.comm.broadcast(torch.cat([*parts, *seen]))
+        sizes = [part.numel() for part in parts]
+        for part, got in zip(parts, flat.split([*sizes, len(self._norms)]), strict=False):
+            part.copy_(got)
+        for norm, flag in zip(self._norms, flat[sum(sizes) :].tolist(), strict=True):
+            norm.has_statistics = bool(flag)
+
+    @property
+    def rank(self) -> int:
+        """Place of this replica."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of replicas."""
+        return self.comm.size
+
+    @property
+    def output_z_buffer(self) -> BaseHiddenStates:
+        """Output of this replica's last forward pass."""
+        return self.model.output_z_buffer
+
+    @output_z_buffer.setter
+    def output_z_buffer(self, value: BaseHiddenStates) -> None:
+        self.model.output_z_buffer = value
+
+    @property
+    def input_delta_z_buffer(self) -> BaseDeltaStates:
+        """Where an updater writes the deltas of this replica's output."""
+        return self.model.input_delta_z_buffer
+
+    @input_delta_z_buffer.setter
+    def input_delta_z_buffer(self, value: BaseDeltaStates) -> None:
+        self.model.input_delta_z_buffer = value
+
+    def __call__(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+        """As `forward`."""
+        return self.forward(mu_x, var_x)
+
+    def forward(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+        """Return mean and variance of this rank's rows.
+
+        Local; collective in training with `sync_norm_stats="batch"`.
+        """
+        return self.model.forward(mu_x, var_x)
+
+    def backward(self) -> None:
+        """Carry this rank's deltas to all layers. Local."""
+        self.model.backward()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Add up the deltas of all ranks in one all-reduce and apply them. Collective.
+
+        A rank that had no rows since the last step calls it all the same and adds zeros.
+        """
+        arena = self.model.arena
+        rows = self.model.take_pending()
+        deltas, rest = arena.bucket[: 2 * arena.size], arena.bucket[2 * arena.size :]
+        if not rows:
+            deltas.zero_()
+        rest.copy_(self._tail(rows, rest))
+        self.comm.all_reduce_(arena.bucket)
+        total, *classes = rest[:TAIL].tolist()
+        if not total:
+            return
+        if self.average:
+            deltas.div_(self.comm.size)
+        if self._averages_running:
+            self._take_running(rest[TAIL:] / total)
+        if self.cap_batch == "global":
+            cap = CAPS[cap_class(int(total))]
+        else:
+            cap = max(c for c, ranks in zip(CAPS, classes, strict=True) if ranks)
+        self.model.apply_deltas(cap)
+
+    def _tail(self, rows: int, like: Tensor) -> Tensor:
+        """Return what goes behind the deltas: rows, cap class, weighted running values."""
+        tail = [0.0] * TAIL
+        if rows:
+            tail[0] = rows
+            tail[1 + cap_class(rows)] = 1.0
+        parts = [like.new_tensor(tail)]
+        if self._averages_running:
+            for norm in self._norms:
+                parts += [norm.running_mean * rows, norm.running_var * rows]
+        return torch.cat(parts)
+
+    def _take_running(self, averages: Tensor) -> None:
+        sizes = [norm.num_features for norm in self._norms for _ in range(2)]
+        values = averages.split(sizes)
+        for norm, mean, var in zip(self._norms, values[0::2], values[1::2], strict=True):
+            norm.running_mean, norm.running_var = mean.clone(), var.clone()
+            norm.has_statistics = True
+
+    def predict(self, x: ArrayLike, batch_size: int | None = None) -> tuple[Output, Output]:
+        """Return mean and standard deviation `[samples, outputs]` in eval mode. Local."""
+        return self.model.predict(x, batch_size)
+
+    def train(self) -> None:
+        """Switch this replica to training mode. Local."""
+        self.model.train()
+
+    def eval(self) -> None:
+        """Switch this replica to eval mode, in which forward never communicates. Local."""
+        self.model.eval()
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here. Collective."""
+        self.comm.barrier()
+
+    def get_outputs(self) -> tuple[Output, Output]:
+        """Return mean and variance of this rank's last output, flat."""
+        return self.model.get_outputs()
+
+    def output_to_host(self) -> list[float]:
+        """Return the means of this rank's last output as a list."""
+        return self.model.output_to_host()
+
+    def get_device_with_index(self) -> str:
+        """Return this replica's device, such as `"cuda:0"` or `"cpu"`."""
+        return self.model.device
+
+    def state_dict(self, *, tensors: bool = False, running: bool = False) -> dict[str, Any]:
+        """Return the parameters; the same on all ranks. Local."""
+        return self.model.state_dict(tensors=tensors, running=running)
+
+    def save(self, path: str | Path) -> None:
+        """Let rank 0 write the net; all ranks return when the file is there. Collective."""
+        if self.comm.rank == 0:
+            self.model.save(path)
+        self.comm.barrier()
+
+    def check_sync(self) -> None:
+        """Raise `CollectiveMismatch` if replicas differ in a single bit. Collective."""
+        digests = [
+            (key, hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in tensors)).hexdigest())
+            for key, layer in self.model.leaves()
+            if (tensors := [t.contiguous() for t in layer.tensors().values()])
+        ]
+        everybody: list[list[tuple[str, str]]] = self.comm.all_gather_object(digests)
+        for n, (key, _) in enumerate(digests):
+            found = [rows[n][1][:12] for rows in everybody]
+            if len(set(found)) > 1:
+                raise CollectiveMismatch.because(
+                    f"replicas on {self.comm.size} ranks",
+                    f"{key} differs: "
+                    + ", ".join(f"rank {r}: {digest}" for r, digest in enumerate(found)),
+                    None,
+                    "change parameters on all ranks alike, or make a new DDPSequential",
+                )
+
+
+def _check_word(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise PartitionError.because(
+            f"{name}={value!r}",
+            f"allowed are {', '.join(map(repr, allowed))}",
+            None,
+            f"{name}={allowed[0]!r}",
+        )

@@ -1,0 +1,152 @@
+"""The parameters of a layer, and the flat memory in which all layers of a net have theirs.
+
+One flat buffer makes a step a handful of operations however many layers there are, and is the
+bucket that data-parallel training reduces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16
+"""Every block of an arena starts at a multiple of this many numbers (a cache line)."""
+CHUNK = 1 << 15
+"""Numbers per piece of an update on the CPU, so that a piece stays in the cache."""
+TAIL = 4
+"""Numbers behind the deltas that data-parallel training adds: rows, and the cap class one-hot."""
+FLOOR = 1e-5
+"""What a variance becomes that an update made zero or negative."""
+CAPS = (0.1, 2.0, 3.0)
+
+
+def cap_class(batch: int) -> int:
+    """Return which of `CAPS` bounds an update from this many rows.
+
+    >>> [CAPS[cap_class(n)] for n in (1, 2, 255, 256)]
+    [0.1, 2.0, 2.0, 3.0]
+    """
+    return 0 if batch <= 1 else 1 if batch < 256 else 2
+
+
+class Parameters:
+    """Means and variances of one layer's weights and biases, with their deltas.
+
+    Without biases the bias tensors are empty. `home` is the arena they are views of, if any.
+    """
+
+    def __init__(
+        self, mean_w: Tensor, var_w: Tensor, mean_b: Tensor | None, var_b: Tensor | None
+    ) -> None:
+        nothing = mean_w.new_empty(0)
+        self.mean_w, self.var_w = mean_w, var_w
+        self.mean_b = nothing if mean_b is None else mean_b
+        self.var_b = nothing if var_b is None else var_b
+        self.delta_mean_w = nothing
+        self.delta_var_w = nothing
+        self.delta_mean_b = nothing
+        self.delta_var_b = nothing
+        self.home: Arena | None = None
+
+    @property
+    def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The live tensors in the order of state dicts: mu_w, var_w, mu_b, var_b."""
+        return self.mean_w, self.var_w, self.mean_b, self.var_b
+
+    def move(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Leave the arena for tensors of our own on `device`; deltas are dropped."""
+        for name in ("mean_w", "var_w", "mean_b", "var_b"):
+            moved = getattr(self, name).to(device=device, dtype=dtype)
+            setattr(self, name, moved)
+            setattr(self, f"delta_{name}", moved.new_empty(0))
+        self.home = None
+
+    def ensure_deltas(self) -> None:
+        """Give a layer outside of any net deltas of zero."""
+        if self.delta_mean_w.shape != self.mean_w.shape:
+            for name in ("mean_w", "var_w", "mean_b", "var_b"):
+                setattr(self, f"delta_{name}", torch.zeros_like(getattr(self, name)))
+
+
+class Arena:
+    """One flat buffer for the means, one for the variances and one for the deltas of a net.
+
+    The delta buffer is `[deltas of means | deltas of variances | TAIL numbers]`.
+    """
+
+    def __init__(
+        self, members: Sequence[Parameters], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.members = tuple(members)
+        sizes = [n for p in members for n in (p.mean_w.numel(), p.mean_b.numel())]
+        padded = [math.ceil(n / ALIGNED) * ALIGNED for n in sizes]
+        self.size = sum(padded)
+        self.mean = torch.zeros(self.size, device=device, dtype=dtype)
+        self.var = torch.ones(self.size, device=device, dtype=dtype)
+        self.bucket = torch.zeros(2 * self.size + TAIL, device=device, dtype=dtype)
+        self.floored = torch.zeros(len(self.members), dtype=torch.int64)
+        starts = [sum(padded[:i]) for i in range(len(padded))]
+        for i, p in enumerate(self.members):
+            for part, start in zip("wb", starts[2 * i : 2 * i + 2], strict=True):
+                self._take(p, f"mean_{part}", self.mean, start)
+                self._take(p, f"var_{part}", self.var, start)
+            p.home = self
+        self._starts = starts
+        self.point_deltas(self.bucket)
+
+    @staticmethod
+    def _take(p: Parameters, name: str, flat: Tensor, start: int) -> None:
+        old = getattr(p, name)
+        new = flat[start : start + old.numel()].view(old.shape)
+        new.copy_(old)
+        setattr(p, name, new)
+
+    def point_deltas(self, bucket: Tensor) -> None:
+        """Let all deltas be views of `bucket`, which has `2 * size + TAIL` numbers or more."""
+        self.bucket = bucket
+        self.delta_mean = bucket[: self.size]
+        self.delta_var = bucket[self.size : 2 * self.size]
+        for i, p in enumerate(self.members):
+            for part, start in zip("wb", self._starts[2 * i : 2 * i + 2], strict=True):
+                for kind, flat in (("mean", self.delta_mean), ("var", self.delta_var)):
+                    like = getattr(p, f"{kind}_{part}")
+                    view = flat[start : start + like.numel()].view(like.shape)
+                    setattr(p, f"delta_{kind}_{part}", view)
+
+    def holds(self, members: Sequence[Parameters]) -> bool:
+        """Whether exactly these parameters live here (a layer may have moved to another net)."""
+        return len(members) == len(self.members) and all(p.home is self for p in members)
+
+    def scale_deltas(self) -> None:
+        """Turn sums over the batch into deltas: times the variance, and its square."""
+        for mean, var, v in self._pieces(self.delta_mean, self.delta_var, self.var):
+            mean.mul_(v)
+            var.mul_(v).mul_(v)
+
+    def step(self, cap: float) -> None:
+        """Add the deltas, each at most `sqrt(var) / cap`, and floor the variances."""
+        self.floored.zero_()
+        lowest = math.inf
+        for mean, v, dm, dv in self._pieces(self.mean, self.var, self.delta_mean, self.delta_var):
+            bar = v.sqrt().div_(cap)
+            low = bar.neg()
+            mean.add_(dm.clamp(low, bar))
+            v.add_(dv.clamp(low, bar))
+            lowest = min(lowest, float(v.amin()))
+        if not lowest > 0:
+            self._floor()
+
+    def _floor(self) -> None:
+        for i, p in enumerate(self.members):
+            bad = p.var_w <= 0
+            self.floored[i] = int(bad.sum())
+            p.var_w.masked_fill_(bad, FLOOR)
+            p.var_b.masked_fill_(p.var_b <= 0, FLOOR)
+
+    def _pieces(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        if self.mean.device.type != "cpu" or self.size <= CHUNK:
+            return iter([flats] if self.size else [])
+        return zip(*(flat.split(CHUNK) for flat in flats), strict=True)

@@ -1,0 +1,151 @@
+"""`SLSTM` and `SLinear`: layers that can be smoothed, and the smoother's recursion."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.bayes.linear import Linear
+from unisono.bayes.lstm import LSTM
+from unisono.bayes.lstm_cell import State
+from unisono.bayes.moments import Delta, Moments
+from unisono.errors import PartitionError
+
+FLOOR = 1e-5
+"""Stands in for a variance that is not positive."""
+
+
+class SLinear(Linear):
+    """`Linear` behind an `SLSTM`; the smoother gives it the smoothed hidden units."""
+
+
+class Step(NamedTuple):
+    """One time step of training, as the smoother needs it; states are `[units]`."""
+
+    prior: State
+    posterior: State
+    cov_c: Tensor
+    """Covariance of the cell with the one before."""
+    cov_h: Tensor
+    """Covariance of h before (rows) with h now (columns)."""
+
+
+class SLSTM(LSTM):
+    """An `LSTM` that sees one time step of one series a call and remembers all of them.
+
+    Args:
+        input_size: numbers of one time step.
+        output_size: hidden units.
+        seq_len: 1.
+        bias: whether the gates have biases.
+        gain_weight: factor on the start standard deviation of weights.
+        gain_bias: factor on the start standard deviation of biases.
+        init_method: `"He"` or `"Xavier"`.
+        stateful: always carried; True or None.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        seq_len: int,
+        bias: bool = True,
+        gain_weight: float = 1.0,
+        gain_bias: float = 1.0,
+        init_method: str = "He",
+        *,
+        stateful: bool | None = None,
+    ) -> None:
+        if seq_len != 1 or stateful is False:
+            raise PartitionError.because(
+                f"SLSTM with seq_len={seq_len}, stateful={stateful}",
+                "it carries its state and takes one time step a call",
+                f"{seq_len} != 1" if seq_len != 1 else None,
+                "seq_len=1, or LSTM for whole sequences",
+            )
+        super().__init__(
+            input_size,
+            output_size,
+            seq_len,
+            bias,
+            gain_weight,
+            gain_bias,
+            init_method,
+            stateful=True,
+        )
+        self.num_samples = 0
+        """Steps allowed between two smoothings; 0 is any number."""
+        self.history: list[Step] = []
+        self.smoothed: list[State] = []
+
+    def reset_state(self) -> None:
+        """Let the next call start at zero, with an empty history."""
+        super().reset_state()
+        self.history = []
+
+    def forward(self, x: Moments) -> Moments:
+        """One step; in training it is written down."""
+        if x.mean.shape[0] != 1:
+            raise PartitionError.because(
+                f"{self.get_layer_info()} on {x.mean.shape[0]} samples",
+                "it follows one series, one time step a call",
+                f"{x.mean.shape[0]} != 1",
+                "a batch of 1, or LSTM(..., stateful=True) for several series",
+            )
+        if self.training and self.num_samples and len(self.history) >= self.num_samples:
+            raise PartitionError.because(
+                f"step {len(self.history) + 1} of {self.get_layer_info()}",
+                f"num_samples = {self.num_samples}",
+                f"{len(self.history) + 1} > {self.num_samples}",
+                "net.smoother() after the last step, or net.num_samples = 0 for any number",
+            )
+        out = super().forward(x)
+        if self.training:
+            trail, weights = self._memory
+            prior = State(*(t[0] for t in trail.last))
+            slopes, through_c = trail.slopes[:, :, -1, 0], trail.through_c[:, -1, 0]
+            coupling = weights.coupling(torch.cat([slopes[:3] * through_c, slopes[3:]]))
+            cov_h = trail.before.var_h[0].unsqueeze(1) * coupling.t()
+            cov_c = trail.before.var_c[0] * trail.forget[:, -1, 0]
+            self.history.append(Step(prior, prior, cov_c, cov_h))
+        return out
+
+    def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
+        """As `LSTM`; the posterior is written down."""
+        back = super().backward(delta, to_input=to_input)
+        if self.state is not None and self.history:
+            posterior = State(*(t[0] for t in self.state))
+            self.history[-1] = self.history[-1]._replace(posterior=posterior)
+        return back
+
+    def smooth(self) -> Tensor:
+        """Smooth the history into `smoothed`, clear it, and return h: `[2, T, units]`."""
+        steps = self.history
+        now = steps[-1].posterior
+        smoothed = [now]
+        for step, after in zip(reversed(steps[:-1]), reversed(steps[1:]), strict=True):
+            prior = after.prior
+            var_h, var_c = _positive(prior.var_h), _positive(prior.var_c)
+            gain_h, gain_c = after.cov_h / var_h, after.cov_c / var_c
+            post = step.posterior
+            now = State(
+                post.mean_h + gain_h @ (now.mean_h - prior.mean_h),
+                _positive(post.var_h + gain_h.square() @ (now.var_h - var_h)),
+                post.mean_c + gain_c * (now.mean_c - prior.mean_c),
+                _positive(post.var_c + gain_c.square() * (now.var_c - var_c)),
+            )
+            smoothed.append(now)
+        self.smoothed = smoothed[::-1]
+        self.reset_state()
+        return torch.stack(
+            [
+                torch.stack([s.mean_h for s in self.smoothed]),
+                torch.stack([s.var_h for s in self.smoothed]),
+            ]
+        )
+
+
+def _positive(var: Tensor) -> Tensor:
+    return torch.where(var > 0, var, FLOOR)

@@ -1,0 +1,184 @@
+"""`Utils`: labels, images, windows: what programs around a net need."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from unisono.bayes.hierarchical import HRCSoftmax, class_probabilities, tree_of
+from unisono.errors import PartitionError
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+class Utils:
+    """Conversions between labels, files and arrays; no state."""
+
+    @property
+    def _cpp_backend(self) -> Utils:
+        """The object itself: programs for pytagi reach through this name."""
+        return self
+
+    def label_to_obs(self, labels: ArrayLike, num_classes: int) -> tuple[Floats, Ints, int]:
+        """Return the turns of each label, the outputs they belong to, and turns per label.
+
+        >>> Utils().label_to_obs([3], 10)
+        (array([ 1.,  1., -1., -1.], dtype=float32), array([1, 2, 4, 8], dtype=int32), 4)
+        """
+        tree = tree_of(num_classes)
+        known = _checked_labels(labels, num_classes)
+        obs = np.array(tree.obs, dtype=np.float32).reshape(num_classes, -1)
+        idx = np.array(tree.idx, dtype=np.int32).reshape(num_classes, -1)
+        return obs[known].reshape(-1), idx[known].reshape(-1), tree.num_obs
+
+    def label_to_one_hot(self, labels: ArrayLike, num_classes: int) -> Floats:
+        """Return one-hot rows of the labels, flat."""
+        return np.eye(num_classes, dtype=np.float32)[_checked_labels(labels, num_classes)].reshape(
+            -1
+        )
+
+    def get_hierarchical_softmax(self, num_classes: int) -> HRCSoftmax:
+        """Return the tree of `num_classes` classes."""
+        return tree_of(num_classes)
+
+    def obs_to_label_prob(
+        self, ma: ArrayLike, Sa: ArrayLike, hr_softmax: HRCSoftmax, num_classes: int
+    ) -> Floats:
+        """Return the probability of each class, flat; `ma`, `Sa` are outputs of any batch."""
+        return _probabilities(ma, Sa, hr_softmax, num_classes).reshape(-1)
+
+    def get_labels(
+        self,
+        ma: ArrayLike,
+        Sa: ArrayLike,
+        hr_softmax: HRCSoftmax,
+        num_classes: int,
+        batch_size: int,
+    ) -> tuple[Ints, Floats]:
+        """Return predicted labels `[batch]` and probabilities, flat `[batch * classes]`."""
+        prob = _probabilities(ma, Sa, hr_softmax, num_classes, batch_size)
+        return prob.argmax(1).astype(np.int32), prob.reshape(-1)
+
+    def get_errors(
+        self,
+        ma: ArrayLike,
+        Sa: ArrayLike,
+        labels: ArrayLike,
+        hr_softmax: HRCSoftmax,
+        num_classes: int,
+        batch_size: int,
+    ) -> tuple[Ints, Floats]:
+        """Return 1 where the prediction is wrong `[batch]`, and probabilities, flat."""
+        found, prob = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
+        known = _checked_labels(labels, num_classes)
+        if len(known) != len(found):
+            raise PartitionError.because(
+                f"{len(known)} labels", f"{len(found)} predictions", f"{len(known)} != {len(found)}"
+            )
+        return (found != known).astype(np.int32), prob
+
+    def load_mnist_images(
+        self, image_file: str | Path, label_file: str | Path, num_images: int
+    ) -> tuple[Floats, Ints]:
+        """Read images (flat, 0 to 1) and labels of two idx-ubyte files."""
+        images = _idx_values(image_file, num_images)
+        labels = _idx_values(label_file, num_images)
+        return images.astype(np.float32) / np.float32(255), labels.astype(np.int32)
+
+    def load_cifar_images(self, image_file: str | Path, num: int) -> tuple[Floats, Ints]:
+        """Read `num` records of one label and 3072 bytes; images are flat, 0 to 1."""
+        raw = np.frombuffer(Path(image_file).read_bytes(), np.uint8)
+        if len(raw) < num * 3073:
+            raise _too_short(image_file, num, len(raw) // 3073)
+        records = raw[: num * 3073].reshape(num, 3073)
+        return records[:, 1:].reshape(-1).astype(np.float32) / np.float32(255), records[
+            :, 0
+        ].astype(np.int32)
+
+    def create_rolling_window(
+        self,
+        data: ArrayLike,
+        output_col: ArrayLike,
+        input_seq_len: int,
+        output_seq_len: int,
+        num_features: int,
+        stride: int,
+    ) -> tuple[Floats, Floats]:
+        """Cut a series `[time, features]` into windows and what follows each.
+
+        Returns:
+            X `[n, input_seq_len * num_features]` and Y `[n, output_seq_len * columns]` with
+            `n = (time - input_seq_len - output_seq_len) // stride + 1`.
+        """
+        series = np.asarray(data, dtype=np.float32).reshape(-1, num_features)
+        columns = np.atleast_1d(np.asarray(output_col, dtype=np.int64))
+        free = len(series) - input_seq_len - output_seq_len
+        if free < 0:
+            raise PartitionError.because(
+                f"windows of {input_seq_len} + {output_seq_len} steps",
+                f"a series of {len(series)}",
+                f"{len(series)} < {input_seq_len} + {output_seq_len}",
+                "a shorter input_seq_len",
+            )
+        starts = range(0, free // stride * stride + 1, stride)
+        x = np.stack([series[s : s + input_seq_len].reshape(-1) for s in starts])
+        ends = [s + input_seq_len for s in starts]
+        y = np.stack([series[e : e + output_seq_len, columns].reshape(-1) for e in ends])
+        return x, y
+
+    def get_upper_triu_cov(self, batch_size: int, num_data: int, sigma: float) -> Floats:
+        """Return the upper triangle, row by row, of `sigma^2 I`, once for each of the batch."""
+        matrix = np.eye(num_data, dtype=np.float32) * np.float32(sigma**2)
+        return np.tile(matrix[np.triu_indices(num_data)], batch_size)
+
+
+def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
+    known = np.asarray(labels).reshape(-1).astype(np.int64)
+    wrong = np.flatnonzero((known < 0) | (known >= num_classes))
+    if len(wrong):
+        raise PartitionError.because(
+            f"labels of {num_classes} classes",
+            f"labels[{wrong[0]}] = {known[wrong[0]]}",
+            f"labels are 0 to {num_classes - 1}",
+            f"num_classes={known.max() + 1}",
+        )
+    return known
+
+
+def _probabilities(
+    ma: ArrayLike, Sa: ArrayLike, tree: HRCSoftmax, num_classes: int, batch: int | None = None
+) -> Floats:
+    mean, var = (torch.from_numpy(np.array(t, dtype=np.float32).reshape(-1)) for t in (ma, Sa))
+    rows = mean.numel() // tree.len if batch is None else batch
+    if mean.numel() != var.numel() or (rows and mean.numel() % rows):
+        raise PartitionError.because(
+            f"{mean.numel()} means and {var.numel()} variances of {rows} samples",
+            f"{tree.len} outputs a sample",
+            f"{mean.numel()} != {rows} * {tree.len}",
+            "the outputs of the whole batch",
+        )
+    shape = (rows, mean.numel() // max(rows, 1))
+    prob = class_probabilities(mean.view(shape), var.view(shape), tree, num_classes)
+    return prob.numpy()
+
+
+def _idx_values(path: str | Path, count: int) -> NDArray[Any]:
+    raw = Path(path).read_bytes()
+    dims = raw[3]
+    sizes = struct.unpack(f">{dims}I", raw[4 : 4 + 4 * dims])
+    if sizes[0] < count:
+        raise _too_short(path, count, sizes[0])
+    each = int(np.prod(sizes[1:], dtype=np.int64))
+    return np.frombuffer(raw, np.uint8, count * each, 4 + 4 * dims)
+
+
+def _too_short(path: str | Path, asked: int, found: int) -> PartitionError:
+    return PartitionError.because(  # type: ignore[return-value]
+        f"{asked} records of {path}", f"{found} in the file", f"{asked} > {found}", f"num={found}"
+    )

@@ -1,0 +1,56 @@
+"""Nets as torch files: parameters, running values, LSTM states, layers and dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.bayes.writing import write_whole
+from unisono.errors import PartitionError
+
+if TYPE_CHECKING:
+    from unisono.bayes.sequential_state import StoredState
+
+FORMAT = "unisono.bayes/1"
+
+
+def save(net: StoredState, path: str | Path) -> None:
+    """Write `net`."""
+    state = net.state_dict(tensors=True, running=True)
+    recurrent = getattr(net, "get_lstm_states", dict)()
+    content = {
+        "format": FORMAT,
+        "state": {key: value for key, value in state.items() if not key.endswith(".running")},
+        "running": {key: value for key, value in state.items() if key.endswith(".running")},
+        "lstm": recurrent,
+        "layers": net._infos(),
+        "dtype": str(net._dtype).removeprefix("torch."),
+    }
+    write_whole(path, lambda partial: torch.save(content, partial))
+
+
+def load(net: StoredState, path: str | Path) -> None:
+    """Read a file of `save` into `net`."""
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise PartitionError.because(
+            f"load({str(path)!r})", f"not a file of format {FORMAT}", None, "a file of net.save()"
+        )
+    here, there = net._infos(), content["layers"]
+    if [_short(info) for info in here] != [_short(info) for info in there]:
+        raise PartitionError.because(
+            f"load({str(path)!r}) of another architecture",
+            f"the file has {' '.join(there)}",
+            f"this net has {' '.join(here)}",
+            "the same layers in the same order",
+        )
+    net.load_state_dict({**content["state"], **content["running"]})
+    if content["lstm"] and hasattr(net, "set_lstm_states"):
+        net.set_lstm_states(content["lstm"])  # type: ignore[attr-defined]
+
+
+def _short(info: str) -> str:
+    """An image layer whose size is not known yet matches one whose size is."""
+    return info.split("(")[0]

@@ -1,0 +1,117 @@
+"""The moments of activations: printed numbers, composition, and rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from unisono import bayes
+from unisono.bayes import activation_moments as moments
+from unisono.bayes.moments import Moments
+
+TABLE = {
+    "ReLU": ([0.5, 0.0], [0.4, 0.0], [1.0, 0.0]),
+    "Sigmoid": ([0.622459, 0.425558], [0.022091, 0.011952], None),
+    "Tanh": ([0.462117, -0.291313], [0.247400, 0.167495], None),
+    "Softplus": ([0.974077, 0.554355], [0.154982, 0.036220], [0.622459, 0.425558]),
+    "LeakyReLU": ([0.5, -0.03], [0.4, 0.002], [1.0, 0.1]),
+    "MixtureReLU": ([0.577298, 0.067115], [0.269537, 0.025595], [0.785402, 0.251167]),
+    "MixtureTanh": ([0.424576, -0.288960], [0.263472, 0.179560], None),
+    "MixtureSigmoid": ([0.712288, 0.355520], [0.065868, 0.044890], None),
+    "Softmax": ([0.689974, 0.310026], [0.027455, 0.027455], [0.213910, 0.213910]),
+    "Remax": ([0.888137, 0.111863], [0.031895, 0.043940], [0.079714, 0.468722]),
+    "ClosedFormSoftmax": ([0.667454, 0.344224], [0.016799, 0.043492], [0.167106, 0.237459]),
+    "EvenExp": ([0.5, 0.818731], [0.4, 0.148411], [1.0, 0.818731]),
+}
+X = Moments(torch.tensor([[0.5, -0.3]]), torch.tensor([[0.4, 0.2]]))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_an_activation_has_the_printed_moments(name):
+    out = getattr(bayes, name)().forward(X)
+    for got, want in zip(out, TABLE[name], strict=True):
+        if want is not None:
+            assert np.allclose(got.numpy(), [want], atol=1.5e-6), name
+
+
+@pytest.mark.parametrize(
+    ("name", "slope"),
+    [("Sigmoid", lambda f: f * (1 - f)), ("Tanh", lambda f: 1 - f * f)],
+)
+def test_a_first_order_slope_is_the_derivative(name, slope):
+    out = getattr(bayes, name)().forward(X)
+    assert torch.allclose(out.slope, slope(out.mean))
+    assert torch.allclose(out.var, out.slope**2 * X.var)
+
+
+@pytest.mark.parametrize(
+    ("name", "f"),
+    [
+        ("MixtureReLU", lambda z: z.clamp_min(0)),
+        ("MixtureTanh", lambda z: z.clamp(-1, 1)),
+        ("MixtureSigmoid", lambda z: z.clamp(-1, 1) / 2 + 0.5),
+        ("EvenExp", lambda z: torch.stack([z[..., 0], z[..., 1].exp()], -1)),
+    ],
+)
+def test_exact_moments_agree_with_sampling(name, f):
+    n = 1_000_000
+    noise = torch.randn(n, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    z = X.mean.double() + X.var.double().sqrt() * noise
+    a = f(z)
+    out = getattr(bayes, name)().forward(Moments(X.mean.double(), X.var.double()))
+    assert ((a.mean(0) - out.mean).abs() < 4 * a.std(0) / n**0.5).all()
+    centred = a - a.mean(0)
+    assert ((centred.square().mean(0) - out.var).abs() < 4 * centred.square().std(0) / n**0.5).all()
+    product = centred * (z - z.mean(0)) / X.var
+    assert ((product.mean(0) - out.slope).abs() < 4 * product.std(0) / n**0.5).all()
+
+
+@pytest.mark.parametrize("name", ["Softmax", "Remax", "ClosedFormSoftmax"])
+def test_rows_do_not_mix_and_images_are_rows(name):
+    mean = torch.randn(3, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    var = torch.rand(3, 2, 2, 2, generator=torch.Generator().manual_seed(1)) + 0.1
+    layer = getattr(bayes, name)()
+    whole = layer.forward(Moments(mean, var))
+    for n in range(3):
+        alone = layer.forward(Moments(mean[n : n + 1], var[n : n + 1]))
+        assert torch.allclose(whole.mean[n], alone.mean[0], atol=1e-6)
+        assert torch.allclose(whole.slope[n], alone.slope[0], atol=1e-6)
+    assert whole.mean.shape == mean.shape
+    if name != "ClosedFormSoftmax":
+        assert torch.allclose(whole.mean.flatten(1).sum(1), torch.ones(3), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Softmax", "Remax", "ClosedFormSoftmax"])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
+def test_extreme_rows_stay_finite(name, scale):
+    mean = torch.tensor([[1.0, -2.0, 0.5, 0.0]]) * scale
+    out = getattr(bayes, name)().forward(Moments(mean, torch.full_like(mean, min(scale, 30.0))))
+    assert all(torch.isfinite(t).all() for t in out)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_certain_input_gives_finite_numbers(name):
+    out = getattr(bayes, name)().forward(Moments(torch.tensor([[0.5, -0.3, 0.0, 2.0]])))
+    assert torch.isfinite(out.mean).all()
+    assert torch.isfinite(out.slope).all()
+    assert torch.isfinite(out.spread()).all()
+
+
+def test_masked_entries_of_remax_are_exactly_zero():
+    mean, var = torch.randn(2, 4), torch.rand(2, 4) + 0.1
+    allowed = torch.tensor([True, True, False, True])
+    a, v, slope = moments.remax(mean, var, allowed)
+    kept = moments.remax(mean[:, [0, 1, 3]], var[:, [0, 1, 3]])
+    assert (a[:, 2] == 0).all()
+    assert (v[:, 2] == 0).all()
+    assert (slope[:, 2] == 0).all()
+    for masked, plain in zip((a, v, slope), kept, strict=True):
+        assert torch.allclose(masked[:, [0, 1, 3]], plain)
+
+
+def test_two_activations_in_a_row_compose():
+    both = bayes.Tanh().forward(bayes.Sigmoid().forward(X))
+    first = bayes.Sigmoid().forward(X)
+    second = bayes.Tanh().forward(Moments(first.mean, first.var))
+    assert torch.allclose(both.slope, first.slope * second.slope)

@@ -1,0 +1,174 @@
+"""State dicts and the three kinds of files."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from unisono.bayes import (
+    LSTM,
+    BatchNorm2d,
+    Conv2d,
+    LayerBlock,
+    LayerNorm,
+    Linear,
+    OutputUpdater,
+    ReLU,
+    ResNetBlock,
+    Sequential,
+)
+from unisono.errors import UnisonoError
+
+
+def build():
+    return Sequential(
+        Conv2d(1, 2, 3, padding=1, in_width=4, in_height=4),
+        BatchNorm2d(2),
+        ReLU(),
+        ResNetBlock(LayerBlock(Conv2d(2, 2, 3, padding=1), BatchNorm2d(2)), Conv2d(2, 2, 1)),
+        Linear(32, 3),
+    )
+
+
+def trained(net, size=16, steps=2):
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        mean, _ = net(rng.normal(size=(4, size)))
+        OutputUpdater("cpu").update(
+            net.output_z_buffer, rng.normal(size=len(mean)), 1.0, net.input_delta_z_buffer
+        )
+        net.backward()
+        net.step()
+    return net
+
+
+def test_keys_tell_the_place_of_a_layer():
+    assert list(build().state_dict()) == [
+        "Conv2d.0",
+        "BatchNorm2d.1",
+        "Conv2d.main.3.0",
+        "BatchNorm2d.main.3.1",
+        "Conv2d.shortcut.3",
+        "Linear.4",
+    ]
+    values = build().state_dict()["Linear.4"]
+    assert isinstance(values, tuple)
+    assert [type(v) for v in values] == [list] * 4
+    assert [len(v) for v in values] == [96, 96, 3, 3]
+    assert build().parameters()[-1][3] == values[3]
+
+
+def test_a_state_dict_goes_from_net_to_net():
+    net, other = trained(build()), build()
+    other.load_state_dict(net.state_dict())
+    assert other.state_dict() == net.state_dict()
+    x = np.ones(16)
+    for one in (net, other):
+        one.eval()
+    assert not np.array_equal(net(x)[0], other(x)[0])  # running values did not travel
+    other.load_state_dict(net.state_dict(running=True, tensors=True))
+    assert np.array_equal(net(x)[0], other(x)[0])
+    third = build()
+    third.params_from(net)
+    assert third.state_dict(running=True) == net.state_dict(running=True)
+
+
+@pytest.mark.parametrize("name", ["net.pt", "net.pth", "net.bin", "deep/er/model"])
+def test_a_file_brings_back_parameters_and_running_values(name, tmp_path):
+    net, other = trained(build()), build()
+    net.save(tmp_path / name)
+    other.load(tmp_path / name)
+    assert other.state_dict(running=True) == net.state_dict(running=True)
+    assert [p.name for p in tmp_path.rglob("*partial*")] == []
+
+
+def test_a_file_without_directory_goes_to_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net = build()
+    net.save("model.bin")
+    other = build()
+    other.load("model.bin")
+    assert other.state_dict() == net.state_dict()
+
+
+def test_text_files_bring_back_parameters(tmp_path):
+    net, other = trained(build()), build()
+    net.save_csv(tmp_path / "new" / "net")
+    endings = ["_1_mw.csv", "_2_Sw.csv", "_3_mb.csv", "_4_Sb.csv"]
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [f"net{e}" for e in endings]
+    assert (
+        len((tmp_path / "new" / "net_3_mb.csv").read_text().splitlines()) == 2 + 2 + 2 + 2 + 2 + 3
+    )
+    other.load_csv(tmp_path / "new" / "net")
+    assert other.state_dict() == net.state_dict()
+
+
+def test_lstm_states_travel_in_torch_files(tmp_path):
+    net = Sequential(LSTM(1, 2, 1), Linear(2, 1))
+    net([0.4])
+    net.save(tmp_path / "net.pt")
+    other = Sequential(LSTM(1, 2, 1), Linear(2, 1))
+    other.load(tmp_path / "net.pt")
+    assert np.array_equal(net([0.1])[0], other([0.1])[0])
+
+
+def test_torch_files_need_no_trust(tmp_path):
+    build().save(tmp_path / "net.pt")
+    content = torch.load(tmp_path / "net.pt", weights_only=True)
+    assert content["format"] == "unisono.bayes/1"
+    assert set(content) == {"format", "state", "running", "lstm", "layers", "dtype"}
+
+
+def test_the_binary_layout_byte_by_byte(tmp_path):
+    net = Sequential(Linear(2, 1), ReLU(), BatchNorm2d(1))
+    net.save(tmp_path / "net.bin")
+    expected = b""
+    for info, arrays in (
+        (b"Linear(2,1)", net.state_dict()["Linear.0"]),
+        (b"ReLU()", ()),
+        (b"BatchNorm2d()", (*net.state_dict()["BatchNorm2d.2"], [0.0], [1.0])),
+    ):
+        expected += struct.pack("<Q", len(info)) + info
+        expected += b"".join(np.array(values, "<f4").tobytes() for values in arrays)
+    assert (tmp_path / "net.bin").read_bytes() == expected
+
+
+def test_statistics_that_pytagi_leaves_behind_a_layer_norm_are_skipped(tmp_path):
+    net = Sequential(Linear(2, 3), LayerNorm([3]), ReLU(), Linear(3, 1))
+    net.save(tmp_path / "plain.bin")
+    raw = (tmp_path / "plain.bin").read_bytes()
+    at = raw.index(struct.pack("<Q", 6) + b"ReLU()")
+    extra = np.random.default_rng(0).normal(size=14).astype("<f4").tobytes()
+    upper = raw[at:].replace(b"ReLU", b"RELU")  # infos compare without regard to case
+    (tmp_path / "theirs.bin").write_bytes(raw[:at] + extra + upper)
+    other = Sequential(Linear(2, 3), LayerNorm([3]), ReLU(), Linear(3, 1))
+    other.load(tmp_path / "theirs.bin")
+    assert other.state_dict() == net.state_dict()
+
+
+def test_another_architecture_is_refused_and_nothing_is_written(tmp_path):
+    net = Sequential(Linear(2, 3), ReLU(), Linear(3, 1))
+    before = net.state_dict()
+    other = Sequential(Linear(2, 4), ReLU(), Linear(4, 1))
+    for name in ("a.pt", "a.bin"):
+        other.save(tmp_path / name)
+        with pytest.raises(UnisonoError, match=r"Linear|Linear\.0"):
+            net.load(tmp_path / name)
+    other.save_csv(tmp_path / "a")
+    with pytest.raises(UnisonoError, match=r"12 != 6 \+ 3 = 9"):
+        net.load_csv(tmp_path / "a")
+    longer = Sequential(Linear(2, 3), ReLU(), Linear(3, 1), ReLU())
+    longer.save(tmp_path / "b.bin")
+    with pytest.raises(UnisonoError, match="bytes more"):
+        net.load(tmp_path / "b.bin")
+    for wrong, text in (
+        ({"Linear.0": before["Linear.0"]}, "missing Linear.2"),
+        ({**before, "Linear.9": before["Linear.2"]}, "too many Linear.9"),
+        ({**before, "Linear.2": ([1.0], *before["Linear.2"][1:])}, "Linear.2: 1 numbers for 3"),
+    ):
+        with pytest.raises(UnisonoError, match=text):
+            net.load_state_dict(wrong)
+    assert net.state_dict() == before

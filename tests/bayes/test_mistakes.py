@@ -1,0 +1,193 @@
+"""Bad input is answered in sentences with numbers, and changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from unisono import bayes
+from unisono.bayes import (
+    AvgPool2d,
+    Conv2d,
+    ConvTranspose2d,
+    DDPConfig,
+    DDPSequential,
+    Embedding,
+    EvenExp,
+    Linear,
+    MultiheadAttention,
+    OutputUpdater,
+    ReLU,
+    Sequential,
+)
+from unisono.errors import MissingExtra, PlatformError, UnisonoError
+
+
+def net_of(inputs=7, outputs=2):
+    return Sequential(Linear(inputs, outputs))
+
+
+def updated(outputs, y, var_y=1.0, method="update", **more):
+    net = net_of(2, outputs)
+    net(np.ones((3, 2)))
+    arguments = {"mu_obs": y, "var_obs": var_y, **more}
+    if method == "update_heteros":
+        del arguments["var_obs"]
+    getattr(OutputUpdater("cpu"), method)(
+        net.output_z_buffer, delta_states=net.input_delta_z_buffer, **arguments
+    )
+
+
+def evaluated():
+    net = net_of()
+    net.eval()
+    net(np.ones(7))
+    return net
+
+
+def forwarded():
+    net = net_of()
+    net(np.ones(7))
+    return net
+
+
+CASES = {
+    "size": (lambda: net_of()(np.ones(30)), [r"30 = 4\*7 \+ 2", "HINT: shape"]),
+    "shape": (lambda: net_of()(np.ones((6, 5))), [r"\(6, 5\)", r"\[batch, 7\]"]),
+    "variances": (lambda: net_of()(np.ones(7), np.ones(6)), ["7 != 6"]),
+    "negative": (lambda: net_of()(np.ones(7), [1, 1, -2, 1, 1, 1, 1]), [r"var_x\[2\] = -2"]),
+    "nan": (lambda: net_of()(np.ones(7), [1, 1, 1, np.nan, 1, 1, 1]), [r"var_x\[3\] = nan"]),
+    "layers": (
+        lambda: Sequential(Linear(10, 30), ReLU(), Linear(20, 5)),
+        ["layer 2", "layer 1", "30 != 20", "input_size=30"],
+    ),
+    "stride": (
+        lambda: Conv2d(1, 1, 5, stride=2, in_width=28, in_height=28),
+        [r"\(28 \+ 0 - 5\) / 2 is not whole", "27 or 29"],
+    ),
+    "kernel": (
+        lambda: Conv2d(1, 1, 9, in_width=4, in_height=4),
+        ["9 > 4", "larger than the image"],
+    ),
+    "pool": (
+        lambda: Sequential(Conv2d(1, 1, 3, in_width=8, in_height=8), AvgPool2d(4)),
+        [r"\(6 \+ 0 - 4\) / 4 is not whole"],
+    ),
+    "crop": (lambda: ConvTranspose2d(1, 1, 2, padding=2, in_width=1, in_height=1), ["= -2"]),
+    "flat image": (
+        lambda: Sequential(Conv2d(1, 1, 3))(np.ones((2, 64))),
+        ["HINT: in_width=8, in_height=8"],
+    ),
+    "told image": (
+        lambda: Sequential(Conv2d(1, 1, 3, in_width=8, in_height=6))(torch.ones(1, 1, 8, 6)),
+        ["8 x 6 != 6 x 8"],
+    ),
+    "channels": (lambda: Sequential(Conv2d(3, 1, 3))(torch.ones(1, 1, 8, 8)), ["1 != 3"]),
+    "method": (lambda: Linear(2, 2, init_method="Glorot"), ["He, Xavier"]),
+    "index": (lambda: Sequential(Embedding(5, 2))([[7]]), ["0 to 4", "num_embeddings=8"]),
+    "pairs": (lambda: Sequential(Linear(2, 3), EvenExp()), ["3 % 2 = 1"]),
+    "heads": (lambda: MultiheadAttention(10, 4), ["10 / 4 is not whole"]),
+    "kv heads": (lambda: MultiheadAttention(8, 4, 3), ["4 / 3 is not whole"]),
+    "y": (lambda: updated(2, np.ones(5)), ["5 != 6"]),
+    "var_y": (lambda: updated(2, np.ones(6), np.ones(5)), ["5 < 6"]),
+    "negative var_y": (lambda: updated(2, np.ones(6), -1.0), [r"var_obs\[0\] = -1"]),
+    "idx zero": (
+        lambda: updated(2, np.ones(3), method="update_using_indices", selected_idx=[1, 0, 2]),
+        ["1 to 2"],
+    ),
+    "idx high": (
+        lambda: updated(2, np.ones(3), method="update_using_indices", selected_idx=[1, 3, 2]),
+        ["1 to 2", "3 outputs"],
+    ),
+    "idx rows": (
+        lambda: updated(2, np.ones(4), method="update_using_indices", selected_idx=[1, 2, 1, 2]),
+        [r"4 = 1\*3 \+ 1"],
+    ),
+    "idx length": (
+        lambda: updated(2, np.ones(2), method="update_using_indices", selected_idx=[1, 2, 1]),
+        ["2 != 3"],
+    ),
+    "heteros": (lambda: updated(1, np.ones(1), method="update_heteros"), ["3 % 2 = 1"]),
+    "no forward": (lambda: net_of().backward(), [r"HINT: net\.train\(\)"]),
+    "eval": (lambda: evaluated().backward(), [r"HINT: net\.train\(\)"]),
+    "no deltas": (lambda: forwarded().backward(), ["HINT: OutputUpdater"]),
+    "few deltas": (
+        lambda: (net := forwarded()).set_delta_z([1.0], [1.0]) or net.backward(),
+        ["1 < 2"],
+    ),
+    "input deltas": (lambda: forwarded().get_input_states(), [r"input_state_update = True"]),
+    "parameter": (lambda: setattr(Linear(2, 2), "mu_w", [1.0, 2.0]), ["2 != 4"]),
+    "objects": (lambda: net_of()([["a"] * 7]), []),
+    "ragged": (lambda: net_of()([[1.0], [1.0, 2.0]]), []),
+    "no layer": (lambda: Sequential(torch.nn.ReLU()), ["from_torch"]),
+    "twice": (lambda: (one := Linear(2, 2)) and Sequential(one, ReLU(), one), ["same object"]),
+    "branches": (lambda: bayes.ResNetBlock(Linear(3, 4)), ["4 != 3"]),
+    "norm": (lambda: Sequential(Linear(3, 4), bayes.BatchNorm2d(5)), ["4 != 5"]),
+    "level": (lambda: bayes.metric.coverage([0.0], [1.0], [0.0], 1.5), ["0 < level < 1"]),
+    "half": (lambda: net_of().to(torch.float16), ["float32 or float64"]),
+    "state": (lambda: Sequential(Linear(2, 2)).set_lstm_states({0: ([], [], [], [])}), ["layer 0"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_told_with_its_numbers(name):
+    action, texts = CASES[name]
+    with pytest.raises(ValueError) as caught:
+        action()
+    for text in texts:
+        assert caught.match(text)
+    if texts:
+        assert isinstance(caught.value, UnisonoError)
+
+
+def test_a_refused_input_leaves_the_net_as_it_was():
+    net = net_of()
+    net(np.ones(7))
+    before = (net.state_dict(), net.get_outputs()[0].tolist())
+    with pytest.raises(UnisonoError):
+        net(np.ones(30))
+    with pytest.raises(UnisonoError):
+        net(np.ones(7), -np.ones(7))
+    OutputUpdater("cpu").update(net.output_z_buffer, [1.0, 2.0], 1.0, net.input_delta_z_buffer)
+    with pytest.raises(UnisonoError):
+        OutputUpdater("cpu").update(net.output_z_buffer, [1.0], 1.0, net.input_delta_z_buffer)
+    assert (net.state_dict(), net.get_outputs()[0].tolist()) == before
+    net.backward()  # the good deltas are still there
+
+
+DDP_CASES = {
+    "nccl": (DDPConfig([0]), {}, PlatformError, 'HINT: backend="gloo"'),
+    "word": (DDPConfig([], "smoke"), {}, PlatformError, "nccl, gloo, shm, mpi, auto"),
+    "rank": (DDPConfig([], "gloo", 2, 2), {}, PlatformError, "0 to 1"),
+    "no launcher": (DDPConfig([], "gloo", 0, 2), {}, PlatformError, r"HINT: unisono\.run"),
+    "cap": (DDPConfig([], "auto"), {"cap_batch": "both"}, ValueError, "'local', 'global'"),
+    "norm": (DDPConfig([], "auto"), {"sync_norm_stats": "all"}, ValueError, "'running', 'batch'"),
+}
+
+
+@pytest.mark.parametrize("name", DDP_CASES)
+def test_a_wrong_world_is_told(name, monkeypatch):
+    if name == "nccl" and torch.cuda.is_available():
+        pytest.skip("nccl works here")
+    for variable in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    config, options, kind, text = DDP_CASES[name]
+    with pytest.raises(kind, match=text) as caught:
+        DDPSequential(net_of(), config, **options)
+    assert isinstance(caught.value, UnisonoError)
+
+
+def test_mpi_without_mpi4py_says_what_to_install(monkeypatch):
+    from unisono.comm import transports
+
+    monkeypatch.setattr(transports, "available", lambda: {"shm": "ok", "mpi": "no mpi4py"})
+    with pytest.raises(MissingExtra, match=r'pip install "unisono\[mpi\]"'):
+        DDPSequential(net_of(), DDPConfig([], "mpi"))
+
+
+def test_a_device_that_is_not_there_is_told():
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is there")
+    with pytest.raises(PlatformError, match="cuda"):
+        net_of().to_device("cuda")
