@@ -37,7 +37,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
     places = parser.add_argument_group("sizes and places")
     places.add_argument("--on", help="cpu, gpu, mps, mpi, slurm, inline, or a profile")
-    places.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2 on cpu and mpi)")
+    places.add_argument(
+        "-n", "--ranks", type=int, metavar="N", help="number of ranks (2 on cpu and mpi)"
+    )
     places.add_argument("--nodes", type=int, metavar="N", help="number of hosts (1)")
     places.add_argument("--gpus", type=int, metavar="N", help="GPUs, and ranks, of each node")
     places.add_argument("--partition", metavar="NAME", help="partition of the cluster")

@@ -108,9 +108,7 @@ def on_device(comm: Communicator, device: torch.device) -> Communicator:
     return comm if comm.device.type == device.type else comm.with_device(device)
 
 
-def reset_module(
-    module: nn.Module, reset: Callable[[nn.Module], None], comm: Communicator
-) -> None:
+def reset_module(module: nn.Module, reset: Callable[[nn.Module], None], comm: Communicator) -> None:
     """Re-initialise the parameters on rank 0 with a fixed seed; its RNG state is put back.
 
     Args:

@@ -69,7 +69,9 @@ class DataParallel(nn.Module):
 
     module: nn.Module
     """The module inside."""
-    comm: Communicator
+    comm: object
+    """The ranks, as they were given."""
+    communicator: Communicator
     """The ranks."""
     blocking_parameter_updates: bool
     """Whether `step()` acts at once."""
@@ -95,7 +97,8 @@ class DataParallel(nn.Module):
         check_options(module, bucket_mb, compression, blocking_parameter_updates)
         optimizers = checked_optimizers(optimizer, module)
         self.module = module
-        self.comm = communicator_of(comm)
+        self.communicator = communicator_of(comm)
+        self.comm = self.communicator if comm is None else comm
         reason = None if blocking_parameter_updates else fallback_reason(optimizers, module)
         if reason:
             warnings.warn(f"updates are blocking: {reason}", UserWarning, stacklevel=2)
@@ -111,17 +114,18 @@ class DataParallel(nn.Module):
             "find_unused": find_unused,
         }
         self._name_layers()
-        check_same_module(module, self.comm, [self.blocking_parameter_updates, *_words(self)])
+        options = [self.blocking_parameter_updates, *_words(self)]
+        check_same_module(module, self.communicator, options)
         if reset_parameters:
-            reset_module(module, self._reset_parameters, self.comm)
-        broadcast_module(module, self.comm)
+            reset_module(module, self._reset_parameters, self.communicator)
+        broadcast_module(module, self.communicator)
         self._start()
 
     def _start(self) -> GradientEngine:
         """Make the engine and, in non-blocking mode, the guards. Collective over `comm`."""
         engine = GradientEngine(
             self.module,
-            self.comm,
+            self.communicator,
             blocking=self.blocking_parameter_updates,
             **self._options,
         )
@@ -131,7 +135,7 @@ class DataParallel(nn.Module):
         for optimizer in self._dp_optimizers:
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
             optimizer.attach(None)
-        if not self.blocking_parameter_updates and self.comm.size > 1:
+        if not self.blocking_parameter_updates and self.communicator.size > 1:
             deferred = DeferredUpdates(
                 engine, self._dp_optimizers[0], whole=is_compiled(self.module)
             )
@@ -305,7 +309,7 @@ class DataParallel(nn.Module):
     @torch.no_grad()
     def _blocking_hook(self, grad_loc: Tensor) -> Tensor:
         """Return the mean of `grad_loc` over ranks, as a new tensor. Collective over `comm`."""
-        return on_device(self.comm, grad_loc.device).all_reduce(grad_loc, "mean")
+        return on_device(self.communicator, grad_loc.device).all_reduce(grad_loc, "mean")
 
     def _nonblocking_hook(self, layer_name: str, param_name: str) -> Callable[[Tensor], Tensor]:
         """Return `hook(grad)`: files a gradient and starts its bucket when full. Collective.
@@ -361,7 +365,8 @@ class DataParallel(nn.Module):
         nn.Module.__init__(twin)
         twin.module = copy.deepcopy(self.module, memo)
         optimizers = [copy.deepcopy(optimizer, memo) for optimizer in self._dp_optimizers]
-        twin.__dict__.update(self._plain_state(), _dp_optimizers=optimizers, comm=self.comm)
+        twin.__dict__.update(self._plain_state(), _dp_optimizers=optimizers)
+        twin.comm, twin.communicator = self.comm, self.communicator
         twin.train(self.training)
         twin._start()
         return twin
@@ -380,13 +385,13 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         self.finalize()
-        ours = {"comm", "_dp_optimizers", *self._plain_state()}
+        ours = {"comm", "communicator", "_dp_optimizers", *self._plain_state()}
         rest = {name: value for name, value in self.__dict__.items() if name not in ours}
         return {**rest, **self._plain_state(), "_dp_optimizers": self._dp_optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__["comm"] = communicator_of(None)
+        self.comm = self.communicator = communicator_of(None)
 
 
 def _words(model: DataParallel) -> list[str]:

@@ -200,15 +200,17 @@ class GradientEngine:
 
     # -- forward --------------------------------------------------------------------------------
 
-    def before_forward(self, src: int = 0) -> None:
+    def before_forward(self, src: int = 0, *, shadowing: bool = False) -> None:
         """Begin a forward; wrappers call it first. Collective when training with gradients.
 
         Rebuilds the buckets of a module that has changed, and broadcasts buffers.
 
         Args:
             src: rank whose buffers all get.
+            shadowing: take part in the other ranks' forward, whatever this one's mode is.
         """
-        if self.comm.size == 1 or not (self.module.training and torch.is_grad_enabled()):
+        trains = self.module.training and torch.is_grad_enabled()
+        if self.comm.size == 1 or not (trains or shadowing):
             return
         if self._in_backward:  # the last one raised before its end
             self._end()

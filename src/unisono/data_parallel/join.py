@@ -71,7 +71,7 @@ class Join:
             if source is None:
                 return
             if syncs:
-                self._engine.before_forward(source)
+                self._engine.before_forward(source, shadowing=True)
                 self._engine.shadow_backward()
 
     def _make_equal(self) -> None:
