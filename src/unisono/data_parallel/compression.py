@@ -158,6 +158,7 @@ class UserFunction(Averaging):
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
+        self._last: Promised | None = None
         self.bucket_count = 0
 
     def factor(self, weight: float | None, size: int) -> float | None:
@@ -167,7 +168,10 @@ class UserFunction(Averaging):
     def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:  # noqa: ARG002
         """See `Averaging`."""
         view = GradBucket(bucket, bucket.index == self.bucket_count - 1)
-        return Promised(bucket.data, self._function(view))
+        if self._last is not None:
+            self._last.proceed()
+        self._last = Promised(bucket.data, self._function(view))
+        return self._last
 
 
 class Promised(Done):
@@ -176,6 +180,13 @@ class Promised(Done):
     def __init__(self, data: Tensor, future: torch.futures.Future[Any]) -> None:
         self._data = data
         self._future = future
+
+    def proceed(self) -> None:
+        """See `Handle`: wait, for the function may start messages of its own when others arrive.
+
+        Nothing else may be sent meanwhile, or ranks would send in different orders.
+        """
+        self._future.wait()
 
     def wait(self) -> None:
         """See `Handle`."""
