@@ -152,12 +152,12 @@ def main() -> None:
         rows.append(Row("launch_result: 256 MB", result, copied, "pickle there and back", 4.0))
         logs, files = in_turns(
             [
-                lambda: unisono.run(chatter, 50, on="cpu", ranks=2, logs=QUIET),
-                lambda: chatter_to_files(50),
+                lambda: unisono.run(chatter, 100, on="cpu", ranks=2, logs=QUIET),
+                lambda: chatter_to_files(100),
             ],
             rounds,
         )
-        rows.append(Row("launch_logs: 2 x 50 MB", logs, files, "files", 2.0))
+        rows.append(Row("launch_logs: 2 x 100 MB", logs, files, "files", 2.0))
     publish("Launching", markdown(rows), write=not options.quick)
 
 

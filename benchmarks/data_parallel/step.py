@@ -30,12 +30,16 @@ TARGETS = {
 """Largest ratios to DDP over gloo."""
 
 
-def measure(quick: bool) -> list[Row]:
-    """Measure all variants of all models on the ranks of the world."""
+SHARE = {"MLP": 1.0, "CNN": 0.5, "TransformerEncoder": 0.1}
+"""Steps of a block, for models whose steps take longer."""
+
+
+def measure(quick: bool, steps_a_block: int, models: list[str]) -> list[Row]:
+    """Measure all variants of the models on the ranks of the world."""
     torch.set_num_threads(1)
     gloo, shm = backend_group("gloo"), backend_group("shm")
     rows: list[Row] = []
-    for model in MODELS:
+    for model in models:
         steps = {
             "DDP, gloo": variant("ddp", model, gloo),
             "blocking, gloo": variant("blocking", model, gloo),
@@ -44,7 +48,8 @@ def measure(quick: bool) -> list[Row]:
             "non-blocking, shm": variant("non-blocking", model, shm),
             "no communication": variant("alone", model, None),
         }
-        rounds, warm_up, count = (5, 5, 20) if quick else (9, 50, 200)
+        count = max(2, round(steps_a_block * SHARE[model]))
+        rounds, warm_up = (5, 2) if quick else (9, max(2, count // 4))
         found = take_turns(shm, steps, rounds=rounds, warm_up=warm_up, count=count)
         reference = found["DDP, gloo"]
         for name, timing in found.items():
@@ -68,7 +73,14 @@ def measure(quick: bool) -> list[Row]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, nothing is written")
-    quick = parser.parse_args().quick
+    parser.add_argument("--steps", type=int, help="steps of an MLP's block (200; quick: 20)")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    options = parser.parse_args()
+    quick, steps = options.quick, options.steps or (20 if options.quick else 200)
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = unisono.run(measure, quick, ranks=2)[0]
-    publish("Data parallel: a step", markdown(rows), write=not quick)
+    rows = unisono.run(measure, quick, steps, options.models, ranks=2)[0]
+    blocks = ", ".join(f"{model} {round(steps * SHARE[model])}" for model in options.models)
+    text = (
+        f"Nine rounds; in each, every variant in turn. Steps a turn: {blocks}.\n\n{markdown(rows)}"
+    )
+    publish("Data parallel: a step", text, write=not quick)

@@ -39,6 +39,10 @@ class Console:
         """Return the reader of output `number` (0 stdout, 1 stderr) of `rank`."""
         return RankStream(self, rank, self._files[number], is_raw=rank == self._raw_rank)
 
+    def shows(self, rank: int) -> bool:
+        """Whether anything of `rank` appears here."""
+        return rank in self._shown or rank == self._raw_rank
+
     def raw(self, text: str, file: TextIO) -> None:
         """Show the output of a rank at the terminal as it comes: its prompts have no end."""
         self._write(file, text)
@@ -102,6 +106,8 @@ class RankStream:
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they come."""
+        if not self._console.shows(self._rank):
+            return
         if self._is_raw:
             self._console.raw(self._decode(data), self._file)
             return

@@ -6,6 +6,7 @@ which tells how it ended.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -29,7 +30,8 @@ from unisono.launch.messages import (
     send_order,
 )
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 20
+"""Bytes read at a time, and the size of the pipes for output where the system allows it."""
 _BOOTSTRAP = (
     "import os, sys; f = int(sys.argv[-3]); n = int.from_bytes(os.pread(f, 8, 0), 'little'); "
     "sys.path[:] = os.fsdecode(os.pread(f, n, 8)).split('\\0'); "
@@ -53,7 +55,8 @@ class Pipes:
         """Make the pipes and the log of `rank`."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         log = os.fdopen(os.open(job_dir / f"rank-{rank}.log", flags, 0o600), "ab", buffering=0)
-        return cls(os.pipe(), os.pipe(), os.pipe(), os.pipe(), log, job_dir / f"rank-{rank}.stack")
+        stack = job_dir / f"rank-{rank}.stack"
+        return cls(os.pipe(), os.pipe(), _wide_pipe(), _wide_pipe(), log, stack)
 
     @property
     def theirs(self) -> tuple[int, int, int, int]:
@@ -70,6 +73,15 @@ class Pipes:
         self.log.close()
         for fd in (self.report[0], self.control[1], self.stdout[0], self.stderr[0]):
             os.close(fd)
+
+
+def _wide_pipe() -> tuple[int, int]:
+    """Return a pipe that takes much before its writer has to wait."""
+    ends = os.pipe()
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):  # beyond what this user may have
+            fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, _CHUNK)
+    return ends
 
 
 class ServerGone(Exception):

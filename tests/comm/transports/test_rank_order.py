@@ -85,3 +85,16 @@ def test_pieces_cover_everything_once_at_whole_cache_lines(nbytes, parts):
     assert cuts[-1] == nbytes
     assert cuts == sorted(cuts)
     assert all(c % 64 == 0 or c == nbytes for c in cuts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_overflow_and_infinities_add_up_in_silence(dtype):
+    largest = torch.finfo(dtype).max
+    first = torch.tensor([largest, torch.inf, 1.0], dtype=dtype)
+    second = torch.tensor([largest, -torch.inf, 2.0], dtype=dtype)
+    plan = reducer(dtype, "sum")
+    out = torch.empty_like(first)
+    plan.fill(plan.array(out), [plan.array(first), plan.array(second)])  # warnings are errors here
+    assert out[0] == torch.inf
+    assert out[1].isnan()
+    assert out[2] == 3

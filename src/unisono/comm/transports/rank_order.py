@@ -94,8 +94,13 @@ class Reducer:
     def fill(self, out: Array, parts: Sequence[Array]) -> None:
         """Write the reduction of `parts`, first to last, to `out`.
 
-        `out` may be the memory of the first or of the second part, but of no other.
+        `out` may be the memory of the first or of the second part, but of no other. Overflow gives
+        inf and inf - inf gives nan in silence, as in torch: loss scaling lives on it.
         """
+        with np.errstate(all="ignore"):
+            self._fill(out, parts)
+
+    def _fill(self, out: Array, parts: Sequence[Array]) -> None:
         if self._is_half:
             self._fill_half(out, parts)
         elif self._is_wide:
