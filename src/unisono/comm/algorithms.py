@@ -76,7 +76,7 @@ def choose(
         return "native" if small and even else "broadcasts"
     if rounds_once:
         return "all_to_all" if small else "scatter_gather"
-    if backend == "gloo" and small and 3 <= size <= MAX_PAIRWISE_RANKS:
+    if backend == "gloo" and small and size <= MAX_PAIRWISE_RANKS:
         return "all_to_all"
     return "native"
 

@@ -128,14 +128,9 @@ class InSharedMemory(Averaging):
     def __init__(self, blocking: bool) -> None:
         self._blocking = blocking
 
-    def factor(self, weight: float | None, size: int) -> float | None:  # noqa: ARG002
-        """See `Averaging`: an even mean is taken while adding."""
-        return weight
-
-    def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:
+    def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:  # noqa: ARG002
         """See `Averaging`."""
-        op = "sum" if weighted else "mean"
         if self._blocking:
-            comm.all_reduce_(bucket.flat, op)
+            comm.all_reduce_(bucket.flat, "sum")
             return Done()
-        return Direct(comm.all_reduce_(bucket.flat, op, async_op=True))
+        return Direct(comm.all_reduce_(bucket.flat, "sum", async_op=True))

@@ -19,7 +19,8 @@ from unisono.comm import Communicator
 from unisono.data_parallel import hooks
 from unisono.data_parallel.autograd_graph import reached_leaves, tensors_in
 from unisono.data_parallel.averaging import Handle
-from unisono.data_parallel.buckets import Bucket, plan_buckets
+from unisono.data_parallel.bucket_making import make_buckets
+from unisono.data_parallel.buckets import Bucket
 from unisono.data_parallel.compression import UserFunction, averaging_for
 from unisono.data_parallel.construction import check_same_module, on_device
 from unisono.data_parallel.forward_buffers import BufferBroadcast
@@ -28,12 +29,6 @@ from unisono.data_parallel.sparse import SparseParameters, sparse_parameters
 from unisono.data_parallel.stats import Counters, Stats
 from unisono.data_parallel.structure import Structure
 from unisono.errors import RankTimeout
-
-NETWORK_MB = 25.0
-"""Largest bucket where gradients pass through sockets or between GPUs."""
-
-SHARED_MEMORY_MB = 1024.0
-"""Largest bucket in shared memory: reduced in place at the end of backward, so few are best."""
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -127,15 +122,9 @@ class GradientEngine:
         named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
         dense = [(name, p) for name, p in named if id(p) not in sparse]
         self._sparse = SparseParameters([p for _, p in named if id(p) in sparse])
-        plan = plan_buckets(
-            [(p.numel() * p.element_size(), (p.device, p.dtype)) for _, p in dense],
-            self._largest_bytes(),
-        )
-        for index, members in enumerate(plan):
-            names, params = zip(*(dense[i] for i in members), strict=True)
-            self._buckets.append(GradientBucket(index, names, params, self._memory))
+        self._buckets = make_buckets(dense, self.comm, self._bucket_mb)
         if isinstance(self.averaging, UserFunction):
-            self.averaging.bucket_count = len(plan)
+            self.averaging.bucket_count = len(self._buckets)
         self._attach_hooks()
         if self.on_attach is not None:
             self.on_attach()
@@ -187,16 +176,6 @@ class GradientEngine:
         """Leave no hooks behind."""
         if hasattr(self, "_hooks"):
             self.detach()
-
-    def _largest_bytes(self) -> float:
-        if self._bucket_mb is not None:
-            return self._bucket_mb * 2**20
-        return (SHARED_MEMORY_MB if self.comm.backend == "shm" else NETWORK_MB) * 2**20
-
-    def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type == "cpu" and self.comm.backend == "shm":
-            return self.comm.shared_buffer((numel,), dtype)
-        return torch.zeros(numel, dtype=dtype, device=device)
 
     # -- forward --------------------------------------------------------------------------------
 
