@@ -136,8 +136,7 @@ class GradientEngine:
             for i, param in enumerate(bucket.params):
                 hook = hooks.on_arrival(self, bucket, i)
                 add(param.register_post_accumulate_grad_hook(hook))
-                if self.averaging.eager or not self.blocking:
-                    add(param.register_hook(hooks.before_arrival(self, bucket, i)))
+                add(param.register_hook(hooks.before_arrival(self, bucket, i)))
         for i, param in enumerate(self._sparse.params):
             add(param.register_post_accumulate_grad_hook(hooks.on_sparse_arrival(self, i)))
 
