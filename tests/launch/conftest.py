@@ -10,14 +10,15 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def watched(hygiene, tmp_path, monkeypatch):
-    """Keep the directories of failed runs below `tmp_path`."""
+def watched(hygiene, tmp_path, tmp_path_factory, monkeypatch):
+    """Keep the directories of failed runs below `tmp_path`, and the links to jobs beside it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
 
 @pytest.fixture
 def has_ended():
-    """Return a function that tells whether a process ends within five seconds."""
+    """Return a function that tells whether a process ends within twenty seconds."""
 
     def is_running(pid: int) -> bool:
         try:
@@ -27,7 +28,7 @@ def has_ended():
         return state != "Z"  # ended, and its parent has not looked yet
 
     def has_ended(pid: int) -> bool:
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + 20.0
         while is_running(pid):
             if time.monotonic() > end:
                 return False

@@ -93,10 +93,19 @@ def test_bad_variables_are_named(monkeypatch):
     with pytest.raises(PlatformError, match=r"nowhere\.toml"):
         request()
     monkeypatch.delenv("UNISONO_CONFIG")
-    monkeypatch.setenv("UNISONO_RANKS", "four")
-    with pytest.raises(PlatformError, match="UNISONO_RANKS=four"):
-        request()
-    monkeypatch.delenv("UNISONO_RANKS")
+    for variable, text, words in (
+        ("UNISONO_RANKS", "four", "a whole number is needed"),
+        ("UNISONO_RANKS", '"4"', "a str; a whole number is needed"),
+        ("UNISONO_ENV", "[1]", "a list; a table of words is needed"),
+    ):
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(PlatformError, match=words) as caught:
+            request()
+        assert f"{variable}={text}" in str(caught.value)
+        hint = "'{NAME = \"value\"}'" if variable == "UNISONO_ENV" else "2"
+        assert f"HINT: {variable}={hint}" in str(caught.value)
+        monkeypatch.delenv(variable)
     monkeypatch.setenv("UNISONO_RNAKS", "4")
-    with pytest.warns(RuntimeWarning, match="did you mean UNISONO_RANKS"):
+    with pytest.warns(RuntimeWarning, match="did you mean UNISONO_RANKS") as caught:
         request()
+    assert [warning.filename for warning in caught] == [__file__]

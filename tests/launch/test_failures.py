@@ -35,6 +35,8 @@ def fail(function, tmp_path, *, timeout_s=60.0, ranks=2, spawn_method="auto"):
 
 
 both_starts = pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+sizes_of_starts = pytest.mark.parametrize(("spawn_method", "ranks"), [("auto", 2), ("spawn", 1)])
+"""Where nobody has to wait, one fresh interpreter does."""
 
 
 @both_starts
@@ -90,8 +92,8 @@ def test_a_rank_that_dies_without_a_word_is_named(
     assert "in die" in error.waiting[0]
 
 
-@both_starts
-def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path, spawn_method):
+@sizes_of_starts
+def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path, spawn_method, ranks):
     class Stubborn(Exception):
         def __init__(self, first, second):
             super().__init__(f"{first} and {second}")
@@ -100,7 +102,7 @@ def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path, spawn_method)
         if unisono.world().rank == 0:
             raise Stubborn("one", "two")
 
-    error, _ = fail(refuse, tmp_path, spawn_method=spawn_method)
+    error, _ = fail(refuse, tmp_path, spawn_method=spawn_method, ranks=ranks)
     assert isinstance(error, RankFailed)
     assert error.rank == 0
     assert error.exception is None
@@ -109,29 +111,30 @@ def test_an_exception_that_cannot_travel_arrives_as_text(tmp_path, spawn_method)
     assert 'raise Stubborn("one", "two")' in str(error.__cause__)
 
 
-@both_starts
-def test_a_result_that_cannot_be_pickled_is_named_by_its_path(tmp_path, spawn_method):
+@sizes_of_starts
+def test_a_result_that_cannot_be_pickled_is_named_by_its_path(tmp_path, spawn_method, ranks):
     def lock_inside(_mark):
-        return {"state": [0, threading.Lock()]} if unisono.world().rank == 1 else 0
+        is_last = unisono.world().rank == ranks - 1
+        return {"state": [0, threading.Lock()]} if is_last else 0
 
-    error, _ = fail(lock_inside, tmp_path, spawn_method=spawn_method)
+    error, _ = fail(lock_inside, tmp_path, spawn_method=spawn_method, ranks=ranks)
     assert isinstance(error, RankFailed)
-    assert error.rank == 1
+    assert error.rank == ranks - 1
     assert "result['state'][1] is a lock" in str(error)
 
 
-@both_starts
-def test_an_import_that_fails_in_a_rank_shows_its_line(tmp_path, spawn_method):
+@sizes_of_starts
+def test_an_import_that_fails_in_a_rank_shows_its_line(tmp_path, spawn_method, ranks):
     def needs_more(mark):
-        if unisono.world().rank == 1:
+        if unisono.world().rank == ranks - 1:
             mark.touch()
             import not_installed_anywhere  # noqa: F401  # pyright: ignore[reportMissingImports]
         unisono.world().barrier()
 
-    error, seconds = fail(needs_more, tmp_path, spawn_method=spawn_method)
+    error, seconds = fail(needs_more, tmp_path, spawn_method=spawn_method, ranks=ranks)
     assert seconds < AT_ONCE_S
     assert isinstance(error.__cause__, ModuleNotFoundError)
-    assert error.rank == 1
+    assert error.rank == ranks - 1
     assert "import not_installed_anywhere" in str(error)
 
 
@@ -253,15 +256,19 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named_at_the_deadline(tmp_pat
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
-def test_processes_that_a_rank_started_end_with_it(tmp_path, has_ended):
-    def start_a_child(mark):
+@sizes_of_starts
+def test_processes_that_a_rank_started_end_with_it(tmp_path, has_ended, spawn_method, ranks):
+    def start_children(mark):
         import subprocess
 
         if unisono.world().rank == 0:
-            child = subprocess.Popen(["sleep", "600"])
-            mark.write_text(str(child.pid))
+            children = [
+                subprocess.Popen(["sleep", "600"], start_new_session=is_apart)
+                for is_apart in (False, True)
+            ]
+            mark.write_text(" ".join(str(child.pid) for child in children))
         unisono.world().barrier()
-        raise RuntimeError("and leave it")
+        raise RuntimeError("and leave them")
 
-    fail(start_a_child, tmp_path)
-    assert has_ended(int((tmp_path / "mark").read_text()))
+    fail(start_children, tmp_path, spawn_method=spawn_method, ranks=ranks)
+    assert all(has_ended(int(pid)) for pid in (tmp_path / "mark").read_text().split())

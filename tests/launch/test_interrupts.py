@@ -15,7 +15,7 @@ import os, subprocess, time, unisono
 from pathlib import Path
 
 def wait(folder):
-    child = subprocess.Popen(["sleep", "600"])
+    child = subprocess.Popen(["sleep", "600"], start_new_session=%r)
     rank = unisono.world().rank
     Path(folder, f"pids-{rank}.tmp").write_text(f"{os.getpid()} {child.pid}")
     Path(folder, f"pids-{rank}.tmp").rename(Path(folder, f"pids-{rank}"))
@@ -24,7 +24,7 @@ def wait(folder):
     finally:
         Path(folder, f"finally-{rank}").touch()
 
-unisono.run(wait, %r, ranks=2)
+%s
 """
 
 
@@ -37,24 +37,47 @@ def wait_until(condition, seconds: float) -> bool:
     return True
 
 
+RUN, SUBMIT = "unisono.run(wait, {0!r}, ranks=2)", "unisono.submit(wait, {0!r}, ranks=2).wait()"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_its_launcher(number, tmp_path, has_ended):
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT % str(tmp_path)], env=env, stderr=subprocess.PIPE, text=True
-    )
+def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
+    cases = [
+        (signal.SIGINT, RUN, False),
+        (signal.SIGTERM, RUN, True),
+        (signal.SIGKILL, RUN, True),
+        (signal.SIGINT, SUBMIT, False),
+        (signal.SIGTERM, SUBMIT, False),
+    ]
+    launchers = []
     try:
-        ready = wait_until(lambda: len(list(tmp_path.glob("pids-?"))) == 2, 60)
-        assert ready, "the ranks did not start"
-        launcher.send_signal(number)
-        _, errors = launcher.communicate(timeout=20)
-        pids = [int(pid) for file in tmp_path.glob("pids-?") for pid in file.read_text().split()]
-        assert all(map(has_ended, pids)), "ranks or their children live"
-        assert launcher.returncode == -number, errors
-        if number != signal.SIGKILL:
-            assert len(list(tmp_path.glob("finally-?"))) == 2
-            assert list(tmp_path.glob("unisono-*")) == []
+        for number, (_, call, is_apart) in enumerate(cases):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            script = SCRIPT % (is_apart, call.format(str(folder)))
+            launchers.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", script],
+                    env={**os.environ, "TMPDIR": str(folder)},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for number, (order, call, _) in enumerate(cases):
+            folder, launcher = tmp_path / str(number), launchers[number]
+            ready = wait_until(lambda folder=folder: len(list(folder.glob("pids-?"))) == 2, 90)
+            assert ready, "the ranks did not start"
+            launcher.send_signal(order)
+            _, errors = launcher.communicate(timeout=30)
+            files = folder.glob("pids-?")
+            pids = [int(pid) for file in files for pid in file.read_text().split()]
+            assert all(map(has_ended, pids)), "ranks or their children live"
+            assert launcher.returncode == -order, errors
+            empty = wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
+            assert empty, f"{order!r} leaves a directory behind"
+            if order == signal.SIGINT or (order == signal.SIGTERM and call is RUN):
+                assert len(list(folder.glob("finally-?"))) == 2
     finally:
-        launcher.kill()
-        launcher.wait()
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()

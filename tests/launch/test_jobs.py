@@ -11,13 +11,13 @@ import torch
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
-from unisono.launch import Job, dry_run, job_files, simulate_preemption
+from unisono.launch import Job, dry_run, job_files, registry, simulate_preemption
 from unisono.launch.attached_job import AttachedJob
 
 QUIET = unisono.Logs(console="none")
 
 
-def wait_for(condition, seconds=30.0):
+def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -38,36 +38,74 @@ def test_a_job_runs_in_the_background_and_gives_its_results():
     job.cancel()  # too late, and no error
 
 
-def test_a_running_job_shows_its_stacks_and_can_be_cancelled(tmp_path):
-    def sleepy():
-        print("a\nb\nc", flush=True)
-        time.sleep(600)
+def sleepy():
+    print("a\nb\nc", flush=True)
+    time.sleep(600)
 
+
+def test_a_running_job_shows_its_stacks_and_is_cancelled_from_another_process(tmp_path):
     job = unisono.submit(sleepy, on="cpu", ranks=2, logs=tmp_path)
-    wait_for(lambda: job.logs(0).count("\n") == 3)
+    wait_for(lambda: all(job.logs(rank).count("\n") == 3 for rank in range(2)))
     assert job.status() == "running"
     assert job.logs(0, tail=2) == "b\nc\n"
-    for handle in (job, AttachedJob(job.dir)):  # here, and as another process would ask
+    other = AttachedJob(job.dir)  # as another process would have it
+    for handle in (job, other):
         stacks = handle.stacks()
         assert sorted(stacks) == [0, 1]
         assert all("in sleepy" in text for text in stacks.values())
+        with pytest.raises(PlatformError, match="ranks of a world of 2 are 0 to 1"):
+            handle.logs(9)
     with pytest.raises(TimeoutError):
         job.result(timeout_s=0.01)
-    other = Job.attach(job.dir)
+    assert Job.attach(job.dir) is job
     assert (other.id, other.status()) == (job.id, "running")
-    job.cancel()
-    assert (job.status(), other.status()) == ("cancelled", "cancelled")
+    # An order to the supervising thread: this process, which submitted the job, is not touched.
+    other.cancel()
+    assert (other.status(), job.wait(10), job.status()) == ("cancelled", True, "cancelled")
     assert list(other.logs(0, follow=True)) == ["a", "b", "c"]
     for handle in (job, other):
-        with pytest.raises(JobCancelled):
+        with pytest.raises(JobCancelled) as caught:
             handle.result()
+        assert caught.value.job_id == job.id
+
+
+def test_a_job_without_a_directory_to_keep_can_be_cancelled_from_both_sides(monkeypatch, tmp_path):
+    for side in (0, 1):
+        job = unisono.submit(sleepy, on="cpu", ranks=1)
+        monkeypatch.chdir(tmp_path)  # its id is enough, wherever one is
+        handles = job, AttachedJob(registry.directories()[job.id])
+        handles[side].cancel()
+        assert job.wait(30)
+        assert not job.dir.exists()
+        assert job.id not in registry.directories()
+        assert job.status() == "cancelled"
+        with pytest.raises(JobCancelled if side else PlatformError):
+            handles[1].result()
+
+
+def test_ids_are_found_by_a_unique_part_and_forgotten_when_their_directory_is(tmp_path):
+    for job in ("train-1234", "train-5678"):
+        (tmp_path / job).mkdir()
+        job_files.write_state(tmp_path / job, {"id": job, "ranks": 1})
+        registry.remember(job, tmp_path / job)
+    assert Job.attach("5678").id == "train-5678"
+    with pytest.raises(PlatformError, match="2 jobs with that in their names"):
+        Job.attach("train")
+    (tmp_path / "train-1234" / "job.json").unlink()
+    assert list(registry.directories()) == ["train-5678"]
+    link = registry.folder() / "train-1234"
+    assert link.is_symlink()  # it may be on another host
+    os.utime(link, (0, 0), follow_symlinks=False)
+    registry.directories()
+    assert not link.is_symlink()
 
 
 def test_a_kept_job_is_known_by_its_directory_and_only_to_its_owner(tmp_path):
-    job = unisono.submit(lambda: torch.ones(2), on="cpu", ranks=1, logs=tmp_path)
+    job = unisono.submit(lambda: [torch.ones(2), lambda: 3], on="cpu", ranks=1, logs=tmp_path)
     job.wait(60)
     other = job_handle = Job.attach(job.dir)
-    assert torch.equal(other.result()[0], torch.ones(2))
+    assert torch.equal(other.result()[0][0], torch.ones(2))
+    assert other.result()[0][1]() == 3  # a function of nobody's module
     assert (job_handle.reason, job_handle.stacks()) == ("", {})
     outcome = job.dir / job_files.OUTCOME
     assert outcome.stat().st_mode & 0o777 == 0o600
@@ -88,8 +126,10 @@ def test_a_failed_job_tells_why(tmp_path):
         job.result()
     assert job.status() == "failed"
     assert "ZeroDivisionError" in job.reason
-    with pytest.raises(RankFailed, match="ZeroDivisionError"):
+    with pytest.raises(RankFailed, match="ZeroDivisionError") as caught:
         Job.attach(job.dir).result()
+    assert (caught.value.rank, caught.value.exception) == (0, None)
+    assert "lambda: 1 / 0" in str(caught.value)
     late = unisono.submit(time.sleep, 600, on="cpu", ranks=1, timeout_s=0.2, logs=tmp_path)
     with pytest.raises(RankTimeout):
         late.result()

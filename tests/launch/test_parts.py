@@ -8,6 +8,7 @@ import pickle
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,6 +108,15 @@ def test_a_function_of_a_module_that_ranks_cannot_import_travels_by_value(tmp_pa
     assert fn(*args) == 3
     with pytest.raises(ModuleNotFoundError):
         payload.load_call(by_reference)
+
+
+def test_a_function_may_use_modules_with_a_class_of_their_own():
+    def fn():
+        torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
+        return torch.backends.cudnn
+
+    loaded, _, _ = payload.load_call(payload.dump_call(fn, (), {}))
+    assert loaded() is torch.backends.cudnn
 
 
 def test_exceptions_travel_only_if_they_come_back():

@@ -106,6 +106,29 @@ def test_copies_and_pickles_keep_what_was_given():
         (lambda: Platform(device="cpu", master_port=70000).validate(), ["70000", "65535"]),
         (lambda: Platform(device="cpu", comm_timeout_s=0).validate(), ["comm_timeout_s=0"]),
         (lambda: Platform(device="cpu", stack_signal="SIGFOO").validate(), ["SIGFOO"]),
+        (
+            lambda: Platform(device="cpu", env="x").validate(),
+            ["env='x'", "a str, where a table of words", 'HINT: env={"NAME": "value"}'],
+        ),
+        (lambda: Platform(device="cpu", env={"A": 1}).validate(), ["env={'A': 1}", "words"]),
+        (
+            lambda: Platform(device="mpi", mpiexec_args="-hosts n1,n2").validate(),
+            ["a list of words", "HINT: mpiexec_args=['-hosts', 'n1,n2']"],
+        ),
+        (
+            lambda: Platform(device="slurm", slurm_additional_parameters="a=b").validate(),
+            ["where a table is needed"],
+        ),
+        (lambda: Platform(device="cpu", oversubscribe="no").validate(), ["yes or no"]),
+        (lambda: Platform(device="slurm", timeout_min=0).validate(), ["timeout_min=0", "minutes"]),
+        (
+            lambda: Platform(device="slurm", n_gpus_per_node=3, ranks=2).validate(),
+            ["3 GPUs / 2 ranks = 1.5", "n_gpus_per_node=2, or ranks=3"],
+        ),
+        (
+            lambda: Platform(device="slurm", n_gpus_per_node=2, ranks=8, n_nodes=2).validate(),
+            ["2 GPUs / 4 ranks = 0.5", "ranks=4, or oversubscribe=True"],
+        ),
     ],
 )
 def test_a_bad_platform_says_what_is_wrong(make, words):

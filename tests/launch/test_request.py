@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -20,6 +21,10 @@ async def coroutine():
     return 1
 
 
+def generator(n):
+    yield n
+
+
 def needs_ranks(ranks):
     return ranks
 
@@ -33,6 +38,8 @@ def nothing_may_start(monkeypatch):
 
     monkeypatch.setattr("unisono.launch.local.spawn_rank", refuse)
     monkeypatch.setattr("unisono.launch.warm.WarmServer", refuse)
+    launching = sys.modules["unisono.launch.run"]
+    monkeypatch.setattr(launching, "prepare", lambda _method: None)  # that is no rank yet
 
 
 @pytest.mark.parametrize(
@@ -49,13 +56,17 @@ def nothing_may_start(monkeypatch):
         (lambda: unisono.run(train, 1, on="inline", ranks=2), ["2 ranks > 1 process"]),
         (lambda: unisono.run(train, 1, nodes=2), ["nodes=2", "torchrun"]),
         (lambda: unisono.run(train, 1, timeout_s=0), ["timeout_s=0"]),
-        (lambda: unisono.run(train, 1, timeout_s="1h"), ["timeout_s='1h'", "not a number"]),
+        (lambda: unisono.run(train, 1, timeout_s="1h"), ["timeout_s='1h'", "no time in seconds"]),
+        (lambda: unisono.run(train, 1, timeout_s=float("nan")), ["timeout_s=nan"]),
         (lambda: unisono.run(train, 1, max_restarts=-1), ["max_restarts=-1"]),
+        (lambda: unisono.run(train, 1, max_restarts=1.5), ["max_restarts=1.5", "whole number"]),
         (lambda: unisono.run(train), ["train(cfg, lr=0.1)", "missing a required argument"]),
         (lambda: unisono.run(train, 1, momentum=2), ["unexpected keyword", "momentum"]),
         (lambda: unisono.run(needs_ranks, ranks=2), ["functools.partial(needs_ranks, ranks="]),
         (lambda: unisono.run(train(1)), ["cannot be called"]),
         (lambda: unisono.run(coroutine), ["coroutine", "asyncio.run"]),
+        (lambda: unisono.run(generator, 3), ["generator function", "list(generator(...))"]),
+        (lambda: unisono.run(functools.partial(generator, 3)), ["generator function"]),
         (lambda: unisono.run(train, 1, logs=3), ["logs=3"]),
         (lambda: unisono.run(train, 1, logs=unisono.Logs(console="al")), ["console='al'"]),
         (lambda: unisono.run(train, 1, logs=unisono.Logs(console=[0, 2])), ["2 is not a rank"]),
@@ -74,6 +85,10 @@ def test_what_cannot_be_pickled_is_named_by_its_path():
     lock = threading.Lock()
     with pytest.raises(PlatformError, match="lock is a lock that cannot be pickled"):
         unisono.run(lambda: lock)
+
+
+def test_a_deadline_without_end_is_none():
+    assert list(unisono.run(train, 1, on="inline", timeout_s=float("inf"))) == [(1, 0.1)]
 
 
 def test_a_partial_may_fill_a_reserved_keyword():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pty
 import socket
@@ -16,6 +17,7 @@ import pytest
 import unisono
 from unisono.errors import PlatformError, RankFailed, RankTimeout
 from unisono.launch import payload, terminal
+from unisono.launch.cores import usable_cores
 from unisono.launch.results import Elsewhere, Results
 
 QUIET = unisono.Logs(console="none")
@@ -47,9 +49,11 @@ def test_a_thread_left_running_is_named_and_does_not_hold_the_run_up():
         return 7
 
     begin = time.monotonic()
-    with pytest.warns(RuntimeWarning, match="rank 0 returned its result, .*running: uploader"):
+    match = "rank 0 returned its result, .*running: uploader"
+    with pytest.warns(RuntimeWarning, match=match) as caught:
         results = unisono.run(forget_a_thread, on="cpu", ranks=1, logs=QUIET)
     assert list(results) == [7]
+    assert [warning.filename for warning in caught] == [__file__]
     assert time.monotonic() - begin < 15
 
 
@@ -68,8 +72,45 @@ def test_a_thread_that_ends_by_itself_is_waited_for(tmp_path):
 def test_a_large_payload_is_worth_a_warning_that_names_it(monkeypatch):
     monkeypatch.setattr(payload, "LARGE_BYTES", 1 << 20)
     table = np.zeros(1 << 18)
-    with pytest.warns(RuntimeWarning, match=r"sent 2 MB, of which kwargs\['table'\] is 2 MB"):
+    match = r"sent 2 MB, of which kwargs\['table'\] is 2 MB"
+    with pytest.warns(RuntimeWarning, match=match) as caught:
         unisono.run(lambda _x, table: table.sum(), 1, table=table, on="cpu", ranks=1, logs=QUIET)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+class Counter:
+    def __init__(self, start):
+        self.start = start
+
+    def count(self, by=1):
+        return self.start + by
+
+    def __call__(self):
+        return self.start
+
+
+def test_anything_that_can_be_called_runs_also_a_cell_edited_between_runs():
+    def run(function, *args):
+        return unisono.run(function, *args, on="cpu", ranks=1, logs=QUIET)[0]
+
+    cell = {"__name__": "__main__", "STEP": 2}  # where a notebook, or `python -`, keeps its names
+    for step in (1, 3):
+        exec(f"def shift(x):\n    return x * STEP + {step}", cell)
+        assert run(cell["shift"], 10) == 20 + step
+    calls = Counter(3).count, Counter(4), functools.partial(Counter(5).count, by=2), lambda: 8
+    assert [run(call) for call in calls] == [4, 4, 7, 8]
+    assert run(Counter, 9).start == 9
+
+
+def test_a_rank_may_start_a_world_of_its_own_and_more_ranks_than_cores_work():
+    def outer():
+        platform = unisono.Platform(device="cpu", ranks=2, detect=False)
+        return list(unisono.run(lambda: unisono.world().size, on=platform, logs=QUIET))
+
+    assert list(unisono.run(outer, on="cpu", ranks=1, logs=QUIET)) == [[2, 2]]
+    many = 2 * usable_cores() + 1
+    ones = unisono.run(lambda: sum(unisono.world().all_gather_object(1)), ranks=many, logs=QUIET)
+    assert list(ones) == [many] * many
 
 
 def test_results_are_a_short_table_in_a_notebook():
@@ -83,15 +124,14 @@ def test_results_are_a_short_table_in_a_notebook():
     assert "x" * 500 not in Results(["x" * 500], hosts=["h"], platform="cpu")._repr_html_()
 
 
-@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
-def test_one_rank_may_read_the_standard_input(spawn_method, tmp_path):
+def test_one_rank_may_read_the_standard_input(tmp_path):
     script = tmp_path / "ask.py"
     script.write_text(
         "import unisono\n"
         "def ask():\n"
         "    rank = unisono.world().rank\n"
         "    return input('your name? ') if rank == 1 else __import__('sys').stdin.read()\n"
-        f"platform = unisono.Platform(device='cpu', ranks=2, spawn_method={spawn_method!r})\n"
+        "platform = unisono.Platform(device='cpu', ranks=2, spawn_method='spawn')\n"
         "print(list(unisono.run(ask, on=platform)))\n"
     )
     env = {**os.environ, terminal.VARIABLE: "1", "TMPDIR": str(tmp_path)}
@@ -102,18 +142,21 @@ def test_one_rank_may_read_the_standard_input(spawn_method, tmp_path):
     assert "your name? " in done.stdout
 
 
-def test_a_debugger_works_in_the_rank_at_the_terminal(tmp_path):
+def test_a_debugger_works_in_the_forked_rank_at_the_terminal_and_others_read_nothing(tmp_path):
     script = tmp_path / "debug.py"
     script.write_text(
+        "import sys\n"
         "import unisono\n"
         "def look():\n"
+        "    if unisono.world().rank == 0:\n"
+        "        return sys.stdin.read()\n"
         "    secret = 6 * 7\n"
         "    breakpoint()\n"
         "    return secret\n"
-        "print('RESULTS', list(unisono.run(look, on='cpu', ranks=1)))\n"
+        "print('RESULTS', list(unisono.run(look, on='cpu', ranks=2)))\n"
     )
     ours, theirs = pty.openpty()
-    env = {**os.environ, terminal.VARIABLE: "0", "TMPDIR": str(tmp_path), "TERM": "dumb"}
+    env = {**os.environ, terminal.VARIABLE: "1", "TMPDIR": str(tmp_path), "TERM": "dumb"}
     process = subprocess.Popen(
         [sys.executable, script],
         env=env,
@@ -129,7 +172,7 @@ def test_a_debugger_works_in_the_rank_at_the_terminal(tmp_path):
         os.write(ours, b"p secret + 1\n")
         assert b"43" in read_until(ours, b"(Pdb) ", seen)
         os.write(ours, b"c\n")
-        assert b"RESULTS [42]" in read_until(ours, b"RESULTS [42]")
+        assert b"RESULTS ['', 42]" in read_until(ours, b"42]")
         assert process.wait(20) == 0
     finally:
         process.kill()

@@ -24,28 +24,20 @@ def parents(count=1):
     return set(unisono.run(os.getppid, on="cpu", ranks=count, logs=QUIET))
 
 
-def test_ranks_come_from_one_server_that_shutdown_ends(has_ended):
+def test_one_server_forks_all_ranks_until_it_is_idle_killed_or_shut_down(monkeypatch, has_ended):
     (first,) = parents(2)
     assert first == warm.get_server().pid != os.getpid()
     assert parents() == {first}
-    unisono.launch.shutdown()
-    assert has_ended(first)
-    assert parents() != {first}
-
-
-def test_a_server_that_was_killed_is_replaced():
-    (first,) = parents()
     os.kill(first, signal.SIGKILL)
-    assert parents() != {first}
-
-
-def test_an_idle_server_leaves_by_itself(monkeypatch, has_ended):
-    unisono.launch.shutdown()
     monkeypatch.setenv("UNISONO_SERVER_IDLE_S", "0.2")
-    (pid,) = parents()
-    assert has_ended(pid)
+    (second,) = parents()
+    assert second != first
+    assert has_ended(second)  # by itself
     monkeypatch.undo()
+    (third,) = parents()
+    assert third != second
     unisono.launch.shutdown()
+    assert has_ended(third)
 
 
 @pytest.mark.parametrize("reason", ["asked for", "CUDA here", "threads in the server"])
@@ -65,7 +57,8 @@ def test_a_fresh_interpreter_is_taken_where_a_fork_would_be_unsound(reason, monk
         )
         unisono.launch.shutdown()
     assert list(unisono.run(os.getppid, on=platform, logs=QUIET)) == [os.getpid()]
-    unisono.launch.shutdown()
+    if reason == "threads in the server":
+        unisono.launch.shutdown()  # that server is of no use to others
 
 
 def test_the_server_refuses_a_fork_with_a_cuda_context(monkeypatch):

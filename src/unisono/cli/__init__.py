@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import unisono
-from unisono.cli import bench, demo, doctor, job, run, topo, trace
+from unisono.cli import bench, demo, doctor, job, plan, report, run, topo, trace
 from unisono.cli.outcome import exit_code_of
 
 __all__ = ["main"]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes options by their whole names only, and so do the parsers of its commands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="unisono",
         description="Many ranks, one model: run a PyTorch function on any number of ranks.",
         epilog="Exit codes: 0 ok, 1 the function or a check failed, 2 bad usage, 124 deadline, "
@@ -23,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, job, demo, doctor, topo, trace, bench):
+    for command in (run, job, demo, report, doctor, topo, trace, plan, bench):
         command.add_parser(commands)
     return parser
 

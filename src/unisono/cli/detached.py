@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -17,10 +18,14 @@ def start(args: argparse.Namespace) -> int:
     """Start the supervising process with the same words, and print the id of its job."""
     from unisono.launch.job_files import LOCAL_JOBS
 
-    words = [word for word in args.words if word != "--detach"]
+    cut = args.words.index("--") if "--" in args.words else len(args.words)
+    own = [word for word in args.words[:cut] if word != "--detach"]
+    words = [*own, *args.words[cut:]]
     logs = [] if args.logs is not None else ["--logs", str(LOCAL_JOBS)]
+    env = {name: value for name, value in os.environ.items() if name != "UNISONO_RUN_ID"}
     process = subprocess.Popen(
         [sys.executable, "-m", "unisono", "run", "--supervise", *logs, *words],
+        env=env,  # so that it does not end with a rank that starts it
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -31,7 +36,7 @@ def start(args: argparse.Namespace) -> int:
     if not line:
         _, errors = process.communicate()
         raise RankFailed(f"the job did not start\n{errors}", exit_code=process.returncode)
-    print(line.strip())
+    _tell(*line.strip().split(" ", 1))
     return 0
 
 
@@ -39,8 +44,16 @@ def queue(request: Request) -> int:
     """Submit a job of a scheduler, which supervises it, and print its id."""
     from unisono.launch.job import submit_request
 
-    print(submit_request(request).id)
+    job = submit_request(request)
+    _tell(job.id, str(job.dir))
     return 0
+
+
+def _tell(job: str, directory: str) -> None:
+    """Print the id for programs, and for people what to do with it."""
+    print(job, flush=True)
+    text = f"unisono: in {directory}; unisono job logs {job} --follow shows its output"
+    print(text, file=sys.stderr)
 
 
 def supervise(request: Request) -> int:
@@ -49,7 +62,7 @@ def supervise(request: Request) -> int:
     from unisono.launch.job import submit_request
 
     job = submit_request(request)
-    print(job.dir.name, flush=True)
+    print(job.id, job.dir, flush=True)
     _let_go()
     with termination_as_exception():
         try:
@@ -62,8 +75,6 @@ def supervise(request: Request) -> int:
 
 def _let_go() -> None:
     """Give back the pipes to the process that started us; it does not wait for our end."""
-    import os
-
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -20,8 +20,11 @@ from pathlib import Path
 
 from unisono.cli import doctor_mpi, doctor_slurm
 from unisono.cli.check import Check
+from unisono.cli.wording import as_typed
+from unisono.errors import PlatformError
 
 MIN_SHM_MB = 64
+_PIP = f"{Path(sys.executable).name} -m pip install --force-reinstall"
 _EXTRAS = {
     "mpi": "mpi4py",
     "slurm": "submitit",
@@ -47,6 +50,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(args: argparse.Namespace) -> int:
     """Run all checks, print them as they end, and return 1 if one failed."""
+    if args.on not in (None, "auto"):
+        from unisono.launch.configuration import read_configuration
+        from unisono.launch.places import known_place
+
+        known_place(args.on, read_configuration())
     checks: list[Check] = []
     for function in (*CHECKS, *_more_checks(args.on)):
         checks.append(_guarded(function))
@@ -62,12 +70,13 @@ def execute(args: argparse.Namespace) -> int:
 
 def _more_checks(place: str | None) -> tuple[Callable[[], Check], ...]:
     """Return the checks of a place that the user asks for: its own, else two ranks there."""
-    if place is None or place == "cpu":
+    if place in (None, "cpu"):
         return ()
 
     def check_place() -> Check:
         return _run_at(place)
 
+    check_place.__name__ = f"on {place}"
     return MORE_CHECKS.get(place, (check_place,))
 
 
@@ -81,20 +90,31 @@ def _guarded(function: Callable[[], Check]) -> Check:
     try:
         return function()
     except Exception as error:
-        text = str(error).strip().splitlines() or [""]
         name = function.__name__.removeprefix("check_").replace("_", " ")
-        return Check(name, "FAIL", f"{type(error).__name__}: {text[0]}", _fix(error))
+        return Check(name, "FAIL", f"{type(error).__name__}: {_found(error)}", _fix(error, name))
 
 
-def _fix(error: Exception) -> str:
+def _found(error: Exception) -> str:
+    """Return what an error says in one line: what was asked, and what was found there."""
+    first, *rest = str(error).strip().splitlines() or [""]
+    causes = [line.strip().removeprefix("found: ") for line in rest if "HINT: " not in line]
+    return f"{first} ({causes[0]})" if isinstance(error, PlatformError) and causes else first
+
+
+def _fix(error: Exception, name: str) -> str:
     """Return what to type against an error that a check did not expect."""
     hints = [line for line in str(error).splitlines() if "HINT: " in line]
     if hints:
-        return hints[-1].partition("HINT: ")[2]
+        return as_typed(f"\n{hints[-1].strip()}").partition("HINT: ")[2]
     if isinstance(error, ImportError):
         package = (error.name or "torch").partition(".")[0]
-        return f"{Path(sys.executable).name} -m pip install --force-reinstall {package}"
-    return "the same step alone, with unisono run --debug, shows the whole traceback"
+        return f"{_PIP} {package}"
+    if isinstance(error, PermissionError):
+        return f"ls -ld {error.filename or Path.cwd()}, which this user cannot use"
+    if name.startswith("on "):
+        place = name.removeprefix("on ")
+        return f"unisono run --on {place} --ranks 1 --debug os:getpid shows the whole traceback"
+    return "unisono run --ranks 1 --debug os:getpid shows whether and where a rank fails"
 
 
 def check_python() -> Check:
@@ -108,7 +128,11 @@ def check_torch() -> Check:
     import torch.distributed as dist
 
     if not dist.is_available():
-        return Check("torch", "FAIL", f"{torch.__version__} without torch.distributed", "reinstall")
+        found = f"{torch.__version__} without torch.distributed"
+        fix = (
+            f"{Path(sys.executable).name} -m pip install --force-reinstall torch, from pytorch.org"
+        )
+        return Check("torch", "FAIL", found, fix)
     return Check("torch", "ok", torch.__version__)
 
 
@@ -133,7 +157,7 @@ def check_backends() -> Check:
     words |= transports.available()
     found = ", ".join(name if word == "ok" else f"{name} ({word})" for name, word in words.items())
     if not states["gloo"]:
-        return Check("backends", "FAIL", found, "a build of torch with gloo")
+        return Check("backends", "FAIL", found, f"{_PIP} torch: its wheels have gloo")
     return Check("backends", "ok", found)
 
 
@@ -143,14 +167,12 @@ def check_choice() -> Check:
 
     from unisono.comm import transports
     from unisono.comm.backends import choose_backend
-    from unisono.errors import PlatformError
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         choice = choose_backend(None, device=device, nodes=1, available=transports.available())
     except PlatformError as error:
-        asked, *rest = str(error).splitlines()
-        return Check("choice", "FAIL", f"{asked} ({rest[0].strip()})", "unset UNISONO_BACKEND")
+        return Check("choice", "FAIL", _found(error), "unset UNISONO_BACKEND")
     return Check("choice", "ok", f"{choice.name} ({choice.reason})")
 
 
@@ -164,7 +186,8 @@ def check_cores() -> Check:
     if "OMP_NUM_THREADS" in os.environ:
         found += f"; OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} sets the threads of each rank"
     if cores == 1:
-        return Check("cores", "warn", found, "ranks will share one core: correct, but not faster")
+        fix = "ranks share one core: correct, but not faster; taskset -p $$ shows what limits them"
+        return Check("cores", "warn", found, fix)
     return Check("cores", "ok", found)
 
 
@@ -173,11 +196,12 @@ def check_shared_memory() -> Check:
     try:
         space = os.statvfs("/dev/shm")
     except OSError as error:
-        return Check("/dev/shm", "warn", f"{error.strerror}", "mount a tmpfs at /dev/shm")
+        fix = "mount -t tmpfs tmpfs /dev/shm, or UNISONO_BACKEND=gloo"
+        return Check("/dev/shm", "warn", f"{error.strerror}", fix)
     free_mb = space.f_bavail * space.f_frsize / 2**20
     found = f"{free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / 2**20:,.0f} MB"
     if free_mb < MIN_SHM_MB:
-        return Check("/dev/shm", "warn", found, "in a container: --shm-size=1g")
+        return Check("/dev/shm", "warn", found, "docker run --shm-size=1g, or UNISONO_BACKEND=gloo")
     return Check("/dev/shm", "ok", found)
 
 
@@ -238,7 +262,8 @@ def _run_at(place: str) -> Check:
     results = run(_self_test, on=place, ranks=ranks, timeout_s=120, logs=Logs(console="none"))
     right = [float(sum(range(1, ranks + 1)))] * ranks
     if list(results) != right:
-        return Check(f"on {place}", "FAIL", f"{list(results)} instead of {right}", "report a bug")
+        found = f"{list(results)} instead of {right}"
+        return Check(f"on {place}", "FAIL", found, "UNISONO_BACKEND=gloo, and tell the authors")
     hosts = ", ".join(dict.fromkeys(results.hosts))
     found = f"{ranks} of {ranks} ranks right, on {hosts}, started in {results.start_s:.1f} s"
     return Check(f"on {place}", "ok", found)
@@ -256,7 +281,8 @@ def check_two_ranks() -> Check:
         results = run(_self_test, on=platform, timeout_s=60, logs=Logs(console="none"))
         if list(results) != [3.0, 3.0]:
             found = f"1 + 2 came out as {list(results)} over {backend}"
-            return Check("two ranks", "FAIL", found, "UNISONO_BACKEND=gloo, or shm")
+            other = "shm" if backend == "gloo" else "gloo"
+            return Check("two ranks", "FAIL", found, f"UNISONO_BACKEND={other}")
         starts.append(f"{results.start_s:.2f} s")
     took = f"started in {', then in '.join(starts)}"
     return Check("two ranks", "ok", f"all_reduce is right over {', '.join(names)}; {took}")

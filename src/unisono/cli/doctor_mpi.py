@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -19,8 +20,10 @@ def check_mpi() -> Check:
         mpiexec = find_mpiexec(Platform(device="mpi"))
     except PlatformError as error:
         found = str(error).splitlines()[1].strip().removeprefix("found: ")
-        fix = 'pip install "unisono[mpi]" mpich, if you need on="mpi"'
-        return Check("mpi", "skip", found, fix)
+        if "MPIEXEC" in os.environ:
+            fix = "unset MPIEXEC, or MPIEXEC=/path/of/an/mpiexec"
+            return Check("mpi", "warn", found, fix)
+        return Check("mpi", "skip", found, 'pip install "unisono[mpi]" mpich, if you need --on mpi')
     found = f"{mpiexec.version} at {mpiexec.path}"
     if (why := unavailable()) is not None:
         return Check("mpi", "ok", f'{found}; backend="mpi" is not there: {why}')

@@ -18,7 +18,8 @@ def check_slurm() -> Check:
     if len(missing) == len(_PROGRAMS):
         return Check("slurm", "skip", "not on this machine", "a login node, to use a cluster")
     if missing:
-        return Check("slurm", "FAIL", f"no {', '.join(missing)}", "install SLURM's client programs")
+        fix = "apt install slurm-client, or a login node of the cluster"
+        return Check("slurm", "FAIL", f"no {', '.join(missing)}", fix)
     from unisono.errors import PlatformError
     from unisono.launch.slurm import commands
 

@@ -1,70 +1,187 @@
-"""`unisono job`: look at a job in the background, wait for it, end it."""
+"""`unisono job`: look at jobs in the background, wait for one, end it."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from typing import TYPE_CHECKING
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
 
 from unisono.cli.outcome import DEADLINE, FAILED, OK
+from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from unisono.launch import Job
+
+_COLUMNS = ("id", "state", "ranks", "submitted", "directory")
+_FIRST = -1
+"""Rank 0, because nobody said which."""
+_PAUSE_S = 0.1
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add this command to the command line."""
     parser = commands.add_parser(
         "job",
-        help="look at a detached job",
-        description="Look at a job that `unisono run --detach` started, wait for it, or end it.",
+        help="list jobs, look at one, end it",
+        description="Look at jobs that `unisono run --detach` or `unisono.submit` started.",
     )
-    parser.add_argument("action", choices=["status", "logs", "stacks", "cancel", "wait"])
-    parser.add_argument("id", help="the id that --detach printed, or the job's directory")
-    parser.add_argument("--rank", default="0", help="whose logs: a rank, or all")
-    parser.add_argument("--follow", action="store_true", help="wait for more, to the job's end")
-    parser.add_argument("--tail", type=int, metavar="N", help="only the last N lines")
-    parser.add_argument("--timeout-s", type=float, metavar="S", help="longest wait")
-    parser.set_defaults(execute=execute)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="all jobs of this user: state, ranks, time, place")
+    listing.add_argument("--json", action="store_true", help="print a JSON list")
+    listing.set_defaults(execute=_list)
+    for name, (function, words) in _ACTIONS.items():
+        action = actions.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        action.add_argument("id", help="what --detach printed, or the job's directory")
+        action.set_defaults(execute=function)
+        if name == "logs":
+            action.add_argument(
+                "--rank", type=_rank, default=_FIRST, metavar="R", help="a rank (0), or all"
+            )
+            action.add_argument("--follow", action="store_true", help="go on to the job's end")
+            action.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
+        elif name == "wait":
+            action.add_argument("--timeout-s", type=float, metavar="S", help="longest wait")
 
 
-def execute(args: argparse.Namespace) -> int:
-    """Do what is asked with the job."""
-    from unisono.launch import Job
+def _rank(text: str) -> int | None:
+    """Read a rank; None is all of them."""
+    if text == "all":
+        return None
+    return _count(text)
 
-    job = Job.attach(args.id)
-    match args.action:
-        case "status":
-            reason = f": {job.reason}" if job.reason else ""
-            print(f"{job.status()}, attempt {job.attempt}{reason}")
-        case "logs":
-            _print_logs(job, args)
-        case "stacks":
-            for rank, text in sorted(job.stacks().items()):
-                print(f"--- rank {rank}\n{text}")
-        case "cancel":
-            job.cancel()
-            print(job.status())
-        case _:
-            if not job.wait(args.timeout_s):
-                return DEADLINE
-            print(job.status())
-            return OK if job.status() == "done" else FAILED
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return int(text)
+
+
+def _list(args: argparse.Namespace) -> int:
+    """Print one line a job, the latest last."""
+    from unisono.launch.registry import directories
+
+    rows = sorted((_row(path) for path in directories().values()), key=lambda r: r["submitted"])
+    if args.json:
+        print(json.dumps(rows))
+        return OK
+    for row in rows:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["submitted"]))
+        row |= {"submitted": at if row["submitted"] else "?", "ranks": str(row["ranks"])}
+    lines = [dict(zip(_COLUMNS, _COLUMNS, strict=True)), *rows]
+    widths = {name: max(len(line[name]) for line in lines) for name in _COLUMNS}
+    for line in lines if rows else ():
+        print("  ".join(f"{line[name]:<{widths[name]}}" for name in _COLUMNS).rstrip())
+    if not rows:
+        print("unisono: no jobs; unisono run --detach starts one", file=sys.stderr)
     return OK
 
 
-def _print_logs(job: Job, args: argparse.Namespace) -> None:
-    if args.rank != "all":
-        _print_log(job, int(args.rank), args, prefix="")
-        return
-    numbers = [re.fullmatch(r"rank-(\d+)", path.stem) for path in job.dir.glob("rank-*.log")]
-    for rank in sorted(int(match[1]) for match in numbers if match):
-        _print_log(job, rank, args, prefix=f"[{rank}] ")
+def _row(directory: Path) -> dict[str, Any]:
+    """Return what is known of the job in `directory`."""
+    from unisono.errors import UnisonoError
+    from unisono.launch import Job, job_files
+
+    try:
+        state = job_files.read_state(directory)
+        job = Job.attach(directory)
+        row = {"id": job.id, "state": job.status(), "ranks": job.ranks}
+        row["submitted"] = float(state.get("submitted", 0.0))
+    except (UnisonoError, OSError, ValueError, KeyError):  # of another version, or no scheduler
+        row = {"id": directory.name, "state": "unknown", "ranks": "?", "submitted": 0.0}
+    return {**row, "directory": str(directory)}
 
 
-def _print_log(job: Job, rank: int, args: argparse.Namespace, *, prefix: str) -> None:
-    lines = (
-        job.logs(rank, follow=True) if args.follow else job.logs(rank, tail=args.tail).splitlines()
-    )
-    for line in lines:
-        print(f"{prefix}{line}", flush=args.follow)
+def _attached(args: argparse.Namespace) -> Job:
+    from unisono.launch import Job
+
+    return Job.attach(args.id)
+
+
+def _status(args: argparse.Namespace) -> int:
+    job = _attached(args)
+    reason = f": {job.reason}" if job.reason else ""
+    print(f"{job.status()}, attempt {job.attempt}{reason}")
+    return OK
+
+
+def _logs(args: argparse.Namespace) -> int:
+    """Print what one rank has printed, or all of them, now or to the end of the job."""
+    job = _attached(args)
+    if args.rank == _FIRST:
+        args.rank = 0
+        if job.ranks > 1:
+            text = f"unisono: rank 0 of {job.ranks}; --rank all shows every rank"
+            print(text, file=sys.stderr)
+    elif args.rank is not None and args.rank >= job.ranks:
+        raise PlatformError.because(
+            f"unisono job logs {args.id} --rank {args.rank}",
+            f"a job of {job.ranks} rank{'s' if job.ranks > 1 else ''}",
+            f"ranks of a world of {job.ranks} are 0 to {job.ranks - 1}",
+            f"--rank {job.ranks - 1}, or --rank all",
+        )
+    ranks = range(job.ranks) if args.rank is None else [args.rank]
+    if args.follow:
+        _follow(job, ranks, args)
+        return OK
+    for rank in ranks:
+        for line in job.logs(rank, tail=args.tail).splitlines():
+            print(f"[{rank}] {line}" if args.rank is None else line)
+    return OK
+
+
+def _follow(job: Job, ranks: range | list[int], args: argparse.Namespace) -> None:
+    """Show the lines of some ranks as they come, to the end of the job."""
+    from unisono.launch.console import Console
+    from unisono.launch.following import LogFollower
+
+    console = Console(ranks, prefix=args.rank is None)
+    follower = LogFollower(job.dir, console, ranks, tail=args.tail, tracebacks=True)
+    while not job.done():
+        follower.look()
+        time.sleep(_PAUSE_S)
+    follower.close()
+
+
+def _stacks(args: argparse.Namespace) -> int:
+    job = _attached(args)
+    stacks = job.stacks()
+    for rank, text in sorted(stacks.items()):
+        print(f"--- rank {rank}\n{text}")
+    if not stacks:
+        print(f"unisono: no rank of this job runs here ({job.status()})", file=sys.stderr)
+    return OK
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    job = _attached(args)
+    job.cancel()
+    print(job.status())
+    if not job.done():
+        text = f"unisono: the order is in {job.dir}, but nobody has followed it yet"
+        print(text, file=sys.stderr)
+        return FAILED
+    return OK
+
+
+def _wait(args: argparse.Namespace) -> int:
+    job = _attached(args)
+    is_over = job.wait(args.timeout_s)
+    print(job.status())
+    if not is_over:
+        text = f"unisono: job {job.id} has not ended within {args.timeout_s:g} s"
+        print(text, file=sys.stderr)
+        return DEADLINE
+    return OK if job.status() == "done" else FAILED
+
+
+_ACTIONS = {
+    "status": (_status, "its state in one line"),
+    "logs": (_logs, "what its ranks have printed"),
+    "stacks": (_stacks, "where each of its ranks stands now"),
+    "cancel": (_cancel, "end all its ranks"),
+    "wait": (_wait, "wait for its end; exit code 0 if it is done, 1 if it failed"),
+}

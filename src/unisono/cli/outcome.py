@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from unisono.cli.wording import as_typed
 from unisono.errors import MissingExtra, PlatformError, RankTimeout, RemoteError, UnisonoError
 
 OK, FAILED, USAGE, DEADLINE, INTERRUPTED = 0, 1, 2, 124, 130
@@ -34,7 +35,7 @@ def exit_code_of(command: Callable[[], int], *, debug: bool = False) -> int:
 
 def _block(error: UnisonoError) -> str:
     """Return the message, with the remote traceback where only the cause has it."""
-    parts = [f"unisono: {error}", *getattr(error, "__notes__", ())]
+    parts = [f"unisono: {as_typed(str(error))}", *getattr(error, "__notes__", ())]
     if isinstance(error.__cause__, RemoteError):
         parts.insert(0, str(error.__cause__).rstrip())
     return "\n".join(parts)

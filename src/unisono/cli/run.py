@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
-import importlib
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import aliased, detached
+from unisono.cli import detached, recorded
+from unisono.cli.named import find_source, named_call
+from unisono.compat.libraries import LIBRARIES
+from unisono.compat.serving import call_served, notice, serving
 from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
@@ -50,12 +55,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--env", action="append", default=[], metavar="K=V", help="a variable for the ranks"
     )
     places.add_argument("--no-detect", action="store_true", help="do not join an existing world")
-    places.add_argument("--compat", choices=["ddpw"], help="let `import ddpw` find unisono's")
+    places.add_argument(
+        "--compat",
+        action="append",
+        default=[],
+        choices=list(LIBRARIES),
+        help="let `import NAME` find unisono's own; may be given several times",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
     how.add_argument("--max-restarts", type=int, metavar="N", help="new attempts after a failure")
     how.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
     how.add_argument("--console", metavar="WHO", help="auto, all, rank0, none, or ranks as 0,2")
+    how.add_argument(
+        "--record", nargs="?", const="", metavar="NAME", help="write runs/NAME with a report.html"
+    )
+    how.add_argument("--watch", action="store_true", help="serve a page that shows it, and record")
     how.add_argument("--dry-run", action="store_true", help="show the ranks, start nothing")
     how.add_argument("--check", action="store_true", help="check the request, start nothing")
     how.add_argument("--detach", action="store_true", help="run in the background, print the id")
@@ -66,6 +81,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(args: argparse.Namespace) -> int:
     """Run what the command line asks for."""
+    recorded.settle_words(args)
+    if args.target is None and args.module is None and args.forwarded:
+        args.target, *rest = args.forwarded  # unisono run -- script.py --epochs 3
+        args.forwarded = rest[rest[:1] == ["--"] :]
     if (args.target is None) == (args.module is None):
         raise PlatformError.because(
             "unisono run",
@@ -73,6 +92,15 @@ def execute(args: argparse.Namespace) -> int:
             None,
             "unisono run --ranks 2 script.py -- arguments of the script",
         )
+    for name in () if args.supervise else args.compat:
+        library = LIBRARIES[name]
+        print(f"unisono: {notice(library, library.installed_at())}", file=sys.stderr)
+    with serving(*args.compat):
+        return _execute(args)
+
+
+def _execute(args: argparse.Namespace) -> int:
+    """Check the request and carry it out, in a process that serves the libraries asked for."""
     from unisono.launch.conventions import Convention
     from unisono.launch.run import execute as execute_request
 
@@ -80,20 +108,26 @@ def execute(args: argparse.Namespace) -> int:
     request = _request(args, function)
     if args.dry_run or args.check:
         return _show(args, request)
-    if args.detach:
-        return detached.queue(request) if request.place == "slurm" else detached.start(args)
-    if args.supervise:
-        return detached.supervise(request)
-    print(
-        f"unisono: {_count(request.ranks, 'rank')} on {request.place}, "
-        f"{_count(request.platform.cpus_per_rank, 'thread')} each",
-        file=sys.stderr,
-    )
-    results = execute_request(request, Convention())
+    if args.detach and request.place != "slurm":
+        return detached.start(args)
+    with recorded.recording(args, request) as (request, directory):
+        if args.detach:
+            return detached.queue(request)
+        if args.supervise:
+            return detached.supervise(request)
+        print(
+            f"unisono: {_count(request.ranks, 'rank')} on {request.place}, "
+            f"{_count(request.platform.cpus_per_rank, 'thread')} each",
+            file=sys.stderr,
+        )
+        if args.watch:
+            results = recorded.watched(request, directory)
+        else:
+            results = execute_request(request, Convention())
     if not is_script:
-        for rank, value in enumerate(results):
-            if value is not None:
-                print(f"[{rank}] {value!r}")
+        for rank, text in enumerate(results):
+            if text is not None:
+                print(f"[{rank}] {text}")
     return 0
 
 
@@ -103,7 +137,7 @@ def _request(args: argparse.Namespace, function: Callable[[], object]) -> Reques
     from unisono.launch.request import checked_request
 
     fields: dict[str, Any] = {
-        name: _literal(value) for name, value in _pairs(args.set, "--set field=value")
+        name: _setting(name, value) for name, value in _pairs(args.set, "--set field=value")
     }
     if args.env:
         fields["env"] = dict(_pairs(args.env, "--env NAME=value"))
@@ -129,6 +163,7 @@ def _request(args: argparse.Namespace, function: Callable[[], object]) -> Reques
         max_restarts=args.max_restarts,
         logs=logs,
         fields=fields,
+        title=args.module or Path(args.target.rpartition(":")[2]).stem,
     )
 
 
@@ -160,8 +195,8 @@ def _pairs(words: Sequence[str], usage: str) -> list[tuple[str, str]]:
 def _function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
     """Return what each rank calls, and whether it is a whole script."""
     function, is_script = _plain_function(args)
-    if args.compat is not None:
-        return functools.partial(aliased.call_with_alias, args.compat, function), is_script
+    if args.compat:
+        return functools.partial(call_served, args.compat, function), is_script
     return function, is_script
 
 
@@ -169,38 +204,12 @@ def _plain_function(args: argparse.Namespace) -> tuple[Callable[[], object], boo
     from unisono.launch import script
 
     if args.module is not None:
+        find_source(args.module, f"unisono run -m {args.module}")
         return functools.partial(script.run_module, args.module, args.forwarded), True
     if ":" in args.target and not args.target.endswith(".py"):
-        positional, keywords = parse_words(args.forwarded)
-        return functools.partial(_named(args.target), *positional, **keywords), False
+        return named_call(args.target, *parse_words(args.forwarded)), False
     path = script.check_script(args.target)
     return functools.partial(script.run_script, path, args.forwarded), True
-
-
-def _named(target: str) -> Callable[..., object]:
-    """Import `package.module:function`."""
-    module_name, _, function_name = target.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise PlatformError.because(
-            f"unisono run {target}",
-            f"{error}",
-            None,
-            "package.module:function, importable from here",
-        ) from error
-    try:
-        return functools.reduce(getattr, function_name.split("."), module)
-    except AttributeError:
-        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise PlatformError.because(
-            f"unisono run {target}",
-            f"no {function_name!r} in {module_name}",
-            None,
-            f"it has: {', '.join(functions[:8])}" if functions else None,
-        ) from None
 
 
 def parse_words(words: Sequence[str]) -> tuple[list[object], dict[str, object]]:
@@ -226,6 +235,18 @@ def _literal(text: str) -> object:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def _setting(name: str, text: str) -> object:
+    """Read a value of `--set`: as Python or as TOML writes it; a word as it stands."""
+    from unisono.launch.field_kinds import kind_of
+
+    value = _literal(text)
+    if value is text:
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            value = tomllib.loads(f"value = {text}")["value"]
+    kind = kind_of(name)
+    return text if kind is not None and kind.fits(text) and not kind.fits(value) else value
 
 
 def _console(text: str | None) -> Any:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import PlatformError, RankFailed
-from unisono.launch import job_files
+from unisono.errors import JobCancelled, PlatformError, RankFailed, RemoteError
+from unisono.launch import job_files, registry
 from unisono.launch.job import ENDS, POLL_S, Job
+from unisono.launch.rank_files import CANCEL
 from unisono.launch.results import Results
 from unisono.launch.stacks import user_threads
 
 STACKS_S = 2.0
 """Longest wait for the stacks of ranks that another process supervises."""
+CANCEL_S = 30.0
+"""Longest wait for the end of a job that was told to end."""
 
 
 def attach(id_or_dir: str | Path) -> Job:
     """Return a handle on the job with this id, of a scheduler too, or in this directory."""
-    directory = _directory_of_id(str(id_or_dir)) or job_files.find_directory(id_or_dir)
+    directory = _find(id_or_dir)
     if job_files.read_state(directory).get("kind") == "slurm":
         from unisono.launch.slurm.job import SlurmJob
 
@@ -30,17 +33,31 @@ def attach(id_or_dir: str | Path) -> Job:
     return AttachedJob(directory)
 
 
-def _directory_of_id(job: str) -> Path | None:
-    """Return the directory of the job with exactly this id, near here or known to a scheduler."""
-    for path in job_files.LOCAL_JOBS.glob(f"*/{job_files.STATE}"):
-        with suppress(PlatformError):
-            if str(job_files.read_state(path.parent).get("id")) == job:
-                return path.parent.absolute()
-    if not job.isdigit():
-        return None
-    from unisono.launch.slurm.commands import directory_of_job
+def _find(id_or_dir: str | Path) -> Path:
+    """Return the directory of a job: itself, known by its id or a unique part, or a scheduler's."""
+    path, word = Path(id_or_dir), str(id_or_dir)
+    if (path / job_files.STATE).is_file():
+        return path.absolute()
+    known = registry.directories()
+    if word in known:
+        return known[word]
+    if word.isdigit():
+        from unisono.launch.slurm.commands import directory_of_job
 
-    return directory_of_job(job)
+        if (directory := directory_of_job(word)) is not None:
+            return directory
+    near = [job for job in known if word and (job.startswith(word) or job.endswith(word))]
+    if len(near) == 1:
+        return known[near[0]]
+    latest = sorted(known, key=lambda job: (known[job] / job_files.STATE).stat().st_mtime)[-8:]
+    raise PlatformError.because(
+        f"the job {id_or_dir}",
+        f"{len(near)} jobs with that in their names: {', '.join(near)}"
+        if near
+        else f"no such job here, in {registry.folder()}, nor of a scheduler",
+        None,
+        f"unisono job list; the latest are {', '.join(latest)}" if latest else "its directory",
+    )
 
 
 class AttachedJob(Job):
@@ -48,7 +65,14 @@ class AttachedJob(Job):
 
     def __init__(self, directory: Path) -> None:
         self.dir = directory
-        self.id = str(self._read()["id"])
+        self._known = job_files.read_state(directory)
+        self._is_cancelled = False
+        self.id = str(self._known["id"])
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return int(self._known["ranks"])
 
     @property
     def attempt(self) -> int:
@@ -84,17 +108,29 @@ class AttachedJob(Job):
             raise TimeoutError(f"job {self.id} has not ended within {timeout_s:g} s")
         if self._read()["state"] not in ENDS:
             raise RankFailed(f"job {self.id} failed: {self.reason}", job_dir=str(self.dir))
+        if not self.dir.is_dir():
+            if self._is_cancelled:
+                raise JobCancelled(f"job {self.id} was cancelled", job_id=self.id)
+            raise PlatformError.because(
+                f"the results of job {self.id}",
+                f"{self.dir} was temporary, and is gone",
+                None,
+                'logs="runs" when it is submitted keeps them',
+            )
         outcome = job_files.read_outcome(self.dir)
+        if isinstance(outcome, RankFailed):  # the traceback is shown once, here or there
+            text = (outcome.traceback or "").rstrip()
+            raise outcome from (None if text in str(outcome) else RemoteError(text))
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
     def cancel(self) -> None:
-        """Ask the supervising process to end."""
-        state = self._read()
+        """Leave the order to end all ranks, and stay until they have."""
         if not self.done():
-            os.kill(state["pid"], signal.SIGTERM)
-            self.wait(30.0)
+            job_files.write_private(self.dir / CANCEL, b"")
+            self._is_cancelled = True
+            self.wait(CANCEL_S)
 
     def stacks(self) -> dict[int, str]:
         """Return where every rank of this host stands; nothing if none runs."""
@@ -109,9 +145,18 @@ class AttachedJob(Job):
         return _written(asked)
 
     def _read(self) -> dict[str, Any]:
-        return job_files.read_state(self.dir)
+        """Return how it stands; a temporary directory goes with a job that did not fail."""
+        try:
+            self._known = job_files.read_state(self.dir)
+        except (OSError, PlatformError):
+            if (self.dir / job_files.STATE).exists():
+                raise
+            self._known["state"] = "cancelled" if self._is_cancelled else "done"
+        return self._known
 
     def _is_alive(self, state: dict[str, Any]) -> bool:
+        if state.get("host", socket.gethostname()) != socket.gethostname():
+            return True  # nobody here can tell
         return job_files.process_start(state["pid"]) == state["pid_start"]
 
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobCancelled, RankFailed, RankTimeout
-from unisono.launch import job_files
+from unisono.launch import job_files, leftovers
 from unisono.launch.console import Console
 from unisono.launch.conventions import Convention
 from unisono.launch.device import Device
@@ -62,7 +61,8 @@ class Attempts:
         )
         if request.logs.console == "auto" and request.ranks > SHOW_ALL_UP_TO:
             print(
-                f"unisono: showing rank 0 of {request.ranks}; all: unisono.Logs(console='all')",
+                f"unisono: showing rank 0 of {request.ranks}; all: --console all, or "
+                "logs=unisono.Logs(console='all')",
                 file=sys.stderr,
             )
         job = RankJob(
@@ -168,10 +168,11 @@ def job_directory(request: Request) -> Iterator[Path]:
         )
         yield path
         return
-    path = Path(tempfile.mkdtemp(prefix="unisono-", dir=_shared_parent(request.platform)))
+    path = leftovers.make_temporary_directory(_shared_parent(request.platform))
     try:
         yield path
     except (RankFailed, RankTimeout):
+        leftovers.keep_directory(path)
         raise
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
+from unisono.launch.caution import warn
+from unisono.launch.field_kinds import kind_of
 from unisono.launch.platform import FIELDS, OLD_NAMES
 
 FILE_NAME = "unisono.toml"
@@ -181,19 +182,24 @@ def _read_variables(env: Mapping[str, str]) -> dict[str, Setting]:
         known = [_PREFIX + n.upper() for n in sorted(NAMES)]
         near = difflib.get_close_matches(variable, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        warnings.warn(f"{variable} means nothing to unisono{hint}", RuntimeWarning, stacklevel=3)
+        warn(f"{variable} means nothing to unisono{hint}")
     return found
 
 
 def _value(name: str, text: str, variable: str) -> Any:
     if name in _WORDS:
         return text
+    kind = kind_of(name)
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
+        found = f"a {type(value).__name__}"
     except tomllib.TOMLDecodeError as error:
+        value, found = None, f"not a TOML value: {error}"
+    if value is None or (kind is not None and not kind.fits(value)):
         raise PlatformError.because(
             f"{variable}={text}",
-            f"not a TOML value: {error}",
+            found if kind is None else f"{found}; {kind.what} is needed",
             None,
-            f"{variable}=2, true or [1, 2]",
-        ) from error
+            f"{variable}={'...' if kind is None else kind.toml}",
+        )
+    return value

@@ -12,14 +12,17 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from unisono.errors import RankFailed
 from unisono.launch.conventions import Convention
 from unisono.launch.deadline import deadline
 from unisono.launch.detection import has_process_group
 from unisono.launch.here import Here, here
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
+from unisono.launch.stacks import site_of
 
 if TYPE_CHECKING:
     from unisono.comm import Communicator
@@ -47,6 +50,7 @@ def world(*, timeout_s: float | None = None) -> Communicator:
         else:
             start_world(environment)
         atexit.register(_leave)
+        _show_own_errors_only()
     comm = communicator.world(timeout_s=timeout_s)
     me = here()
     return comm if me is None or me.device == comm.device else comm.with_device(me.device)
@@ -62,6 +66,23 @@ def _leave() -> None:
         stop_world()
     else:
         abandon_world(error)
+
+
+def _show_own_errors_only() -> None:
+    """Have a rank that stops because of another say so in a line; that one shows its traceback."""
+    from unisono.comm import communicator
+
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if not isinstance(error, RankFailed) or error.rank in (None, rank):
+            before(kind, error, frames)
+            return
+        reason = str(error).partition("\n")[0]
+        print(f"unisono: rank {rank} stopped at {site_of(error)}: {reason}", file=sys.stderr)
+
+    rank = communicator.world().rank
+    sys.excepthook = show
 
 
 def run_here(request: Request, convention: Convention) -> Results[Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pickle
-import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import RankFailed, RankTimeout
 from unisono.launch import job_files, rank_files, verdict
+from unisono.launch.caution import warn
 from unisono.launch.messages import Standing
 from unisono.launch.oversight import Ending
-from unisono.launch.rank_files import GOOD
+from unisono.launch.rank_files import GOOD, RankState
 from unisono.launch.results import Results
 from unisono.launch.stacks import user_threads
 from unisono.launch.supervise import tail
@@ -38,12 +39,7 @@ def read_results(
                 rank=rank,
                 host=hosts[rank],
             ) from error
-    for state in states:
-        if state is not None and (state.warning or state.exit_code):
-            how = state.warning or verdict.ending(state.exit_code)
-            warnings.warn(
-                f"rank {state.rank} returned its result, then {how}", RuntimeWarning, stacklevel=2
-            )
+    warn_of_ends(states)
     return Results(
         values,
         hosts=hosts,
@@ -55,6 +51,14 @@ def read_results(
         dir=directory,
         logs={rank: tail(directory / f"rank-{rank}.log") for rank in range(ranks)},
     )
+
+
+def warn_of_ends(states: Sequence[RankState | None]) -> None:
+    """Warn of ranks that returned, and then did not end as they should."""
+    for state in states:
+        if state is not None and (state.warning or state.exit_code):
+            how = state.warning or verdict.ending(state.exit_code)
+            warn(f"rank {state.rank} returned its result, then {how}")
 
 
 def read_error(directory: Path, ranks: int, ending: Ending) -> RankFailed | RankTimeout:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import secrets
-import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout, UnisonoError
-from unisono.launch import job_files
-from unisono.launch.attempts import Attempts, job_directory
+from unisono.errors import PlatformError
 from unisono.launch.conventions import Convention
 from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
 from unisono.launch.logs import Logs
-from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
 from unisono.launch.platform_table import rank_table
 from unisono.launch.request import Request, checked_request
 from unisono.launch.results import Results
-from unisono.launch.run import telling
 
 __all__ = ["Job", "dry_run", "submit"]
 
@@ -50,12 +40,15 @@ class Job(ABC):
     @staticmethod
     def attach(id_or_dir: str | Path) -> Job:
         """Return the handle again, in whatever process, from the id or the directory."""
-        for job in _running:
-            if job.id == str(id_or_dir):
-                return job
         from unisono.launch.attached_job import attach
+        from unisono.launch.local_job import running_job
 
-        return attach(id_or_dir)
+        return running_job(id_or_dir) or attach(id_or_dir)
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """Number of ranks."""
 
     @property
     @abstractmethod
@@ -105,11 +98,20 @@ class Job(ABC):
             follow: whether to wait for more.
             tail: only so many lines from the end.
         """
-        path = self.dir / f"rank-{rank}.log"
+        if not 0 <= rank < self.ranks:
+            raise PlatformError.because(
+                f"the log of rank {rank}",
+                f"job {self.id} has {self.ranks} rank{'s' if self.ranks > 1 else ''}",
+                f"ranks of a world of {self.ranks} are 0 to {self.ranks - 1}",
+                f"rank={self.ranks - 1}",
+            )
         if follow:
-            return self._follow(path)
+            return self._follow(self.dir / f"rank-{rank}.log")
         text = self._log_text(rank)
-        return text if tail is None else "".join(text.splitlines(keepends=True)[-tail:])
+        if tail is None:
+            return text
+        lines = text.splitlines(keepends=True)
+        return "".join(lines[max(0, len(lines) - tail) :])
 
     def _log_text(self, rank: int) -> str:
         path = self.dir / f"rank-{rank}.log"
@@ -132,112 +134,6 @@ class Job(ABC):
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.status()}>"
-
-
-class _LocalJob(Job):
-    """A run that a thread of this process supervises; its ranks end with this process."""
-
-    def __init__(self, attempts: Attempts, stack: ExitStack) -> None:
-        self.id = f"{os.getpid()}-{secrets.token_hex(3)}"
-        self.dir = attempts.job_dir
-        self._attempts = attempts
-        self._attempts.on_state = self._note
-        self._stack = stack
-        self._state = "pending"
-        self._results: Results[Any] | None = None
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"unisono-job-{self.id}", daemon=True
-        )
-
-    def start(self) -> None:
-        """Begin."""
-        self._note("pending")
-        _running.add(self)
-        self._thread.start()
-
-    @property
-    def attempt(self) -> int:
-        """Number of the present attempt."""
-        return self._attempts.number
-
-    @property
-    def reason(self) -> str:
-        """The first line of what went wrong, if something did."""
-        return str(self._error).splitlines()[0] if self._error else ""
-
-    def status(self) -> str:
-        """Return the state in one word."""
-        return self._state
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end, whatever it is; return whether it has come in time."""
-        return self._ended.wait(timeout_s)
-
-    def result(self, timeout_s: float | None = None) -> Results[Any]:
-        """Wait, and return the results or raise what went wrong."""
-        if not self.wait(timeout_s):
-            raise TimeoutError(f"job {self.id} has not ended within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        if self._results is None:
-            raise RankFailed(f"job {self.id} left no results")
-        return self._results
-
-    def cancel(self) -> None:
-        """End all ranks, and wait until they have."""
-        if not self._ended.is_set():
-            self._attempts.cancel()
-            self._ended.wait()
-
-    def stacks(self) -> dict[int, str]:
-        """Return where every rank stands."""
-        return {} if self._ended.is_set() else self._attempts.stacks()
-
-    def _log_text(self, rank: int) -> str:
-        return self._results.log(rank) if self._results is not None else super()._log_text(rank)
-
-    def _run(self) -> None:
-        end = "failed"
-        try:
-            with self._stack, telling(self._attempts.request.platform):
-                self._results = self._attempts.run()
-                end = "done"
-        except JobCancelled as error:
-            self._error, end = JobCancelled(str(error), job_id=self.id), "cancelled"
-        except RankTimeout as error:
-            self._error, end = error, "timeout"
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._note(end)
-            _running.discard(self)
-            self._ended.set()
-
-    def _note(self, state: str) -> None:
-        self._state = state
-        if not self.dir.is_dir():
-            return
-        if state in ENDS and self._attempts.request.logs.dir is not None:
-            outcome = self._results if self._error is None else _plain(self._error)
-            job_files.write_outcome(self.dir, outcome)
-        job_files.update_state(
-            self.dir,
-            {
-                "id": self.id,
-                "name": self._attempts.request.name,
-                "ranks": self._attempts.request.ranks,
-                "pid": os.getpid(),
-                "pid_start": job_files.process_start(os.getpid()),
-                "state": state,
-                "attempt": self._attempts.number,
-                "reason": self.reason,
-            },
-        )
-
-
-_running: weakref.WeakSet[_LocalJob] = weakref.WeakSet()
 
 
 def submit(
@@ -294,13 +190,9 @@ def submit_request(request: Request, convention: Convention | None = None) -> Jo
         from unisono.launch.slurm.submission import submit as submit_to_slurm
 
         return submit_to_slurm(request, convention)
-    call = dump_call(request.fn, request.args, request.kwargs)
-    stack = ExitStack()
-    job_dir = stack.enter_context(job_directory(request))
-    attempts = Attempts(request=request, call=call, job_dir=job_dir, convention=convention)
-    job = _LocalJob(attempts, stack)
-    job.start()
-    return job
+    from unisono.launch.local_job import start_local_job
+
+    return start_local_job(request, convention)
 
 
 def dry_run(
@@ -347,22 +239,3 @@ def describe_request(request: Request) -> str:
     from unisono.launch.slurm.submission import script_text
 
     return f"{script_text(request)}\n{table}"
-
-
-def _plain(error: BaseException) -> BaseException:
-    """Return an error that another process can read whatever its cause is."""
-    if isinstance(error, UnisonoError):
-        twin = type(error)(str(error))
-        return (
-            twin if not isinstance(error, RankFailed) else RankFailed(str(error), rank=error.rank)
-        )
-    return RankFailed(f"{type(error).__name__}: {error}")
-
-
-def _end_running_jobs() -> None:
-    """The ranks of local jobs end with this process."""
-    for job in list(_running):
-        job.cancel()
-
-
-atexit.register(_end_running_jobs)

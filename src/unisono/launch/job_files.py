@@ -59,8 +59,10 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def write_outcome(directory: Path, outcome: object) -> None:
-    """Keep the results of a job, or its error."""
-    write_private(directory / OUTCOME, pickle.dumps(outcome))
+    """Keep the results of a job, or its error; values may be functions of a main script."""
+    import cloudpickle
+
+    write_private(directory / OUTCOME, cloudpickle.dumps(outcome))
 
 
 def read_outcome(directory: Path) -> Any:
@@ -87,26 +89,10 @@ def check_ours(path: Path) -> None:
         )
 
 
-def find_directory(id_or_dir: str | Path) -> Path:
-    """Return the directory of a job: the path itself, or the one below `.unisono/jobs`."""
-    path = Path(id_or_dir)
-    if (path / STATE).is_file():
-        return path.absolute()
-    found = [p for p in LOCAL_JOBS.glob(f"*{path.name}") if (p / STATE).is_file()]
-    if len(found) == 1:
-        return found[0].absolute()
-    known = sorted(p.name for p in LOCAL_JOBS.glob("*") if (p / STATE).is_file())
-    raise PlatformError.because(
-        f"the job {id_or_dir}",
-        f"{len(found) or 'no'} such job in {LOCAL_JOBS.absolute()}",
-        None,
-        f"known here: {', '.join(known[-8:])}" if known else "the directory of the job",
-    )
-
-
 def process_start(pid: int) -> int | None:
-    """Return when process `pid` started, in the kernel's ticks; None if it is not there."""
+    """Return when process `pid` started, in the kernel's ticks; None once it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if words[0] in "ZX" else int(words[19])
     except (OSError, ValueError, IndexError):
         return None

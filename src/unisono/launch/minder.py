@@ -21,6 +21,7 @@ from pathlib import Path
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
 from unisono.launch import job_files, rank_files
+from unisono.launch.following import FAILED
 from unisono.launch.job_files import write_private
 from unisono.launch.listening import Listener
 from unisono.launch.messages import (
@@ -90,6 +91,8 @@ class Minder(Listener):
             return 0
         if rank.failed is not None:
             self._step_until(lambda: not rank.is_running, COLLECT_S)
+        elif not rank.is_running and self._was_ended_by_starter():
+            self._note("stopped")
         elif not rank.is_running:
             self._state.exit_code, self._state.peak_mb = rank.exit_code, rank.peak_mb
             self._note("died")
@@ -102,6 +105,11 @@ class Minder(Listener):
             self._step_until(lambda: not rank.is_running, COLLECT_S)
         self._end()
         return 1
+
+    def _was_ended_by_starter(self) -> bool:
+        """Whether the rank was killed after another had failed: that is how starters clean up."""
+        is_killed = self._rank.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+        return is_killed and rank_files.has_failure(self._dir, self._state.attempt)
 
     def _start(self, place: Environment) -> SpawnedRank:
         """Start the rank; signals wait until it is ready for them."""
@@ -205,7 +213,7 @@ class Minder(Listener):
                 self._orders.give(preempt=message.rank)
             case Failed():
                 rank.failed = message
-                rank.log.write(message.traceback.encode(errors="replace"))
+                rank.log.write(FAILED + message.traceback.encode(errors="replace"))
                 rank_files.write_error(self._dir, rank.rank, self._state.attempt, message)
                 self._note("failed")
 

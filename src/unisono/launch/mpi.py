@@ -15,9 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from unisono.errors import PlatformError
+from unisono.errors import JobCancelled, PlatformError
 from unisono.launch import file_outcome, job_files, rank_files
-from unisono.launch.console import Console, RankStream
+from unisono.launch.console import Console
+from unisono.launch.following import LogFollower
 from unisono.launch.local import pack_payload
 from unisono.launch.mpiexec import clean_environment, command, find_mpiexec
 from unisono.launch.oversight import Oversight
@@ -26,8 +27,6 @@ from unisono.launch.remote_plan import Plan
 from unisono.launch.supervise import Outcome, Watch
 from unisono.launch.terminal import VARIABLE as STDIN_VARIABLE
 from unisono.launch.terminal import stdin_rank
-
-_CHUNK = 1 << 20
 
 
 def run_mpi(
@@ -83,10 +82,13 @@ def run_mpi(
     finally:
         watch.close()
         _remove_unused(_segments() - segments)
+    if ending.state == "cancelled":
+        raise JobCancelled(f"the run in {job_dir} was cancelled")
     if ending.state not in ("done", "requeued"):
         raise file_outcome.read_error(job_dir, size, ending)
     is_requeued = ending.state == "requeued"
     states = rank_files.read_states(job_dir, size, attempt)
+    file_outcome.warn_of_ends(states)
     return Outcome(
         values=[] if is_requeued else [_value(job_dir, rank) for rank in range(size)],
         is_requeued=is_requeued,
@@ -128,9 +130,7 @@ class MpiWatch:
     oversight: Oversight
 
     def __init__(self, console: Console, job_dir: Path, ranks: int) -> None:
-        self._logs = [
-            _Tail(job_dir / f"rank-{rank}.log", console.stream(rank, 0)) for rank in range(ranks)
-        ]
+        self._logs = LogFollower(job_dir, console, range(ranks), tail=0)
         self._questions: deque[Callable[[], None]] = deque()
 
     @property
@@ -150,35 +150,8 @@ class MpiWatch:
         """Answer questions, and show what was printed since the last call."""
         while self._questions:
             self._questions.popleft()()
-        for log in self._logs:
-            log.show_new()
+        self._logs.look()
 
     def close(self) -> None:
         """Show the rest."""
-        for log in self._logs:
-            log.show_new()
-            log.close()
-
-
-class _Tail:
-    """Follows the log of one rank, from where it ends now."""
-
-    def __init__(self, path: Path, stream: RankStream) -> None:
-        self._path = path
-        self._stream = stream
-        self._place = path.stat().st_size if path.exists() else 0
-
-    def show_new(self) -> None:
-        """Pass on what has come."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._place)
-                while data := file.read(_CHUNK):
-                    self._place += len(data)
-                    self._stream.feed(data)
-        except FileNotFoundError:
-            return
-
-    def close(self) -> None:
-        """Show a last line without an end."""
-        self._stream.close()
+        self._logs.close()

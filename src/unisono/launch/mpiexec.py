@@ -17,8 +17,11 @@ from unisono.launch.platform import Platform
 Flavour = Literal["mpich", "openmpi"]
 
 _VERSION_S = 30.0
-_OTHER = "MPIEXEC=/path/of/another/mpiexec"
+_OTHER = "MPIEXEC=/path/of/another/mpiexec, or unset MPIEXEC to have it looked for"
 _NAMES = ("mpiexec", "mpirun")
+_OPEN_MPI = ("Open MPI", "OpenRTE", "PRRTE", "prte")
+_LIKE_MPICH = ("hydra", "mpich", "intel(r) mpi", "mvapich", "pals version")
+"""Words, in small letters, by which an `mpiexec` with the options of MPICH knows itself."""
 _OF_MPI = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_")
 """Starts of names of variables by which an MPI rank knows its place."""
 _HOST_WORDS = frozenset(
@@ -85,15 +88,24 @@ def _ask(path: str) -> Mpiexec:
             None,
             _OTHER,
         ) from None
-    words = done.stdout + done.stderr
+    words = (done.stdout + done.stderr).strip()
     if done.returncode:
         raise PlatformError.because(
-            f"{path} --version", words.strip()[-300:], f"exit code {done.returncode}", _OTHER
+            f"{path} --version", words or "no word", f"exit code {done.returncode}", _OTHER
         )
-    if any(name in words for name in ("Open MPI", "OpenRTE", "PRRTE", "prte")):
-        return Mpiexec(path, "openmpi", words.strip().splitlines()[0])
+    if any(name in words for name in _OPEN_MPI):
+        return Mpiexec(path, "openmpi", words.splitlines()[0])
+    if not any(name in words.lower() for name in _LIKE_MPICH):
+        raise PlatformError.because(
+            f"{path} --version",
+            f"no mpiexec that is known (MPICH, Intel MPI, MVAPICH, Open MPI); it says: {words}"
+            if words
+            else "no word, which an mpiexec would say",
+            None,
+            _OTHER,
+        )
     lines = [line.split(":", 1)[1].strip() for line in words.splitlines() if "Version:" in line]
-    return Mpiexec(path, "mpich", f"MPICH's Hydra {lines[0]}" if lines else words[:60].strip())
+    return Mpiexec(path, "mpich", f"MPICH's Hydra {lines[0]}" if lines else words.splitlines()[0])
 
 
 def command(mpiexec: Mpiexec, platform: Platform, environment: Mapping[str, str]) -> list[str]:

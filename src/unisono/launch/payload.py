@@ -7,18 +7,19 @@ What cannot be pickled is named by its path inside the object.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import io
 import pickle
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
 from unisono.errors import PlatformError
+from unisono.launch.caution import warn
 
 LARGE_BYTES = 64 << 20
 """A call larger than this is worth a warning."""
@@ -31,7 +32,7 @@ def dump_call(
     """Pickle a call for the ranks, or raise `PlatformError` naming what cannot travel."""
     with _by_value_if_not_importable(fn):
         try:
-            data = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+            data = _dumps((fn, tuple(args), dict(kwargs)))
         except Exception as error:
             parts = {_name(fn): fn, **_named_arguments(args, kwargs)}
             path, culprit = _first_unpicklable(parts) or (_name(fn), fn)
@@ -56,13 +57,11 @@ def _named_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> di
 
 def _warn_of_size(size: int, parts: Mapping[str, object]) -> None:
     """Say which part of a call makes it large."""
-    sizes = {path: len(cloudpickle.dumps(value)) for path, value in parts.items()}
+    sizes = {path: len(_dumps(value)) for path, value in parts.items()}
     largest = max(sizes, key=lambda path: sizes[path])
-    warnings.warn(
+    warn(
         f"each rank is sent {size / 2**20:,.0f} MB, of which {largest} is "
-        f"{sizes[largest] / 2**20:,.0f} MB; load it inside the function, or pass its path",
-        RuntimeWarning,
-        stacklevel=4,
+        f"{sizes[largest] / 2**20:,.0f} MB; load it inside the function, or pass its path"
     )
 
 
@@ -76,19 +75,27 @@ def dump_value(value: object) -> bytes:
 
     Raises `TypeError` that names the path of the part that cannot be pickled.
     """
-    buffer = io.BytesIO()
     try:
-        _ValuePickler(buffer).dump(value)
+        return _dumps(value, _ValuePickler)
     except Exception as error:
         path, culprit = _first_unpicklable({"result": value}) or ("result", value)
         raise TypeError(
             f"the return value cannot be pickled: {path} is a {type(culprit).__qualname__} "
             f"({type(error).__name__}: {error})"
         ) from None
-    return buffer.getvalue()
 
 
-class _ValuePickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):
+    """Takes modules with a class of their own, such as `torch.backends.cudnn`, by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_special = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if is_special and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+class _ValuePickler(_Pickler):
     """Moves tensors to the CPU on their way."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -98,10 +105,16 @@ class _ValuePickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+def _dumps(value: object, pickler: type[cloudpickle.Pickler] = _Pickler) -> bytes:
+    buffer = io.BytesIO()
+    pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
 def dump_exception(error: BaseException) -> bytes | None:
     """Pickle an exception; None if it does not survive the journey there and back."""
     try:
-        data = cloudpickle.dumps(error)
+        data = _dumps(error)
         pickle.loads(data)
     except Exception:
         return None
@@ -147,7 +160,7 @@ def _first_unpicklable(parts: Mapping[str, object]) -> tuple[str, object] | None
 
 def _pickles(value: object) -> bool:
     try:
-        cloudpickle.dumps(value)
+        _dumps(value)
     except Exception:
         return False
     return True

@@ -91,8 +91,7 @@ def _from_word(
     given = {**given, **fields}
     if word == "inline":
         return word, Platform.of_place("cpu", {**given, "device": "cpu", "ranks": ranks or 1})
-    if word not in PLACES:
-        word = _known(word, configuration)
+    word = known_place(word, configuration)
     platform = Platform.of_place(word, {**given, "device": word})
     is_counted = ranks is not None or platform.ranks is not None
     if platform.kind is Device.GPU and not platform.is_explicit("n_gpus_per_node"):
@@ -104,10 +103,13 @@ def _from_word(
     return word, platform
 
 
-def _known(word: object, configuration: Configuration) -> str:
-    """Return the usual spelling of a place, or explain which there are."""
-    if isinstance(word, str) and word.strip().lower() in ("cuda", *PLACES):
-        return Device.from_str(word).value
+def known_place(word: object, configuration: Configuration) -> str:
+    """Return the usual spelling of a place or profile, or explain which there are."""
+    if isinstance(word, str):
+        if word in PLACES or word in configuration.profiles:
+            return word
+        if word.strip().lower() in ("cuda", *PLACES):
+            return Device.from_str(word).value
     places = [*PLACES, *configuration.profiles]
     near = difflib.get_close_matches(str(word), (*places, "auto"), n=1)
     raise PlatformError.because(

@@ -10,6 +10,7 @@ from collections import Counter
 from unisono.errors import PlatformError
 from unisono.launch import accelerators
 from unisono.launch.device import Device
+from unisono.launch.field_kinds import check_kinds
 from unisono.launch.mpiexec import find_mpiexec
 from unisono.launch.platform import Platform
 from unisono.launch.ports import owner_of_port
@@ -24,6 +25,7 @@ _CHOICES = {
 
 def check_platform(platform: Platform) -> None:
     """Raise `PlatformError` if `platform` makes no sense on any machine."""
+    check_kinds(platform)
     for name, words in _CHOICES.items():
         if (value := getattr(platform, name)) not in words:
             raise PlatformError.because(
@@ -89,10 +91,7 @@ def _check_sizes(platform: Platform) -> None:
         ("n_cpus_per_node", 1),
     ):
         value = getattr(platform, name)
-        may_be_none = name in ("ranks", "n_cpus_per_node")
-        if value is None and may_be_none:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if value is not None and value < least:
             raise PlatformError.because(
                 f"Platform({name}={value!r})",
                 f"a whole number, {least} or more, is needed",
@@ -111,6 +110,16 @@ def _check_sizes(platform: Platform) -> None:
         )
     check_divides(platform.ranks, platform.n_nodes)
     per_node = platform.ranks_per_node
+    gpus = platform.n_gpus_per_node
+    is_shared = platform.oversubscribe and per_node > gpus
+    if platform.kind is Device.SLURM and gpus and gpus % per_node and not is_shared:
+        raise PlatformError.because(
+            f"Platform(n_gpus_per_node={gpus}) with {per_node} ranks on a node",
+            "GPUs that cannot be shared evenly",
+            f"{gpus} GPUs / {per_node} ranks = {gpus / per_node:g}",
+            f"n_gpus_per_node={per_node}, or ranks={gpus * platform.n_nodes}"
+            + (", or oversubscribe=True" if per_node > gpus else ""),
+        )
     cpus = platform.n_cpus_per_node
     if (
         platform.is_explicit("n_cpus_per_node")
@@ -170,11 +179,18 @@ def _check_groups(platform: Platform) -> None:
 def _check_seconds(platform: Platform) -> None:
     for name in ("start_timeout_s", "comm_timeout_s", "grace_s"):
         value = getattr(platform, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if value <= 0:
             raise PlatformError.because(
                 f"Platform({name}={value!r})", "not a time in seconds", hint=f"{name}=60"
             )
-    if isinstance(platform.max_requeues, bool) or platform.max_requeues < 0:
+    if platform.timeout_min is not None and platform.timeout_min < 1:
+        raise PlatformError.because(
+            f"Platform(timeout_min={platform.timeout_min})",
+            "no time at all",
+            None,
+            "timeout_min=60, in minutes; None is the limit of the partition",
+        )
+    if platform.max_requeues < 0:
         raise PlatformError.because(
             f"Platform(max_requeues={platform.max_requeues!r})",
             "negative",
@@ -195,9 +211,7 @@ _PORT_HINT = "leave master_port out, and a free port is taken at the start"
 
 def _check_port(platform: Platform) -> None:
     port = platform.master_port
-    if port is not None and (
-        isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536
-    ):
+    if port is not None and not 0 < port < 65536:
         raise PlatformError.because(
             f"Platform(master_port={port!r})", "not a port", "ports are 1 to 65535", _PORT_HINT
         )

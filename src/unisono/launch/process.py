@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from unisono.launch.leftovers import end_processes_of
 from unisono.launch.messages import (
     Failed,
     Hello,
@@ -177,9 +178,12 @@ class RankProcess(ABC):
 class SpawnedRank(RankProcess):
     """A rank in an interpreter of its own."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], pipes: Pipes) -> None:
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], pipes: Pipes, run_id: str
+    ) -> None:
         super().__init__(rank, process.pid, pipes)
         self._process = process
+        self._run_id = run_id
         self._pidfd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
 
     @property
@@ -200,6 +204,7 @@ class SpawnedRank(RankProcess):
         else:
             self.exit_code = self._process.returncode = os.waitstatus_to_exitcode(status)
             self.peak_mb = usage.ru_maxrss / 1024
+        end_processes_of(self._run_id, str(self.rank))
 
 
 class ForkedRank(RankProcess):
@@ -284,7 +289,7 @@ def spawn_rank(
         raise
     finally:
         pipes.close_theirs()
-    return SpawnedRank(rank, process, pipes)
+    return SpawnedRank(rank, process, pipes, env["UNISONO_RUN_ID"])
 
 
 def read_available(fd: int) -> bytes | None:

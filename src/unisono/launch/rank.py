@@ -43,7 +43,7 @@ from unisono.launch.messages import (
 from unisono.launch.payload import dump_exception, dump_value, load_call
 from unisono.launch.platform import Platform
 from unisono.launch.setting import Setting
-from unisono.launch.stacks import is_user_file
+from unisono.launch.stacks import site_of
 from unisono.launch.stopping import note_request
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def describe(error: BaseException) -> Failed:
         pickled=dump_exception(error),
         is_consequence=is_consequence(error),
         exit_code=code,
-        site=_user_site(error),
+        site=site_of(error),
     )
 
 
@@ -294,14 +294,6 @@ def _user_traceback(error: BaseException) -> str:
     while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == _OWN_DIR:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
-
-
-def _user_site(error: BaseException) -> str:
-    """Return the innermost line of the user's code that `error` passed through."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_user_file(frame.filename):
-            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-    return ""
 
 
 _CONNECTION_WORDS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,16 +43,13 @@ class Request:
     """What happens to the output."""
     is_explicit: bool
     """Whether the caller named a place or a number of ranks."""
+    name: str
+    """What is run: the function, or the script."""
 
     @property
     def ranks(self) -> int:
         """On how many ranks."""
         return self.platform.world_size
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return function_name(self.fn)
 
 
 def checked_request(
@@ -67,12 +65,13 @@ def checked_request(
     logs: str | Path | Logs | None,
     is_called_plainly: bool = True,
     fields: Mapping[str, Any] | None = None,
+    title: str | None = None,
 ) -> Request:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
     `is_called_plainly` is false where ranks add arguments of their own to the call; `fields` are
-    more fields of the platform that the caller gives.
+    more fields of the platform that the caller gives; `title` is shown instead of the function.
     """
     if is_called_plainly:
         check_call(fn, args, kwargs)
@@ -98,17 +97,7 @@ def checked_request(
     place, platform = resolve(
         on, ranks=ranks, nodes=nodes, configuration=configuration, fields=fields
     )
-    for name, value in (("timeout_s", timeout_s), ("max_restarts", max_restarts)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise PlatformError.because(f"unisono.run(..., {name}={value!r})", "not a number")
-    if timeout_s is not None and timeout_s <= 0:
-        raise PlatformError.because(
-            f"unisono.run(..., timeout_s={timeout_s:g})", "no time at all", None, "timeout_s=3600"
-        )
-    if max_restarts is not None and max_restarts < 0:
-        raise PlatformError.because(
-            f"unisono.run(..., max_restarts={max_restarts})", "a negative number"
-        )
+    timeout_s, max_restarts = _checked_limits(timeout_s, max_restarts)
     return Request(
         fn=fn,
         args=args,
@@ -116,10 +105,33 @@ def checked_request(
         place=place,
         platform=platform,
         timeout_s=timeout_s,
-        max_restarts=int(max_restarts or 0),
+        max_restarts=max_restarts,
         logs=checked_logs(logs, platform.world_size),
         is_explicit=is_explicit,
+        name=title or function_name(fn),
     )
+
+
+def _checked_limits(timeout_s: Any, max_restarts: Any) -> tuple[float | None, int]:
+    """Return deadline and number of restarts, or raise `PlatformError`."""
+    is_time = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_time and timeout_s > 0):
+        raise PlatformError.because(
+            f"unisono.run(..., timeout_s={timeout_s!r})",
+            "no time in seconds, more than 0",
+            None,
+            "timeout_s=3600",
+        )
+    is_count = isinstance(max_restarts, int) and not isinstance(max_restarts, bool)
+    if max_restarts is not None and not (is_count and max_restarts >= 0):
+        raise PlatformError.because(
+            f"unisono.run(..., max_restarts={max_restarts!r})",
+            "no whole number from 0 on",
+            None,
+            "max_restarts=2",
+        )
+    is_endless = timeout_s is not None and math.isinf(timeout_s)
+    return None if is_endless else timeout_s, max_restarts or 0
 
 
 def check_call(
@@ -139,6 +151,13 @@ def check_call(
             "a coroutine function: calling it runs nothing",
             None,
             f"lambda: asyncio.run({function_name(fn)}(...))",
+        )
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise PlatformError.because(
+            f"unisono.run({function_name(fn)}, ...)",
+            "a generator function: calling it runs nothing",
+            None,
+            f"lambda: list({function_name(fn)}(...))",
         )
     try:
         signature = inspect.signature(fn)

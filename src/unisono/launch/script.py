@@ -1,15 +1,20 @@
-"""A whole script as the function of a rank: each rank runs it as its `__main__`."""
+"""A whole script as the function of a rank, run as its `__main__`; or one function of a file."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import inspect
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from unisono.errors import PlatformError
 
-__all__ = ["check_script", "run_module", "run_script"]
+__all__ = ["call_function", "check_script", "run_module", "run_script"]
 
 
 def check_script(path: str) -> str:
@@ -47,3 +52,38 @@ def _main(body: Callable[[], object]) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+
+
+def call_function(
+    place: str, name: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> str | None:
+    """Call the function `name` of a module, or of the file at `place`; return its value as text.
+
+    The text and not the value: its classes may be known to ranks only.
+    """
+    if place.endswith(".py"):
+        module = _import_file(Path(place))
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        module = importlib.import_module(place)
+    function: Any = functools.reduce(getattr, name.split("."), module)
+    value = function(*args, **kwargs)
+    if inspect.isgenerator(value) or inspect.iscoroutine(value):
+        raise PlatformError.because(
+            f"unisono run {place}:{name}",
+            f"a {type(value).__name__}: calling the function runs nothing",
+            None,
+            "a function that runs it to its end",
+        )
+    return None if value is None else repr(value)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import the file at `path`, whose neighbours it may import in turn."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no module")
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from unisono.launch.leftovers import end_processes_of, remove_orphaned_directories
+
 PRELOAD = ("cloudpickle", "numpy", "torch", "torch.distributed", "unisono.comm")
 """Loaded before the first fork."""
 PRELOAD_WHEN_IDLE = ("torch._dynamo",)
@@ -97,6 +99,7 @@ class Server:
         self._launcher_pid = launcher_pid
         self._idle_s = idle_s
         self._status_fds: dict[int, int] = {}
+        self._own: dict[int, dict[str, str]] = {}
         self._has_served = False
         self._is_complete = False
         self._selector = selectors.DefaultSelector()
@@ -114,9 +117,6 @@ class Server:
         last_busy = time.monotonic()
         while True:
             events = self._selector.select(min(_LOOK_S, self._idle_s, self._pause_s()))
-            if not events and self._may_load_more():
-                self._is_complete = True
-                load(PRELOAD_WHEN_IDLE)
             self._reap()
             now = time.monotonic()
             if events or self._status_fds:
@@ -124,6 +124,9 @@ class Server:
             is_orphan = os.getppid() != self._launcher_pid
             if is_orphan or (not self._status_fds and now - last_busy >= self._idle_s):
                 return self._end()
+            if not events and self._may_load_more():
+                self._is_complete = True
+                load(PRELOAD_WHEN_IDLE)
             for key, _ in events:
                 if key.fd == self._wake_read:
                     with contextlib.suppress(BlockingIOError):
@@ -162,7 +165,7 @@ class Server:
             for fd in fds:
                 if fd != status_fd:
                     os.close(fd)
-            self._status_fds[pid] = status_fd
+            self._status_fds[pid], self._own[pid] = status_fd, own
             self._tell(status_fd, f"started {pid}\n")
             return None
         os.setpgid(0, 0)
@@ -203,9 +206,19 @@ class Server:
             _, status, usage = os.wait4(pid, 0)
             status_fd = self._status_fds.pop(pid, None)
             if status_fd is not None:
+                self._end_orphans(self._own.pop(pid))
                 code = os.waitstatus_to_exitcode(status)
                 self._tell(status_fd, f"ended {code} {usage.ru_maxrss / 1024:.1f}\n")
                 os.close(status_fd)
+
+    def _end_orphans(self, own: dict[str, str]) -> None:
+        """End what a rank that has ended started in other groups; such processes are ours now."""
+        if set(_children()) - set(self._status_fds):
+            end_processes_of(own["UNISONO_RUN_ID"], own["RANK"])
+        if not self._status_fds:  # nobody else can have started what is left
+            for pid in _children():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _tell(self, status_fd: int, news: str) -> None:
         with contextlib.suppress(OSError):  # the launcher has stopped listening
@@ -223,6 +236,15 @@ class Server:
             from unisono.comm.transports.shm.segment import sweep
 
             sweep()
+        remove_orphaned_directories(None)
+
+
+def _children() -> list[int]:
+    """Return the children of this process; nothing where the system does not tell."""
+    try:
+        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def reseed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -62,6 +63,14 @@ def is_user_file(file: str) -> bool:
         return False
     path = str(Path(file).resolve()) if not file.startswith("<") else file
     return not path.startswith((_PACKAGE, *_LIBRARIES))
+
+
+def site_of(error: BaseException) -> str:
+    """Return the innermost line of the user's code that `error` passed through."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_user_file(frame.filename):
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 def grouped(stacks: Mapping[int, str], first: int | None = None) -> str:

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Protocol
 
 from unisono.launch import verdict
+from unisono.launch.caution import warn
 from unisono.launch.console import Console, RankStream
+from unisono.launch.following import FAILED
 from unisono.launch.listening import Listener
 from unisono.launch.messages import (
     Address,
@@ -223,7 +224,7 @@ class Supervisor(Listener):
                         other.signal(signal.SIGTERM)
             case Failed():
                 rank.failed, rank.failed_at = message, time.monotonic()
-                rank.log.write(message.traceback.encode(errors="replace"))
+                rank.log.write(FAILED + message.traceback.encode(errors="replace"))
 
     def _output_reader(self, rank: RankProcess, fd: int, stream: RankStream) -> Callable[[], bool]:
         def read() -> bool:
@@ -261,9 +262,7 @@ class Supervisor(Listener):
                 how = verdict.ending(rank.exit_code)
             else:
                 continue
-            warnings.warn(
-                f"rank {rank.rank} returned its result, then {how}", RuntimeWarning, stacklevel=2
-            )
+            warn(f"rank {rank.rank} returned its result, then {how}")
 
     def _failure(self) -> Exception:
         """Find out whose fault it is, stop all, and return the error."""

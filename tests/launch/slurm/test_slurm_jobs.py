@@ -6,11 +6,13 @@ looked at last.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
-from unisono.launch import Job, Platform, Wrapper, rank_files
+from unisono.launch import Job, Platform, Wrapper, rank_files, registry
 
 QUIET = unisono.Logs(console="none")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -126,8 +128,7 @@ def test_a_function_runs_on_two_nodes_and_all_results_come_back(cluster, tmp_pat
 
     wait_for(lambda: is_completed(0))
     cluster.call("scontrol", "requeue", job.id)
-    start_again(cluster, job)
-    wait_for(lambda: is_completed(1))
+    wait_for(lambda: start_again(cluster, job) or is_completed(1))
     assert (job.status(), job.attempt) == ("done", 0)
 
 
@@ -189,28 +190,56 @@ def test_the_traceback_of_a_rank_that_raises_comes_back_while_another_waits(clus
     assert "[0] before" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("way", ["SIGKILL", "os._exit"])
-def test_a_rank_that_dies_without_a_word_ends_the_job(cluster, way):
-    def die():
-        asleep = unisono.job_dir() / "asleep"
-        if os.environ["RANK"] == "0":
-            asleep.touch()
-            time.sleep(600)
-        while not asleep.exists():
-            time.sleep(0.05)
-        print("last words", flush=True)
-        if way == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(7)
+def misbehave(way):
+    """Rank 1 comes to a bad end while rank 0 sleeps."""
+    asleep = unisono.job_dir() / "asleep"
+    if os.environ["RANK"] == "0":
+        asleep.touch()
+        time.sleep(600)
+    while not asleep.exists():
+        time.sleep(0.05)
+    print("last words", flush=True)
+    match way:
+        case "os._exit":
+            os._exit(7)
+        case "sys.exit":
+            sys.exit(3)
+        case "result":
+            return {"state": [0, threading.Lock()]}
+        case "stuck":
+            ctypes.PyDLL(None).sleep(600)  # no Python code of this process runs any more
+        case _:
+            os.kill(os.getpid(), signal.Signals[way])
+    return None
 
-    with pytest.raises(RankFailed) as caught:
-        unisono.run(die, on=platform(ipc_groups=None), logs=QUIET)
-    error = caught.value
-    assert error.rank == 1
-    expected = (None, "SIGKILL") if way == "SIGKILL" else (7, None)
-    assert (error.exit_code, error.signal) == expected
-    assert error.log_tail == "last words"
-    assert "in die" in error.waiting[0]
+
+def test_every_bad_end_of_a_rank_ends_the_job_and_is_told(cluster):
+    ways = {
+        "SIGKILL": (None, "SIGKILL", "was killed by SIGKILL"),
+        "SIGSEGV": (None, "SIGSEGV", "was killed by SIGSEGV"),
+        "os._exit": (7, None, "exited with code 7"),
+        "sys.exit": (3, None, "exited before returning, with code 3"),
+        "result": (None, None, "result['state'][1] is a lock"),
+        "stuck": (None, None, "not done within timeout_s=4"),
+    }
+    on = platform(ipc_groups=None)
+    jobs = {  # at the same time: there is room for four
+        way: unisono.submit(misbehave, way, on=on, timeout_s=4.0 if way == "stuck" else None)
+        for way in ways
+    }
+    for way, (exit_code, signal_name, words) in ways.items():
+        with pytest.raises((RankFailed, RankTimeout)) as caught:
+            jobs[way].result(200)
+        error = caught.value
+        assert words in str(error), way
+        assert error.rank == 1 or way == "stuck", way
+        if way == "stuck":
+            assert isinstance(error, RankTimeout)
+            assert "in misbehave" in error.stacks[1]
+            continue
+        assert (error.exit_code, error.signal) == (exit_code, signal_name), way
+        assert "last words" in error.log_tail
+        assert "in misbehave" in error.waiting[0]
 
 
 def test_a_failed_attempt_is_tried_again_and_a_deadline_shows_all_stacks(cluster):
@@ -223,12 +252,12 @@ def test_a_failed_attempt_is_tried_again_and_a_deadline_shows_all_stacks(cluster
             time.sleep(600)
 
     with pytest.raises(RankTimeout) as caught:
-        unisono.run(work, on=platform(), max_restarts=1, timeout_s=5.0, logs=QUIET)
+        unisono.run(work, on=platform(), max_restarts=1, timeout_s=3.0, logs=QUIET)
     error = caught.value
     assert error.rank == 1
     assert "in work" in error.stacks[1]
     assert "barrier" in error.last_collective[1]
-    assert "rank 1 of 2 not done within timeout_s=5" in str(error)
+    assert "rank 1 of 2 not done within timeout_s=3" in str(error)
     assert "attempt 0: rank" in error.__notes__[0]
     assert "RuntimeError: first attempt" in error.__notes__[0]
 
@@ -250,12 +279,14 @@ def test_a_running_job_is_seen_from_another_process_and_can_be_cancelled(cluster
 
     def unisono_job(*words):  # in a process that knows nothing but the number
         command = [sys.executable, "-m", "unisono", "job", *words, job.id]
+        env = {**os.environ, "XDG_STATE_HOME": "/nowhere"}
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, cwd="/", check=False
+            command, capture_output=True, text=True, timeout=120, cwd="/", env=env, check=False
         )
         return done.returncode, done.stdout.strip()
 
     assert unisono_job("status")[1].startswith("running, attempt 0")
+    assert registry.directories() == {job.id: job.dir}
     assert unisono_job("logs")[1] == "a\nb\nc"
     assert unisono_job("cancel") == (0, "cancelled")
     assert job.status() == "cancelled"
@@ -285,7 +316,7 @@ def test_a_job_that_is_driven_out_saves_and_goes_on_later(cluster, tmp_path, lon
     wait_for(lambda: job.status() == "requeued")
     wait_for(lambda: "BeginTime" in job.reason)
     assert not job.done()
-    start_again(cluster, job)
+    wait_for(lambda: start_again(cluster, job) or job.status() == "running" or job.done())
     results = job.result(120)
     assert results.restarts == 1
     assert results[0] == results[1]  # both stopped after the same step
@@ -417,7 +448,7 @@ def test_a_job_at_its_time_limit_saves_and_goes_on_later(cluster, long_jobs):
     warned, _, folder = long_jobs
     wait_for((folder / "step-0").exists, 120)
     wait_for(lambda: warned.status() != "running")
-    start_again(cluster, warned)
+    wait_for(lambda: start_again(cluster, warned) or warned.status() == "running" or warned.done())
     saved = int((folder / "step-0").read_text())
     assert list(warned.result(120)) == [(True, saved + 3, 1)]
 

@@ -55,7 +55,11 @@ def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
         ) from error
     if check and done.returncode:
         raise PlatformError.because(
-            " ".join(words), done.stderr.strip() or f"exit code {done.returncode}"
+            " ".join(words),
+            done.stderr.strip() or f"exit code {done.returncode}",
+            None,
+            "scontrol ping tells whether a cluster answers; SLURM_CONF=/path/of/slurm.conf names "
+            "another one",
         )
     return done.stdout if check or done.returncode == 0 else ""
 

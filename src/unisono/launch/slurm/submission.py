@@ -7,13 +7,14 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from unisono.errors import MissingExtra, PlatformError
-from unisono.launch import job_files
+from unisono.launch import job_files, registry
 from unisono.launch.attempts import travelling
 from unisono.launch.conventions import Convention
 from unisono.launch.local import pack_payload
@@ -71,6 +72,7 @@ def submit(request: Request, convention: Convention, *, is_tied: bool = False) -
         "kind": "slurm",
         "id": None,
         "name": request.name,
+        "submitted": time.time(),
         "ranks": request.ranks,
         "threads": platform.cpus_per_rank,
         "plan": plan.as_json(),
@@ -89,6 +91,7 @@ def submit(request: Request, convention: Convention, *, is_tied: bool = False) -
     else:
         job_id = _sbatch(directory / SCRIPT)
     job_files.write_state(directory, {**entry, "id": job_id})
+    registry.remember(job_id, directory)
     return SlurmJob(directory)
 
 
@@ -191,4 +194,5 @@ def _start_here(directory: Path, entry: dict[str, Any], *, is_tied: bool) -> Slu
     start = job_files.process_start(process.pid)
     own = {"id": directory.name, "pid": process.pid, "pid_start": start}
     job_files.write_state(directory, {**entry, **own})
+    registry.remember(directory.name, directory)
     return SlurmJob(directory, process)
