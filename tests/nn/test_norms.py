@@ -123,3 +123,23 @@ def test_sixteen_bits_keep_their_dtype():
     y = layer(x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), nn.BatchNorm1d(3)(x.float()), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.ranks([1, 4])
+def test_scale_and_shift_stored_on_first_ranks_get_the_gradients_of_all():
+    size = unisono.world().size
+    x = drawn(4, 6, 5, 4)
+    shape = [2, 1, 1, 2] if size == 4 else [1, 1, 1, 1]
+    P = Partition(shape)
+    layer = DistributedBatchNorm(P, 6, dtype=x.dtype, weights="root")
+    plain = nn.BatchNorm2d(6, dtype=x.dtype)
+    plain.load_state_dict(scrambled(plain))
+    layer.load_state_dict(plain.state_dict())
+    compare(layer, plain, P, x)
+    assert (layer.weight.numel() == 6) == (P.rank == 0)
+    layer = DistributedLayerNorm(P, (5, 4), dtype=x.dtype, weights="root")
+    plain = nn.LayerNorm((5, 4), dtype=x.dtype)
+    plain.load_state_dict(scrambled(plain))
+    layer.load_state_dict(plain.state_dict())
+    compare(layer, plain, P, x)
+    assert (layer.weight.numel() > 0) == (P.index[:2] == (0, 0))

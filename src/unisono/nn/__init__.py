@@ -50,9 +50,7 @@ from unisono.nn.movement import (
     AllGather,
     AllSumReduce,
     Broadcast,
-    DistributedTranspose,
     ReduceScatter,
-    Repartition,
     SumReduce,
 )
 from unisono.nn.plan_report import plan_report
@@ -64,6 +62,7 @@ from unisono.nn.pooling import (
     DistributedMaxPool2d,
     DistributedMaxPool3d,
 )
+from unisono.nn.repartition import DistributedTranspose, Repartition
 from unisono.nn.state import Shard, check_replicas, full_state_dict, no_sync, state_dict_mode
 from unisono.nn.structure import structure_check
 from unisono.nn.upsampling import DistributedUpsample, Interpolate

@@ -1,13 +1,13 @@
-"""How the ranks of a layer agree: one word in every forward, one table at set-up.
+"""How the ranks of a layer agree on a call: one word, on its way while the call goes on.
 
-The word is the maximum over ranks of four numbers. The table is gathered only when the word says
-that somebody's input has changed; from it every rank computes its plan by itself.
+The word is the maximum over ranks of four numbers: has some input changed or gone wrong, does some
+rank need gradients, and is grad mode alike. A layer asks when it is called and needs the answer
+before it uses what other ranks have sent.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,14 +16,16 @@ from torch import Tensor
 
 from unisono import errors
 from unisono.comm import Communicator
-from unisono.comm.headers import pack_shape, unpack_shape
+from unisono.comm.pending import Pending
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, compress_ranks
-from unisono.nn.structure import Structure, Table, current_mode
+from unisono.nn.structure import current_mode
 
 SAME, CHANGED, BAD = 0, 1, 2
-_MODES = ("always", "on_change", "off")
-_DEVICES = ("cpu", "cuda", "mps", "meta")
-_FIELDS = len(pack_shape((), torch.float32)) + 1
+NO_GRAD, PARAMETERS, INPUTS = 0, 1, 2
+"""Whose gradients are needed: nobody's, only parameters', inputs' too."""
+
+Word = tuple[int, int, int, int]
+"""Level, whose gradients, grad mode, minus grad mode."""
 
 
 @dataclass(frozen=True)
@@ -32,113 +34,154 @@ class Agreement:
 
     changed: bool
     """Some rank's input has another structure than the current plan."""
-    needs_grad: bool
-    """Some rank needs gradients, so every rank's output must be part of the graph."""
+    gradients: int
+    """`NO_GRAD`, `PARAMETERS` or `INPUTS`, the most that some rank needs."""
+
+
+class Question:
+    """What one rank asks the others in a call.
+
+    Args:
+        comm: all ranks of the layer.
+        word: own word.
+        problem: an error this rank has found in its input.
+        is_sent: whether the word goes on its way at once; else it waits for `answer`, or travels
+            inside a message of the layer (`settle`).
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        word: Word,
+        problem: UnisonoError | None,
+        *,
+        is_sent: bool,
+    ) -> None:
+        self.comm = comm
+        self.word = word
+        self._problem = problem
+        self._answer: Agreement | None = None
+        self._sent: Pending[Tensor] | None = None
+        # In shared memory a word of its own would need a thread to travel behind the caller's
+        # back; spoken when the answer is wanted, after the data, it costs one meeting.
+        if comm is not None and is_sent and comm.backend == "gloo":
+            self._sent = comm.all_reduce_(
+                torch.tensor(word, dtype=torch.int32), "max", async_op=True
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other ranks have still to be heard."""
+        return self._answer is None
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether an enclosing chain asks for this layer: no word of its own is to travel."""
+        return False
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether this rank can take part in the current plan with zeros only."""
+        return self.word[0] != SAME
+
+    def answer(self) -> Agreement:
+        """Return what all ranks agree on; raise alike on all if one has a problem."""
+        if self._answer is None and self.comm is not None:
+            word = torch.tensor(self.word, dtype=torch.int32)
+            heard = self.comm.all_reduce_(word, "max") if self._sent is None else self._sent.wait()
+            self.settle(heard.tolist())
+        return self._settled()
+
+    def settle(self, heard: list[int]) -> Agreement:
+        """Take the maximum over ranks of their words, however it came."""
+        top, gradients, on, off = heard
+        if top == BAD:
+            raise_together(self.comm, self._problem)
+        if on != -off:
+            refuse_mixed_grad_mode(self.comm, self.word[2])
+        self._answer = Agreement(top != SAME, gradients)
+        return self._answer
+
+    def _settled(self) -> Agreement:
+        if self._answer is None:
+            raise PartitionError("a layer's question was asked of nobody")
+        return self._answer
+
+
+class _Inner(Question):
+    """The question of a layer inside a chain that has asked for all of its layers."""
+
+    def __init__(self, chain: Question, changed: bool, problem: UnisonoError | None) -> None:
+        super().__init__(None, (CHANGED if changed else SAME, 0, 0, 0), problem, is_sent=False)
+        self._chain = chain
+        if not chain.is_open:
+            self.answer()
+
+    @property
+    def is_inner(self) -> bool:
+        """Always."""
+        return True
+
+    def answer(self) -> Agreement:
+        """Return the chain's answer; what this rank alone sees counts too."""
+        if self._problem is not None:
+            raise self._problem
+        agreed = self._chain.answer()
+        self._answer = Agreement(agreed.changed or self.stands_in, agreed.gradients)
+        return self._answer
 
 
 class _Chain:
-    """The agreement of an enclosing chain, which speaks for the layers inside it."""
+    """The question of an enclosing chain, which speaks for the layers inside it."""
 
-    current: Agreement | None = None
+    current: Question | None = None
 
 
 @contextmanager
-def chained(agreement: Agreement) -> Iterator[None]:
-    """Let the layers called inside take this agreement as theirs."""
-    before, _Chain.current = _Chain.current, agreement
+def chained(question: Question) -> Iterator[None]:
+    """Let the layers called inside take this question as theirs."""
+    before, _Chain.current = _Chain.current, question
     try:
         yield
+        question.answer()
     finally:
         _Chain.current = before
 
 
-def agree(
-    comm: Communicator | None, *, changed: bool, needs_grad: bool, problem: UnisonoError | None
-) -> Agreement:
-    """Return what all ranks of `comm` agree on; raise alike on all if one has a problem.
+def ask(
+    comm: Communicator | None,
+    *,
+    changed: bool,
+    gradients: int,
+    problem: UnisonoError | None,
+    is_sent: bool = True,
+) -> Question:
+    """Ask all ranks of `comm` about this call. Collective over `comm` in mode "always".
 
-    Collective over `comm` in mode "always", unless an enclosing chain has agreed already.
+    The question is answered at once, and a problem raised, where nobody else is to be heard: one
+    rank alone, another mode, or a chain that has its answer.
     """
     if _Chain.current is not None:
-        return _raised(problem) or Agreement(
-            _Chain.current.changed or changed, _Chain.current.needs_grad
-        )
-    mode = current_mode()
-    if comm is None or comm.size == 1:
-        return _raised(problem) or Agreement(changed, needs_grad)
-    if mode != "always":
-        if mode == "off" and changed and problem is None:
-            problem = CollectiveMismatch(
-                "the shape of an input has changed and structure_check is off\n"
-                '  HINT: unisono.nn.structure_check("always")'
-            )
-        return _raised(problem) or Agreement(changed, torch.is_grad_enabled())
-    level = BAD if problem is not None else CHANGED if changed else SAME
+        return _Inner(_Chain.current, changed, problem)
     grad_on = int(torch.is_grad_enabled())
-    word = torch.tensor([level, int(needs_grad), grad_on, -grad_on], dtype=torch.int32)
-    top, wanted, on, off = comm.with_device("cpu").all_reduce(word, "max").tolist()
-    if top == BAD:
-        raise_together(comm, problem)
-    if on != -off:
-        _refuse_mixed_grad_mode(comm, grad_on)
-    return Agreement(top == CHANGED, bool(wanted))
+    if comm is not None and current_mode() == "always":
+        level = BAD if problem is not None else CHANGED if changed else SAME
+        return Question(comm, (level, gradients, grad_on, -grad_on), problem, is_sent=is_sent)
+    if problem is not None:
+        raise problem
+    if comm is not None:
+        gradients = INPUTS if grad_on else NO_GRAD  # nobody tells what the others need
+    question = Question(None, (int(changed), gradients, grad_on, -grad_on), None, is_sent=False)
+    question.settle(list(question.word))
+    return question
 
 
-def gather_tables(
-    comm: Communicator | None,
-    tensors: Sequence[Tensor],
-    arguments: object,
-    problem: UnisonoError | None,
-    needs_grad: bool,
-    ranks: Sequence[int],
-) -> tuple[list[Table], bool]:
-    """Return one table for each input, and whether some rank needs gradients.
-
-    Collective over `comm`. Ranks that have a problem, other arguments or another check mode make
-    all ranks raise.
-
-    Args:
-        comm: all ranks of the layer, or None for one process alone.
-        tensors: own inputs; equally many on all ranks.
-        arguments: description of the layer that must be equal on all ranks.
-        problem: an error this rank has found in its input.
-        needs_grad: whether this rank needs gradients.
-        ranks: for each rank of `comm`, its rank in the root communicator.
-    """
-    own = [Structure.of(x) for x in tensors]
-    if comm is None or comm.size == 1:
-        _raised(problem)
-        return [Table(tuple(ranks), (structure,)) for structure in own], needs_grad
-    digest = int.from_bytes(hashlib.blake2b(repr(arguments).encode(), digest_size=7).digest())
-    grad_on = int(torch.is_grad_enabled())
-    head = [
-        int(problem is not None),
-        _MODES.index(current_mode()),
-        digest,
-        len(own),
-        int(needs_grad),
-        grad_on,
-    ]
-    records = comm.with_device("cpu").all_gather_ints(head)
-    if any(record[0] for record in records):
-        raise_together(comm, problem)
-    _check_heads(comm, records, arguments)
-    if any(record[5] != grad_on for record in records):
-        _refuse_mixed_grad_mode(comm, grad_on)
-    mine = [number for structure in own for number in _packed(structure)]
-    gathered = comm.with_device("cpu").all_gather_ints(mine)
-    tables = [
-        Table(
-            tuple(ranks),
-            tuple(_unpacked(record[i * _FIELDS : (i + 1) * _FIELDS]) for record in gathered),
-        )
-        for i in range(len(own))
-    ]
-    return tables, any(record[4] for record in records)
-
-
-def raise_together(comm: Communicator, problem: UnisonoError | None) -> None:
+def raise_together(comm: Communicator | None, problem: UnisonoError | None) -> None:
     """Raise the first problem of any rank on all ranks, if there is one. Collective."""
+    if comm is None:
+        if problem is not None:
+            raise problem
+        return
     said = comm.all_gather_object(
         None if problem is None else (type(problem).__name__, str(problem))
     )
@@ -152,40 +195,15 @@ def raise_together(comm: Communicator, problem: UnisonoError | None) -> None:
     raise kind(f"{text}\n  on rank {comm.ranks[at]}, so the call is refused on all ranks")
 
 
-def _raised(problem: UnisonoError | None) -> None:
-    if problem is not None:
-        raise problem
-
-
-def _check_heads(comm: Communicator, records: Sequence[tuple[int, ...]], arguments: object) -> None:
-    names = {1: "structure_check mode", 2: "arguments of the layer", 3: "number of inputs"}
-    for field, name in names.items():
-        odd = [r for r, record in enumerate(records) if record[field] != records[0][field]]
-        if odd:
-            raise CollectiveMismatch.because(
-                f"set-up of a layer with {arguments}",
-                f"ranks 0 and {odd[0]} of the group differ",
-                f"{name}: not equal on ranks {compress_ranks([comm.ranks[r] for r in odd])}",
-                "build the layer alike on every rank",
-            )
-
-
-def _refuse_mixed_grad_mode(comm: Communicator, grad_on: int) -> None:
-    modes = comm.with_device("cpu").all_gather_ints([grad_on])
-    with_grad = [comm.ranks[r] for r, (on,) in enumerate(modes) if on]
-    without = [comm.ranks[r] for r, (on,) in enumerate(modes) if not on]
+def refuse_mixed_grad_mode(comm: Communicator | None, grad_on: int) -> None:
+    """Raise on all ranks, naming those with and without grad mode. Collective."""
+    modes = [(grad_on,)] if comm is None else comm.all_gather_ints([grad_on])
+    ranks = (0,) if comm is None else comm.ranks
+    with_grad = [rank for rank, (on,) in zip(ranks, modes, strict=True) if on]
+    without = [rank for rank, (on,) in zip(ranks, modes, strict=True) if not on]
     raise CollectiveMismatch.because(
         "a distributed layer called in different grad modes",
         f"grad on: ranks {compress_ranks(with_grad)}; off: ranks {compress_ranks(without)}",
         None,
         "torch.no_grad() on all ranks or on none",
     )
-
-
-def _packed(structure: Structure) -> tuple[int, ...]:
-    return (*pack_shape(structure.shape, structure.dtype), _DEVICES.index(structure.device))
-
-
-def _unpacked(record: Sequence[int]) -> Structure:
-    shape, dtype = unpack_shape(record[:-1])
-    return Structure(shape, dtype, _DEVICES[record[-1]])

@@ -13,10 +13,24 @@ from torch.nn import functional as F
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
-from unisono.nn.parameters import Holding, nothing, summed_gradients
-from unisono.nn.state import HoldingModule
-from unisono.nn.statistics import merged_moments, own_moments
+from unisono.nn.parameters import (
+    Holding,
+    Weights,
+    check_weights,
+    nothing,
+    replicated_or_root,
+    summed_gradients,
+)
+from unisono.nn.state import HoldingModule, current_state_mode
+from unisono.nn.statistics import (
+    channel_moments,
+    gathered_rows,
+    merged,
+    merged_moments,
+    own_moments,
+)
 from unisono.nn.structure import Table
+from unisono.operators.linear import identity
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts
 
@@ -25,11 +39,19 @@ __all__ = ["DistributedBatchNorm"]
 
 @dataclass(frozen=True)
 class _NormPlan:
-    comm: Communicator
+    same: Partition
     """Ranks that share this rank's channels."""
+    comm: Communicator
     counts: list[int]
     """Values a channel on each of them."""
     total: int
+    global_shape: tuple[int, ...]
+    channels: int
+    """Of this rank."""
+    dtype: torch.dtype
+    """Of the statistics."""
+    is_stored_once: bool
+    """Weight and bias come from the first of these ranks, where parts of gradients are summed."""
 
 
 class DistributedBatchNorm(HoldingModule[_NormPlan]):
@@ -44,6 +66,7 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         track_running_stats: keep running statistics, used in eval mode.
     """
 
+    _word_travels = "inside"
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
@@ -59,11 +82,15 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
     ) -> None:
         super().__init__()
         if not 2 <= P_x.dim <= 5:
             raise PartitionError.because(
-                f"DistributedBatchNorm on {P_x!r}", f"{P_x.dim} dims", "needs 2 to 5", None
+                f"DistributedBatchNorm on {P_x!r}",
+                f"{P_x.dim} dims",
+                "needs 2 to 5",
+                "Partition([2, 1, 1]): batch, channels, then space",
             )
         self.P_x = P_x
         self.num_features = num_features
@@ -71,15 +98,18 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         self.momentum = momentum
         self.affine = affine
         self.track_running_stats = track_running_stats
-        holding = nothing((num_features,))
+        self.weights: Weights = check_weights(weights)
+        holding = stored = nothing((num_features,))
         if P_x.active and P_x.index is not None:
             c0, c1 = block(num_features, P_x.shape[1], P_x.index[1])
             holding = Holding((num_features,), (c0,), (c1 - c0,))
+            if weights == "replicated" or not any((P_x.index[0], *P_x.index[2:])):
+                stored = holding
         count = holding.shape[0]
         self.weight = self.bias = None
         if affine:
-            self.weight = nn.Parameter(torch.ones(count, dtype=dtype, device=device))
-            self.bias = nn.Parameter(torch.zeros(count, dtype=dtype, device=device))
+            self.weight = nn.Parameter(torch.ones(stored.shape, dtype=dtype, device=device))
+            self.bias = nn.Parameter(torch.zeros(stored.shape, dtype=dtype, device=device))
         tracked = track_running_stats
         mean = torch.zeros(count, dtype=dtype, device=device) if tracked else None
         var = torch.ones(count, dtype=dtype, device=device) if tracked else None
@@ -88,11 +118,13 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         self.register_buffer("running_var", var)
         self.register_buffer("num_batches_tracked", number)
         everywhere = P_x.shape[1] == 1 and P_x.size == P_x.root.size
-        for name in ("weight", "bias", "running_mean", "running_var"):
+        for name in ("weight", "bias"):
+            self._hold(name, stored, replicated=everywhere and weights == "replicated")
+        for name in ("running_mean", "running_var"):
             self._hold(name, holding, replicated=everywhere)
 
     def _describe(self) -> tuple[object, ...]:
-        flags = (self.eps, self.momentum, self.affine, self.track_running_stats)
+        flags = (self.eps, self.momentum, self.affine, self.track_running_stats, self.weights)
         return (self.P_x, self.num_features, *flags)
 
     def _make_plan(self, tables: Sequence[Table]) -> _NormPlan:
@@ -120,7 +152,13 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
             for rank in same.ranks
         ]
         total = math.prod(own[-1] for dim, own in enumerate(cuts) if dim != 1)
-        return _NormPlan(same.comm, counts, total)
+        shape = tuple(own[-1] for own in cuts)
+        index = self.P_x.index
+        channels = 0 if index is None else balanced[index[1] + 1] - balanced[index[1]]
+        dtype = torch.float32 if table.dtype(self.P_x).itemsize == 2 else table.dtype(self.P_x)
+        return _NormPlan(
+            same, same.comm, counts, total, shape, channels, dtype, self.weights == "root"
+        )
 
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
         return None  # the backward gives the sums of the whole tensor already
@@ -129,26 +167,65 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         """Return the normalised block."""
         if not self.P_x.active:
             return self._outside(x)
-        plan = self._plan
-        tied = self._tied(x)
         if self.training or self.running_mean is None or self.running_var is None:
+            mean, squares = self._moments(x)
+            plan = self._plan
             if self.training and plan.total <= 1:
                 raise PartitionError.because(
                     "DistributedBatchNorm in training",
-                    "one value a channel in the whole tensor",
-                    f"{plan.total} <= 1",
+                    f"an input of global shape {list(plan.global_shape)}",
+                    f"one value a channel in the whole tensor: {plan.total} <= 1",
                     "a larger batch, or eval()",
                 )
-            y, mean, squares = _BatchNorm.apply(tied, self.weight, self.bias, self.eps, plan)
+            weight, bias = self._affine(sums=False)
+            y = _BatchNorm.apply(self._tied(x), weight, bias, mean, squares, self.eps, plan)
             if self.training and self.track_running_stats:
                 self._track(mean, squares)
             return y
-        weight, bias = self.weight, self.bias
-        if weight is not None and bias is not None:
-            weight, bias = summed_gradients(plan.comm, weight, bias)
+        self._answer_first((x,))
+        weight, bias = self._affine(sums=True)
+        if x.numel() == 0:  # torch takes no empty block; the parameters' backward runs all the same
+            tie = [t.sum() * 0 for t in (weight, bias) if t is not None]
+            return self._tied(x) + sum(tie) if tie else identity(self._tied(x))
         return F.batch_norm(
-            tied, self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps
+            self._tied(x), self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps
         )
+
+    def _affine(self, *, sums: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return weight and bias of the own channels; with `sums` their gradients are summed."""
+        weight, bias = self.weight, self.bias
+        if weight is None or bias is None:
+            return None, None
+        plan = self._plan
+        if not plan.is_stored_once and not sums:
+            return weight, bias
+        shape = (plan.channels,)
+        held = replicated_or_root(plan.same, self.weights, [shape, shape], [weight, bias])
+        return held[0], held[1]
+
+    @torch.no_grad()
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and sum of squared deviations of the whole; the word travels with them."""
+        if self.P_x.shape[1] > 1:  # the message reaches only the ranks of the own channels
+            self._answer_first((x,))
+        question = self._take_question()
+        word = None if question is None else question.word
+        if question is not None and question.stands_in:
+            own = torch.zeros(2, self._plan.channels, device=self._plan.comm.device)
+        else:
+            own = torch.stack(channel_moments(_wide(x)))
+        rows, heard = gathered_rows(own.to(self._plan.dtype), self._plan.comm, word)
+        if question is not None and self._heeded(question.settle(heard), (x,)):
+            return self._moments(x)
+        return merged(rows, self._plan.counts)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        key, root = prefix + "num_batches_tracked", self.P_x.root
+        if key in destination and self.P_x.size < root.size and current_state_mode() == "full":
+            destination[key] = root.all_reduce(destination[key], "max")  # ranks outside count none
 
     @torch.no_grad()
     def _track(self, mean: Tensor, squares: Tensor) -> None:
@@ -174,51 +251,45 @@ class _BatchNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        mean: Tensor,
+        squares: Tensor,
         eps: float,
         plan: _NormPlan,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        real = _wide(x)
-        mean, squares = own_moments(real, _other_dims(x))
-        mean, squares = merged_moments(mean, squares, plan.counts, plan.comm)
+    ) -> Tensor:
         variance = squares / plan.total
-        y = (
-            F.batch_norm(
-                x,
-                _like(mean, x),
-                _like(variance, x),
-                _like(weight, x),
-                _like(bias, x),
-                False,
-                0.0,
-                eps,
-            )
-            if x.numel()
-            else x.clone()
-        )
         ctx.save_for_backward(x, weight, bias, mean, variance)
         ctx.eps, ctx.plan = eps, plan
-        ctx.mark_non_differentiable(mean, squares)
-        return y, mean, squares
+        if x.numel() == 0:
+            return x.clone()
+        mean, variance = mean.to(x.dtype), variance.to(x.dtype)
+        return F.batch_norm(x, mean, variance, _like(weight, x), _like(bias, x), False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, variance = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_composed_gradients(ctx, grads[0], x, weight, bias), None, None
+            return *_composed_gradients(ctx, grads[0], x, weight, bias), None, None, None, None
         wide, dy = _wide(x), _wide(grads[0])
-        plan = ctx.plan
-        inverse = torch.rsqrt(variance + ctx.eps)
-        shape = (1, -1, *(1,) * (x.dim() - 2))
-        centred = (wide - mean.view(shape)) * inverse.view(shape)
-        dims = _other_dims(x)
-        sums = torch.stack([dy.sum(dims), (dy * centred).sum(dims)])
+        plan: _NormPlan = ctx.plan
+        sums = mean.new_zeros(2, plan.channels)
+        if x.numel():
+            _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+                dy, wide, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            )
+            sums = torch.stack([of_bias, of_weight])
         total = plan.comm.all_reduce(sums) if plan.comm.size > 1 else sums
-        scale = inverse if weight is None else inverse * _wide(weight)
-        dx = dy - (total[0].view(shape) + centred * total[1].view(shape)) / plan.total
-        dx = (dx * scale.view(shape)).to(x.dtype)
-        dw = None if weight is None else total[1].to(weight.dtype)
-        db = None if bias is None else total[0].to(bias.dtype)
-        return dx, dw, db, None, None
+        dx = x.new_zeros(x.shape) if x.numel() == 0 else None
+        if dx is None:
+            # dx = scale * (dy - total[0] / n - normalised * total[1] / n), in two passes
+            scale = torch.rsqrt(variance + ctx.eps)
+            scale = scale if weight is None else scale * _wide(weight)
+            shift, slope = -scale * total / plan.total
+            dx = F.batch_norm(wide, mean, variance, slope, shift, False, 0.0, ctx.eps)
+            dx = dx.addcmul_(dy, scale.view(1, -1, *(1,) * (x.dim() - 2))).to(x.dtype)
+        owed = sums if plan.is_stored_once else total
+        dw = None if weight is None else owed[1].to(weight.dtype)
+        db = None if bias is None else owed[0].to(bias.dtype)
+        return dx, dw, db, None, None, None, None
 
 
 def _composed_gradients(
@@ -229,7 +300,9 @@ def _composed_gradients(
     inputs = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
     with torch.enable_grad():
         held = [t for t in (weight, bias) if t is not None]
-        w, b = summed_gradients(plan.comm, *held) if len(held) == 2 else (weight, bias)
+        w, b = weight, bias
+        if len(held) == 2 and not plan.is_stored_once:
+            w, b = summed_gradients(plan.comm, *held)
         mean, squares = own_moments(_wide(x), _other_dims(x))
         mean, squares = merged_moments(mean, squares, plan.counts, plan.comm)
         shape = (1, -1, *(1,) * (x.dim() - 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.errors import PartitionError
@@ -32,15 +32,17 @@ _KINDS: dict[int, tuple[Callable[..., Module], ...]] = {
 }
 
 
-def _chosen(
+def choose(
     dims: int,
+    kinds: Sequence[Callable[..., Module]],
     P_x: Partition,
     P_y: Partition | None,
     P_w: Partition | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Module:
-    feature, channel, general = _KINDS[dims]
+    """Return one of three kinds (feature, channel, general), made with the partitions it takes."""
+    feature, channel, general = kinds
     if P_y is None and P_w is None:
         return feature(P_x, *args, **kwargs)
     if P_y is None or P_w is None:
@@ -62,7 +64,7 @@ def DistributedConv1d(
     **kwargs: Any,
 ) -> Module:
     """Return the 1-d convolution for these partitions: feature, channel or general."""
-    return _chosen(1, P_x, P_y, P_w, args, kwargs)
+    return choose(1, _KINDS[1], P_x, P_y, P_w, args, kwargs)
 
 
 def DistributedConv2d(
@@ -73,7 +75,7 @@ def DistributedConv2d(
     **kwargs: Any,
 ) -> Module:
     """Return the 2-d convolution for these partitions: feature, channel or general."""
-    return _chosen(2, P_x, P_y, P_w, args, kwargs)
+    return choose(2, _KINDS[2], P_x, P_y, P_w, args, kwargs)
 
 
 def DistributedConv3d(
@@ -84,4 +86,4 @@ def DistributedConv3d(
     **kwargs: Any,
 ) -> Module:
     """Return the 3-d convolution for these partitions: feature, channel or general."""
-    return _chosen(3, P_x, P_y, P_w, args, kwargs)
+    return choose(3, _KINDS[3], P_x, P_y, P_w, args, kwargs)

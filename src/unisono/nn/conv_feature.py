@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
-from unisono.nn.conv_settings import ConvSettings, Overlap, Size, conv_settings
+from unisono.nn.conv_base import ConvBase
+from unisono.nn.conv_overlap import SpacePlan
+from unisono.nn.conv_settings import Overlap, Size
 from unisono.nn.parameters import (
     Weights,
-    check_weights,
     draw_weight_and_bias,
     nothing,
     replicated_or_root,
     whole,
 )
-from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Table
-from unisono.operators.halo import HaloExchange, HaloOnGroup
-from unisono.operators.linear import identity
-from unisono.topology import Partition, halo
-from unisono.topology.halo_plan import HaloPlan
+from unisono.operators.halo import HaloOnGroup
+from unisono.topology import Partition
 
 __all__ = ["DistributedFeatureConv1d", "DistributedFeatureConv2d", "DistributedFeatureConv3d"]
 
 
-class _FeatureConv(HoldingModule[HaloPlan]):
+class _FeatureConv(ConvBase[SpacePlan]):
     """A convolution whose input and output are split in batch and space, not in channels."""
-
-    dims: ClassVar[int]
 
     def __init__(
         self,
@@ -62,12 +57,10 @@ class _FeatureConv(HoldingModule[HaloPlan]):
                 f"Partition([1, 1, {', '.join(['2'] * self.dims)}])",
             )
         self.P_x = P_x
-        self.settings: ConvSettings = conv_settings(
-            name, self.dims, in_channels, out_channels, kernel_size, stride, padding,
-            padding_mode, dilation, groups,
+        self._settle(
+            in_channels, out_channels, kernel_size, stride, padding, padding_mode, dilation,
+            groups, bias, overlap, weights,
         )  # fmt: skip
-        self.overlap = overlap
-        self.weights: Weights = check_weights(weights)
         shape = self.settings.weight_shape
         holds = P_x.active and (weights == "replicated" or P_x.rank == 0)
         held = whole if holds else nothing
@@ -82,30 +75,25 @@ class _FeatureConv(HoldingModule[HaloPlan]):
         self._hold("weight", held(shape), replicated=everywhere)
         if bias:
             self._hold("bias", held(shape[:1]), replicated=everywhere)
-        self.use_bias = bias
 
     def _describe(self) -> tuple[object, ...]:
         return (self.P_x, self.settings, self.use_bias, self.weights)
 
-    def _make_plan(self, tables: Sequence[Table]) -> HaloPlan:
+    def _make_plan(self, tables: Sequence[Table]) -> SpacePlan:
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        channels = cuts[1][-1]
-        if channels != self.settings.in_channels:
-            raise PartitionError.because(
-                f"{type(self).__name__}(in_channels={self.settings.in_channels})",
-                f"an input of global shape {[own[-1] for own in cuts]}",
-                f"{channels} channels != {self.settings.in_channels}",
-                f"in_channels={channels}",
-            )
-        s = self.settings
+        self._check_channels(cuts)
         index = self.P_x.index
         if index is None:  # a rank outside never plans
             raise PartitionError(f"{self.P_x!r} has no place for this rank")
-        return halo.plan(
-            cuts, index, s.kernel_size, s.stride, s.padding, s.dilation, s.padding_mode
-        )
+        return self._space_plan(self._halo_at(cuts, index), self.P_x.ranks)
+
+    def _space(self) -> SpacePlan:
+        return self._plan
+
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan.exchange.halo, self.P_x.ranks)
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias for this rank's share; gradients are summed over ranks."""
@@ -124,28 +112,8 @@ class _FeatureConv(HoldingModule[HaloPlan]):
         """Return this rank's balanced share of the convolution."""
         if not self.P_x.active:
             return self._outside(x)
-        plan = self._plan
         weight, bias = self._parameters_here()
-        window = self._tied(x)
-        if not plan.is_identity:
-            on_group = HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, plan.fill)
-            window = HaloExchange.apply(window, on_group)
-        else:
-            window = identity(window)
-        if 0 in plan.output_shape:
-            batch, _, *space = plan.output_shape
-            return _empty_output(window, weight, bias, (batch, self.settings.out_channels, *space))
-        return self.settings.convolved(window, weight, bias)
-
-
-def _empty_output(
-    window: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]
-) -> Tensor:
-    """Return a share without elements that still runs the backward of window and parameters."""
-    tie = window.sum() * 0 + weight.sum() * 0
-    if bias is not None:
-        tie = tie + bias.sum() * 0
-    return tie.expand(shape)
+        return self._in_space(x, weight, bias)
 
 
 class DistributedFeatureConv1d(_FeatureConv):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -41,17 +42,39 @@ class ConvSettings:
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def convolved(
-        self, window: Tensor, weight: Tensor, bias: Tensor | None, groups: int | None = None
+        self,
+        window: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        groups: int | None = None,
+        padding: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Return the convolution of a window that holds its padding already."""
+        """Return the convolution of a window that holds its padding already, or all but zeros."""
         return _KERNELS[self.dims](
             window,
             weight,
             bias,
             stride=self.stride,
+            padding=0 if padding is None else padding,
             dilation=self.dilation,
             groups=self.groups if groups is None else groups,
         )
+
+    def gradients(
+        self,
+        dy: Tensor,
+        window: Tensor,
+        weight: Tensor,
+        wanted: tuple[bool, bool, bool],
+        padding: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of window, weight and bias that are wanted. Not differentiable."""
+        none = (0,) * self.dims
+        return torch.ops.aten.convolution_backward(
+            dy, window, weight, [weight.shape[0]], self.stride,
+            none if padding is None else padding, self.dilation, False, none, self.groups, wanted,
+        )  # fmt: skip
 
 
 def conv_settings(

@@ -24,7 +24,7 @@ from unisono.nn.parameters import (
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Table
 from unisono.nn.windows import block_windows
-from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import block, split_cuts
 from unisono.topology.halo_plan import HaloPlan
@@ -48,6 +48,7 @@ class _TransposePlan:
 
 
 class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
+    _word_travels = "beside"
     dims: ClassVar[int]
 
     def __init__(
@@ -147,11 +148,13 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
         return self.P_x.comm if self.P_x.active and self.weights == "replicated" else None
 
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan.halo, self.P_x.ranks)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's balanced share of the transposed convolution."""
         if not self.P_x.active:
             return self._outside(x)
-        plan = self._plan.halo
         shapes: list[tuple[int, ...]] = [
             (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
         ]
@@ -163,11 +166,8 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
             self.P_x, self.weights, shapes, held, sums=self._sums_gradients
         )
         bias = rest[0] if rest else None
-        window = self._tied(x)
-        if not plan.is_identity:
-            window = HaloExchange.apply(
-                window, HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0)
-            )
+        window = self._window(x)
+        plan = self._plan.halo
         batch, _, *space = plan.output_shape
         shape = (batch, self.out_channels, *space)
         if 0 in plan.window_shape or 0 in shape:
@@ -179,7 +179,7 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
             )  # fmt: skip
             pads = [n for crop in reversed(self._plan.crops) for n in crop]
             y = F.pad(y, pads) if any(pads) else y
-        return y if bias is None else y + bias.reshape(1, -1, *(1,) * self.dims)
+        return y if bias is None else y + bias.to(y.dtype).reshape(1, -1, *(1,) * self.dims)
 
 
 def _transposed_windows(y: int, parts: int, args: tuple[int, int, int, int, int]) -> halo.WindowOf:

@@ -14,8 +14,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import PartitionError
-from unisono.nn.agreement import agree, chained
+from unisono.errors import PartitionError, UnisonoError
+from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, ask, chained
 from unisono.nn.batch_norm import DistributedBatchNorm
 from unisono.nn.conv_feature import (
     DistributedFeatureConv1d,
@@ -105,21 +105,27 @@ class DistributedSequential(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """Run the chain on this rank's block."""
         comm = self._partition.comm if self._partition.active else None
-        found = Structure.of(input)
-        agreement = agree(
-            comm,
+        is_tensor = isinstance(input, Tensor)
+        found = Structure.of(input) if is_tensor else None
+        question = ask(
+            comm if comm is not None and comm.size > 1 else None,
             changed=found != self._structure,
-            needs_grad=self._wants_grad(input),
-            problem=None,
+            gradients=self._wanted_gradients(input) if is_tensor else NO_GRAD,
+            problem=None if is_tensor else _no_tensor(input),
         )
-        self._structure = found
+        known, self._structure = self._structure, None  # and so it stays if the call fails
+        if known is None:
+            question.answer()  # layers that are not set up do not ask
         x, is_head = input, False
-        with chained(agreement):
+        if found is None and known is not None:  # take part once more before all raise
+            x = known.zeros()
+        with chained(question):
             for name, layer in _children(self):
                 if name == self._join_before:
                     x, is_head = self._join[0](x), True
                 sums = is_head and self._join[0].cuts_batch
                 x = self._in_head(layer, x) if sums else layer(x)
+        self._structure = found
         return x
 
     def _in_head(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -130,10 +136,12 @@ class DistributedSequential(nn.Sequential):
         summed = summed_gradients(self._partition.comm, *held.values())
         return torch.func.functional_call(layer, dict(zip(held, summed, strict=True)), (x,))
 
-    def _wants_grad(self, x: Tensor) -> bool:
+    def _wanted_gradients(self, x: Tensor) -> int:
         if not torch.is_grad_enabled():
-            return False
-        return x.requires_grad or any(p.requires_grad for p in self.parameters())
+            return NO_GRAD
+        if x.requires_grad:
+            return INPUTS
+        return PARAMETERS if any(p.requires_grad for p in self.parameters()) else NO_GRAD
 
 
 def distribute(
@@ -195,11 +203,15 @@ def _replacement(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
         return _chain(module, path, walk)
     if isinstance(module, nn.ModuleList):
         return nn.ModuleList(
-            _converted(child, f"{path}.{name}", walk) for name, child in _children(module)
+            _converted(child, f"{path}.{name}".lstrip("."), walk)
+            for name, child in _children(module)
         )
     if isinstance(module, nn.ModuleDict):
         return nn.ModuleDict(
-            {name: _converted(c, f"{path}.{name}", walk) for name, c in _children(module)}
+            {
+                name: _converted(c, f"{path}.{name}".lstrip("."), walk)
+                for name, c in _children(module)
+            }
         )
     if isinstance(module, _ELEMENTWISE):
         return copy.deepcopy(module)
@@ -330,6 +342,12 @@ def _share_weights(module: nn.Module, P: Partition) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.numel():
                 tensor.copy_(comm.broadcast(tensor.detach(), 0))
+
+
+def _no_tensor(found: object) -> UnisonoError:
+    return PartitionError.because(
+        "forward of a split network", f"a {type(found).__name__}", None, "call it with tensors"
+    )
 
 
 def _is_one(size: object) -> bool:

@@ -121,7 +121,7 @@ class DistributedEmbedding(HoldingModule[None]):
                     f"DistributedEmbedding on {self.P_x!r}",
                     "\n".join(f"rank {rank}: ids {list(s)}" for rank, s in shapes.items()),
                     f"ids have {self.P_x.dim - 1} dims, alike on all ranks of the last axis",
-                    None,
+                    "give every rank of the last axis the same ids",
                 )
 
     def _samples(self) -> Partition:

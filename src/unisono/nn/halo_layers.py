@@ -11,7 +11,6 @@ from unisono.nn.conv_settings import Size
 from unisono.nn.planned import PlannedModule
 from unisono.nn.structure import Cuts, Table
 from unisono.nn.windows import block_windows
-from unisono.operators.halo import HaloExchange as HaloMap
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import split_cuts
@@ -31,6 +30,7 @@ _PAD_MODES = {
 class _Windowed(PlannedModule[HaloPlan]):
     """A layer that fills a window from the blocks under it."""
 
+    _word_travels = "beside"
     P_x: Partition
 
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
@@ -44,15 +44,14 @@ class _Windowed(PlannedModule[HaloPlan]):
             raise PartitionError(f"{self.P_x!r} has no place for this rank")
         return self._plan_at(table.cuts(self.P_x), index)
 
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan, self.P_x.ranks)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the own window."""
         if not self.P_x.active:
             return self._outside(x)
-        plan = self._plan
-        tied = self._tied(x)
-        if plan.is_identity:
-            return tied.view_as(tied)
-        return HaloMap.apply(tied, HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, plan.fill))
+        return self._window(x)
 
 
 class HaloExchange(_Windowed):

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
-from unisono.nn.parameters import Holding, nothing, summed_gradients
+from unisono.nn.parameters import (
+    Holding,
+    Weights,
+    check_weights,
+    nothing,
+    replicated_or_root,
+)
 from unisono.nn.state import HoldingModule
 from unisono.nn.statistics import merged_moments, own_moments
 from unisono.nn.structure import Table
@@ -55,6 +61,7 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
     ) -> None:
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
@@ -69,7 +76,8 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
                 f"not 0 < {len(self.normalized_shape)} <= {P_x.dim}",
                 "sizes of the last dims",
             )
-        holding = nothing(self.normalized_shape)
+        self.weights: Weights = check_weights(weights)
+        holding = stored = nothing(self.normalized_shape)
         if P_x.active and P_x.index is not None:
             own = [
                 (cuts[i], cuts[i + 1])
@@ -78,14 +86,17 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
             holding = Holding(
                 self.normalized_shape, tuple(a for a, _ in own), tuple(b - a for a, b in own)
             )
+            if weights == "replicated" or not any(P_x.index[: -self._dims]):
+                stored = holding
+        self._block = holding.shape
         self.weight = self.bias = None
         if elementwise_affine:
-            self.weight = nn.Parameter(torch.ones(holding.shape, dtype=dtype, device=device))
+            self.weight = nn.Parameter(torch.ones(stored.shape, dtype=dtype, device=device))
             if bias:
-                self.bias = nn.Parameter(torch.zeros(holding.shape, dtype=dtype, device=device))
-        everywhere = holding.is_whole and P_x.size == P_x.root.size
+                self.bias = nn.Parameter(torch.zeros(stored.shape, dtype=dtype, device=device))
+        everywhere = weights == "replicated" and P_x.size == P_x.root.size and self._is_unsplit
         for name in ("weight", "bias"):
-            self._hold(name, holding, replicated=everywhere and self._is_unsplit)
+            self._hold(name, stored, replicated=everywhere)
 
     @property
     def _dims(self) -> int:
@@ -103,7 +114,7 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
         ]
 
     def _describe(self) -> tuple[object, ...]:
-        flags = (self.eps, self.weight is not None, self.bias is not None)
+        flags = (self.eps, self.weight is not None, self.bias is not None, self.weights)
         return (self.P_x, self.normalized_shape, *flags)
 
     def _make_plan(self, tables: Sequence[Table]) -> _NormPlan:
@@ -131,7 +142,7 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
         return self.P_x.sub(tuple(range(self.P_x.dim - self._dims)))
 
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
-        return self._samples().comm if self.P_x.active else None
+        return self._samples().comm if self.P_x.active and self.weights == "replicated" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised block."""
@@ -145,8 +156,11 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
         mean, squares = merged_moments(mean, squares, plan.counts, plan.comm)
         y = (wide - mean) * torch.rsqrt(squares / max(plan.total, 1) + self.eps)
         held = [p for p in (self.weight, self.bias) if p is not None]
-        if held and self._sums_gradients:
-            held = list(summed_gradients(self._samples().comm, *held))
+        if held:
+            held = replicated_or_root(
+                self._samples(), self.weights, [self._block] * len(held), held,
+                sums=self._sums_gradients,
+            )  # fmt: skip
         if held:
             y = y * self._moved(held[0])
         if len(held) > 1:

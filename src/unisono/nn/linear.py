@@ -1,18 +1,20 @@
-"""Linear layers whose features are split: by a grid of weight blocks, by rows, or by columns."""
+"""`DistributedLinear`: input, weight and output split over three partitions, a grid of blocks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
+from unisono.nn.autocast import collect_products
+from unisono.nn.linear_axis import DistributedLinearAllGather, DistributedLinearReduceScatter
+from unisono.nn.linear_checks import check_features, check_width
 from unisono.nn.parameters import (
     Holding,
     Weights,
@@ -20,18 +22,14 @@ from unisono.nn.parameters import (
     draw_weight_and_bias,
     nothing,
     replicated_or_root,
-    summed_gradients,
-    whole,
 )
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Cuts, Table
 from unisono.nn.windows import block_windows
-from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.halo import HaloExchange, HaloOnGroup
-from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
-from unisono.operators.plans import BlockPlan
+from unisono.operators.partitioned import FanPlan, fan_plan, spread
 from unisono.topology import Partition, halo
-from unisono.topology.decompose import block, split_cuts, split_sizes
+from unisono.topology.decompose import block, split_cuts
 from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo_plan import HaloPlan
 
@@ -80,7 +78,7 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         weights: Weights = "replicated",
     ) -> None:
         super().__init__()
-        _check_features("DistributedLinear", in_features, out_features)
+        check_features("DistributedLinear", in_features, out_features)
         self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
         self.in_features, self.out_features = in_features, out_features
         self.weights: Weights = check_weights(weights)
@@ -127,7 +125,7 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         (table,) = tables
         dtype = table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        _check_width("DistributedLinear", cuts, self.in_features)
+        check_width("DistributedLinear", cuts, self.in_features)
         batch, outs, _ = self._grid.shape
         root = self.P_x.root
         few_x = self.P_x.reshape((batch, 1, self.P_x.shape[-1]))
@@ -187,181 +185,7 @@ class DistributedLinear(HoldingModule[_GridPlan]):
                 self._replicas(), self.weights, shapes, own, sums=self._sums_gradients
             )
             held = F.linear(held, weight, rest[0] if rest else None)
-        return collect(held, plan.to_outputs)
-
-
-class _OneAxisLinear(HoldingModule[BlockPlan]):
-    """What the column- and row-parallel layers share: one axis of ranks, blocks of one dim."""
-
-    in_features: int
-    out_features: int
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    _P: Partition
-    """Partition whose axis splits the features."""
-
-    def _leading(self) -> Partition:
-        """Return the ranks that hold this rank's blocks: same place on the feature axis."""
-        return self._P.sub(tuple(axis for axis in range(self._P.dim) if axis != self._feature_axis))
-
-    @property
-    def _feature_axis(self) -> int:
-        return self._P.dim - 1
-
-    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
-        return self._leading().comm if self._P.active else None
-
-    def _own_parameters(self) -> tuple[Tensor, Tensor | None]:
-        held = [p for p in (self.weight, self.bias) if p is not None]
-        comm = self._leading().comm
-        w, *b = summed_gradients(comm, *held) if self._sums_gradients else held
-        return w, b[0] if b else None
-
-
-class DistributedLinearAllGather(_OneAxisLinear):
-    """Column-parallel linear: the input is gathered, each rank computes its output features.
-
-    Args:
-        P_y: partition of the output; its last dim splits the output features.
-        in_features: of the whole layer; likewise `out_features`.
-        bias: one block a rank.
-        P_x: partition of the input, if its second-last dim is split instead of its features.
-    """
-
-    def __init__(
-        self,
-        P_y: Partition,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        P_x: Partition | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        _check_features("DistributedLinearAllGather", in_features, out_features)
-        self.P_y = self._P = P_y
-        self.P_x = P_y if P_x is None else P_x
-        self._dim = _moved_dim("DistributedLinearAllGather", P_y, self.P_x)
-        self.in_features, self.out_features = in_features, out_features
-        shape = (out_features, in_features)
-        own, own_bias = nothing(shape), nothing(shape[:1])
-        if P_y.active and P_y.index is not None:
-            c0, c1 = block(out_features, P_y.shape[-1], P_y.index[-1])
-            own = Holding(shape, (c0, 0), (c1 - c0, in_features))
-            own_bias = Holding(shape[:1], (c0,), (c1 - c0,))
-        self.use_bias = bias
-        self.weight, self.bias = draw_weight_and_bias(
-            self._control(), own, own_bias if bias else None, dtype=dtype, device=device
-        )
-        self._hold("weight", own, replicated=False)
-        if bias:
-            self._hold("bias", own_bias, replicated=False)
-
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.P_y, self.in_features, self.out_features, self.use_bias)
-
-    def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
-        (table,) = tables
-        table.dtype(self.P_x)
-        cuts = table.cuts(self.P_x)
-        _check_width("DistributedLinearAllGather", cuts, self.in_features)
-        sizes = tuple(b - a for a, b in pairwise(cuts[self._dim]))
-        comm = self.P_y.sub(self._feature_axis).comm
-        return BlockPlan(comm, self._dim, sizes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `[*, out_features / ranks]`."""
-        if not self.P_y.active:
-            return self._outside(x)
-        tied = self._tied(x)
-        gathered = AllGather.apply(tied, self._plan) if self._plan.comm.size > 1 else tied
-        return F.linear(gathered, *self._own_parameters())
-
-
-class DistributedLinearReduceScatter(_OneAxisLinear):
-    """Row-parallel linear: each rank multiplies its input features, sums are cut into blocks.
-
-    Args:
-        P_x: partition of the input; its last dim splits the input features.
-        in_features: of the whole layer; likewise `out_features`.
-        bias: added once, after the sum.
-        P_y: partition of the output, if its second-last dim is to be split instead of its features.
-    """
-
-    def __init__(
-        self,
-        P_x: Partition,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        P_y: Partition | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        _check_features("DistributedLinearReduceScatter", in_features, out_features)
-        self.P_x = self._P = P_x
-        self.P_y = P_x if P_y is None else P_y
-        self._dim = _moved_dim("DistributedLinearReduceScatter", P_x, self.P_y)
-        self.in_features, self.out_features = in_features, out_features
-        shape = (out_features, in_features)
-        own, own_bias = nothing(shape), nothing(shape[:1])
-        if P_x.active and P_x.index is not None:
-            k0, k1 = block(in_features, P_x.shape[-1], P_x.index[-1])
-            own = Holding(shape, (0, k0), (out_features, k1 - k0))
-            if self._splits_output:
-                c0, c1 = block(out_features, P_x.shape[-1], P_x.index[-1])
-                own_bias = Holding(shape[:1], (c0,), (c1 - c0,))
-            else:
-                own_bias = whole(shape[:1])
-        self.use_bias = bias
-        self.weight, self.bias = draw_weight_and_bias(
-            self._control(), own, own_bias if bias else None, dtype=dtype, device=device
-        )
-        self._hold("weight", own, replicated=False)
-        if bias:
-            self._hold("bias", own_bias, replicated=False)
-
-    @property
-    def _splits_output(self) -> bool:
-        return self._dim == self.P_x.dim - 1
-
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.P_y, self.in_features, self.out_features, self.use_bias)
-
-    def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
-        (table,) = tables
-        table.dtype(self.P_x)
-        cuts = table.cuts(self.P_x)
-        _check_width("DistributedLinearReduceScatter", cuts, self.in_features)
-        _check_balanced("DistributedLinearReduceScatter", cuts[-1])
-        comm = self.P_x.sub(self._feature_axis).comm
-        length = self.out_features if self._splits_output else cuts[self._dim][-1]
-        return BlockPlan(comm, self._dim, split_sizes(length, comm.size))
-
-    def _gradient_comm(self, name: str) -> Communicator | None:
-        if name == "bias" and not self._splits_output and self.P_x.active:
-            return self.P_x.comm
-        return super()._gradient_comm(name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's block of the sum, with the bias added once."""
-        if not self.P_x.active:
-            return self._outside(x)
-        if self._splits_output or self.bias is None:
-            weight, bias = self._own_parameters()
-        else:
-            (weight,) = self._summed(self._leading().comm, self.weight)
-            (bias,) = self._summed(self.P_x.comm, self.bias)
-        partial = F.linear(self._tied(x), weight)
-        y = ReduceScatter.apply(partial, self._plan) if self._plan.comm.size > 1 else partial
-        return y if bias is None else y + bias
-
-    def _summed(self, comm: Communicator, held: Tensor) -> tuple[Tensor, ...]:
-        return summed_gradients(comm, held) if self._sums_gradients else (held,)
+        return collect_products(held, plan.to_outputs)
 
 
 def _linear_grid(P_x: Partition, P_y: Partition, P_w: Partition) -> Partition:
@@ -407,53 +231,3 @@ def _feature_balance(cuts: Cuts, P_x: Partition) -> HaloPlan:
     wanted = [*cuts[:-1], split_cuts(cuts[-1][-1], P_x.shape[-1])]
     shares = [(own[i], own[i + 1]) for own, i in zip(wanted, index, strict=True)]
     return halo.plan_windows(cuts, index, [block_windows(own) for own in wanted], shares)
-
-
-def _moved_dim(name: str, split: Partition, other: Partition) -> int:
-    """Return the tensor dim that is gathered or scattered: the last, or the one before it."""
-    if split == other:
-        return split.dim - 1
-    expected = (*split.shape[:-2], split.shape[-2] * split.shape[-1], 1) if split.dim > 1 else ()
-    if split.ranks != other.ranks or split.dim < 2 or split.shape[-2] != 1:
-        raise PartitionError.because(
-            name,
-            f"{split!r} and {other!r}",
-            "both partitions hold the same ranks, one splits the last dim, one the second-last",
-            f"Partition({list(expected) or [1, 2]})",
-        )
-    if other.shape != expected:
-        raise PartitionError.because(
-            name, f"{split!r} and {other!r}", None, f"Partition({list(expected)})"
-        )
-    return split.dim - 2
-
-
-def _check_features(name: str, in_features: int, out_features: int) -> None:
-    if min(in_features, out_features) < 1:
-        raise PartitionError.because(
-            f"{name}(in_features={in_features}, out_features={out_features})",
-            "numbers of the whole layer",
-            f"{min(in_features, out_features)} < 1",
-            "positive numbers",
-        )
-
-
-def _check_width(name: str, cuts: Cuts, in_features: int) -> None:
-    if cuts[-1][-1] != in_features:
-        raise PartitionError.because(
-            f"{name}(in_features={in_features})",
-            f"an input of global shape {[own[-1] for own in cuts]}",
-            f"{cuts[-1][-1]} features != {in_features}",
-            f"in_features={cuts[-1][-1]}",
-        )
-
-
-def _check_balanced(name: str, cuts: Sequence[int]) -> None:
-    balanced = split_cuts(cuts[-1], len(cuts) - 1)
-    if tuple(cuts) != tuple(balanced):
-        raise PartitionError.because(
-            name,
-            f"input features cut at {list(cuts)}",
-            f"balanced cuts are {list(balanced)}",
-            "Repartition(P_x, P_x) first",
-        )

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 from unisono.errors import PartitionError
 from unisono.nn.planned import PlannedModule
+from unisono.nn.riding import carries_word, summed_with_word
 from unisono.nn.structure import Table
-from unisono.operators import sum_to_replicated
+from unisono.operators import SumToReplicated, sum_to_replicated
+from unisono.operators.plans import GroupPlan
 from unisono.topology import Partition
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
 class _Loss(PlannedModule[tuple[int, int]]):
     """A loss that is a sum over elements; the plan is (number of elements, batch size)."""
 
+    _word_travels = "inside"
     _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
 
     def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
@@ -74,14 +77,30 @@ class _Loss(PlannedModule[tuple[int, int]]):
         """Return the loss of the whole tensors; with reduction "none" that of the own block."""
         if not self.P_x.active:
             return self._outside(x).sum()
-        losses = self._elements(self._tied(x), target)
         if self.reduction == "none":
-            return losses
-        total = sum_to_replicated(losses.sum(), comm=self.P_x.comm)
+            self._answer_first((x, target))
+            return self._elements(self._tied(x), target)
+        total = self._total(x, target)
         count, batch = self._plan
         if self.reduction == "mean":
             return total / count
         return total / batch if self.reduction == "batchmean" else total
+
+    def _total(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the sum over all elements, a value that counts once; the word travels with it."""
+        comm = self.P_x.comm
+        if not carries_word(self._structures[0].dtype, comm.size):
+            self._answer_first((x, target))
+        question = self._take_question()
+        if question is None:
+            own = self._elements(self._tied(x), target).sum()
+            return sum_to_replicated(own, comm=comm)
+        fits = not question.stands_in
+        own = self._elements(x, target).sum() if fits else self._nothing().sum()
+        total, heard = summed_with_word(own, comm, question.word)
+        if self._heeded(question.settle(heard), (x, target)):
+            return self._total(x, target)
+        return SumToReplicated.apply(self._tied(own), GroupPlan(comm, landed=total))
 
 
 class DistributedL1Loss(_Loss):
@@ -192,6 +211,8 @@ class DistributedNLLLoss(_WeightedLoss):
         reduction: "none", "mean" (over the weights of what counts) or "sum".
     """
 
+    _word_travels = "before"
+
     def __init__(
         self,
         P_x: Partition,
@@ -202,7 +223,10 @@ class DistributedNLLLoss(_WeightedLoss):
         super().__init__(P_x, weight, reduction)
         if P_x.dim < 2:
             raise PartitionError.because(
-                f"{type(self).__name__} on {P_x!r}", f"{P_x.dim} dims", "needs 2 or more", None
+                f"{type(self).__name__} on {P_x!r}",
+                f"{P_x.dim} dims",
+                "needs 2 or more",
+                "Partition([2, 1]): batch, classes",
             )
         self.ignore_index = ignore_index
 

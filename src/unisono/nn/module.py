@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.errors import UnisonoError
-from unisono.nn.agreement import agree
+from unisono.errors import CollectiveMismatch, UnisonoError
+from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, Question, ask
+from unisono.nn.notices import Notices
+from unisono.nn.structure import current_mode
 from unisono.topology import Partition
 
 __all__ = ["Module"]
@@ -34,9 +36,11 @@ class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._distdl_is_setup = False
-        self._needs_grad = False
+        self._gradients = NO_GRAD
         self._agreeing: Communicator | None = None
+        self._notices: Notices | None = None
         self.register_forward_pre_hook(self._distdl_forward_pre_hook, with_kwargs=True)
+        self.register_forward_hook(_check_notices)
 
     def partitions(self) -> tuple[Partition, ...]:
         """Return the partitions over which set-up is collective: those among the attributes."""
@@ -55,15 +59,10 @@ class Module(nn.Module):
     def _distdl_module_requires_reset(self, input: tuple[Any, ...]) -> bool:
         """Return whether to set up now: the same answer on all ranks."""
         if not self._distdl_is_setup:
-            self._needs_grad = self._wants_grad(input)
+            self._gradients = self._wanted_gradients(input)
             return True
-        agreement = agree(
-            self._agreeing,
-            changed=self._distdl_input_changed(input),
-            needs_grad=self._wants_grad(input),
-            problem=self._problem_of(input),
-        )
-        self._needs_grad = agreement.needs_grad
+        agreement = self._ask(input).answer()
+        self._gradients = agreement.gradients
         return agreement.changed
 
     @staticmethod
@@ -74,26 +73,59 @@ class Module(nn.Module):
     ) -> None:
         """Set the module up if it has to be."""
         seen = input if not kwargs else (*input, *kwargs.values())
-        if not module._distdl_module_requires_reset(seen):
-            return
-        if module._distdl_is_setup:
-            module._distdl_module_teardown(seen)
-            module._distdl_is_setup = False
-        module._agreeing = module._control()
-        module._distdl_module_setup(seen)
-        module._distdl_is_setup = True
+        if module._distdl_module_requires_reset(seen):
+            module._set_up(seen)
+
+    def _set_up(self, input: tuple[Any, ...]) -> None:
+        """Tear down what there is and set up. Called by all ranks together."""
+        if self._distdl_is_setup:
+            self._distdl_module_teardown(input)
+            self._distdl_is_setup = False
+        self._agreeing = self._control()
+        self._distdl_module_setup(input)
+        self._distdl_is_setup = True
+
+    def _ask(self, input: tuple[Any, ...], *, is_sent: bool = True) -> Question:
+        """Ask the other ranks about this call; in mode "on_change" only if this rank must."""
+        changed = self._distdl_input_changed(input)
+        mode = current_mode()
+        if mode == "off" and changed:
+            raise CollectiveMismatch.because(
+                f"{type(self).__name__} with structure_check off",
+                f"{self._described(None)} -> {self._described(input)}",
+                "the first plan is final",
+                'unisono.nn.structure_check("always")',
+            )
+        if mode == "on_change" and self._agreeing is not None:
+            if self._notices is None:
+                self._notices = Notices(self._agreeing, self)
+            self._notices.begin(self, input, changed=changed)
+        return ask(
+            self._agreeing,
+            changed=changed,
+            gradients=self._wanted_gradients(input),
+            problem=self._problem_of(input),
+            is_sent=is_sent,
+        )
 
     def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:  # noqa: ARG002
         """Return what is wrong with this rank's input, as far as this rank can tell. Local."""
         return None
 
-    def _wants_grad(self, input: tuple[Any, ...]) -> bool:
-        """Return whether this rank's call needs gradients."""
+    def _stand_in(self) -> None:
+        """Take part once in what the other ranks do by the current plan, with zeros."""
+
+    def _described(self, input: tuple[Any, ...] | None) -> str:
+        """Return the shapes of an input, or of the input that the layer was set up for."""
+        return "no shapes" if input is None else _shapes(input)
+
+    def _wanted_gradients(self, input: tuple[Any, ...]) -> int:
+        """Return whose gradients this rank's call needs."""
         if not torch.is_grad_enabled():
-            return False
-        return any(isinstance(x, Tensor) and x.requires_grad for x in input) or any(
-            p.requires_grad for p in self.parameters()
-        )
+            return NO_GRAD
+        if any(isinstance(x, Tensor) and x.requires_grad for x in input):
+            return INPUTS
+        return PARAMETERS if any(p.requires_grad for p in self.parameters()) else NO_GRAD
 
     def _members(self) -> tuple[int, ...]:
         """Return the ranks of all partitions, ascending, in the root communicator."""
@@ -107,7 +139,7 @@ class Module(nn.Module):
         return parts[0].root if parts else None
 
     def _control(self) -> Communicator | None:
-        """Return the communicator of all ranks of the layer; None when there is nobody to ask.
+        """Return all ranks of the layer, to talk to with CPU tensors; None when there is nobody.
 
         Collective over these ranks at its first use.
         """
@@ -117,4 +149,20 @@ class Module(nn.Module):
         members = self._members()
         if root.rank not in members or len(members) == 1:
             return None
-        return root.sub(members)
+        comm = root.sub(members)
+        return comm if comm is None or comm.device.type == "cpu" else comm.with_device("cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what belongs to the ranks of this world: a copy is set up when called."""
+        state = self.__dict__.copy()
+        state |= {"_distdl_is_setup": False, "_agreeing": None, "_notices": None}
+        return state
+
+
+def _check_notices(module: nn.Module, input: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+    if isinstance(module, Module) and module._notices is not None:
+        module._notices.check()
+
+
+def _shapes(input: tuple[Any, ...]) -> str:
+    return ", ".join(str(list(x.shape)) for x in input if isinstance(x, Tensor)) or "no tensor"

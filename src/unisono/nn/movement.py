@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -11,30 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.nn.axes import one_axis, reduced_axes
-from unisono.nn.planned import PlannedModule, zero_volume
+from unisono.nn.planned import PlannedModule
+from unisono.nn.riding import carries_word, summed_with_word
 from unisono.nn.structure import Table
 from unisono.operators import AllGather as GatherMap
+from unisono.operators import AllSumReduce as SumMap
 from unisono.operators import ReduceScatter as ScatterMap
-from unisono.operators import Repartition as RepartitionMap
 from unisono.operators import all_sum_reduce
 from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
-from unisono.operators.plans import BlockPlan
-from unisono.operators.repartition import RepartitionOnGroup
+from unisono.operators.plans import BlockPlan, GroupPlan
 from unisono.topology import Partition
 from unisono.topology.decompose import split_sizes
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
-from unisono.topology.overlap import OverlapPlan, repartition_plan
 
 __all__ = [
     "AllGather",
     "AllSumReduce",
     "Broadcast",
-    "DistributedTranspose",
     "ReduceScatter",
-    "Repartition",
     "SumReduce",
 ]
 
@@ -133,7 +130,7 @@ class SumReduce(_Between):
         return collect(self._tied(x), self._plan)
 
 
-class AllSumReduce(PlannedModule[None]):
+class AllSumReduce(PlannedModule[Communicator]):
     """Sum over the ranks that share the index outside `axes_reduce`; gradients likewise.
 
     Args:
@@ -141,6 +138,8 @@ class AllSumReduce(PlannedModule[None]):
         axes_reduce: axes of the partition to sum over, or
         axes_keep: those not to sum over. Exactly one of the two.
     """
+
+    _word_travels = "inside"
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class AllSumReduce(PlannedModule[None]):
     def _describe(self) -> tuple[object, ...]:
         return (self.P_x, self.axes)
 
-    def _make_plan(self, tables: Sequence[Table]) -> None:
+    def _make_plan(self, tables: Sequence[Table]) -> Communicator:
         (table,) = tables
         table.dtype(self.P_x)
         for place in range(self.P_x.size):
@@ -168,12 +167,23 @@ class AllSumReduce(PlannedModule[None]):
                     "their shapes differ",
                     "blocks that are summed must be equal in shape",
                 )
+        return self.P_x.sub(self.axes).comm
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum, on every rank of the group."""
         if not self.P_x.active:
             return self._outside(x)
-        return all_sum_reduce(self._tied(x), comm=self.P_x.sub(self.axes).comm)
+        comm = self._plan
+        if comm.size < self.P_x.size or not carries_word(self._structures[0].dtype, comm.size):
+            self._answer_first((x,))  # the sum does not reach all ranks, or cannot count them
+        question = self._take_question()
+        if question is None:
+            return all_sum_reduce(self._tied(x), comm=self._plan)
+        given = self._nothing() if question.stands_in else x.detach()
+        total, heard = summed_with_word(given, comm, question.word)
+        if self._heeded(question.settle(heard), (x,)):
+            return all_sum_reduce(self._tied(x), comm=self._plan)
+        return SumMap.apply(self._tied(x), GroupPlan(comm, landed=total))
 
 
 class AllGather(PlannedModule[BlockPlan]):
@@ -263,64 +273,6 @@ class ReduceScatter(PlannedModule[BlockPlan]):
         if self._plan.comm.size == 1:
             return identity(x)
         return ScatterMap.apply(self._tied(x), self._plan)
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """What one rank does in a repartition, and the dtype of the data."""
-
-    overlap: OverlapPlan
-    dtype: torch.dtype
-
-
-class Repartition(PlannedModule[_Moved]):
-    """Move a tensor from the blocks of one partition to the balanced blocks of another.
-
-    Args:
-        P_x: partition of the input; blocks may be of any size.
-        P_y: partition of the output, with as many dims.
-        preserve_batch: a rank outside of `P_y` gets shape `(B, 0)` instead of `(0,)`.
-    """
-
-    def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True) -> None:
-        super().__init__()
-        if P_x.dim != P_y.dim:
-            raise PartitionError.because(
-                f"Repartition from {P_x!r} to {P_y!r}",
-                f"{P_x.dim} and {P_y.dim} dims",
-                f"{P_x.dim} != {P_y.dim}",
-                "partitions of equal length; write 1 where a dim is not split",
-            )
-        P_x.check_same_root(P_y)
-        self.P_x = P_x
-        self.P_y = P_y
-        self.preserve_batch = preserve_batch
-
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.P_y, self.preserve_batch)
-
-    def _make_plan(self, tables: Sequence[Table]) -> _Moved:
-        (table,) = tables
-        cuts = table.cuts(self.P_x)
-        me = self.P_x.root.rank
-        overlap = repartition_plan(cuts, self.P_x.ranks, self.P_y.shape, self.P_y.ranks, me)
-        return _Moved(overlap, table.dtype(self.P_x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's block on `P_y`."""
-        if not self._takes_part:
-            return self._outside(x)
-        overlap, dtype = self._plan.overlap, self._plan.dtype
-        if overlap.is_identity and x.dtype == dtype:
-            return identity(x)
-        after = overlap.dest_shape
-        if after is None:
-            after = zero_volume(x, preserve_batch=self.preserve_batch)
-        plan = RepartitionOnGroup(self.P_x.root, overlap, tuple(x.shape), after)
-        return RepartitionMap.apply(self._tied(x.to(dtype)), plan)
-
-
-DistributedTranspose = Repartition
 
 
 class _ScaleGradient(torch.autograd.Function):

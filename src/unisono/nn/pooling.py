@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from unisono.errors import PartitionError
 from unisono.nn.planned import PlannedModule
 from unisono.nn.structure import Table
-from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.halo_plan import HaloPlan
 from unisono.topology.pooling import check_pool, pool_counts
@@ -30,7 +31,7 @@ __all__ = [
 
 Size = int | Sequence[int]
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_AVG_SUM = {2: F.avg_pool2d, 3: F.avg_pool3d}
+_AVG: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class _PoolPlan:
 class _Pool(PlannedModule[_PoolPlan]):
     """What the pooling layers share."""
 
+    _word_travels = "beside"
     dims: ClassVar[int]
     ceil_mode: bool
 
@@ -88,13 +90,8 @@ class _Pool(PlannedModule[_PoolPlan]):
         )  # fmt: skip
         return _PoolPlan(plan, tuple(own[-1] for own in cuts[2:]))
 
-    def _window(self, x: Tensor) -> Tensor:
-        plan = self._plan.halo
-        tied = self._tied(x)
-        if plan.is_identity:
-            return tied
-        on_group = HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, plan.fill)
-        return HaloExchange.apply(tied, on_group)
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan.halo, self.P_x.ranks)
 
 
 class _MaxPool(_Pool):
@@ -179,13 +176,15 @@ class _AvgPool(_Pool):
         plan = self._plan.halo
         if 0 in plan.output_shape:
             return _tied_empty(window, plan.output_shape)
-        if self.dims == 1:
-            sums = _sums(window.unsqueeze(2), (1, *self.kernel_size), (1, *self.stride)).squeeze(2)
-        else:
-            sums = _sums(window, self.kernel_size, self.stride)
+        average = _AVG[self.dims]
         if self.divisor_override is not None:
-            return sums / self.divisor_override
-        return sums / self._counts().to(sums)
+            sized = {"divisor_override": self.divisor_override}
+            return average(window, self.kernel_size, self.stride, **sized)
+        means = average(window, self.kernel_size, self.stride)
+        counts, full = self._counts(), math.prod(self.kernel_size)
+        if bool((counts == full).all()):
+            return means
+        return means * (full / counts).to(means)
 
     def _counts(self) -> Tensor:
         """Return the number of points under each output of this rank's share."""
@@ -202,11 +201,6 @@ class _AvgPool(_Pool):
             shape[i] = -1
             counts = counts * torch.tensor(own).reshape(shape)
         return counts
-
-
-def _sums(window: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return the sums over all full kernels of a window."""
-    return _AVG_SUM[len(kernel)](window, tuple(kernel), tuple(stride), divisor_override=1)
 
 
 def _tied_empty(window: Tensor, shape: Sequence[int]) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.errors import CollectiveMismatch, PartitionError
-from unisono.nn.parameters import Holding
+from unisono.errors import CollectiveMismatch, PartitionError, RankTimeout
+from unisono.nn.module import Module
+from unisono.nn.parameters import Holding, whole
 from unisono.nn.planned import PlannedModule
 
 P = TypeVar("P")
@@ -82,15 +83,15 @@ def join_blocks(block: Tensor, holding: Holding, comm: Communicator | None) -> T
     where = comm.all_gather_ints([*holding.start, *holding.shape])
     dims = len(holding.global_shape)
     flat = comm.all_gather(block.detach().reshape(-1))
-    whole = block.new_empty(holding.global_shape)
+    joined = block.new_empty(holding.global_shape)
     at = 0
     for record in where:
         held = Holding(holding.global_shape, record[:dims], record[dims:])
         count = torch.Size(held.shape).numel()
         if count:
-            whole[held.slices] = flat[at : at + count].view(held.shape)
+            joined[held.slices] = flat[at : at + count].view(held.shape)
         at += count
-    return whole
+    return joined
 
 
 def own_block(value: Any, holding: Holding, key: str) -> Tensor:
@@ -151,6 +152,11 @@ def state_dict_mode(mode: StateMode) -> Iterator[None]:
         _mode = before
 
 
+def current_state_mode() -> StateMode:
+    """Return what `state_dict()` of distributed layers gives at the moment."""
+    return _mode
+
+
 def full_state_dict(module: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
     """Return whole tensors under the names of the torch module. Collective over its ranks.
 
@@ -159,7 +165,12 @@ def full_state_dict(module: nn.Module, *, rank: int | None = None) -> dict[str, 
         rank: only this rank of the world gets them, the others an empty dict; default all do.
     """
     with state_dict_mode("full"):
-        state = module.state_dict()
+        try:
+            state = module.state_dict()
+        except RankTimeout as error:
+            hint = "call full_state_dict on all ranks; rank= says which of them gets the tensors"
+            error.args = (f"{error}\n  HINT: {hint}",)
+            raise
     me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if rank is not None and rank != me:
         return {}
@@ -167,17 +178,22 @@ def full_state_dict(module: nn.Module, *, rank: int | None = None) -> dict[str, 
 
 
 def check_replicas(module: nn.Module) -> None:
-    """Raise on all ranks if a block that several ranks hold differs between them. Collective."""
+    """Raise on all ranks if a block that several ranks hold differs between them. Collective.
+
+    Parameters of ordinary layers in the tree count as held by all ranks.
+    """
+    roots = (layer._root() for layer in module.modules() if isinstance(layer, Module))
+    everyone = next((root for root in roots if root is not None), None)
     for path, layer in module.named_modules():
-        if not isinstance(layer, HoldingModule):
-            continue
-        comm = layer._root()
+        values: Mapping[str, Tensor] = dict(layer.named_parameters(recurse=False))
+        if isinstance(layer, HoldingModule):
+            comm, holdings = layer._root(), layer._holdings
+            values = values | dict(layer.named_buffers(recurse=False))
+        else:
+            comm, holdings = everyone, {name: whole(p.shape) for name, p in values.items()}
         if comm is None or comm.size == 1:
             continue
-        values: Mapping[str, Tensor] = dict(layer.named_parameters(recurse=False)) | dict(
-            layer.named_buffers(recurse=False)
-        )
-        for name, holding in layer._holdings.items():
+        for name, holding in holdings.items():
             if name in values:
                 _compare(f"{path}.{name}".lstrip("."), values[name].detach(), holding, comm)
 

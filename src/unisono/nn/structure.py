@@ -36,6 +36,10 @@ class Structure:
         """Return the structure of a tensor."""
         return cls(tuple(x.shape), x.dtype, x.device.type)
 
+    def zeros(self) -> Tensor:
+        """Return a tensor of this structure."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
 
 @dataclass(frozen=True)
 class Table:

@@ -12,7 +12,7 @@ from unisono.errors import PartitionError
 from unisono.nn.planned import PlannedModule
 from unisono.nn.structure import Table
 from unisono.nn.windows import block_windows
-from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import block, split_cuts
 from unisono.topology.halo_plan import HaloPlan
@@ -58,6 +58,8 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
         mode: nearest, nearest-exact, linear, bilinear, trilinear, bicubic.
         align_corners: as in torch; not for the nearest modes.
     """
+
+    _word_travels = "beside"
 
     def __init__(
         self,
@@ -127,15 +129,14 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
             taps.append(taps_of(*shares[-1], x, y, start, mode, scale, aligned))
         return _UpsamplePlan(halo.plan_windows(cuts, index, windows, shares), tuple(taps))
 
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan.halo, self.P_x.ranks)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's balanced share of the upsampled tensor."""
         if not self.P_x.active:
             return self._outside(x)
-        plan = self._plan.halo
-        window = self._tied(x)
-        if not plan.is_identity:
-            on_group = HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0)
-            window = HaloExchange.apply(window, on_group)
+        window = self._window(x)
         return resampled(window, self._plan.taps)
 
 

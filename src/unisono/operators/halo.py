@@ -7,15 +7,15 @@ one message for each pair of ranks that share points.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
 from unisono.comm.arguments import check_tensor
-from unisono.comm.pending import Pending
 from unisono.errors import PartitionError
+from unisono.operators.flight import Flight
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import check_comm
 from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
@@ -31,11 +31,15 @@ class HaloOnGroup:
     """Rank of `comm` for each rank of the plan; None: they are the same."""
     fill: float
     """Constant outside the tensor; 0 everywhere but in the first forward."""
+    flight: Flight | None = field(default=None, compare=False)
+    """Messages of the exchange that were started before, by `start_exchange`."""
 
     @property
     def adjoint(self) -> HaloOnGroup:
         """The plan of the adjoint: constants have no derivative."""
-        return self if self.fill == 0 else replace(self, fill=0.0)
+        if self.fill == 0 and self.flight is None:
+            return self
+        return replace(self, fill=0.0, flight=None)
 
     @property
     def tangent(self) -> HaloOnGroup:
@@ -54,23 +58,16 @@ class HaloExchange(LinearMap):
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
         """See `LinearMap`."""
         halo = plan.halo
-        pending = _start(
-            plan,
-            [(message, _packed(x, message)) for message in halo.sends],
-            halo.recvs,
-            x.dtype,
-        )
+        flight = start_exchange(x, plan, x.dtype) if plan.flight is None else plan.flight
         window = torch.empty(
             halo.window_shape, dtype=x.dtype, device=x.device, memory_format=_layout_of(x)
         )
-        for dim, (left, right) in enumerate(halo.fills):
-            window.narrow(dim, 0, left).fill_(plan.fill)
-            window.narrow(dim, halo.window_shape[dim] - right, right).fill_(plan.fill)
+        _fill_edges(window, halo.fills, plan.fill)
         for piece in halo.local:
-            _place(window, piece, x[_slices(piece.source)])
-        for message, values in _arrived(plan, pending, halo.recvs):
+            place(window, piece, x[_slices(piece.source)])
+        for message, values in arrived(plan, flight, halo.recvs):
             for piece, part in zip(message.pieces, values, strict=True):
-                _place(window, piece, part)
+                place(window, piece, part)
         return window
 
 
@@ -83,10 +80,10 @@ class HaloAdd(LinearMap):
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
         """See `LinearMap`."""
         halo = plan.halo
-        pending = _start(
+        flight = post(
             plan,
             [
-                (message, torch.cat([_gathered(x, piece).reshape(-1) for piece in message.pieces]))
+                (message, torch.cat([gathered(x, piece).reshape(-1) for piece in message.pieces]))
                 for message in halo.recvs
             ],
             halo.sends,
@@ -95,12 +92,12 @@ class HaloAdd(LinearMap):
         starts_here = _may_start_here(halo)
         if starts_here:
             first = halo.local[0]
-            total = _gathered(x, first).clone(memory_format=torch.contiguous_format)
+            total = gathered(x, first).clone(memory_format=torch.contiguous_format)
             _add_local(total, x, halo.local[1:])
         else:
             total = x.new_zeros(halo.block_shape)
         added = starts_here
-        for message, values in _arrived(plan, pending, halo.sends):
+        for message, values in arrived(plan, flight, halo.sends):
             if message.peer > halo.rank and not added:
                 _add_local(total, x, halo.local)
                 added = True
@@ -195,29 +192,51 @@ def _on_group(
     return on_group
 
 
-def _start(
+def start_exchange(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> Flight:
+    """Post the messages of an exchange; `HaloExchange` with this flight in its plan finishes it.
+
+    Args:
+        x: own block, or None to take part with zeros.
+        plan: the exchange.
+        dtype: of the data.
+    """
+    packed = [
+        (
+            message,
+            torch.zeros(message.numel, dtype=dtype, device=plan.comm.device)
+            if x is None
+            else _packed(x, message),
+        )
+        for message in plan.halo.sends
+    ]
+    return post(plan, packed, plan.halo.recvs, dtype)
+
+
+def post(
     plan: HaloOnGroup,
     sends: Sequence[tuple[Message, Tensor]],
     recvs: Sequence[Message],
     dtype: torch.dtype,
-) -> Pending[dict[int, Tensor]] | None:
-    """Post all messages at once; None when there are none."""
+) -> Flight:
+    """Post all messages at once: one flat tensor for each."""
     if not sends and not recvs:
-        return None
-    return plan.comm.exchange(
+        return Flight()
+    pending = plan.comm.exchange(
         {plan.rank_of(message.peer): flat for message, flat in sends},
         {plan.rank_of(message.peer): ((message.numel,), dtype) for message in recvs},
         async_op=True,
     )
+    return Flight(pending)
 
 
-def _arrived(
-    plan: HaloOnGroup, pending: Pending[dict[int, Tensor]] | None, recvs: Sequence[Message]
+def arrived(
+    plan: HaloOnGroup, flight: Flight, recvs: Sequence[Message]
 ) -> list[tuple[Message, list[Tensor]]]:
     """Wait, and return each message with the values of its pieces, in ascending order of peers."""
-    if pending is None:
+    if not recvs:
+        flight.drop()
         return []
-    received = pending.wait()
+    received = flight.take()
     return [
         (
             message,
@@ -234,18 +253,36 @@ def _arrived(
     ]
 
 
+def _fill_edges(window: Tensor, fills: Sequence[tuple[int, int]], value: float) -> None:
+    """Write the constant on both sides of each dim."""
+    for dim, (left, right) in enumerate(fills):
+        size = window.shape[dim]
+        is_last = dim == window.dim() - 1
+        if is_last and left and right and window.numel() and window.is_contiguous():
+            # The end of a row and the start of the next one lie side by side: one pass for both.
+            flat = window.view(-1)
+            flat[:left] = flat[-right:] = value
+            rows = flat.numel() // size
+            flat.as_strided((rows - 1, left + right), (size, 1), size - right).fill_(value)
+            continue
+        if left:
+            window.narrow(dim, 0, left).fill_(value)
+        if right:
+            window.narrow(dim, size - right, right).fill_(value)
+
+
 def _packed(x: Tensor, message: Message) -> Tensor:
     """Return the points of a message as one row."""
     parts = [x[_slices(piece.source)].reshape(-1) for piece in message.pieces]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _place(window: Tensor, piece: Piece, values: Tensor) -> None:
+def place(window: Tensor, piece: Piece, values: Tensor) -> None:
     """Write a piece into the window, reversed or repeated as it says."""
     window[_slices(piece.dest)] = values.flip(piece.flips) if piece.flips else values
 
 
-def _gathered(window: Tensor, piece: Piece) -> Tensor:
+def gathered(window: Tensor, piece: Piece) -> Tensor:
     """Return what stands for the points of a piece in the window, in the order of the points."""
     values = window[_slices(piece.dest)]
     if piece.repeats:
@@ -255,7 +292,7 @@ def _gathered(window: Tensor, piece: Piece) -> Tensor:
 
 def _add_local(total: Tensor, window: Tensor, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
-        total[_slices(piece.source)] += _gathered(window, piece)
+        total[_slices(piece.source)] += gathered(window, piece)
 
 
 def _may_start_here(halo: HaloPlan) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,13 @@ class GroupPlan:
     comm: Communicator
     wire: torch.dtype | None = None
     """Dtype in which the tensor travels, None for its own."""
+    landed: Tensor | None = field(default=None, compare=False)
+    """The result, where it has travelled before."""
 
     @property
     def adjoint(self) -> GroupPlan:
         """The plan of the adjoint."""
-        return self
+        return self if self.landed is None else replace(self, landed=None)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
 from unisono.comm.arguments import check_tensor
 from unisono.errors import PartitionError
+from unisono.operators.flight import Flight
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import check_comm
+from unisono.operators.staging import Stage, StagedFlight
 from unisono.topology.halo_plan import Box
 from unisono.topology.overlap import OverlapPlan
 
@@ -25,11 +28,17 @@ class RepartitionOnGroup:
     """Shape of what goes in; without elements on a rank outside the source partition."""
     after: tuple[int, ...]
     """Shape of what comes out; likewise."""
+    flight: Flight | None = field(default=None, compare=False)
+    """Messages that were started before, by `start_moves`."""
+    stage: Stage | None = field(default=None, compare=False)
+    """Shared memory to hand blocks over in, instead of messages."""
 
     @property
     def adjoint(self) -> RepartitionOnGroup:
         """The plan of the way back."""
-        return RepartitionOnGroup(self.comm, self.overlap.adjoint, self.after, self.before)
+        stage = None if self.stage is None else self.stage.adjoint
+        back = self.overlap.adjoint
+        return RepartitionOnGroup(self.comm, back, self.after, self.before, stage=stage)
 
 
 class Repartition(LinearMap):
@@ -39,24 +48,50 @@ class Repartition(LinearMap):
     def kernel(x: Tensor, plan: RepartitionOnGroup) -> Tensor:
         """See `LinearMap`."""
         overlap = plan.overlap
-        pending = None
-        if overlap.sends or overlap.recvs:
-            pending = plan.comm.exchange(
-                {move.peer: x[_slices(move.box)] for move in overlap.sends},
-                {move.peer: (move.shape, x.dtype) for move in overlap.recvs},
-                async_op=True,
-            )
+        flight = plan.flight
+        if flight is None:
+            flight = start_moves(x, overlap, x.dtype, plan.comm, plan.stage)
         y = x.new_empty(plan.after)
         if overlap.local is not None:
             y[_slices(overlap.local.dest)] = x[_slices(overlap.local.source)]
-        if pending is not None:
-            received = pending.wait()
-            for move in overlap.recvs:
-                y[_slices(move.box)] = received[move.peer]
+        received = flight.take()
+        for move in overlap.recvs:
+            y[_slices(move.box)] = received[move.peer]
         return y
 
 
 Repartition.adjoint = Repartition
+
+
+def start_moves(
+    x: Tensor | None,
+    overlap: OverlapPlan,
+    dtype: torch.dtype,
+    comm: Communicator,
+    stage: Stage | None = None,
+) -> Flight:
+    """Post the messages of a repartition; `Repartition` with this flight in its plan finishes it.
+
+    Args:
+        x: own block, or None to take part with zeros.
+        overlap: who sends what.
+        dtype: of the data.
+        comm: the ranks.
+        stage: shared memory to use instead of messages; then all ranks of it call this.
+    """
+    if stage is not None:
+        blocks = [] if x is None else [(move, x[_slices(move.box)]) for move in overlap.sends]
+        return StagedFlight(stage, blocks, overlap.recvs, dtype)
+    if not overlap.sends and not overlap.recvs:
+        return Flight()
+    sends = {
+        move.peer: torch.zeros(move.shape, dtype=dtype, device=comm.device)
+        if x is None
+        else x[_slices(move.box)]
+        for move in overlap.sends
+    }
+    recvs = {move.peer: (move.shape, dtype) for move in overlap.recvs}
+    return Flight(comm.exchange(sends, recvs, async_op=True))
 
 
 def repartition(x: Tensor, plan: OverlapPlan, *, comm: Communicator | None = None) -> Tensor:

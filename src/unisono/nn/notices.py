@@ -1,0 +1,129 @@
+"""Notices of mode "on_change": how a change that only some ranks see ends in one error on all.
+
+A rank that sees a change says so in the world's store and waits for the others to say the same. A
+rank that has entered the call with its old plan finds the notice within a second (the watchdog
+looks) and says that; the first then joins the old plan with zeros, so that nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from unisono.comm import Communicator, watchdog
+from unisono.comm.watchdog import Watchdog
+from unisono.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from unisono.nn.module import Module
+
+_FIRST_NAP_S, _LAST_NAP_S = 0.005, 0.2
+_counters: weakref.WeakKeyDictionary[object, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""For each process group, the number of its next layer."""
+_live: dict[int, weakref.ref[Notices]] = {}
+
+
+class Notices:
+    """The calls of one layer, and what other ranks have said about them.
+
+    Made by all ranks of the layer in the same order, so that its number means the same to all.
+
+    Args:
+        comm: all ranks of the layer.
+        layer: the layer.
+    """
+
+    def __init__(self, comm: Communicator, layer: Module) -> None:
+        self.comm = comm
+        self.group = f"nn/{comm.group_name}"
+        self.number = next(_counters.setdefault(comm.process_group(), itertools.count()))
+        self.layer = weakref.ref(layer)
+        self._calls = 0
+        self._changed_at = 0
+        self._error: CollectiveMismatch | None = None
+        key = id(self)
+        _live[key] = weakref.ref(self, lambda _: _live.pop(key, None))
+
+    def begin(self, layer: Module, input: tuple[Any, ...], *, changed: bool) -> None:
+        """Number this call; where this rank sees a change, wait until all others see it too."""
+        self.check()
+        number = self._calls + 1
+        if changed:
+            self._changed_at = number  # before the call counts: the watchdog may be looking
+        self._calls = number
+        dog = watchdog.ensure() if changed else None
+        if dog is None:
+            return
+        old, new = layer._described(None), layer._described(input)
+        self._put(dog, "changed", f"{old} -> {new}")
+        deadline = time.monotonic() + self.comm.timeout_s
+        nap_s = _FIRST_NAP_S
+        while not self._all_changed(dog):
+            kept = self._said(dog, "kept")
+            if kept:
+                layer._stand_in()
+                raise self._mismatch({self.comm.rank: f"{old} -> {new}"}, kept)
+            if time.monotonic() > deadline:
+                return  # set-up will say who is missing, and where everybody stands
+            time.sleep(nap_s)
+            nap_s = min(1.5 * nap_s, _LAST_NAP_S)
+
+    def check(self) -> None:
+        """Raise if another rank has seen a change in a call that this rank made by its old plan."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def look(self, dog: Watchdog) -> None:
+        """Look for changes that this rank has not seen; called by the watchdog."""
+        layer = self.layer()
+        changed = self._said(dog, "changed", at=(self._changed_at + 1, self._calls))
+        if layer is None or not changed:
+            return
+        shape = layer._described(None)
+        self._error = self._mismatch(changed, {self.comm.rank: shape})
+        self._changed_at = self._calls  # said once
+        self._put(dog, "kept", shape)
+
+    def _all_changed(self, dog: Watchdog) -> bool:
+        return len(self._said(dog, "changed")) == self.comm.size - 1
+
+    def _put(self, dog: Watchdog, what: str, text: str) -> None:
+        record = {"layer": self.number, "call": self._calls, "text": text}
+        dog.put(f"{self.group}/{what}/{self.comm.rank}", json.dumps(record))
+
+    def _said(
+        self, dog: Watchdog, what: str, *, at: tuple[int, int] | None = None
+    ) -> dict[int, str]:
+        """Return what other ranks have said of this call, or of the calls from `at[0]` on."""
+        first, last = (self._calls, self._calls) if at is None else at
+        found: dict[int, str] = {}
+        for rank in range(self.comm.size):
+            text = dog.find(f"{self.group}/{what}/{rank}") if rank != self.comm.rank else None
+            record = json.loads(text) if text is not None else None
+            if record and record["layer"] == self.number and first <= record["call"] <= last:
+                found[rank] = record["text"]
+        return found
+
+    def _mismatch(self, changed: dict[int, str], kept: dict[int, str]) -> CollectiveMismatch:
+        layer = self.layer()
+        lines = [f"rank {self.comm.ranks[rank]}: {text}" for rank, text in changed.items()]
+        lines += [f"rank {self.comm.ranks[rank]}: {text}, as before" for rank, text in kept.items()]
+        return CollectiveMismatch(
+            "\n    ".join([f"{type(layer).__name__}: an input has changed", *lines])
+            + "\n  not all ranks saw it, and in mode on_change each acts on what it sees"
+            + '\n  HINT: unisono.nn.structure_check("always")'
+        )
+
+
+def _look(dog: Watchdog) -> None:
+    for made in list(_live.values()):
+        notices = made()
+        if notices is not None:
+            notices.look(dog)
+
+
+watchdog.looks.append(_look)

@@ -1,0 +1,183 @@
+"""How ranks agree on a call: changes that one rank sees, bad inputs, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import unisono
+from unisono import nn
+from unisono.comm import trace
+from unisono.errors import CollectiveMismatch, PartitionError
+from unisono.topology import Partition
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def cut(whole, P):
+    return whole[P.local_slices(whole.shape)] if P.active else whole.new_empty(0)
+
+
+def kinds(P):
+    """Return layers by name, each with what it is for a whole tensor `(2, 3, n)`."""
+    torch.manual_seed(0)
+    conv = torch.nn.Conv1d(3, 3, 3, padding=1)
+    split = nn.DistributedFeatureConv1d(P, 3, 3, 3, padding=1, overlap=True)
+    split.load_state_dict(conv.state_dict())
+    general = nn.DistributedGeneralConv1d(P, P, P, 3, 3, 3, padding=1)
+    general.load_state_dict(conv.state_dict())
+    return {
+        "conv": (split, conv),
+        "general": (general, conv),
+        "pool": (nn.DistributedMaxPool1d(P, 2), torch.nn.MaxPool1d(2)),
+        "upsample": (nn.DistributedUpsample(P, scale_factor=2), torch.nn.Upsample(scale_factor=2)),
+        "pad": (nn.DistributedPad(P, (2, 1), balance=True), lambda x: F.pad(x, (2, 1))),
+        "repartition": (nn.Repartition(P, P), lambda x: x),
+        "norm": (nn.DistributedBatchNorm(P, 3), torch.nn.BatchNorm1d(3)),
+    }
+
+
+@pytest.mark.ranks([2, 3], backend=["gloo", "shm"])
+def test_a_change_that_some_ranks_see_is_planned_anew_on_all():
+    size = unisono.world().size
+    P = Partition([1, 1, size])
+    for name, (layer, plain) in kinds(P).items():
+        for step, n in enumerate((5 * size - 1, 5 * size, 5 * size, 5 * size - 1)):
+            whole = drawn(2, 3, n)  # shards [5, 4] and [5, 5]: only the last rank sees it
+            with torch.set_grad_enabled(step != 3):
+                y, z = layer(cut(whole, P)), plain(whole)
+            torch.testing.assert_close(y, cut(z, P), msg=f"{name} at {n}")
+        assert layer._setups == 3, name
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_sums_and_losses_are_planned_anew_too():
+    P = Partition([2])
+    loss, total = nn.DistributedMSELoss(P), nn.AllSumReduce(P, axes_reduce=0)
+    for n in (9, 10, 10, 9):
+        x, target = drawn(n), drawn(n, 1).squeeze(1)
+        own = cut(x, P).clone().requires_grad_(P.root.rank == 0)
+        value = loss(own, cut(target, P))
+        torch.testing.assert_close(value, F.mse_loss(x, target))
+        assert value.requires_grad
+        value.backward()
+        if own.requires_grad:
+            torch.testing.assert_close(own.grad, cut(2 * (x - target) / n, P))
+    assert loss._setups == 3
+    for n in (3, 4, 4):
+        x = torch.full((n,), 1.0 + P.root.rank, requires_grad=True)
+        y = total(x)
+        assert y.tolist() == [3.0] * n
+        y.sum().backward()
+        assert x.grad.tolist() == [2.0] * n
+    assert total._setups == 2
+    assert total(torch.ones(3, dtype=torch.int8)).tolist() == [2, 2, 2]  # too small to count ranks
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_the_word_travels_beside_the_data_or_inside_it():
+    P = Partition([1, 1, 2])
+    expected = {
+        "conv": {"all_reduce": 1, "exchange": 1},
+        "general": {"all_reduce": 1, "exchange": 1},
+        "pool": {"all_reduce": 1},
+        "upsample": {"all_reduce": 1},
+        "repartition": {"all_reduce": 1},
+        "norm": {"all_gather": 1},
+    }
+    layers = kinds(P) | {
+        "loss": (nn.DistributedL1Loss(P), None),
+        "sum": (nn.AllSumReduce(P, axes_keep=()), None),
+    }
+    expected |= {"loss": {"all_reduce": 1}, "sum": {"all_reduce": 1}}
+    x = torch.ones(2, 3, 4)
+    for name, wanted in expected.items():
+        layer = layers[name][0]
+        given = (x, x) if name == "loss" else (x,)
+        layer(*given)
+        for mode in ("always", "off"):
+            with nn.structure_check(mode), torch.no_grad():
+                layer.train()
+                with trace() as seen:
+                    layer(*given)
+            found = Counter(event.op for event in seen.events)
+            if mode == "off" and name not in ("loss", "sum", "norm"):
+                wanted = {op: n for op, n in wanted.items() if op != "all_reduce"}
+            assert found == wanted, (name, mode)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_a_bad_input_leaves_no_message_behind():
+    P = Partition([1, 1, 2])
+    for name, (layer, plain) in kinds(P).items():
+        whole = drawn(2, 3, 8)
+        layer(cut(whole, P))
+        with pytest.raises(PartitionError, match="call it with tensors"):
+            layer("text" if P.root.rank == 1 else cut(whole, P))
+        mixed = pytest.raises(CollectiveMismatch, match="grad on: ranks 0; off: ranks 1")
+        with mixed, torch.set_grad_enabled(P.root.rank == 0):
+            layer(cut(whole, P))
+        torch.testing.assert_close(layer(cut(whole, P)), cut(plain(whole), P), msg=name)
+
+
+@pytest.mark.ranks([2, 3], backend=["gloo", "shm"], timeout=20)
+def test_in_mode_on_change_a_change_that_some_ranks_see_raises_on_all():
+    size = unisono.world().size
+    P = Partition([1, 1, size])
+    layers = kinds(P)
+    with nn.structure_check("on_change"):
+        for name in ("conv", "norm"):
+            layer, plain = layers[name]
+            for n in (5 * size - 1, 6 * size - 1, 5 * size - 1):  # all see these
+                whole = drawn(2, 3, n)
+                torch.testing.assert_close(layer(cut(whole, P)), cut(plain(whole), P))
+            assert layer._setups == 3
+            if size == 3 and name == "conv":
+                continue  # rank 0 exchanges nothing with the rank that sees the change
+            with pytest.raises(CollectiveMismatch) as raised:
+                layer(cut(drawn(2, 3, 5 * size), P))
+            text = str(raised.value)
+            assert 'HINT: unisono.nn.structure_check("always")' in text
+            assert f"rank {size - 1}: [2, 3, 4] float32 -> [2, 3, 5] float32" in text
+            assert "[2, 3, 5] float32, as before" in text
+    whole = drawn(2, 3, 5 * size)  # nothing was left behind
+    torch.testing.assert_close(layers["conv"][0](cut(whole, P)), cut(layers["conv"][1](whole), P))
+
+
+@pytest.mark.ranks(2)
+def test_the_first_plan_is_final_with_the_check_off():
+    P = Partition([1, 1, 2])
+    layer = nn.DistributedMaxPool1d(P, 2)
+    with nn.structure_check("off"):
+        layer(torch.ones(2, 3, 4))
+        with pytest.raises(CollectiveMismatch, match=r"\[2, 3, 4\] float32 -> \[2, 3, 5\] float32"):
+            layer(torch.ones(2, 3, 5))
+        assert layer(torch.ones(2, 3, 4)).shape == (2, 3, 2)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_a_chain_asks_once_beside_the_messages_of_its_first_layer():
+    P = Partition([1, 1, 2])
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(
+        torch.nn.Conv1d(3, 3, 3, padding=1), torch.nn.BatchNorm1d(3), torch.nn.MaxPool1d(2)
+    )
+    net = nn.distribute(plain, P)
+    for n in (8, 9, 9, 8):
+        whole = drawn(2, 3, n)
+        with trace() as seen:
+            y = net(cut(whole, P))
+        torch.testing.assert_close(y, cut(plain(whole), P))
+    assert [layer._setups for layer in net] == [3, 3, 3]
+    with trace() as seen:
+        net(cut(whole, P))
+    assert Counter(event.op for event in seen.events) == {
+        "all_reduce": 1,
+        "all_gather": 1,
+        "exchange": 1,
+    }

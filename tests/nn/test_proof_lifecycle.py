@@ -1,0 +1,299 @@
+"""Set-up once, weights as torch draws them, states that load at another rank count."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import unisono
+import unisono.nn as unn
+from unisono.errors import CollectiveMismatch, PartitionError, RankTimeout
+from unisono.topology import Partition
+
+
+@pytest.mark.ranks([2, 3])
+def test_ten_equal_calls_set_every_layer_up_once(proof):
+    P = Partition([unisono.world().size, 1])
+    first = Partition([1, 1])
+    movements = [
+        (unn.Broadcast(first, P), torch.ones(2, 2)),
+        (unn.SumReduce(P, first), torch.ones(2, 2)),
+        (unn.AllSumReduce(P, axes_reduce=0), torch.ones(2, 2)),
+        (unn.AllGather(P, axes_all_gather=0), torch.ones(2, 2)),
+        (unn.ReduceScatter(P, axes_reduce_scatter=0), torch.ones(2, 2)),
+    ]
+    cases = [(layer, [x]) for layer, x in movements]
+    cases += [(case.build(), case.own_inputs()) for case in proof.zoo()]
+    for layer, inputs in cases:
+        for call in range(10):
+            layer.train(call % 4 < 2)
+            needed = call % 3 == 0
+            given = [x.clone().requires_grad_(needed and x.is_floating_point()) for x in inputs]
+            with torch.set_grad_enabled(call % 5 != 4):
+                y = layer(*given)
+            if y.requires_grad:
+                proof.score(y).backward()
+        assert layer._setups == int(layer._takes_part), type(layer).__name__
+
+
+@pytest.mark.ranks(2)
+def test_returning_to_a_known_shape_makes_no_new_plan():
+    P = Partition([1, 1, 2])
+    layer = unn.DistributedFeatureConv1d(P, 1, 1, 3, padding=1)
+    made = []
+    plan_of = layer._make_plan
+    layer._make_plan = lambda tables: made.append(1) or plan_of(tables)
+    for length in (4, 6, 4, 6, 4):
+        layer(torch.ones(1, 1, length))
+    assert len(made) == 2
+    for length in range(1, 12):
+        layer(torch.ones(1, 1, length))
+    assert len(layer._plans) == 8
+
+
+def kinds():
+    """Return every layer with weights and torch's, by name: builders for a partition size."""
+
+    def P(*shape):
+        return Partition(shape)
+
+    return {
+        "conv1d": (
+            lambda n, **k: unn.DistributedFeatureConv1d(P(1, 1, n), 3, 5, 3, **k),
+            lambda **k: nn.Conv1d(3, 5, 3, **k),
+        ),
+        "conv2d": (
+            lambda n, **k: unn.DistributedConv2d(P(1, 1, n, 1), None, None, 4, 6, 3, groups=2, **k),
+            lambda **k: nn.Conv2d(4, 6, 3, groups=2, **k),
+        ),
+        "conv3d": (
+            lambda n, **k: unn.DistributedFeatureConv3d(P(1, 1, n, 1, 1), 2, 2, 3, bias=False, **k),
+            lambda **k: nn.Conv3d(2, 2, 3, bias=False, **k),
+        ),
+        "channels": (
+            lambda n, **k: unn.DistributedChannelConv1d(
+                P(1, n, 1), P(1, 1, 1), P(1, n, 1), 5, 7, 3, **k
+            ),
+            lambda **k: nn.Conv1d(5, 7, 3, **k),
+        ),
+        "transposed": (
+            lambda n, **k: unn.DistributedFeatureConvTranspose2d(P(1, 1, 1, n), 4, 6, 2, **k),
+            lambda **k: nn.ConvTranspose2d(4, 6, 2, **k),
+        ),
+        "linear": (
+            lambda n, **k: unn.DistributedLinear(P(1, n), P(1, 1), P(1, n), 7, 9, **k),
+            lambda **k: nn.Linear(7, 9, **k),
+        ),
+        "columns": (
+            lambda n, **k: unn.DistributedLinearAllGather(P(1, n), 7, 9, **k),
+            lambda **k: nn.Linear(7, 9, **k),
+        ),
+        "rows": (
+            lambda n, **k: unn.DistributedLinearReduceScatter(P(1, n), 7, 9, **k),
+            lambda **k: nn.Linear(7, 9, **k),
+        ),
+        "embedding": (
+            lambda n, **k: unn.DistributedEmbedding(P(1, n), 11, 9, 2, **k),
+            lambda **k: nn.Embedding(11, 9, 2, **k),
+        ),
+        "vocabulary": (
+            lambda n, **k: unn.DistributedEmbedding(P(1, n), 11, 9, split="vocab", **k),
+            lambda **k: nn.Embedding(11, 9, **k),
+        ),
+        "batch norm": (
+            lambda n, **k: unn.DistributedBatchNorm(P(1, n, 1), 5, **k),
+            lambda **k: nn.BatchNorm1d(5, **k),
+        ),
+        "layer norm": (
+            lambda n, **k: unn.DistributedLayerNorm(P(1, n), 7, **k),
+            lambda **k: nn.LayerNorm(7, **k),
+        ),
+    }
+
+
+@pytest.mark.ranks([1, 2, 3, 4])
+def test_one_seed_gives_the_weights_of_torch_at_any_rank_count():
+    size = unisono.world().size
+    for name, (ours, theirs) in kinds().items():
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            torch.manual_seed(42)
+            expected = theirs(dtype=dtype)
+            after = torch.get_rng_state()
+            torch.manual_seed(42)
+            made = ours(size, dtype=dtype)
+            assert torch.equal(torch.get_rng_state(), after), name
+            state = made.state_dict()
+            assert list(state) == list(expected.state_dict())
+            for key, value in expected.state_dict().items():
+                assert torch.equal(state[key], value), (name, key, dtype)
+
+
+@pytest.mark.ranks(3)
+def test_other_generators_are_left_alone():
+    rank = unisono.world().rank
+    for name, (ours, theirs) in kinds().items():
+        torch.manual_seed(rank)
+        before = torch.get_rng_state()
+        layer = ours(3)
+        moved = not torch.equal(torch.get_rng_state(), before)
+        assert not (moved and rank), name  # rank 0's is the one that is drawn from
+        torch.manual_seed(0)
+        expected = theirs().state_dict()
+        for key, value in layer.state_dict().items():
+            assert torch.equal(value, expected[key]), (name, key)
+
+
+def network(size):
+    """Return a split network with every way to hold weights, on `size` ranks."""
+    flat = Partition([1, size])
+    return nn.ModuleDict(
+        {
+            "conv": unn.DistributedFeatureConv1d(Partition([1, 1, size]), 2, 4, 3),
+            "root": unn.DistributedFeatureConv1d(Partition([1, 1, size]), 2, 4, 3, weights="root"),
+            "norm": unn.DistributedBatchNorm(Partition([1, size, 1]), 5),
+            "layer": unn.DistributedLayerNorm(flat, 7),
+            "grid": unn.DistributedLinear(flat, Partition([1, 1]), flat, 7, 5),
+            "columns": unn.DistributedLinearAllGather(flat, 7, 5),
+            "rows": unn.DistributedLinearReduceScatter(flat, 7, 5),
+            "table": unn.DistributedEmbedding(flat, 9, 4, split="vocab"),
+            "plain": nn.Linear(2, 2),
+        }
+    )
+
+
+def plain_network():
+    """Return the same of torch."""
+    return nn.ModuleDict(
+        {
+            "conv": nn.Conv1d(2, 4, 3),
+            "root": nn.Conv1d(2, 4, 3),
+            "norm": nn.BatchNorm1d(5),
+            "layer": nn.LayerNorm(7),
+            "grid": nn.Linear(7, 5),
+            "columns": nn.Linear(7, 5),
+            "rows": nn.Linear(7, 5),
+            "table": nn.Embedding(9, 4),
+            "plain": nn.Linear(2, 2),
+        }
+    )
+
+
+def numbered(state):
+    """Return a state in which every number differs."""
+    at = 0
+    made = {}
+    for key, value in state.items():
+        count = value.numel()
+        made[key] = torch.arange(at, at + count).reshape(value.shape).to(value.dtype)
+        at += count
+    return made
+
+
+@pytest.mark.ranks(4)
+def test_states_go_from_four_ranks_to_one_to_three_and_to_torch_and_back():
+    state = numbered(plain_network().state_dict())
+    for size in (4, 1, 3, 2):
+        net = network(size)
+        net.load_state_dict(copy.deepcopy(state))
+        found = net.state_dict()
+        assert list(found) == list(state)
+        for key, value in state.items():
+            assert torch.equal(found[key], value), (size, key)
+        torch_net = plain_network()
+        torch_net.load_state_dict(found)
+        state = {k: v.clone() for k, v in torch_net.state_dict().items()}
+    one = unn.full_state_dict(network(4), rank=2)
+    assert bool(one) == (unisono.world().rank == 2)
+
+
+@pytest.mark.ranks(4)
+def test_sharded_states_load_at_another_rank_count():
+    state = numbered(plain_network().state_dict())
+    net = network(4)
+    net.load_state_dict(state)
+    with unn.state_dict_mode("sharded"):
+        mine = net.state_dict()
+    with unn.state_dict_mode("local"):
+        local = net.state_dict()
+    for key, value in local.items():
+        held = mine[key].tensor if isinstance(mine[key], unn.Shard) else mine[key]
+        assert torch.equal(held, value)
+    everyone = unisono.world().all_gather_object(mine)
+    joined = {
+        key: [part[key] for part in everyone] if isinstance(value, unn.Shard) else value
+        for key, value in mine.items()
+    }
+    other = network(3)
+    other.load_state_dict(joined)
+    for key, value in other.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    alone = network(1)  # on rank 0, which needs the shards of all
+    if unisono.world().rank == 0:
+        with pytest.raises(PartitionError, match=r"shards that cover \d+ of the \d+ elements"):
+            alone.load_state_dict(mine)
+
+
+@pytest.mark.ranks(2)
+def test_a_state_asked_for_on_one_rank_only_says_whom_it_waits_for():
+    comm = unisono.world().with_timeout(1.0)
+    net = unn.DistributedLinearAllGather(Partition([1, 2], comm=comm), 3, 4)
+    if comm.rank == 0:
+        with pytest.raises(RankTimeout, match="HINT") as caught:
+            unn.full_state_dict(net)
+        assert "all ranks" in str(caught.value)
+
+
+@pytest.mark.ranks([2, 4])
+def test_optimizer_steps_keep_replicas_equal_to_the_bit(proof):
+    size = unisono.world().size
+    P = Partition([2, 1, 2] if size == 4 else [1, 1, 2])
+    net = nn.Sequential(
+        unn.DistributedFeatureConv1d(P, 2, 4, 3, padding=1),
+        unn.DistributedBatchNorm(P, 4),
+        unn.DistributedFeatureConvTranspose1d(P, 4, 4, 2, stride=2),
+        unn.DistributedLayerNorm(P, 14),
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for step in range(5):
+        x = proof.drawn(4, 2, 7, dtype=torch.float32, seed=step)
+        loss = unn.DistributedMSELoss(P)
+        y = net(x[P.local_slices(x.shape)])
+        loss(y, torch.zeros_like(y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    unn.check_replicas(net)
+    if unisono.world().rank == 1:
+        with torch.no_grad():
+            net[0].bias[0] += 1.0
+    with pytest.raises(CollectiveMismatch, match=r"0\.bias[\s\S]*ranks 0 and 1[\s\S]*difference 1"):
+        unn.check_replicas(net)
+
+
+@pytest.mark.ranks(2)
+def test_replicas_in_the_head_of_a_split_network_are_compared_too():
+    P = Partition([1, 1, 2])
+    net = unn.distribute(
+        nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.Flatten(), nn.Linear(8, 2)), P
+    )
+    unn.check_replicas(net)
+    if unisono.world().rank == 1:
+        with torch.no_grad():
+            net[2].weight[0, 0] += 0.5
+    with pytest.raises(CollectiveMismatch, match=r"2\.weight[\s\S]*difference 0\.5"):
+        unn.check_replicas(net)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_outside_save_the_state_of_those_inside():
+    P = Partition([2, 1])
+    norm = unn.DistributedBatchNorm(P, 3)
+    x = torch.arange(12.0).reshape(4, 3)
+    plain = nn.BatchNorm1d(3)
+    for _ in range(2):
+        plain(x)
+        norm(x[P.local_slices(x.shape)] if P.active else torch.empty(0))
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(norm.state_dict()[key], value)
