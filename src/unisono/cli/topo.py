@@ -26,7 +26,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "topo",
         help="show nodes, cores, devices and who holds what",
         description="Show this machine and who would be which rank. With --mesh, draw a grid of "
-        "ranks; with --shape, the block of a tensor that each rank holds.",
+        "ranks; with --shape, the block of a tensor that each rank holds; with --image, as a "
+        "picture.",
     )
     parser.add_argument("--on", default="auto", help="cpu, gpu, mps, mpi, slurm or a profile")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks")
@@ -34,6 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--mesh", metavar="2x2", help="draw this grid of ranks")
     parser.add_argument("--shape", metavar="64x64", help="a tensor split over the mesh")
     parser.add_argument("--kernel", metavar="3x3", help="draw the halos of this convolution too")
+    parser.add_argument("--image", metavar="FILE", help="write it as .png, .svg or .pdf too")
     parser.add_argument("--graph", metavar="FILE.npz", help="a graph: what each partition costs")
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="parts of --graph")
     parser.set_defaults(execute=execute)
@@ -49,9 +51,11 @@ def execute(args: argparse.Namespace) -> int:
     if args.mesh:
         print(_picture(args))
         return OK
-    if args.shape or args.kernel:
+    if args.shape or args.kernel or args.image:
         raise PlatformError.because(
-            "--shape or --kernel", "no --mesh", hint="unisono topo --mesh 2x2 --shape 64x64"
+            "--shape, --kernel or --image",
+            "no --mesh",
+            hint="unisono topo --mesh 2x2 --shape 64x64",
         )
     print(_machine())
     print(_ranks(args))
@@ -105,7 +109,8 @@ def _picture(args: argparse.Namespace) -> str:
     if shape is not None and len(shape) > len(grid):
         grid = (1,) * (len(shape) - len(grid)) + grid
     halo = {"kernel_size": _sizes(args.kernel, "--kernel")} if args.kernel else None
-    return draw(_Grid(grid, tuple(range(math.prod(grid)))), shape, halo)
+    text = draw(_Grid(grid, tuple(range(math.prod(grid)))), shape, halo, file=args.image)
+    return f"{text}\nwritten to {args.image}" if args.image else text
 
 
 def _sizes(word: str, option: str) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
-"""A picture of a partition in plain text: who holds which block, and who sends how much to whom.
+"""A picture of a partition: who holds which block, and who sends how much to whom.
 
-Everything is computed from shapes, so a layout can be looked at before any process is started.
-No torch here.
+Plain text, and an image where a file is named (`picture.py`). Everything is computed from shapes,
+so a layout can be looked at before any process is started. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from unisono.errors import PartitionError
@@ -15,6 +16,7 @@ from unisono.topology import halo as halos
 from unisono.topology.decompose import flat_index, split_cuts
 from unisono.topology.fanout import Layout
 from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.picture import Picture, check_file, save
 
 __all__ = ["draw"]
 
@@ -25,8 +27,9 @@ def draw(
     halo: Mapping[str, Any] | Sequence[tuple[int, int]] | None = None,
     *,
     itemsize: int = 4,
+    file: str | Path | None = None,
 ) -> str:
-    """Return a picture of a partition.
+    """Return a picture of a partition as text; with `file`, write it as an image too.
 
     The last two dims that are split make the rows and columns of a grid; for every index of the
     other dims there is one grid. Each cell shows rank, index and, if known, block and halo widths
@@ -39,7 +42,10 @@ def draw(
         halo: arguments of `halo.plan` after the index, such as `{"kernel_size": (3, 3)}`, or
             `(left, right)` widths for the last dims. Needs `global_shape`.
         itemsize: bytes of one element.
+        file: name of an image to write: .png, .svg or .pdf. Needs matplotlib
+            (`pip install "unisono[plot]"`).
     """
+    path = None if file is None else check_file(file)
     if halo is not None and global_shape is None:
         raise PartitionError.because(
             "draw(partition, halo=...)",
@@ -65,6 +71,13 @@ def draw(
     }
     lines = [_title(grid, global_shape)]
     row_dim, column_dim, outer = _arrange(grid)
+    if path is not None:
+        title = _title(grid, global_shape).replace(" x ", " \u00d7 ").capitalize()
+        ranks, held = tuple(partition.ranks), None if cuts is None else tuple(cuts)
+        save(
+            Picture(title, grid, ranks, held, plans, row_dim, column_dim, tuple(outer), itemsize),
+            path,
+        )
     for place in product(*(range(grid[dim]) for dim in outer)):
         fixed = dict(zip(outer, place, strict=True))
         where = [f"dim {dim} = {i}" for dim, i in fixed.items() if grid[dim] > 1]

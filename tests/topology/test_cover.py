@@ -1,0 +1,105 @@
+"""Convolutions without windows: passes over own blocks and patches, all ranks in one process."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from unisono.topology import halo
+from unisono.topology.cover import cover
+from unisono.topology.decompose import grid_index
+
+MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+def slices(box):
+    return tuple(slice(a, b) for a, b in box)
+
+
+def placed(window, piece, values):
+    flips = [dim for dim, kind in enumerate(piece.kinds) if kind == "flip"]
+    window[slices(piece.dest)] = values.flip(flips)
+
+
+def share_of(plan, found, blocks, weight, stride, dilation):
+    """Return one rank's outputs by its cover, taking messages straight from the owners' blocks."""
+    own = blocks[plan.rank]
+    space = (slice(None), slice(None))
+    y = torch.zeros(own.shape[0], weight.shape[0], *plan.output_shape[2:], dtype=own.dtype)
+    if all(a < b for a, b in found.output):
+        y[space + slices(found.output)] = F.conv2d(
+            own[space + slices(found.view)], weight, None, stride, found.padding, dilation
+        )
+    for patch in found.patches:
+        window = own.new_zeros(patch.window_shape)
+        for piece in patch.local:
+            placed(window, piece, own[slices(piece.source)])
+        for came in patch.received:
+            message = plan.recvs[came.message]
+            sent = blocks[message.peer][slices(message.pieces[came.number].source)]
+            placed(window, came.piece, sent[slices(came.piece.source)])
+        part = F.conv2d(window, weight, None, stride, 0, dilation)
+        target = y[space + slices(patch.output)]
+        target += part
+        assert found.is_whole or torch.equal(target, part), "patches and pass overlap"
+    return y
+
+
+@st.composite
+def cases(draw):
+    grid = (1, 1, draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+    sizes = [draw(st.integers(7, 12)) for _ in range(2)]
+    cuts = [(0, 2), (0, 2)]
+    for n, parts in zip(sizes, grid[2:], strict=True):
+        inner = sorted(draw(st.integers(0, n)) for _ in range(parts - 1))
+        cuts.append((0, *inner, n))
+    kernel = [draw(st.integers(1, 4)) for _ in range(2)]
+    stride = [draw(st.integers(1, 3)) for _ in range(2)]
+    dilation = [draw(st.integers(1, 2)) for _ in range(2)]
+    padding = [(draw(st.integers(0, 3)), draw(st.integers(0, 3))) for _ in range(2)]
+    return grid, cuts, kernel, stride, dilation, padding, draw(st.sampled_from(MODES))
+
+
+def padded(x, padding, mode):
+    (top, bottom), (left, right) = padding
+    pads = (left, right, top, bottom)
+    return F.pad(x, pads) if mode == "zeros" else F.pad(x, pads, mode)
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases())
+def test_passes_and_patches_of_all_ranks_make_up_the_convolution(case):
+    grid, cuts, kernel, stride, dilation, padding, mode = case
+    x = torch.randn(2, 2, cuts[2][-1], cuts[3][-1], dtype=torch.float64)
+    weight = torch.randn(3, 2, *kernel, dtype=torch.float64)
+    expected = F.conv2d(padded(x, padding, mode), weight, None, stride, 0, dilation)
+    blocks, plans = [], []
+    for place in range(grid[2] * grid[3]):
+        index = grid_index(grid, place)
+        where = slices((own[i], own[i + 1]) for own, i in zip(cuts, index, strict=True))
+        blocks.append(x[where])
+        plans.append(halo.plan(cuts, index, kernel, stride, padding, dilation, mode))
+    for plan in plans:
+        found = cover(plan, kernel, stride, dilation, padding)
+        if found is None:
+            assert 0 in plan.output_shape or 0 in plan.block_shape
+            continue
+        y = share_of(plan, found, blocks, weight, stride, dilation)
+        where = slices(
+            (a, a + n) for a, n in zip(plan.output_start, plan.output_shape, strict=True)
+        )
+        torch.testing.assert_close(y, expected[(slice(None), slice(None), *where[2:])])
+
+
+def test_a_kernel_that_keeps_the_size_is_one_pass_and_one_patch_a_neighbour():
+    cuts = [(0, 1), (0, 4), (0, 32, 64, 96), (0, 64)]
+    for i, patches in enumerate((1, 2, 1)):
+        plan = halo.plan(cuts, (0, 0, i, 0), (3, 3), 1, 1)
+        found = cover(plan, (3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)))
+        assert found.is_whole
+        assert found.padding == (1, 1)
+        assert found.output == ((0, 32), (0, 64))
+        assert [patch.window_shape for patch in found.patches] == [(1, 4, 3, 66)] * patches
+        assert found.patched_share == patches / 32
