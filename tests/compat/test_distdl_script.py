@@ -1,0 +1,111 @@
+"""A program written for DistDL: only the import lines change, and any number of ranks will do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono.comm.transports.mpi import library
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "distdl_script.py"
+
+
+@pytest.fixture
+def mpiexec():
+    """Return the program that starts ranks of MPI; without it the test is skipped."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    why = library.unavailable() or ("mpiexec is not installed" if found is None else None)
+    if why is not None:
+        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
+        pytest.skip(why)
+    return found
+
+
+def run_script(*before):
+    """Run the script as a DistDL user does; return the accuracy of each epoch and the ranks."""
+    done = subprocess.run(
+        [*before, sys.executable, str(EXAMPLE)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "largest difference of a loss" in done.stdout
+    found = re.findall(r"epoch \d: (\S+) right with ranks=(\d)", done.stdout)
+    return [accuracy for accuracy, _ in found], {int(ranks) for _, ranks in found}
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(600)
+def test_a_training_script_gives_the_same_in_one_process_and_under_mpiexec(mpiexec):
+    alone, ranks = run_script()
+    assert (len(alone), ranks) == (3, {1})
+    assert run_script(mpiexec, "-n", "2") == (alone, {2})
+
+
+PARTITIONS = """\
+import numpy as np
+from mpi4py import MPI
+from unisono.compat.distdl.backends import mpi
+
+P = mpi.Partition(MPI.COMM_WORLD)
+assert P._comm is P._root is MPI.COMM_WORLD
+low = P.create_partition_inclusive([0, 1])
+last = P.create_partition_inclusive([2])
+if low.active:
+    assert isinstance(low._comm, MPI.Intracomm) and low._comm.allgather(P.rank) == [0, 1]
+    out = np.zeros(1)
+    low._comm.Allreduce(np.array([P.rank + 1.0]), out, mpi.operation_map["prod"])
+    assert out[0] == 2
+    assert P.create_partition_inclusive([0, 1])._comm is low._comm
+else:
+    assert low._comm == MPI.COMM_NULL and low.rank == MPI.PROC_NULL and low.size == -1
+assert mpi.compare.check_null_comm(low._comm) != low.active
+assert (low == P.create_partition_inclusive([0, 1])) == low.active
+union = last.create_partition_union(low)
+assert union._comm.allgather(P.rank) == [2, 0, 1]
+send, recv = low.create_cartesian_topology_partition([1, 2]).create_broadcast_partition_to(
+    P.create_partition_inclusive([2, 1]).create_cartesian_topology_partition([1, 2])
+)
+if recv.active:
+    assert recv._comm.bcast(P.rank if recv.rank == 0 else None) == [None, 1, 0][P.rank]
+elif send.active:
+    send._comm.bcast(P.rank)
+half = mpi.Partition(MPI.COMM_WORLD.Split(P.rank % 2))
+assert half.size == (2 if P.rank % 2 == 0 else 1)
+group = MPI.COMM_WORLD.Get_group().Incl([1, 2])
+pair = mpi.Partition(MPI.COMM_NULL, group, MPI.COMM_WORLD)
+assert pair._group == (1, 2) and pair.active == (P.rank > 0)
+assert mpi.compare.check_identical_comm(P._comm, MPI.COMM_WORLD)
+assert mpi.compare.check_identical_group(group, group)
+P.print_sequential(f"rank {P.rank} of {P.size} is done")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_partitions_over_mpi_are_real_communicators(tmp_path, mpiexec):
+    (tmp_path / "partitions.py").write_text(PARTITIONS)
+    done = subprocess.run(
+        [mpiexec, "-n", "3", sys.executable, "partitions.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"rank {r} of 3 is done" for r in range(3)]
