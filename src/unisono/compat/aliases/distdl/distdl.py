@@ -1,0 +1,7 @@
+"""Leads `import distdl` to `unisono.compat.distdl` by the search path alone."""
+
+from __future__ import annotations
+
+from unisono.compat.serving import stand_in
+
+stand_in("distdl")

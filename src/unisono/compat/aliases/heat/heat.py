@@ -1,0 +1,7 @@
+"""Leads `import heat` to `unisono.compat.heat` by the search path alone."""
+
+from __future__ import annotations
+
+from unisono.compat.serving import stand_in
+
+stand_in("heat")

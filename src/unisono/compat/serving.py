@@ -1,0 +1,206 @@
+"""`import heat` finds `unisono.compat.heat`: a program runs before its owner has changed a line.
+
+A finder in front of all others answers in this process. Processes that it starts (workers of a
+DataLoader, ranks) inherit the search path, where a file of that name leads back here. Modules are
+the same objects under both names. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+from unisono.compat.libraries import Library, library_named
+from unisono.errors import PlatformError, explain
+
+__all__ = ["call_served", "serve", "serving"]
+
+
+def serve(*names: str) -> None:
+    """Let `import name` find our spelling of each library, in this process and in its children.
+
+    To be called before the first import of the library. Calling it again changes nothing. Warns
+    where the library itself is installed: ours is what programs get.
+
+    Args:
+        names: `"ddpw"`, `"distdl"`, `"fairchem"` (1.x), `"fairchem_v2"`, `"heat"`, `"ocpmodels"`,
+            `"pytagi"`.
+    """
+    for library in map(library_named, names):
+        where = library.installed_at()
+        if _start(library) and where is not None:
+            warnings.warn(notice(library, where), UserWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def serving(*names: str) -> Iterator[None]:
+    """Serve these libraries inside, without warnings; what was served before stays.
+
+    >>> with serving("ocpmodels"):
+    ...     import ocpmodels.common
+    >>> ocpmodels.common.__name__
+    'unisono.compat.ocpmodels.common'
+    """
+    started: list[Library] = []
+    try:
+        for library in map(library_named, names):
+            if _start(library):
+                started.append(library)
+        yield
+    finally:
+        for library in started:
+            _stop(library)
+
+
+def call_served(names: Sequence[str], function: Callable[[], object]) -> object:
+    """Call `function` while these libraries are served; a missing name is explained."""
+    with serving(*names):
+        try:
+            return function()
+        except (AttributeError, ImportError) as error:
+            for library in map(library_named, names):
+                if library.package in str(error) and library.instead not in str(error):
+                    error.add_note(f"{_offer(library)}\nHINT: {library.instead}")
+            raise
+
+
+def notice(library: Library, where: str | None = None) -> str:
+    """Return one line that says what answers for the library's name."""
+    release = f" (names of {library.release})" if library.release else ""
+    text = f"`import {library.root}` is served by {library.package}{release}"
+    return text if where is None else f"{text}; what is installed in {where} is not used"
+
+
+class _Finder(MetaPathFinder):
+    """Knows which of our packages answers for which name."""
+
+    def __init__(self) -> None:
+        self.served: dict[str, Library] = {}
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """See `MetaPathFinder`."""
+        root, _, _ = fullname.partition(".")
+        library = self.served.get(root)
+        if library is not None:
+            own = library.package + fullname.removeprefix(root)
+            found = importlib.util.find_spec(own)
+            if found is None:
+                return None
+            package = found.submodule_search_locations is not None
+            return ModuleSpec(fullname, _SameModule(own), origin=found.origin, is_package=package)
+        for library in self.served.values():
+            if fullname.startswith(f"{library.package}."):
+                return _found_in(library, fullname, path)
+        return None
+
+
+def _found_in(library: Library, own: str, path: Sequence[str] | None) -> ModuleSpec:
+    """Return a module of ours, or say what is left out.
+
+    Also asked for `x` of `from heat import x`, under our own name for it. Python would take an
+    error with that name for a missing attribute, and put words of its own in the place of ours.
+    """
+    spec = PathFinder.find_spec(own, path)
+    if spec is None:
+        asked = own.replace(library.package, library.root, 1)
+        message = explain(f"import {asked}", _offer(library), None, library.instead)
+        raise ModuleNotFoundError(message, name=asked)
+    return spec
+
+
+class _SameModule(Loader):
+    """Loads a module of ours and gives that very object."""
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
+        """See `Loader`."""
+        module = importlib.import_module(self._own)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See `Loader`: it has run already. Python has just put the other name's spec into it."""
+        spec, module.__spec__ = module.__spec__, self._spec
+        if spec is not None:
+            _share_loaded(spec.name, self._own)
+
+
+_finder = _Finder()
+
+
+def stand_in(name: str) -> None:
+    """Serve a library from within the file on the search path that has its name."""
+    library = library_named(name)
+    del sys.modules[library.root]
+    _start(library)
+    importlib.import_module(library.package)
+    _share_loaded(library.root, library.package)
+
+
+def _start(library: Library) -> bool:
+    """Put the library in place; False if it was."""
+    other = _finder.served.get(library.root)
+    if other == library:
+        return False
+    present = sys.modules.get(library.root)
+    if other is not None or present is not None:
+        who = other.package if other else getattr(present, "__file__", None) or str(present)
+        raise PlatformError.because(
+            f"serving {library.name!r}",
+            f"`import {library.root}` finds {who} already",
+            None,
+            f"unisono.compat.serve({library.name!r}) before the first import of it",
+        )
+    _finder.served[library.root] = library
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    if library.directory not in sys.path:
+        sys.path.insert(0, library.directory)
+    return True
+
+
+def _stop(library: Library) -> None:
+    """Undo `_start`."""
+    del _finder.served[library.root]
+    if not _finder.served:
+        sys.meta_path.remove(_finder)
+    if library.directory in sys.path:
+        sys.path.remove(library.directory)
+    for name in [n for n in sys.modules if n.partition(".")[0] == library.root]:
+        del sys.modules[name]
+
+
+def _share_loaded(name: str, own: str) -> None:
+    """Give everything loaded so far from `own` down its other name too.
+
+    Left to the finder, Python would bind each submodule in its parent again, over what the parent
+    has put there itself (DDPW's `wrapper` is a module and a decorator).
+    """
+    for full, module in list(sys.modules.items()):
+        if full == own or full.startswith(f"{own}."):
+            sys.modules[name + full.removeprefix(own)] = module
+
+
+def _offer(library: Library) -> str:
+    """Say which modules are there."""
+    package = importlib.import_module(library.package)
+    modules = [
+        module.name.replace(library.package, library.root, 1)
+        for module in pkgutil.walk_packages(package.__path__, f"{library.package}.")
+    ]
+    return f"{notice(library)}, which offers {', '.join(modules)}"
