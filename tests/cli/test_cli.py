@@ -6,12 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import unisono
 from unisono.cli import doctor, doctor_mpi, main
-from unisono.cli.run import parse_words
+from unisono.cli.run import _setting, parse_words
+from unisono.cli.wording import as_typed
+from unisono.errors import PlatformError
 
 SCRIPT = """
 import sys
@@ -62,38 +68,38 @@ def test_a_script_runs_as_main_on_every_rank(script):
     assert [path.name for path in script.iterdir()] == ["work.py"]
 
 
-def test_a_failing_script_is_one_block_and_exit_code_1(script):
-    done = unisono_command("run", "--ranks", "2", "work.py", "--", "--fail", cwd=script)
+@pytest.fixture
+def unisono_here(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command in this process, whose server is warm already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run(*words):
+        code = main(words)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return run
+
+
+def test_a_failing_script_is_one_block_and_exit_code_1(script, unisono_here):
+    done = unisono_here("run", "--ranks", "2", "work.py", "--", "--fail")
     assert done.returncode == 1
     assert "unisono: rank 1 of 2 on " in done.stderr
     assert "KeyError: 'missing'" in done.stderr
     assert "work.py" in done.stderr
     assert "unisono/launch/" not in done.stderr
+    assert "HINT: --on inline runs" in done.stderr
     assert done.stderr.count("Traceback") == 1
 
 
-def test_a_script_past_its_deadline_is_exit_code_124(script):
+def test_a_script_past_its_deadline_is_exit_code_124(script, unisono_here):
     words = ("run", "-m", "work", "--ranks", "2", "--timeout-s", "1", "--console", "none")
-    done = unisono_command(*words, "--", "--hang", cwd=script)
+    done = unisono_here(*words, "--", "--hang")
     assert done.returncode == 124, done.stderr
     assert "work.py" in done.stderr
+    assert "HINT: a longer --timeout-s" in done.stderr
     assert done.stdout == ""
-
-
-def test_the_same_script_runs_under_torchrun_and_plain_python(script):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for words, size in ((launch, 2), ([], 1)):
-        done = subprocess.run(
-            [sys.executable, *words, "work.py"],
-            cwd=script,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert all(f"rank {rank} of {size}" in done.stdout for rank in range(size)), done.stdout
 
 
 def test_a_function_gets_literals_and_its_values_are_printed(tmp_path, monkeypatch, capsys):
@@ -120,14 +126,24 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "nothere.py"], "no such file"),
         (["run"], "no script, module or function"),
         (["run", "-m", "json.tool", "x.py"], "a script and a module"),
-        (["run", "--ranks", "0", "json:dumps", "--", "1"], "ranks=0"),
-        (["run", "--on", "moon", "json:dumps", "--", "1"], "on='moon'"),
-        (["run", "json:dump5"], "no 'dump5' in json"),
+        (["run", "--ranks", "0", "json:dumps", "--", "1"], "unisono run --ranks 0\n"),
+        (["run", "--on", "moon", "json:dumps", "--", "1"], "unisono run --on moon\n"),
+        (["run", "json:dump5"], "HINT: did you mean json:dump"),
+        (["run", "json.tool:nothing"], "no 'nothing' in "),
+        (["run", "-m", "no_such_module"], "No module named 'no_such_module'"),
+        (["run", "json:dumps"], "missing a required argument: 'obj'"),
+        (["run", "textwrap:dedent", "--", "x", "by=2"], "unexpected keyword argument 'by'"),
+        (["run", "asyncio.base_events:BaseEventLoop", "--ranks", "0"], "--ranks 0"),
+        (["run", "nothere.py:f"], "no such file"),
         (["run", "no_such_module:f"], "No module named 'no_such_module'"),
-        (["run", "--console", "loud", "json:dumps", "--", "1"], "console='loud'"),
+        (["run", "--console", "loud", "json:dumps", "--", "1"], "--console loud\n"),
         (["run", "--set", "sed=1", "json:dumps", "--", "1"], "did you mean seed?"),
         (["run", "--env", "A", "json:dumps", "--", "1"], "--env NAME=value"),
         (["run", "--nodes", "2", "json:dumps", "--", "1"], "torchrun"),
+        (["run", "--set", 'env="x"', "json:dumps", "--", "1"], "--set env='{"),
+        (["run", "--set", "mpiexec_args=-v -x", "json:dumps", "--", "1"], "args='['-v', '-x']'"),
+        (["run", "--on", "inline", "--ranks", "2", "os:getpid"], "HINT: --on cpu --ranks 2"),
+        (["doctor", "--on", "moon"], "'cpu', 'gpu', 'mps', 'mpi', 'slurm', 'inline'"),
         (["job", "status", "nothing-here"], "no such job"),
     ],
 )
@@ -144,7 +160,7 @@ def test_a_dry_run_and_a_check_start_nothing(capsys):
     assert "2 ranks on cpu can be started" in capsys.readouterr().out
 
 
-def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path):
+def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path, unisono_here):
     (tmp_path / "old.py").write_text(
         "import os, torch\n"
         "from ddpw import Platform, Wrapper\n"
@@ -156,25 +172,131 @@ def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path):
     )
     fields = ("--set", "seed=7", "--set", "seed_per_rank=False", "--env", "MODE=x=y")
     # The script asks for GPUs, but it is in a world already, and that counts.
-    done = unisono_command("run", "--compat", "ddpw", *fields, "old.py", cwd=tmp_path)
+    done = unisono_here("run", "--compat", "ddpw", *fields, "old.py")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{r}] rank {r} ('a',) 7" for r in range(2)]
 
 
-def test_a_detached_job_is_followed_and_waited_for(tmp_path):
-    (tmp_path / "job.py").write_text("import unisono\nprint('at', unisono.world().rank)\n")
-    started = unisono_command("run", "--ranks", "2", "--detach", "job.py", cwd=tmp_path)
+def test_a_function_of_a_file_is_run_by_ranks_only(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hello.py").write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "Path(f'ran-{os.getpid()}').touch()\n"
+        "class Model:\n"
+        "    def __repr__(self): return 'a model'\n"
+        "def build(lr=1, *, name='x'): return Model()\n"
+        "if os.getpid(): late = build\n"
+        "def steps(): yield 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--check", "hello.py:build", "--", "name=3"]) == 0
+    assert main(["run", "hello.py:built"]) == 2
+    message = "it has Model, build, steps\n  HINT: did you mean hello.py:build?"
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("ran-*")] == []
+    for target in ("hello.py:late", "hello:build"):
+        assert main(["run", "--ranks", "2", target, "--", "0.5", "name=y"]) == 0
+        assert capsys.readouterr().out == "[0] a model\n[1] a model\n"
+    assert len(list(tmp_path.glob("ran-*"))) == 4
+    assert main(["run", "--ranks", "1", "hello.py:steps"]) == 1
+    assert "a generator: calling the function runs nothing" in capsys.readouterr().err
+    assert not Path(f"ran-{os.getpid()}").exists()
+
+
+def test_settings_are_read_as_python_or_toml_or_words():
+    values = {
+        "slurm_additional_parameters": ('{account = "physics", exclusive = true}', dict),
+        "env": ('{"A": "b"}', dict),
+        "oversubscribe": ("false", bool),
+        "name": ("7", str),
+        "seed": ("7", int),
+        "stop_signals": ("['SIGUSR2']", list),
+    }
+    for name, (text, kind) in values.items():
+        assert type(_setting(name, text)) is kind, name
+    assert _setting("env", '{A = "b"}') == {"A": "b"}
+    assert _setting("oversubscribe", "false") is False
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("unisono.run(..., ranks=0)", "unisono run --ranks 0"),
+        ("Platform(n_nodes=2, seed='x') with 2 ranks", "--nodes 2 --set seed=x with 2 ranks"),
+        ('a\n  HINT: on="cpu", ranks=4 (or X=1)', "a\n  HINT: --on cpu --ranks 4 (or X=1)"),
+        ("a\n  ranks=2 of the user\nHINT: b=1", "a\n  ranks=2 of the user\nHINT: b=1"),
+        ("a\nHINT: a longer timeout_s if", "a\nHINT: a longer --timeout-s if"),
+        ("the job x", "the job x"),
+    ],
+)
+def test_messages_speak_the_words_of_the_command_line(message, typed):
+    assert as_typed(message) == typed
+
+
+def test_a_detached_job_is_found_followed_and_cancelled(tmp_path, monkeypatch, capsys):
+    (tmp_path / "work.py").write_text(
+        "import time, unisono\nprint('at', unisono.world().rank, flush=True)\ntime.sleep(600)\n"
+    )
+    # Two dashes in front of the script are as good as none.
+    words = ("run", "--ranks", "2", "--detach", "--logs", "elsewhere", "--", "work.py")
+    started = unisono_command(*words, cwd=tmp_path)
     assert started.returncode == 0, started.stderr
-    name = started.stdout.strip()
-    waited = unisono_command("job", "wait", name, "--timeout-s", "60", cwd=tmp_path)
-    assert (waited.returncode, waited.stdout) == (0, "done\n")
-    logs = unisono_command("job", "logs", name, "--rank", "all", cwd=tmp_path)
-    assert logs.stdout == "[0] at 0\n[1] at 1\n"
-    status = unisono_command("job", "status", name, cwd=tmp_path)
-    assert status.stdout == "done, attempt 0\n"
+    job = started.stdout.strip()
+    assert job.startswith("work-")
+    directory = tmp_path / "elsewhere" / job
+    assert str(directory) in started.stderr
+
+    def ask(*words):
+        code = main(["job", *words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    monkeypatch.chdir("/")  # the id is enough, from everywhere
+    end = time.monotonic() + 60
+    while ask("logs", job, "--rank", "all")[1] != "[0] at 0\n[1] at 1\n":
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    code, out, err = ask("logs", job)
+    assert (code, out) == (0, "at 0\n")
+    assert "rank 0 of 2; --rank all" in err
+    assert ask("logs", job, "--rank", "1", "--tail", "0")[1] == ""
+    code, _, err = ask("logs", job, "--rank", "9")
+    assert (code, "ranks of a world of 2 are 0 to 1" in err) == (2, True)
+    header, row = ask("list")[1].splitlines()
+    assert header.split() == ["id", "state", "ranks", "submitted", "directory"]
+    assert row.split()[:3] == [job, "running", "2"]
+    assert row.split()[-1] == str(directory)
+    assert "in <module>" in ask("stacks", job)[1]
+    code, out, err = ask("wait", job, "--timeout-s", "0.01")
+    assert (code, out) == (124, "running\n")
+    assert "has not ended within 0.01 s" in err
+    assert ask("cancel", job)[:2] == (0, "cancelled\n")
+    assert ask("status", job)[1].startswith("cancelled, attempt 0: the run of work was cancelled")
+    assert ask("wait", job)[:2] == (1, "cancelled\n")
+    assert ask("logs", job, "--rank", "all", "--follow")[1] == "[0] at 0\n[1] at 1\n"
+    assert [row["state"] for row in json.loads(ask("list", "--json")[1])] == ["cancelled"]
+    for bad in ("x", "-1"):
+        with pytest.raises(SystemExit):
+            main(["job", "logs", job, "--rank", bad])
 
 
-@pytest.mark.parametrize("words", [[], ["frobnicate"], ["run", "--ranks", "two", "x.py"]])
+def test_a_job_that_is_done_is_exit_code_0(tmp_path, capsys):
+    job = unisono.submit(print, "line", on="cpu", ranks=1, logs=tmp_path)
+    assert main(["job", "wait", str(job.dir)]) == 0
+    assert capsys.readouterr().out == "done\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["frobnicate"],
+        ["run", "--ranks", "two", "x.py"],
+        ["run", "--rank", "2", "x.py"],  # options have their whole names only
+        ["job"],
+        ["job", "logs"],
+    ],
+)
 def test_argparse_errors_are_exit_code_2(words, capsys):
     with pytest.raises(SystemExit) as leaving:
         main(words)
@@ -194,9 +316,9 @@ def test_options_of_the_script_without_the_two_dashes_are_explained(capsys):
     assert "HINT" not in capsys.readouterr().err
 
 
-def test_a_script_that_cannot_import_shows_its_own_line(tmp_path):
+def test_a_script_that_cannot_import_shows_its_own_line(tmp_path, unisono_here):
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
-    done = unisono_command("run", "--ranks", "2", "broken.py", cwd=tmp_path)
+    done = unisono_here("run", "--ranks", "2", "broken.py")
     assert done.returncode == 1
     assert "ModuleNotFoundError: No module named 'nothing_of_that_name'" in done.stderr
     assert 'broken.py", line 1' in done.stderr
@@ -217,24 +339,6 @@ def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "execute", interrupt)
     assert main(["doctor"]) == 130
     assert "interrupted" in capsys.readouterr().err
-
-
-def test_the_demo_trains_two_replicas_that_agree(tmp_path):
-    done = unisono_command("demo", "--ranks", "2", "--epochs", "10", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "[0] training: 100%|" in done.stderr
-    assert "[1] training" not in done.stderr
-    report = dict(line.split("  ", 1) for line in done.stdout.splitlines())
-    assert float(report["test accuracy"].split("%")[0]) > 90
-    assert report["replicas agree"].strip().startswith("yes")
-    assert report["as in one process"].strip().startswith("yes")
-    assert "samples/s" in report["speed"]
-
-
-def test_the_demo_without_scikit_learn_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert main(["demo"]) == 2
-    assert 'pip install "unisono[examples]"' in capsys.readouterr().err
 
 
 def test_the_doctor_finds_this_machine_ready(capsys):
@@ -267,13 +371,17 @@ def test_an_import_that_fails_gets_a_fix_that_can_be_typed(monkeypatch, capsys):
 
 
 def test_the_doctor_looks_closer_at_a_place(monkeypatch, capsys):
+    def refuse(_place):
+        raise PlatformError.because("two ranks", "no GPU", "0 < 2", 'on="cpu"')
+
     monkeypatch.setattr(doctor, "CHECKS", ())
     assert main(["doctor", "--on", "inline"]) == 0
     assert "ok    on inline    1 of 1 ranks right" in capsys.readouterr().out
-    assert main(["doctor", "--on", "moon"]) == 1
-    assert (
-        "FAIL  place        PlatformError: unisono.run(..., on='moon')" in capsys.readouterr().out
-    )
+    monkeypatch.setattr(doctor, "_run_at", refuse)
+    assert main(["doctor", "--on", "gpu"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  on gpu       PlatformError: two ranks (no GPU)" in out
+    assert "fix: --on cpu" in out
 
 
 def test_an_mpiexec_of_another_mpi_than_mpi4py_is_a_warning(monkeypatch, tmp_path):
@@ -286,6 +394,10 @@ def test_an_mpiexec_of_another_mpi_than_mpi4py_is_a_warning(monkeypatch, tmp_pat
     check = doctor_mpi.check_mpi()
     assert (check.status, check.found.endswith("but mpi4py uses mpich")) == ("warn", True)
     monkeypatch.setenv("MPIEXEC", "/nowhere/mpiexec")
+    check = doctor_mpi.check_mpi()
+    assert (check.status, "unset MPIEXEC" in check.fix) == ("warn", True)
+    monkeypatch.delenv("MPIEXEC")
+    monkeypatch.setattr("unisono.launch.mpiexec.shutil.which", lambda _path: None)
     assert doctor_mpi.check_mpi().status == "skip"
 
 

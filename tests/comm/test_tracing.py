@@ -12,7 +12,7 @@ import torch
 
 from unisono import run
 from unisono.comm import trace, tracing, world
-from unisono.comm.tracing_report import load, table
+from unisono.trace_file import load, table
 
 
 @pytest.mark.ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 
@@ -436,3 +437,10 @@ def test_a_verbose_run_tells_each_epoch(capsys):
     out = capsys.readouterr().out
     assert "epoch 1, loss 0.25" in out
     assert "end" in out
+
+
+def test_a_copy_of_daso_is_refused_with_the_way_that_works():
+    daso, _ = make()
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"daso\.state_dict\(\)"):
+            way(daso)

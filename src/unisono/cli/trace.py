@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from unisono import trace_file
 from unisono.cli.outcome import OK
 from unisono.errors import PlatformError
 
@@ -27,17 +28,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(args: argparse.Namespace) -> int:
     """Read the files, print the table, write the joined file if asked."""
-    from unisono.comm import tracing_report
-
     events = [event for path in _files(args.path) for event in _load(path)]
     if args.json:
         print(json.dumps(events))
     elif events:
-        print(tracing_report.table(events))
+        print(trace_file.table(events))
     else:
         print("the trace holds no collective")
     if args.chrome:
-        tracing_report.write(args.chrome, events)
+        trace_file.write(args.chrome, events)
         print(f"wrote {args.chrome}: open it at ui.perfetto.dev or chrome://tracing")
     return OK
 
@@ -59,10 +58,8 @@ def _files(path: Path) -> list[Path]:
 
 def _load(path: Path) -> list[dict[str, Any]]:
     """Read one file; say so if it is something else."""
-    from unisono.comm import tracing_report
-
     try:
-        return tracing_report.load(path)
+        return trace_file.load(path)
     except (ValueError, KeyError, TypeError) as error:
         raise PlatformError.because(
             f"unisono trace {path}",

@@ -147,3 +147,7 @@ class Engine(ABC):
         Collective over the group. Plain memory here; transports with shared memory override it.
         """
         return torch.zeros(tuple(shape), dtype=dtype)
+
+    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:  # noqa: ARG002
+        """Return every rank's tensor of a `shared_buffer`; None where memory is not shared."""
+        return None

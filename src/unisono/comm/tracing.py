@@ -103,7 +103,7 @@ class trace:
 
     def table(self) -> str:
         """Return the sums per operation and source line of this rank, largest first."""
-        from unisono.comm.tracing_report import table
+        from unisono.trace_file import table
 
         return table([asdict(e) for e in self.events])
 

@@ -249,6 +249,13 @@ class MessageVerbs(Caller):
             buffer = self._engine.shared_buffer(sizes, dtype, timeout_s=deadline)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
 
+    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
+        """Return every rank's tensor of a `shared_buffer`, by rank; None if memory is not shared.
+
+        Local. What another rank writes is seen after both have met (`barrier`, any collective).
+        """
+        return self._engine.shared_views(buffer)
+
     def _messages(
         self,
         op: str,

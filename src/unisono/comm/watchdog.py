@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +29,9 @@ POLL_S = 1.0
 """Seconds between two looks at the store."""
 ANSWER_S = 3.0
 """Longest time to wait for other ranks' answers."""
+
+looks: list[Callable[[Watchdog], None]] = []
+"""What other parts look for in the store, at every look of the watchdog."""
 
 _NAME = "unisono-watchdog"
 _PREFIX = "unisono/watch"
@@ -130,6 +134,8 @@ class Watchdog:
                 return
             try:
                 self._poll()
+                for look in looks:
+                    look(self)
             except (RuntimeError, OSError, ValueError):
                 return  # the store is gone: the world has ended without us
 

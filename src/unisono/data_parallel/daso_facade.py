@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,6 +12,7 @@ from unisono.data_parallel.arguments import expect_int
 from unisono.data_parallel.daso_exchange import NodeExchange
 from unisono.data_parallel.daso_local import LocalStep
 from unisono.data_parallel.schedule import DasoSchedule
+from unisono.errors import explain
 
 __all__ = ["DasoFacade"]
 
@@ -117,6 +118,17 @@ class DasoFacade(Optimizer):
     def __repr__(self) -> str:
         skips = tuple(self.schedule.skips)
         return f"DASO(epoch {self.epoch}, {self.phase}, skips {skips}, {self.local_optimizer!r})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a torch optimizer's way would lose all but its groups."""
+        raise TypeError(
+            explain(
+                "deepcopy or pickle of DASO",
+                "it shares groups of ranks, and exchanges that are under way, with other ranks",
+                None,
+                "save daso.state_dict(), or a Checkpoint; build a DASO anew and load that",
+            )
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the local optimizer."""

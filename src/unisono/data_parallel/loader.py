@@ -102,14 +102,35 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch: shuffle as the dataset asks, then yield its batches."""
-        self._begin_epoch()
+        self.begin_epoch()
         return iter(self.DataLoader)
 
     def __len__(self) -> int:
         """Number of batches of an epoch on this rank."""
         return len(self.DataLoader)
 
-    def _begin_epoch(self) -> None:
+    def go_to_epoch(self, epoch: int) -> None:
+        """Bring the rows to where they are before this epoch begins. Collective, as iterating is.
+
+        Rows that ranks pass on are passed on as in all epochs before; the way back is a new loader.
+        """
+        if not hasattr(self.dataset, "ishuffle"):
+            self._first_iter = self._first_iter and epoch == self.epoch
+            self.epoch = epoch
+        elif epoch < self.epoch:
+            raise ValueError(
+                explain(
+                    f"go_to_epoch({epoch})",
+                    f"{self.epoch} epochs were begun, and their shuffles are not undone",
+                    None,
+                    "make the loader anew",
+                )
+            )
+        while self.epoch < epoch:
+            self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Shuffle as the dataset asks and tell the sampler the epoch; iterating does it, too."""
         first, self._first_iter = self._first_iter, False
         if hasattr(self.dataset, "ishuffle"):
             if self.ishuffle:

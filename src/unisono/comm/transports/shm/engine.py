@@ -187,6 +187,17 @@ class ShmEngine(QueuedEngine):
         self.call("shared_buffer", kernel, False, timeout_s)
         return made[0]
 
+    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
+        """See `Engine`."""
+        nbytes = buffer.numel() * buffer.element_size()
+        place = self.board.buffers.place(buffer.data_ptr(), nbytes)
+        found = self.board.buffers.find([place])
+        if found is None:
+            return None
+        shared, (offset,) = found
+        regions = [shared.region(rank, offset, nbytes) for rank in range(self.size)]
+        return [torch.from_numpy(r).view(buffer.dtype).view(buffer.shape) for r in regions]
+
     # -- messages -------------------------------------------------------------------------------
 
     def exchange(

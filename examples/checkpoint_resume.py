@@ -1,0 +1,91 @@
+"""A training that may be preempted at any step, and then goes on, even on other ranks.
+
+    python examples/checkpoint_resume.py
+
+The loop saves when it is asked to stop and is started again by the launcher. In the end the same
+checkpoint is opened on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import unisono
+from unisono.data_parallel import DataParallel
+from unisono.launch import simulate_preemption
+from unisono.train import Checkpoint, Resumable
+
+
+def build():
+    comm = unisono.world()
+    x, y = load_digits(return_X_y=True)
+    rows = TensorDataset(torch.tensor(x[:1536]).float() / 16, torch.tensor(y[:1536]))
+    sampler = DistributedSampler(rows, comm.size, comm.rank, seed=1)
+    loader = Resumable(DataLoader(rows, 128 // comm.size, sampler=sampler))
+    torch.manual_seed(0)
+    model = DataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+
+
+def train(directory, epochs, preempt_at=None):
+    state = build()
+    model, optimizer, loader = state["model"], state["optimizer"], state["loader"]
+    with Checkpoint(directory, keep=2, asynchronous=True) as checkpoint:
+        restored = checkpoint.restore(**state)  # None in the first life
+        step, losses = (restored.step, restored["losses"]) if restored else (0, [])
+        while loader.epoch < epochs:
+            for x, y in loader:  # after a restart: what is left of the epoch
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                state["scheduler"].step()
+                step += 1
+                losses.append(model.communicator.all_reduce(loss.detach(), "mean").item())
+                if step == preempt_at and unisono.restart_count() == 0:
+                    simulate_preemption()
+                stop = unisono.should_stop()
+                if stop or step % 10 == 0:
+                    checkpoint.save(step, losses=losses, **state)
+                if stop:
+                    checkpoint.wait()
+                    unisono.requeue()
+        checkpoint.save(step, losses=losses, **state)
+    return losses
+
+
+def losses_of(directory):
+    """Restore everything on these ranks."""
+    state = build()
+    restored = Checkpoint(directory).restore(**state)
+    weight = state["model"].module[0].weight
+    return restored.step, restored.ranks, restored["losses"], weight.detach()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    ranks = parser.parse_args().ranks
+    with tempfile.TemporaryDirectory() as directory:
+        smooth = unisono.run(train, f"{directory}/smooth", 3, ranks=ranks)[0]
+        broken = unisono.run(train, f"{directory}/broken", 3, preempt_at=17, ranks=ranks)
+        print(f"{len(smooth)} steps in {broken.restarts + 1} attempts, loss {broken[0][-1]:.4f}")
+        assert broken.restarts == 1
+        assert broken[0] == smooth, "the curves differ"
+        here = losses_of(f"{directory}/broken")
+        there = unisono.run(losses_of, f"{directory}/broken", ranks=ranks + 1)[0]
+        print(f"step {here[0]}, saved on {here[1]} ranks, opened on 1 and on {ranks + 1}")
+        assert here[:3] == there[:3]
+        assert torch.equal(here[3], there[3])
+
+
+main()

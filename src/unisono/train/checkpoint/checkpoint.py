@@ -1,0 +1,344 @@
+"""`Checkpoint`: the state of a training on disk, whole at any moment, for any number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from unisono.comm import Communicator
+from unisono.errors import CheckpointError, Requeue
+from unisono.train.checkpoint import folder
+from unisono.train.checkpoint.arrangement import arrange
+from unisono.train.checkpoint.blocks import copied, held, is_empty, is_leaf, packed, shard_of
+from unisono.train.checkpoint.fitting import check_fits, parts_to_restore
+from unisono.train.checkpoint.folder import Manifest, Saved
+from unisono.train.checkpoint.parts import Part, parts_of
+from unisono.train.checkpoint.planners import SavePlanner, save_plans, stored_name
+from unisono.train.checkpoint.random_states import random_states, seed_from, set_random_states
+from unisono.train.checkpoint.reading import Reading
+from unisono.train.checkpoint.saving import Background, Order, commit, write
+from unisono.train.checkpoint.together import (
+    check,
+    check_equal,
+    shared_directory,
+    together,
+    words,
+)
+from unisono.train.checkpoint.tree import taken_apart
+
+__all__ = ["Checkpoint", "Restored"]
+
+_RANDOM, _VALUES = "~random", "~values"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `Checkpoint.restore` found; `restored["epoch"]` reads a plain value that was saved."""
+
+    step: int
+    """The step at which it was saved."""
+    path: Path
+    """Its directory."""
+    ranks: int
+    """Number of ranks that saved it."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values that were saved, by name."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a plain value that was saved."""
+        return self.values[name]
+
+
+class Checkpoint:
+    """Saves and restores a training; a kill at any moment leaves the last good checkpoint.
+
+    Collective over `comm`, as `save`, `restore`, `wait` and leaving a `with` block are. The
+    directory must be one that all ranks see. One run at a time writes into it; others may restore.
+
+    Args:
+        directory: where checkpoints are; made if need be.
+        keep: how many of the last checkpoints stay; None: all.
+        keep_best: also keep the one with the lowest (`"min"`) or highest (`"max"`) `metric`.
+        asynchronous: `save` copies the state and returns; files are written while training goes on.
+        comm: the ranks that train; None: the world.
+
+    >>> import tempfile, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as place, Checkpoint(place) as checkpoint:
+    ...     first = checkpoint.restore(model=model)
+    ...     checkpoint.save(10, model=model, epoch=3)
+    ...     again = checkpoint.restore(model=model)
+    >>> first, again.step, again["epoch"]
+    (None, 10, 3)
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = 3,
+        keep_best: Literal["min", "max"] | None = None,
+        asynchronous: bool = False,
+        comm: object = None,
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self.comm = Communicator.of(comm)
+        self.asynchronous = asynchronous
+        self.keep, self.keep_best = keep, keep_best
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise CheckpointError.because(
+                f"Checkpoint(keep={keep!r})", "not a number of checkpoints", None, "keep=3, or None"
+            )
+        if keep_best not in (None, "min", "max"):
+            raise CheckpointError.because(
+                f"Checkpoint(keep_best={keep_best!r})", None, None, 'keep_best="min", or "max"'
+            )
+        self._token = shared_directory(self.comm, self.directory)
+        self._saves = 0
+        self._under_way: Background | None = None
+
+    # -- what is there --------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are there, the latest last. Local."""
+        return [saved.step for saved in folder.saved_in(self.directory)]
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the checkpoint that `restore` would take; None: there is none. Local."""
+        return next(reversed(self.steps), None)
+
+    @property
+    def best(self) -> int | None:
+        """Step of the checkpoint with the best metric, by `keep_best`. Local."""
+        found = folder.best_of(folder.saved_in(self.directory), self.keep_best)
+        return None if found is None else found.step
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def save(self, step: int, /, *, metric: float | None = None, **objects: Any) -> None:
+        """Save everything that is named, and the random states of all ranks. Collective.
+
+        Objects: modules (also wrapped, split or sharded), Bayesian nets, optimizers, DASO, learning
+        rate schedulers, gradient scalers, samplers, `Resumable` loaders, generators, anything with
+        `state_dict` and `load_state_dict`. Everything else is a plain value, such as `epoch=3`.
+
+        Args:
+            step: number of the step, the same on all ranks.
+            metric: how good the model is; needed for `keep_best`, the same on all ranks.
+            **objects: what to save, each under its own name.
+        """
+        self.wait()
+        asked = f"Checkpoint.save({step!r})"
+        pieces, kinds, space, problem = self._captured(objects)
+        mine = {name: held(piece, compare=self.comm.size > 1) for name, piece in pieces.items()}
+        everybody = self.comm.all_gather_object((step, metric, kinds, words(problem), mine, space))
+        steps, metrics, names, problems, everything, (space, *_) = zip(*everybody, strict=True)
+        check(asked, problems, problem)
+        check_equal(asked, "step", steps, "count steps alike on all ranks")
+        hint = "one number for all: comm.all_reduce(loss, 'mean').item()"
+        check_equal(asked, "metric", [str(metric) for metric in metrics], hint)
+        check_equal(asked, "objects", names, "name the same objects on all ranks")
+        if not isinstance(step, int) or step < 0:
+            raise CheckpointError.because(asked, "not the number of a step", None, "save(100, ...)")
+        arrangement = arrange(everything)
+        size = sum(
+            everything[rank][name].bytes
+            for rank, writes in enumerate(arrangement.writes)
+            for name, _ in writes
+        )
+        if size > space:
+            raise CheckpointError.because(
+                asked,
+                f"{space / 1e6:.1f} MB free in {self.directory}",
+                f"{size / 1e6:.1f} MB are needed",
+                f"remove files there, or keep fewer checkpoints than keep={self.keep}",
+            )
+        plans, contents = save_plans(arrangement, everything)
+        to_write = {stored_name(*p): pieces[p[0]] for p in arrangement.writes[self.comm.rank]}
+        if self.comm.rank == 0 and self._saves == 0:
+            folder.sweep(self.directory, f"{folder.PARTIAL}{self._token}")
+        self._saves += 1
+        self._carry_out(
+            Order(
+                rank=self.comm.rank,
+                ranks=self.comm.size,
+                partial=self.directory / f"{folder.PARTIAL}{self._token}-{self._saves}",
+                plans=plans,
+                contents=contents,
+                planner=SavePlanner(to_write),
+                manifest=Manifest(
+                    step=step,
+                    sequence=0,
+                    ranks=self.comm.size,
+                    parts=kinds,
+                    versions=arrangement.versions,
+                    metric=None if metric is None else float(metric),
+                ),
+                keep=self.keep,
+                best=self.keep_best,
+                timeout_s=self.comm.timeout_s,
+            )
+        )
+
+    def wait(self) -> None:
+        """Wait for a save in the background; raises on all ranks if it failed. Collective.
+
+        Without one under way it returns at once.
+        """
+        job, self._under_way = self._under_way, None
+        if job is None:
+            return
+        outcomes = self.comm.gather_object(job.written())
+        job.join(outcomes)
+        self._conclude(f"Checkpoint.save({job.order.manifest.step})", job.error)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        # A rank that failed alone must not wait for the others here; its save ends all the same.
+        if error is None or isinstance(error, Requeue):
+            self.wait()
+
+    def _captured(
+        self, objects: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, str], int, BaseException | None]:
+        """Return this rank's pieces by name, kinds of objects, free bytes, and what went wrong."""
+        try:
+            space = shutil.disk_usage(self.directory).free
+            parts, values = parts_of(objects)
+            trees = {name: part.capture() for name, part in parts.items()}
+            kinds = {name: part.kind for name, part in parts.items()}
+            pieces: dict[str, Any] = {}
+            for name, tree in {**trees, _VALUES: values, _RANDOM: random_states()}.items():
+                rest, leaves = taken_apart(tree, is_leaf)
+                tensors = {f"{name}.{key}": path for key, (path, _) in leaves.items()}
+                pieces[f"~{name}"] = packed({"tree": rest, "tensors": tensors})
+                for key, (_, leaf) in leaves.items():
+                    shard = shard_of(leaf)
+                    if not is_empty(shard):
+                        pieces[f"{name}.{key}"] = copied(shard) if self.asynchronous else shard
+        except Exception as error:
+            return {}, {}, 0, error
+        return pieces, kinds, space, None
+
+    def _carry_out(self, order: Order) -> None:
+        if self.asynchronous:
+            self._under_way = Background(order)
+            return
+        outcomes = self.comm.gather_object(write(order))
+        error = None if outcomes is None else commit(order, outcomes)
+        self._conclude(f"Checkpoint.save({order.manifest.step})", error)
+
+    def _conclude(self, asked: str, error: str | None) -> None:
+        """Let all ranks know how rank 0 fared."""
+        verdict = self.comm.broadcast_object(error)
+        if verdict is not None:
+            raise CheckpointError.because(asked, verdict, "the checkpoints before it are untouched")
+
+    # -- restoring ------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        /,
+        *,
+        partial: bool = False,
+        random_states: bool = True,
+        **objects: Any,
+    ) -> Restored | None:
+        """Put objects into the state of a checkpoint; None, and nothing changed, without one.
+
+        Collective. The number of ranks may be another one than at the save. A damaged checkpoint is
+        passed over with a warning, for the one before it. Nothing is changed unless all fits.
+
+        Args:
+            step: which one; None: the latest.
+            partial: leave out objects of the checkpoint that are not named here, such as the
+                optimizer when a model is only evaluated.
+            random_states: take back the states of torch's, numpy's and Python's generators.
+            **objects: what to restore, under the names of `save`.
+        """
+        self.wait()
+        saved = self._chosen(step)
+        if saved is None:
+            return None
+        asked = f"Checkpoint.restore() of step {saved.step}, saved on {saved.manifest.ranks} ranks"
+        parts = together(self.comm, asked, lambda: parts_to_restore(saved, objects, partial))
+        same = saved.manifest.ranks == self.comm.size
+        as_rank = self.comm.rank if same else 0
+        reading = together(self.comm, asked, lambda: Reading(saved, as_rank))
+        together(self.comm, asked, lambda: check_fits(reading, parts))
+        trees = together(self.comm, asked, lambda: reading.trees({**parts, _VALUES: None}))
+        together(self.comm, asked, lambda: self._apply(parts, trees, same, saved, random_states))
+        return Restored(saved.step, saved.path, saved.manifest.ranks, trees[_VALUES])
+
+    def _apply(
+        self, parts: Mapping[str, Part], trees: dict[str, Any], same: bool, saved: Saved, rng: bool
+    ) -> None:
+        for name, part in parts.items():
+            part.apply(trees[name], same_ranks=same)
+        if rng:
+            self._restore_random(saved)
+
+    def _restore_random(self, saved: Saved) -> None:
+        """Go on with the states of this rank; a rank that is new gets a stream of its own.
+
+        Unless all ranks were in one state: then they were seeded alike on purpose, and stay so.
+        """
+        ranks = saved.manifest.ranks
+        states = Reading(saved, self.comm.rank % ranks).trees({_RANDOM: None})[_RANDOM]
+        were_alike = not any(_RANDOM in name for name in saved.manifest.versions)
+        if self.comm.rank < ranks or (were_alike and ranks > 1):
+            set_random_states(states)
+        else:
+            seed_from(states, self.comm.rank)
+
+    def _chosen(self, step: int | None) -> Saved | None:
+        """Return the checkpoint to restore, the same on all ranks; damaged ones are passed over."""
+        there = self.comm.broadcast_object(folder.saved_in(self.directory))
+        lost = self.comm.broadcast_object(folder.unreadable_in(self.directory))
+        if step is not None:
+            chosen = [saved for saved in there if saved.step == step]
+            if not chosen:
+                raise CheckpointError.because(
+                    f"Checkpoint.restore({step})",
+                    f"checkpoints of steps {[saved.step for saved in there]} in {self.directory}",
+                    None,
+                    "restore() takes the latest",
+                )
+            there = chosen
+        problems = [f"{path.name}: manifest.json cannot be read" for path in lost]
+        for saved in reversed(there):
+            names = sorted(saved.manifest.files)[self.comm.rank :: self.comm.size]
+            damages = self.comm.all_gather_object(folder.damage(saved, names))
+            problem = next(filter(None, damages), None)
+            if problem is None:
+                for text in problems:
+                    warnings.warn(
+                        f"step {saved.step} is restored, a damaged checkpoint passed over: {text}",
+                        UserWarning,
+                        stacklevel=3,
+                    )
+                return saved
+            problems.append(f"{saved.path.name}: {problem}")
+        if problems:
+            raise CheckpointError.because(
+                f"Checkpoint.restore() from {self.directory}",
+                "no checkpoint is whole:\n" + "\n".join(problems),
+                None,
+                "start anew in another directory, or bring the files back",
+            )
+        return None

@@ -1,0 +1,171 @@
+"""A directory of checkpoints: each appears by one rename, and disappears by one.
+
+A name that begins with a dot is being written or removed; a kill leaves nothing worse behind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+PARTIAL, REMOVED = ".saving-", ".removed-"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself."""
+
+    step: int
+    sequence: int
+    """Number of the save in its directory; the latest has the highest."""
+    ranks: int
+    parts: dict[str, str]
+    """Names of the objects in it, and what they were."""
+    versions: dict[str, list[int]] = field(default_factory=dict)
+    """Names that ranks held differently: which version each rank has."""
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Size and CRC-32 of each file."""
+    metric: float | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is there."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """The step at which it was saved."""
+        return self.manifest.step
+
+
+def saved_in(directory: Path) -> list[Saved]:
+    """Return the checkpoints of a directory, the latest last; one a step."""
+    found: dict[int, Saved] = {}
+    for saved in _readable(directory):
+        found.pop(saved.step, None)
+        found[saved.step] = saved
+    return list(found.values())
+
+
+def _readable(directory: Path) -> list[Saved]:
+    found = filter(None, map(_read, directory.glob("step-*")))
+    return sorted(found, key=lambda saved: saved.manifest.sequence)
+
+
+def _read(path: Path) -> Saved | None:
+    try:
+        return Saved(path, Manifest(**json.loads((path / MANIFEST).read_text())))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def unreadable_in(directory: Path) -> list[Path]:
+    """Return what looks like a checkpoint but has lost its manifest."""
+    return [path for path in sorted(directory.glob("step-*")) if _read(path) is None]
+
+
+def commit(partial: Path, manifest: Manifest) -> Saved:
+    """Let the directory `partial` become a checkpoint, at once and for good."""
+    text = json.dumps(asdict(manifest), indent=1)
+    with (partial / MANIFEST).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_directory(partial)
+    directory = partial.parent
+    path = directory / f"step-{manifest.step:08d}"
+    if path.exists():  # a step that is saved again: both are there until the new one is
+        path = directory / f"{path.name}.{manifest.sequence}"
+    partial.rename(path)
+    _sync_directory(directory)
+    return Saved(path, manifest)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory of checkpoints' directory; half removed, it is no checkpoint any more."""
+    if not path.name.startswith("."):
+        hidden = path.with_name(f"{REMOVED}{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        path = hidden
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(directory: Path, own: str) -> None:
+    """Remove what killed saves and removals have left, except for what begins with `own`."""
+    for pattern in (f"{PARTIAL}*", f"{REMOVED}*"):
+        for path in directory.glob(pattern):
+            if not path.name.startswith(own):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def outdated(directory: Path, keep: int | None, best: str | None) -> list[Path]:
+    """Return the checkpoints that need not be kept: all but the last `keep` and the best one."""
+    everything = saved_in(directory)
+    kept = {saved.path for saved in (everything if keep is None else everything[-keep:])}
+    champion = best_of(everything, best)
+    if champion is not None:
+        kept.add(champion.path)
+    return [saved.path for saved in _readable(directory) if saved.path not in kept]
+
+
+def best_of(everything: list[Saved], best: str | None) -> Saved | None:
+    """Return the checkpoint with the lowest (`"min"`) or highest (`"max"`) metric."""
+    rated = [
+        (saved.manifest.metric, i)
+        for i, saved in enumerate(everything)
+        if saved.manifest.metric is not None and not math.isnan(saved.manifest.metric)
+    ]
+    if best is None or not rated:
+        return None
+    return everything[(min if best == "min" else max)(rated)[1]]
+
+
+def checked_files(directory: Path, prefix: str) -> dict[str, tuple[int, int]]:
+    """Return size and checksum of the files that begin with `prefix`."""
+    return {path.name: _measured(path) for path in sorted(directory.glob(f"{prefix}*"))}
+
+
+def damage(saved: Saved, names: Iterable[str]) -> str | None:
+    """Return what is wrong with these files of a checkpoint, if anything is."""
+    expected: Mapping[str, Any] = saved.manifest.files
+    for name in names:
+        size, crc = expected[name]
+        with suppress(FileNotFoundError):
+            there, sum_there = _measured(saved.path / name)
+            if there != size:
+                return f"{name} has {there} bytes of {size}"
+            if sum_there != crc:
+                return f"{name} has other content than was written"
+            continue
+        return f"{name} is missing"
+    return None
+
+
+def _measured(path: Path) -> tuple[int, int]:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+        return file.tell(), crc
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

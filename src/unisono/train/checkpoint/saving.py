@@ -1,0 +1,171 @@
+"""One save under way: files of this rank, then, on rank 0, the rename that makes it count.
+
+In the background ranks tell each other by files in the new directory: a thread that took part in
+collectives would get in the way of those of the training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from unisono.train.checkpoint import folder
+from unisono.train.checkpoint.folder import Manifest
+from unisono.train.checkpoint.planners import SavePlanner
+
+_OUTCOME = "outcome-"
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the files of one rank."""
+
+    error: str | None = None
+    results: list[Any] = field(default_factory=list)
+    """Where each piece lies, for the table of contents."""
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What has to be done for one save on this rank."""
+
+    rank: int
+    ranks: int
+    partial: Path
+    """Directory to write into."""
+    plans: Sequence[SavePlan]
+    contents: Metadata
+    planner: SavePlanner
+    manifest: Manifest
+    keep: int | None
+    best: str | None
+    timeout_s: float
+
+
+def write(order: Order) -> Outcome:
+    """Write and sync the pieces of this rank. Local; errors become part of the outcome."""
+    try:
+        writer = _writer(order)
+        plan = writer.prepare_global_plan(list(order.plans))[order.rank]
+        order.partial.mkdir(parents=True, exist_ok=True)
+        results = writer.write_data(plan, order.planner).value() if plan.items else []
+        return Outcome(None, results, folder.checked_files(order.partial, f"__{order.rank}_"))
+    except Exception as error:
+        return Outcome(error=f"rank {order.rank}: {told(error)}")
+
+
+def commit(order: Order, outcomes: Sequence[Outcome]) -> str | None:
+    """Make the checkpoint count, and remove old ones; on rank 0. Returns what went wrong."""
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    try:
+        if failed:
+            folder.remove(order.partial)
+            return "\n".join(failed)
+        _writer(order).finish(order.contents, [outcome.results for outcome in outcomes])
+        for path in order.partial.glob(f"{_OUTCOME}*"):
+            path.unlink()
+        files = folder.checked_files(order.partial, ".metadata")
+        for outcome in outcomes:
+            files |= outcome.files
+        directory = order.partial.parent
+        last = max((saved.manifest.sequence for saved in folder.saved_in(directory)), default=0)
+        folder.commit(order.partial, replace(order.manifest, sequence=last + 1, files=files))
+        for path in folder.outdated(directory, order.keep, order.best):
+            folder.remove(path)
+    except Exception as error:
+        return f"rank 0: {told(error)}"
+    return None
+
+
+def told(error: BaseException) -> str:
+    """Return an error as a line, with what to do about a full disk."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{text} (the disk is full: remove files, or keep fewer checkpoints)"
+    return text
+
+
+def _writer(order: Order) -> FileSystemWriter:
+    writer = FileSystemWriter(order.partial, thread_count=1, overwrite=False)
+    writer.set_up_storage_writer(order.rank == 0)
+    return writer
+
+
+class Background:
+    """A save in a thread of its own.
+
+    The process does not end before the thread has: an interpreter, or a rank, that exits waits.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.outcome = Outcome()
+        self.error: str | None = None
+        """On rank 0, after `join`: what went wrong."""
+        self._written = threading.Event()
+        self._handed: Sequence[Outcome] | None = None
+        self._thread = threading.Thread(target=self._run, name="unisono-checkpoint", daemon=True)
+        atexit.register(self._thread.join)
+        self._thread.start()
+
+    def written(self) -> Outcome:
+        """Wait for the files of this rank. Local."""
+        self._written.wait()
+        return self.outcome
+
+    def join(self, outcomes: Sequence[Outcome] | None) -> None:
+        """Wait for the end; rank 0 brings the outcomes of all and need not look for them."""
+        self._handed = outcomes
+        self._thread.join()
+        atexit.unregister(self._thread.join)
+
+    def _run(self) -> None:
+        order = self.order
+        self.outcome = write(order)
+        self._written.set()
+        try:
+            if order.rank == 0:
+                self.error = commit(order, self._outcomes())
+            else:
+                _leave_outcome(order, self.outcome)
+        except Exception as error:
+            self.error = f"rank {order.rank}: {told(error)}"
+
+    def _outcomes(self) -> Sequence[Outcome]:
+        """Return the outcomes of all ranks, from their files or from the foreground."""
+        found = {0: self.outcome}
+        end = time.monotonic() + self.order.timeout_s
+        while len(found) < self.order.ranks:
+            if self._handed is not None:
+                return self._handed
+            for rank in set(range(self.order.ranks)) - set(found):
+                path = self.order.partial / f"{_OUTCOME}{rank}"
+                if path.exists():
+                    found[rank] = pickle.loads(path.read_bytes())
+            late = sorted(set(range(self.order.ranks)) - set(found))
+            if late and time.monotonic() > end:
+                words = f"ranks {late} have written nothing for {self.order.timeout_s:g} s"
+                return [*found.values(), Outcome(error=words)]
+            if late:
+                time.sleep(_POLL_S)
+        return [found[rank] for rank in range(self.order.ranks)]
+
+
+def _leave_outcome(order: Order, outcome: Outcome) -> None:
+    path = order.partial / f"{_OUTCOME}{order.rank}"
+    partial = path.with_name(f".{path.name}")
+    partial.write_bytes(pickle.dumps(outcome))
+    partial.replace(path)

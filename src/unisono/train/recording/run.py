@@ -1,0 +1,267 @@
+"""`Run`: the record that one rank keeps of a run. Everything here is local to the rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from unisono.comm.environment import detect
+from unisono.comm.tracing import Recorder
+from unisono.errors import PartitionError, UnisonoError
+from unisono.launch.here import here
+from unisono.topology.decompose import split_cuts
+from unisono.train.recording import directory as directories
+from unisono.train.recording.clocks import zero_of_run
+from unisono.train.recording.summing import SummingRecorder
+from unisono.train.recording.tee import OutputCopy
+
+if TYPE_CHECKING:
+    from unisono.topology.fanout import Layout
+
+FLUSH_NS = 200_000_000
+"""What was logged is written after so long at the next call."""
+KEPT_SPANS = 5_000
+KEPT_MARKS = 2_000
+
+
+class Run:
+    """The record of this rank; `record` hands it out.
+
+    Attributes:
+        dir: directory of the run.
+        rank: this rank.
+    """
+
+    def __init__(self, directory: Path, started_ns: int, before: Recorder | None) -> None:
+        self.dir = directory
+        self.rank, self._size = _place()
+        self.recorder = SummingRecorder(before, self._size)
+        self._zero_ns = zero_of_run(started_ns)
+        self._attempt = int(os.environ.get("UNISONO_RESTART", "0"))
+        self._buffer: list[tuple[int, int, int, int, dict[str, Any]]] = []
+        self._flushed_ns = 0
+        self._count = 0
+        self._spans: deque[tuple[str, int, int]] = deque(
+            maxlen=max(200, min(KEPT_SPANS, 100_000 // self._size))
+        )
+        self._marks: deque[int] = deque(maxlen=KEPT_MARKS)
+        self._mark_count = 0
+        self._first_mark: tuple[int, int, int] | None = None
+        self._last_mark: tuple[int, int, int] | None = None
+        self._layouts: list[dict[str, Any]] = []
+        self._config: dict[str, Any] = {}
+        self._lines = os.open(
+            directories.lines_path(directory, self.rank),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+            0o666,
+        )
+        self._output = OutputCopy(directories.log_path(directory, self.rank))
+        self._began_ns = time.perf_counter_ns()
+        self._hook = register_optimizer_step_post_hook(self._mark_step)
+        self._write_part("running", None)
+
+    def log(self, *, step: int | None = None, **values: Any) -> None:
+        """Note the value of some metrics at a step; see `unisono.train.log`. Local."""
+        now = time.perf_counter_ns()
+        if step is None:
+            step, self._count = self._count, self._count + 1
+        taken = {name: _number(name, value) for name, value in values.items()}
+        recorder = self.recorder
+        self._buffer.append((step, now, recorder.blocked_ns, recorder.wait_ns, taken))
+        if now - self._flushed_ns > FLUSH_NS:
+            self._flush(now)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Show the block as a bar of this name in the timeline. Local."""
+        begin = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._spans.append((name, begin, time.perf_counter_ns()))
+
+    def layout(
+        self, layout: Layout, shape: Sequence[int] | None = None, *, name: str = "ranks"
+    ) -> None:
+        """Draw in the report who holds which block.
+
+        Args:
+            layout: a `Mesh`, a `Partition`, or anything with `shape` and `ranks`.
+            shape: of a whole tensor that is split over it in balanced blocks, if there is one.
+            name: of the picture.
+        """
+        grid = tuple(layout.shape)
+        if shape is not None and len(shape) != len(grid):
+            raise PartitionError.because(
+                f"run.layout with shape {list(shape)}",
+                f"a layout of shape {list(grid)}",
+                f"{len(shape)} dims != {len(grid)} dims",
+                "write 1 in the layout where a dim is not split",
+            )
+        cuts = shape and [list(split_cuts(n, p)) for n, p in zip(shape, grid, strict=True)]
+        axes = getattr(layout, "axes", None)
+        self._layouts.append(
+            {
+                "name": name,
+                "grid": list(grid),
+                "ranks": list(layout.ranks),
+                "axes": list(axes) if isinstance(axes, Mapping) else None,
+                "shape": None if shape is None else list(shape),
+                "cuts": cuts or None,
+            }
+        )
+
+    def note_config(self, config: Mapping[str, Any]) -> None:
+        """Remember these values beside machine and versions."""
+        self._config |= config
+
+    def close(self, trouble: str | None) -> None:
+        """Write what was measured, and put everything back as it was."""
+        self._hook.remove()
+        self._flush(time.perf_counter_ns())
+        os.close(self._lines)
+        if trouble is not None:
+            self._output.write(trouble)
+        self._output.close()
+        self._write_part("done" if trouble is None else "failed", trouble)
+
+    def _mark_step(self, *_: object) -> None:
+        """An optimizer has made a step: where a step ends if nothing is logged."""
+        now = time.perf_counter_ns()
+        self._marks.append(now)
+        self._mark_count += 1
+        self._last_mark = now, self.recorder.blocked_ns, self.recorder.wait_ns
+        self._first_mark = self._first_mark or self._last_mark
+
+    def _flush(self, now: int) -> None:
+        """Append what was logged to the file of this rank."""
+        self._flushed_ns = now
+        lines = [
+            json.dumps(
+                {
+                    "step": step,
+                    "t": self._seconds(at),
+                    "a": self._attempt,
+                    "v": {name: float(value) for name, value in values.items()},
+                    "blocked_s": blocked / 1e9,
+                    "wait_s": wait / 1e9,
+                }
+            )
+            for step, at, blocked, wait, values in self._buffer
+        ]
+        self._buffer.clear()
+        if lines:
+            with suppress(OSError):
+                os.write(self._lines, ("\n".join(lines) + "\n").encode())
+
+    def _seconds(self, at_ns: int) -> float:
+        return round((at_ns - self._zero_ns) / 1e9, 7)
+
+    def _write_part(self, status: str, trouble: str | None) -> None:
+        """Write what this rank is; at the end also what it has measured."""
+        place = here()
+        part: dict[str, Any] = {
+            "rank": self.rank,
+            "size": self._size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": "cpu" if place is None else _device(place.device),
+            "backend": dist.get_backend() if dist.is_initialized() else "none",
+            "threads": torch.get_num_threads(),
+            "attempt": self._attempt,
+            "status": status,
+            "trouble": trouble,
+            "began_s": self._seconds(self._began_ns),
+        }
+        if status != "running":
+            part |= self._measured()
+        with suppress(OSError):
+            directories.write_json(directories.part_path(self.dir, self.rank), part)
+
+    def _measured(self) -> dict[str, Any]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        window = None
+        if self._first_mark is not None and self._last_mark is not None:
+            names = ("seconds", "blocked_s", "wait_s")
+            marks = zip(names, self._first_mark, self._last_mark, strict=True)
+            window = {name: (last - first) / 1e9 for name, first, last in marks}
+        return {
+            "ended_s": self._seconds(time.perf_counter_ns()),
+            "peak_mb": peak / (2**20 if sys.platform == "darwin" else 2**10),
+            "blocked_s": self.recorder.blocked_ns / 1e9,
+            "wait_s": self.recorder.wait_ns / 1e9,
+            "steps": window,
+            "sums": self.recorder.sums(),
+            "events": [
+                {
+                    **{name: getattr(event, name) for name in _EVENT_FIELDS},
+                    "t_start": event.t_start - self._zero_ns,
+                    "t_end": event.t_end - self._zero_ns,
+                }
+                for event in self.recorder.events
+            ],
+            "spans": [[n, a - self._zero_ns, b - self._zero_ns] for n, a, b in self._spans],
+            "mark_count": self._mark_count,
+            "marks": [at - self._zero_ns for at in self._marks],
+            "layouts": self._layouts,
+            "config": {name: _plain(value) for name, value in self._config.items()},
+        }
+
+
+_EVENT_FIELDS = (
+    *("op", "algorithm", "group", "rank", "seq", "sent", "received", "dtype"),
+    *("wait_ns", "is_async", "site"),
+)
+
+
+def _place() -> tuple[int, int]:
+    """Return this rank and the number of ranks, in whatever world this process is."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    place = here()
+    return (0, 1) if place is None else (place.rank, detect().size)
+
+
+def _device(device: torch.device) -> str:
+    """Return the name of a device; of a GPU also its model."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return a number that later changes of `value` do not reach; a GPU is not waited for."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise UnisonoError.because(
+                f"log({name}=...)",
+                f"a tensor of shape {list(value.shape)}",
+                f"{value.numel()} elements, not one",
+                f"log({name}={name}.mean())",
+            )
+        return value.item() if value.device.type == "cpu" else value.detach().clone()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UnisonoError.because(
+            f"log({name}={value!r})", f"a {type(value).__name__}", hint="a number"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can write: numbers and texts as they are, else the text of it."""
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)

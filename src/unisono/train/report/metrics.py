@@ -1,0 +1,147 @@
+"""What ranks have logged, put together: one value a step, the mean over ranks. Pure.
+
+A line is `{"step": 3, "t": 1.25, "a": 0, "v": {"loss": 0.5}, ...}`; later attempts and later lines
+of a rank replace earlier ones of the same step.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SAMPLES = "samples"
+"""The metric that counts what was worked on; summed over ranks, and the unit of throughput."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps at which it was logged."""
+
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    mean: list[float] = field(default_factory=list)
+    """Mean over the ranks that logged it (for `samples` the sum)."""
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """All that was logged in a run."""
+
+    steps: list[int]
+    """Every step at which something was logged, ascending."""
+    seconds: list[float]
+    """When the last rank had logged it, from the moment the first rank began."""
+    series: dict[str, Series]
+    """By name, in the order in which they first appeared."""
+
+
+class LineReader:
+    """Reads the lines of one rank, each once, while they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = 0
+        self.lines: list[dict[str, Any]] = []
+        """Those read so far."""
+
+    def read_new(self) -> LineReader:
+        """Take what was added since the last time; a line that is not whole yet is left."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._place)
+                data = file.read()
+        except OSError:
+            return self
+        whole = data[: data.rfind(b"\n") + 1]
+        self._place += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError):  # a rank that was killed while it wrote
+                self.lines.append(json.loads(line))
+        return self
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of one rank; a last one that is cut off is left out."""
+    return LineReader(path).read_new().lines
+
+
+def merge(
+    lines_of_ranks: Mapping[int, Iterable[Mapping[str, Any]]], began_s: float = 0.0
+) -> Metrics:
+    """Put the lines of all ranks together, one value a step and metric; time is from `began_s`."""
+    values: dict[str, dict[int, dict[int, float]]] = {}
+    when: dict[int, dict[int, tuple[int, float]]] = {}
+    for rank, lines in lines_of_ranks.items():
+        for line in lines:
+            step = int(line["step"])
+            first = when.setdefault(step, {}).get(rank)
+            if first is None or line["a"] > first[0]:  # what is added later took no step of time
+                when[step][rank] = int(line["a"]), float(line["t"]) - began_s
+            for name, value in line["v"].items():
+                values.setdefault(name, {}).setdefault(step, {})[rank] = float(value)
+    seconds = {step: max(at for _, at in times.values()) for step, times in when.items()}
+    series: dict[str, Series] = {}
+    for name, by_step in values.items():
+        one = series[name] = Series()
+        for step in sorted(by_step):
+            found = list(by_step[step].values())
+            total = math.fsum(found) if all(map(math.isfinite, found)) else sum(found)
+            one.steps.append(step)
+            one.seconds.append(seconds[step])
+            one.mean.append(total if name == SAMPLES else total / len(found))
+            one.low.append(min(found))
+            one.high.append(max(found))
+    steps = sorted(when)
+    return Metrics(steps, [seconds[step] for step in steps], series)
+
+
+def write_csv(path: Path, metrics: Metrics) -> None:
+    """Write one row a step: step, seconds, then every metric; empty where it was not logged."""
+    columns = {name: dict(zip(s.steps, s.mean, strict=True)) for name, s in metrics.series.items()}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "seconds", *columns])
+        for step, second in zip(metrics.steps, metrics.seconds, strict=True):
+            cells = (f"{c[step]:.9g}" if step in c else "" for c in columns.values())
+            writer.writerow([step, f"{second:.6f}", *cells])
+
+
+def throughput(metrics: Metrics, points: int = 120) -> tuple[str, list[int], list[float]]:
+    """Return the unit, and at some steps how much was done a second since the one before.
+
+    Samples where they were logged, else steps. Neighbouring steps are taken together, so that a
+    long run gives about `points` values.
+    """
+    counted = metrics.series.get(SAMPLES)
+    unit = f"{SAMPLES}/s" if counted is not None else "steps/s"
+    source = counted or metrics
+    steps, seconds = source.steps, source.seconds
+    amounts: Sequence[float] = counted.mean if counted else [1.0] * len(steps)
+    at: list[int] = []
+    rates: list[float] = []
+    stride = max(1, math.ceil((len(steps) - 1) / points))
+    for end in range(stride, len(steps), stride):
+        begin = end - stride
+        elapsed = seconds[end] - seconds[begin]
+        if elapsed > 0:
+            at.append(steps[end])
+            rates.append(sum(amounts[begin + 1 : end + 1]) / elapsed)
+    return unit, at, rates
+
+
+def overall_throughput(metrics: Metrics) -> float | None:
+    """Return samples (or steps) a second from the first logged step to the last."""
+    counted = metrics.series.get(SAMPLES)
+    seconds = counted.seconds if counted else metrics.seconds
+    amounts: Sequence[float] = counted.mean if counted else [1.0] * len(seconds)
+    if len(seconds) < 2 or seconds[-1] <= seconds[0]:
+        return None
+    return sum(amounts[1:]) / (seconds[-1] - seconds[0])

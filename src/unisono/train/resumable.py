@@ -1,0 +1,164 @@
+"""`Resumable`: a loader that knows how far it has come, and goes on from there after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from unisono.comm import Communicator
+from unisono.data_parallel import DataLoader as RankLoader
+from unisono.errors import CheckpointError
+
+__all__ = ["Resumable"]
+
+
+class Resumable:
+    """A loader with a position, for `Checkpoint`.
+
+    Iterating it is one epoch: the sampler is told its number, if it has `set_epoch`. After
+    `load_state_dict` the next iteration yields what was left of the epoch that was interrupted, in
+    the order it had; batches that were trained on are not loaded again. With another number of
+    ranks or another batch size it begins at the same sample, rounded down to a whole batch.
+
+    Args:
+        loader: torch's `DataLoader`, of a dataset with a length, or unisono's.
+        comm: the ranks that share an epoch's samples; None: the world.
+
+    >>> loader = Resumable(DataLoader(torch.arange(6), batch_size=2))
+    >>> for batch in loader:
+    ...     if batch[0] == 2:
+    ...         state = loader.state_dict()  # after the second of three batches
+    >>> again = Resumable(DataLoader(torch.arange(6), batch_size=2))
+    >>> again.load_state_dict(state)
+    >>> [batch.tolist() for batch in again], again.epoch
+    ([[4, 5]], 1)
+    """
+
+    def __init__(self, loader: Any, *, comm: object = None) -> None:
+        inner = loader.DataLoader if isinstance(loader, RankLoader) else loader
+        if not isinstance(inner, DataLoader) or isinstance(inner.dataset, IterableDataset):
+            raise CheckpointError.because(
+                f"Resumable({type(loader).__name__})",
+                "not a loader of a dataset with a length",
+                None,
+                "Resumable(DataLoader(dataset, ...)); a stream keeps its own position",
+            )
+        self.loader = loader
+        self.epoch = 0
+        """Epochs that are done."""
+        self.batch = 0
+        """Batches of the current epoch that were handed out."""
+        self._inner: DataLoader[Any] = inner
+        self._comm = Communicator.of(comm)
+        self._order: Tensor | None = None
+        """State of the generator that drew the order of the current epoch."""
+
+    def __len__(self) -> int:
+        """Number of batches of a whole epoch."""
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of this epoch that are left."""
+        self._announce()
+        if self.batch and self._order is not None:
+            now, rest = self._generator_state(), _Rest(self._inner.batch_sampler, self.batch)
+            self._set_generator_state(self._order)
+            batches = iter(self._with(rest))
+            rest.begin()  # after the iterator's own draw, as in an epoch that was not interrupted
+            self._set_generator_state(now)
+        else:
+            self.batch, self._order = 0, self._generator_state()
+            batches = iter(self._inner)
+        for batch in batches:
+            self.batch += 1
+            yield batch
+        self.epoch, self.batch, self._order = self.epoch + 1, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position. Local."""
+        return {
+            "epoch": self.epoch,
+            "samples": self.batch * self._samples_per_batch(),
+            "order": self._order,
+            "generator": None if self._inner.generator is None else self._generator_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration at this position.
+
+        Collective if the loader's rows move between ranks: they are moved as in the epochs before.
+        """
+        self.epoch, self._order = state["epoch"], state["order"]
+        if self._inner.generator is not None and state["generator"] is not None:
+            self._set_generator_state(state["generator"])
+        self.batch = state["samples"] // self._samples_per_batch()
+        if isinstance(self.loader, RankLoader):
+            self.loader.go_to_epoch(self.epoch)
+
+    def _samples_per_batch(self) -> int:
+        """Return the samples of a step over all ranks; 1 where batches differ in size."""
+        return (self._inner.batch_size or 1) * self._comm.size
+
+    def _announce(self) -> None:
+        """Let samplers know the epoch."""
+        if isinstance(self.loader, RankLoader):
+            self.loader.go_to_epoch(self.epoch)
+            self.loader.begin_epoch()
+            return
+        for sampler in (self._inner.sampler, self._inner.batch_sampler):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+
+    def _with(self, rest: _Rest) -> DataLoader[Any]:
+        """Return a loader like the one inside for the rest of its batches."""
+        inner = self._inner
+        return DataLoader(
+            inner.dataset,
+            batch_sampler=rest,
+            num_workers=inner.num_workers,
+            collate_fn=inner.collate_fn,
+            pin_memory=inner.pin_memory,
+            timeout=inner.timeout,
+            worker_init_fn=inner.worker_init_fn,
+            multiprocessing_context=inner.multiprocessing_context,
+            generator=inner.generator,
+            prefetch_factor=inner.prefetch_factor,
+        )
+
+    def _generator_state(self) -> Tensor:
+        own = self._inner.generator
+        return torch.get_rng_state() if own is None else own.get_state()
+
+    def _set_generator_state(self, state: Tensor) -> None:
+        own = self._inner.generator
+        if own is None:
+            torch.set_rng_state(state)
+        else:
+            own.set_state(state)
+
+
+class _Rest:
+    """A batch sampler without its first batches."""
+
+    def __init__(self, batches: Any, first: int) -> None:
+        self._batches, self._first = batches, first
+        self._left: Iterator[Any] | None = None
+
+    def begin(self) -> Iterator[Any]:
+        """Draw the order of the epoch, and pass over the first batches, once."""
+        if self._left is None:
+            self._left = iter(self._batches)
+            for _ in range(self._first):
+                next(self._left, None)
+        return self._left
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.begin())

@@ -1,0 +1,209 @@
+"""`record`, `log` and `span`: what each rank writes, and that nothing is left or slowed down."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono
+from unisono.comm import trace, tracing
+from unisono.errors import PartitionError, PlatformError, Requeue, UnisonoError
+from unisono.topology import Partition
+from unisono.train import current_run, log, record, span
+from unisono.train.recording.directory import make_run_directory
+from unisono.train.report.data import RecordedRun
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory of its own, so that `runs/` is found there."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+def rows_of(directory):
+    with (directory / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.usefixtures("hygiene")
+def test_a_record_of_one_process_has_every_file(here):
+    with record("first", config={"lr": 0.1}) as run:
+        assert current_run() is run
+        for step in range(3):
+            with span("forward"):
+                value = torch.tensor(1.0 / (step + 1), requires_grad=True)
+            log(loss=value, samples=8)
+            value.detach().zero_()  # what was logged does not change with it
+        unisono.world().all_reduce(torch.ones(3))
+        print("printed by the program")
+        print("and this on stderr", file=sys.stderr)
+    assert current_run() is None
+    assert run.dir == here / "runs" / "first"
+    found = {path.name for path in run.dir.iterdir()} - {"tensorboard"}
+    assert found == {
+        *("config.json", "metrics.csv", "trace.json", "report.html"),
+        *("rank-0.json", "rank-0.jsonl", "rank-0.log"),
+    }
+    assert [float(row["loss"]) for row in rows_of(run.dir)] == [1.0, 0.5, pytest.approx(1 / 3)]
+    config = read(run.dir / "config.json")
+    assert (config["status"], config["config"]) == ("done", {"lr": 0.1})
+    assert config["versions"]["torch"] == torch.__version__
+    assert {"host", "cores", "memory"} <= set(config["machine"])
+    assert (run.dir / "rank-0.log").read_text() == "printed by the program\nand this on stderr\n"
+    kinds = [
+        (e["cat"], e["name"]) for e in read(run.dir / "trace.json")["traceEvents"] if e["ph"] == "X"
+    ]
+    assert kinds.count(("collective", "all_reduce")) == 1
+    assert kinds.count(("span", "forward")) == 3
+
+
+def test_a_taken_name_gets_a_number_and_nothing_is_overwritten(here):
+    for expected in ("again", "again-2", "again-3"):
+        with record("again") as run:
+            pass
+        assert run.dir.name == expected
+    (here / "runs" / "empty").mkdir()
+    assert make_run_directory("empty").name == "empty"
+    assert make_run_directory("a b:c").name == "a_b_c"
+    assert make_run_directory(f"{here}/elsewhere/x") == here / "elsewhere" / "x"
+    with pytest.raises(PlatformError, match="no letter or digit"):
+        make_run_directory("///")
+
+
+def test_a_record_inside_a_record_is_the_outer_one(here):
+    with record("outer") as outer:
+        with record("inner", config={"seed": 3}) as inner:
+            assert inner is outer
+        log(loss=1.0)
+    assert [path.name for path in (here / "runs").iterdir()] == ["outer"]
+    assert read(outer.dir / "config.json")["config"] == {"seed": 3}
+
+
+def test_a_failure_is_recorded_and_passes(here):
+    before = sys.stdout, sys.stderr, tracing.recorder
+
+    def fail():
+        log(loss=2.0)
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError), record("bad") as run:
+        fail()
+    assert (sys.stdout, sys.stderr, tracing.recorder) == before
+    assert current_run() is None
+    assert read(run.dir / "config.json")["status"] == "failed"
+    assert "ZeroDivisionError" in (run.dir / "rank-0.log").read_text()
+    assert "ZeroDivisionError" in (run.dir / "report.html").read_text()
+    assert len(rows_of(run.dir)) == 1
+
+
+def test_a_wish_to_start_again_or_to_exit_with_0_is_no_failure(here):
+    for kind in (Requeue, SystemExit):
+        with pytest.raises(kind), record("left") as run:
+            raise kind
+        assert read(run.dir / "config.json")["status"] == "done"
+
+
+def test_what_is_no_number_is_refused(here):
+    with record("wrong") as run:
+        with pytest.raises(UnisonoError, match=r"log\(loss='high'\)"):
+            log(loss="high")
+        with pytest.raises(UnisonoError, match=r"shape \[3\]"):
+            log(loss=torch.ones(3))
+        with pytest.raises(PartitionError, match="1 dims != 2 dims"):
+            run.layout(Partition([1, 1]), [8])
+        log(loss=torch.ones(1, 1), other=float("nan"))
+    assert rows_of(run.dir)[0]["other"] == "nan"
+
+
+def test_without_a_record_nothing_is_written_and_it_costs_next_to_nothing(here):
+    begin = time.perf_counter()
+    for _ in range(20_000):
+        log(loss=1.0)
+        with span("forward"):
+            pass
+    assert time.perf_counter() - begin < 2.0  # some 10 ms on a quiet machine
+    assert list(here.iterdir()) == []
+
+
+def test_a_trace_that_is_open_goes_on_under_a_record(here):
+    with trace() as own, record("traced"):
+        unisono.world().all_reduce(torch.ones(2))
+    assert "all_reduce" in [event.op for event in own.events]
+
+
+def test_steps_of_an_optimizer_are_marked_where_nothing_is_logged(here):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(2)
+    with record("silent") as run:
+        for _ in range(5):
+            optimizer.step()
+    optimizer.step()
+    part = read(run.dir / "rank-0.json")
+    assert len(part["marks"]) == 5
+    assert part["steps"]["seconds"] > 0
+    stepping = RecordedRun.read(run.dir).stepping
+    assert stepping.steps == [0, 1, 2, 3, 4]
+    assert stepping.seconds == sorted(stepping.seconds)
+    assert 0 < stepping.seconds[0] < 60
+
+
+def test_what_was_logged_can_be_read_while_the_run_goes_on(here):
+    with record("live") as run:
+        log(loss=1.0)
+        lines = (run.dir / "rank-0.jsonl").read_text().splitlines()
+        assert [json.loads(line)["v"] for line in lines] == [{"loss": 1.0}]
+        assert read(run.dir / "rank-0.json")["status"] == "running"
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_ranks_write_their_own_files_and_rank_0_the_report(tmp_path):
+    comm = unisono.world()
+    folder = comm.broadcast_object(str(tmp_path))
+    threads = threading.active_count()
+    with record(f"{folder}/two", config={"batch": 4}) as run:
+        run.layout(unisono.Mesh(data=2), [8], name="rows")
+        for step in range(4):
+            with span("work"):
+                comm.all_reduce(torch.ones(10))
+            log(step=step, loss=float(comm.rank), samples=2)
+        print(f"hello from {comm.rank}")
+    comm.barrier()  # rank 0 has written it
+    assert threading.active_count() == threads
+    assert [float(row["loss"]) for row in rows_of(run.dir)] == [0.5] * 4
+    assert [float(row["samples"]) for row in rows_of(run.dir)] == [4.0] * 4
+    assert (run.dir / f"rank-{comm.rank}.log").read_text() == f"hello from {comm.rank}\n"
+    part = read(run.dir / f"rank-{comm.rank}.json")
+    calls = [event for event in part["events"] if event["op"] == "all_reduce"]
+    assert len(calls) == 4
+    assert part["wait_s"] + part["blocked_s"] > 0
+    # One clock: a collective of both ranks overlaps on it.
+    other = read(run.dir / f"rank-{1 - comm.rank}.json")
+    theirs = [event for event in other["events"] if event["op"] == "all_reduce"]
+    for mine, its in zip(calls, theirs, strict=True):
+        assert max(mine["t_start"], its["t_start"]) < min(mine["t_end"], its["t_end"]) + 1_000_000
+    assert part["layouts"][0]["cuts"] == [[0, 4, 8]]
+    config = read(run.dir / "config.json")
+    assert [rank["rank"] for rank in config["ranks"]] == [0, 1]
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_name_that_cannot_be_made_is_refused_on_all_ranks_alike(tmp_path):
+    folder = unisono.world().broadcast_object(str(tmp_path))
+    if unisono.world().rank == 0:
+        (tmp_path / "file").write_text("")
+    unisono.world().barrier()
+    with pytest.raises(PlatformError, match="cannot be made"), record(f"{folder}/file/run"):
+        pass

@@ -1,0 +1,112 @@
+"""Which steps a timeline shows, and where the time of a rank went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import unisono
+from unisono.train.report import timeline
+from unisono.train.report.standing import judge, patience_s, place_of
+
+
+def event(begin, end, *, wait=0, op="all_reduce"):
+    fields = {"sent": 8, "received": 8, "is_async": False, "site": "/a/b/train.py:3"}
+    return {"op": op, "t_start": begin, "t_end": end, "wait_ns": wait, **fields}
+
+
+def part(rank, *, events=(), spans=(), marks=(), **more):
+    return {"rank": rank, "attempt": 0, "events": events, "spans": spans, "marks": marks, **more}
+
+
+def test_the_typical_step_is_not_one_that_warms_up_nor_the_slow_one():
+    ends = [0.0, 50.0, 90.0, 120.0, 130.0, 140.0, 170.0, 180.0, 190.0]
+    begin, end, typical = timeline.choose_steps(ends, 0.0)
+    assert ends[typical + 1] - ends[typical] == 10.0
+    assert begin <= typical < end
+    assert begin >= 3
+
+
+def test_steps_whose_collectives_were_forgotten_are_not_shown():
+    ends = [float(i) for i in range(100)]
+    begin, end, typical = timeline.choose_steps(ends, 90.0)
+    assert begin >= 90
+    assert end <= 99
+    assert 90 <= typical < 99
+
+
+def test_lanes_hold_what_happens_in_the_shown_steps_in_seconds():
+    second = 10**9
+    events = [event(i * second, i * second + second // 2, wait=second // 4) for i in range(20)]
+    built = timeline.build(
+        [part(0, events=events), part(1, events=events)], [float(i) for i in range(20)]
+    )
+    assert len(built["steps"]) == timeline.SHOWN_STEPS
+    shown = built["steps"][built["shown"]]
+    assert shown["end"] - shown["begin"] == 1.0
+    first = built["lanes"][1]["events"][0]
+    assert (first["end"] - first["begin"], first["wait"], first["site"]) == (
+        0.5,
+        0.25,
+        "train.py:3",
+    )
+
+
+def test_without_steps_the_whole_record_is_shown_and_without_anything_nothing():
+    built = timeline.build([part(0, events=[event(10**9, 3 * 10**9)])], [])
+    assert built["steps"] == [{"number": None, "begin": 1.0, "end": 3.0}]
+    assert timeline.build([part(0)], []) is None
+
+
+def test_optimizer_steps_stand_in_where_nothing_is_logged():
+    marks = [i * 10**9 for i in range(12)]
+    built = timeline.build([part(0, events=[event(0, 12 * 10**9)], marks=marks)], [])
+    assert built["steps"][0]["number"] is not None
+
+
+def test_shares_are_those_between_the_first_and_the_last_logged_step():
+    lines = [
+        {"a": 0, "t": 10.0, "blocked_s": 5.0, "wait_s": 4.0},  # start-up does not count
+        {"a": 0, "t": 20.0, "blocked_s": 7.0, "wait_s": 5.5},
+    ]
+    (row,) = timeline.shares([part(0)], {0: lines})
+    assert (row["compute"], row["move"], row["wait"], row["share"]) == (8.0, 0.5, 1.5, 0.2)
+
+
+def test_shares_fall_back_to_optimizer_steps_then_to_the_whole_record():
+    steps = {"seconds": 4.0, "blocked_s": 1.0, "wait_s": 0.5}
+    whole = {"began_s": 1.0, "ended_s": 11.0, "blocked_s": 5.0, "wait_s": 0.0}
+    rows = timeline.shares([part(0, steps=steps, **whole), part(1, **whole), part(2)], {})
+    assert [(row["rank"], row["share"]) for row in rows] == [(0, 0.25), (1, 0.5)]
+
+
+def test_calls_of_all_ranks_are_summed_up_by_place():
+    sums = {"op": "barrier", "site": "/x/train.py:9", "calls": 2, "bytes": 0}
+    parts = [part(r, sums=[{**sums, "blocked_ns": 10**9, "wait_ns": 10**8}]) for r in range(3)]
+    (row,) = timeline.call_table(parts)
+    assert (row["op"], row["site"], row["calls"]) == ("barrier", "train.py:9", 6)
+    assert row["seconds"] == pytest.approx(3.0)
+
+
+OURS = Path(unisono.__file__).parent
+WAITS = (
+    f'Thread 0x1 (most recent call first):\n  File "{OURS}/comm/calling.py", line 9 in _run\n'
+    f'  File "{OURS}/comm/verbs_reduce.py", line 70 in all_reduce_\n'
+    '  File "/home/me/train.py", line 31 in step'
+)
+SLEEPS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in load'
+
+
+def test_a_quiet_rank_in_a_collective_waits_and_one_outside_is_stalled():
+    stacks = {0: WAITS, 1: SLEEPS}
+    assert judge(60.0, 5.0, 0, stacks) == "waiting"
+    assert judge(60.0, 5.0, 1, stacks) == "stalled"
+    assert judge(1.0, 5.0, 1, stacks) == "running"
+    assert place_of(WAITS) == "waits in all_reduce, train.py:31 in step"
+    assert place_of(SLEEPS) == "at train.py:12 in load"
+
+
+def test_slow_steps_are_no_reason_to_worry():
+    assert patience_s([]) == 5.0
+    assert patience_s([0.0, 10.0, 20.0]) == 50.0

@@ -1,0 +1,413 @@
+"""What `Checkpoint` does with files, with ranks that disagree, and with damage."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+from unisono.comm import world
+from unisono.data_parallel import DataParallel, PowerSGD
+from unisono.errors import CheckpointError
+from unisono.train import Checkpoint
+from unisono.train.checkpoint import saving
+
+
+def model(seed=0, width=4):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
+
+
+def visible(directory):
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def everything(directory):
+    return sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*"))
+
+
+def test_without_a_checkpoint_restore_returns_none_and_changes_nothing(tmp_path):
+    net = model()
+    before = [p.clone() for p in net.parameters()]
+    state = torch.get_rng_state()
+    checkpoint = Checkpoint(tmp_path / "new" / "place")
+    assert checkpoint.restore(model=net) is None
+    assert checkpoint.latest is None
+    assert checkpoint.steps == []
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_values_generators_and_anything_with_a_state_come_back(tmp_path):
+    class Counter:
+        def __init__(self):
+            self.seen = {"of": [torch.arange(3.0)], "n": 1}
+
+        def state_dict(self):
+            return self.seen
+
+        def load_state_dict(self, state):
+            self.seen = state
+
+    generator = torch.Generator().manual_seed(5)
+    counter = Counter()
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(
+        7,
+        counter=counter,
+        generator=generator,
+        scaler=scaler,
+        epoch=2,
+        losses=[0.5, torch.tensor(0.25)],
+        config={"a.b": 1, "a": {"b": torch.ones(2)}, "array": np.arange(3)},
+    )
+    expected = torch.rand(3, generator=generator)
+    counter.seen["of"][0].zero_()
+    counter.seen["n"] = 9
+    other = torch.amp.GradScaler("cpu", init_scale=2.0)
+    restored = checkpoint.restore(counter=counter, generator=generator, scaler=other)
+    assert restored.step == 7
+    assert restored.ranks == 1
+    assert restored["epoch"] == 2
+    assert restored["losses"] == [0.5, torch.tensor(0.25)]
+    assert restored["config"]["a"]["b"].tolist() == [1, 1]
+    assert restored["config"]["a.b"] == 1
+    assert restored["config"]["array"].tolist() == [0, 1, 2]
+    assert torch.equal(counter.seen["of"][0], torch.arange(3.0))
+    assert counter.seen["n"] == 1
+    assert torch.equal(torch.rand(3, generator=generator), expected)
+    assert other.state_dict()["scale"] == 128.0
+
+
+def test_random_states_are_left_alone_when_asked(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(1)
+    torch.rand(1), random.random(), np.random.rand()
+    now = torch.get_rng_state()
+    checkpoint.restore(random_states=False)
+    assert torch.equal(now, torch.get_rng_state())
+    checkpoint.restore()
+    assert not torch.equal(now, torch.get_rng_state())
+
+
+def test_the_last_ones_and_the_best_one_are_kept(tmp_path):
+    net = model()
+    checkpoint = Checkpoint(tmp_path, keep=2, keep_best="min")
+    for step, loss in [(1, float("nan")), (2, 0.1), (3, 0.3), (4, torch.tensor(0.4))]:
+        checkpoint.save(step, metric=loss, model=net)
+    assert checkpoint.steps == [2, 3, 4]
+    assert checkpoint.best == 2
+    assert checkpoint.latest == 4
+    assert checkpoint.restore(checkpoint.best, model=net).step == 2
+    with pytest.raises(CheckpointError, match=r"steps \[2, 3, 4\]"):
+        checkpoint.restore(1, model=net)
+    Checkpoint(tmp_path, keep=None).save(5, model=net)
+    assert checkpoint.steps == [2, 3, 4, 5]
+    for wrong in (0, -1, "3"):
+        with pytest.raises(CheckpointError, match="keep=3"):
+            Checkpoint(tmp_path, keep=wrong)
+    with pytest.raises(CheckpointError, match="min"):
+        Checkpoint(tmp_path, keep_best="smallest")
+
+
+def test_after_going_back_the_latest_is_the_one_saved_last(tmp_path):
+    net = model()
+    checkpoint = Checkpoint(tmp_path, keep=3)
+    for step in (10, 20, 30):
+        checkpoint.save(step, model=net)
+    checkpoint.restore(10, model=net)
+    with torch.no_grad():
+        net[0].weight.fill_(7)
+    checkpoint.save(20, model=net)  # replaces the other 20; 30 is from a future that was given up
+    assert checkpoint.steps == [10, 30, 20]
+    assert checkpoint.latest == 20
+    fresh = model(1)
+    assert checkpoint.restore(model=fresh).step == 20
+    assert fresh[0].weight[0, 0] == 7
+    assert len(visible(tmp_path)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_plain_torch_reads_the_files(tmp_path):
+    net = model()
+    Checkpoint(tmp_path).save(3, model=net)
+    target = {"model": {name: torch.zeros_like(t) for name, t in net.state_dict().items()}}
+    dcp.load(target, checkpoint_id=tmp_path / "step-00000003", no_dist=True)
+    assert torch.equal(target["model"]["0.weight"], net[0].weight)
+
+
+def test_wrapped_compiled_and_bare_modules_have_one_state(tmp_path):
+    class Compiled(nn.Module):  # names are those of torch.compile, without what it loads
+        def __init__(self, module):
+            super().__init__()
+            self._orig_mod = module
+
+    net = model()
+    inner = nn.Sequential(Compiled(net[0]), net[1])
+    Checkpoint(tmp_path).save(1, model=Compiled(DataParallel(inner)))
+    plain = model(1)
+    Checkpoint(tmp_path).restore(model=plain)
+    assert torch.equal(plain[0].weight, net[0].weight)
+
+
+def test_what_does_not_fit_is_told_before_anything_changes(tmp_path):
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(1, model=net, optimizer=optimizer, epoch=1)
+
+    def refuses(text, **objects):
+        with pytest.raises(CheckpointError, match=text):
+            checkpoint.restore(**objects)
+
+    wide = model(width=5)
+    before = [p.clone() for p in wide.parameters()]
+    refuses(
+        r"0\.weight: \[4, 3\] in the checkpoint, \[5, 3\] here", model=wide, optimizer=optimizer
+    )
+    assert all(map(torch.equal, before, wide.parameters()))
+    longer = nn.Sequential(*model(), nn.Linear(2, 2))
+    refuses(r"2\.weight: not in the checkpoint", model=longer, optimizer=optimizer)
+    refuses(r"1\.weight: only in the checkpoint", model=nn.Sequential(net[0]), optimizer=optimizer)
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    refuses("Adam in the checkpoint, SGD here", model=net, optimizer=sgd)
+    half = torch.optim.Adam(net[0].parameters())
+    refuses("group 0: 4 parameters in the checkpoint, 2 here", model=net, optimizer=half)
+    groups = torch.optim.Adam([{"params": net[0].parameters()}, {"params": net[1].parameters()}])
+    refuses("1 parameter groups in the checkpoint, 2 here", model=net, optimizer=groups)
+    refuses("not asked for: optimizer", model=net)
+    refuses("nothing under network", network=net)
+    refuses("restored\\['epoch'\\]", model=net, optimizer=optimizer, epoch=0)
+    refuses("differing in", optimizer=optimizer, partial=True)  # whose parameters?
+    assert checkpoint.restore(model=net, partial=True).step == 1
+
+
+def test_a_loader_without_a_position_is_refused(tmp_path):
+    loader = torch.utils.data.DataLoader(torch.arange(4))
+    with pytest.raises(CheckpointError, match=r"Resumable\(loader\)"):
+        Checkpoint(tmp_path).save(1, loader=loader)
+
+
+def damage_truncate(step):
+    path = next(step.glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def damage_flip(step):
+    path = next(step.glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def damage_table(step):
+    (step / ".metadata").unlink()
+
+
+def damage_manifest(step):
+    (step / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    "harm", [damage_truncate, damage_flip, damage_table, damage_manifest], ids=lambda f: f.__name__
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, harm):
+    net = model()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(1, model=net)
+    checkpoint.save(2, model=net)
+    harm(tmp_path / "step-00000002")
+    with pytest.warns(UserWarning, match="step 1 is restored, a damaged checkpoint passed over"):
+        assert checkpoint.restore(model=net).step == 1
+    harm(tmp_path / "step-00000001")
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        checkpoint.restore(model=net)
+
+
+def test_leftovers_of_killed_runs_are_swept_by_the_next_save(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(1)
+    (tmp_path / ".saving-abc-1").mkdir()
+    (tmp_path / ".saving-abc-1" / "__0_0.distcp").write_bytes(b"half")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".removed-step-00000000")
+    reader = Checkpoint(tmp_path)
+    assert reader.restore().step == 1
+    assert ".saving-abc-1" in visible(tmp_path), "who only reads must not disturb a writer"
+    Checkpoint(tmp_path).save(2)
+    assert visible(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree_are_told_so_on_all_ranks(tmp_path, rank_count):
+    rank = world().rank
+    with pytest.raises(CheckpointError, match=r"rank 1 on .* does not see what rank 0"):
+        Checkpoint(tmp_path / f"of-{rank}")
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="rank 0 has step 10, rank 1 has 11"):
+        checkpoint.save(10 + rank, model=model())
+    with pytest.raises(CheckpointError, match=r"rank 0 has metric .0\.0., rank 1 has .1\.0."):
+        checkpoint.save(10, metric=float(rank), model=model())
+    with pytest.raises(CheckpointError, match="rank 0 has objects model, rank 1 has model, more"):
+        checkpoint.save(10, model=model(), **({"more": model()} if rank else {}))
+
+    class Broken:
+        def state_dict(self):
+            if rank == 1:
+                raise ValueError("no state today")
+            return {}
+
+        def load_state_dict(self, state):
+            if rank == 1:
+                raise ValueError("not mine")
+
+    with pytest.raises(CheckpointError, match="rank 1: ValueError: no state today"):
+        checkpoint.save(10, broken=Broken())
+    assert visible(tmp_path) == ["of-0"]
+    Broken.state_dict = lambda self: {}
+    checkpoint.save(10, broken=Broken())
+    with pytest.raises(CheckpointError, match="rank 1: ValueError: not mine"):
+        checkpoint.restore(broken=Broken())
+    other = model(width=5 if rank else 4)
+    checkpoint.save(11, model=model())
+    with pytest.raises(CheckpointError, match="another Sequential"):
+        checkpoint.restore(model=other)
+    with pytest.raises(CheckpointError, match="not the number of a step"):
+        checkpoint.save("last", model=model())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_one(
+    tmp_path, monkeypatch, asynchronous
+):
+    checkpoint = Checkpoint(tmp_path, asynchronous=asynchronous)
+    checkpoint.save(1, model=model())
+    checkpoint.wait()
+    before = everything(tmp_path)
+    if world().rank == 1:
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(FileSystemWriter, "write_data", full)
+
+    def save_and_wait():
+        checkpoint.save(2, model=model())
+        checkpoint.wait()
+
+    with pytest.raises(CheckpointError, match=r"rank 1: OSError.*the disk is full"):
+        save_and_wait()
+    monkeypatch.undo()
+    assert everything(tmp_path) == before
+    little = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: little)
+    with pytest.raises(CheckpointError, match=r"0\.0 MB free"):
+        checkpoint.save(2, model=model())
+    assert checkpoint.restore(model=model()).step == 1
+    world().barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_save_in_the_background_holds_the_state_of_its_own_time(tmp_path, monkeypatch):
+    net, go_on = model(), threading.Event()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    expected = net[0].weight.detach().clone()
+    write = saving.write
+    monkeypatch.setattr(saving, "write", lambda order: go_on.wait(20) and write(order))
+    with Checkpoint(tmp_path, asynchronous=True) as checkpoint:
+        checkpoint.save(1, model=net, optimizer=optimizer, epoch=[1])
+        with torch.no_grad():
+            net[0].weight.zero_()
+        assert checkpoint.steps == []  # nothing is there before it is whole
+        go_on.set()
+        checkpoint.save(2, model=net, optimizer=optimizer)  # waits for the first
+        assert 1 in checkpoint.steps
+    assert checkpoint.steps == [1, 2]
+    assert checkpoint.restore(1, model=net, optimizer=optimizer)["epoch"] == [1]
+    assert torch.equal(net[0].weight, expected)
+    assert not [t for t in threading.enumerate() if "checkpoint" in t.name]
+    assert not [name for name in everything(tmp_path) if "outcome" in name]
+
+
+@pytest.mark.ranks(2)
+def test_a_save_in_the_background_is_committed_without_a_word_of_the_foreground(tmp_path):
+    checkpoint = Checkpoint(tmp_path, asynchronous=True)
+    checkpoint.save(1, model=model())
+    end = time.monotonic() + 20
+    while checkpoint.latest is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert checkpoint.steps == [1]
+    checkpoint.wait()
+
+
+@pytest.mark.ranks(3)
+def test_each_rank_writes_its_share_and_equal_tensors_are_written_once(tmp_path):
+    net = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))
+    for p in net.parameters():
+        p.data.fill_(1.0)
+    mine = torch.full((5,), float(world().rank))
+    Checkpoint(tmp_path).save(1, model=net, mine=mine, uneven=torch.zeros(world().rank))
+    sizes = {p.name: p.stat().st_size for p in (tmp_path / "step-00000001").glob("*.distcp")}
+    assert len(sizes) == 3
+    assert max(sizes.values()) < 2 * min(sizes.values())
+    manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
+    several = {name: v for name, v in manifest["versions"].items() if "random" not in name}
+    assert several == {"~values.mine": [0, 1, 2], "~values.uneven": [0, 1, 2]}
+    restored = Checkpoint(tmp_path).restore(model=net)
+    assert torch.equal(restored["mine"], mine)
+    assert restored["uneven"].shape == (world().rank,)
+
+
+@pytest.mark.ranks(2)
+def test_compression_goes_on_with_its_errors(tmp_path):
+    def steps(wrapped, n):
+        for i in range(n):
+            wrapped.zero_grad()
+            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(i + world().rank))
+            wrapped(x).square().mean().backward()
+
+    def build(seed):
+        torch.manual_seed(seed)
+        compression = PowerSGD(rank=1, start_step=0)
+        return DataParallel(nn.Linear(12, 12), compression=compression)
+
+    first = build(0)
+    steps(first, 3)
+    Checkpoint(tmp_path).save(3, model=first)
+    second = build(1)
+    Checkpoint(tmp_path).restore(model=second)
+    steps(first, 2)
+    steps(second, 2)
+    assert torch.equal(first.module.weight.grad, second.module.weight.grad)
+
+
+def draws(directory, seed, saves):
+    torch.manual_seed(seed + (world().rank if seed else 0))
+    checkpoint = Checkpoint(directory)
+    if saves:
+        checkpoint.save(1)
+    else:
+        checkpoint.restore()
+    return torch.rand(3).tolist()
+
+
+def test_random_streams_on_another_number_of_ranks(rank_pool, tmp_path):
+    saved = rank_pool.run(draws, tmp_path / "own", 1, True, world=2)
+    more = rank_pool.run(draws, tmp_path / "own", 1, False, world=3)
+    assert more[:2] == saved
+    assert more[2] not in saved
+    assert rank_pool.run(draws, tmp_path / "own", 5, False, world=3) == more, "not from this run"
+    alike = rank_pool.run(draws, tmp_path / "alike", 0, True, world=2)
+    assert rank_pool.run(draws, tmp_path / "alike", 3, False, world=3) == [alike[0]] * 3

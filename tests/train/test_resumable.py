@@ -1,0 +1,145 @@
+"""A loader that is interrupted yields what it had not yet yielded, in the same order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from unisono.comm import world
+from unisono.data_parallel import DataLoader as RankLoader
+from unisono.data_parallel import Dataset
+from unisono.data_parallel import DistributedDataset as RankDataset
+from unisono.data_parallel import DistributedSampler as RankSampler
+from unisono.errors import CheckpointError
+from unisono.train import Checkpoint, Resumable
+
+ROWS = 13
+
+
+def shuffled(seed):
+    torch.manual_seed(seed)
+    return DataLoader(torch.arange(ROWS), batch_size=3, shuffle=True)
+
+
+def with_generator(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(torch.arange(ROWS), batch_size=3, shuffle=True, generator=generator)
+
+
+def two_epochs_and_a_half(loader):
+    """Return all rows, and the state after the second batch of the third epoch."""
+    rows = []
+    for _ in range(2):
+        rows += [batch.tolist() for batch in loader]
+    for number, batch in enumerate(loader):
+        rows.append(batch.tolist())
+        if number == 1:
+            state = {**loader.state_dict()}
+            random = torch.get_rng_state()
+    return rows, state, random
+
+
+@pytest.mark.parametrize("make", [shuffled, with_generator])
+def test_what_is_left_of_an_epoch_comes_in_its_order(make):
+    first = Resumable(make(1))
+    rows, state, random = two_epochs_and_a_half(first)
+    following = [batch.tolist() for batch in first]
+    second = Resumable(make(2))
+    torch.set_rng_state(random)
+    second.load_state_dict(state)
+    assert second.epoch == 2
+    assert second.batch == 2
+    assert [batch.tolist() for batch in second] == rows[-3:]
+    assert second.epoch == 3
+    assert [batch.tolist() for batch in second] == following
+    assert len(second) == 5
+
+
+def test_batches_that_were_used_are_not_loaded_again():
+    class Counting(TensorDataset):
+        loaded = 0
+
+        def __getitem__(self, index):
+            Counting.loaded += 1
+            return super().__getitem__(index)
+
+    rows = Counting(torch.arange(10))
+    loader = Resumable(DataLoader(rows, batch_size=2))
+    order = torch.get_rng_state()
+    loader.load_state_dict({"epoch": 0, "samples": 8, "order": order, "generator": None})
+    assert len(list(loader)) == 1
+    assert Counting.loaded == 2
+
+
+def test_an_epoch_that_was_saved_after_its_last_batch_yields_nothing_more():
+    loader = Resumable(DataLoader(torch.arange(4), batch_size=2))
+    states = [loader.state_dict() for _ in loader]
+    again = Resumable(DataLoader(torch.arange(4), batch_size=2))
+    again.load_state_dict(states[-1])
+    assert list(again) == []
+    assert again.epoch == 1
+    assert len(list(again)) == 2
+
+
+def test_a_stream_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    for wrong in (DataLoader(Stream()), [1, 2]):
+        with pytest.raises(CheckpointError, match="not a loader"):
+            Resumable(wrong)
+
+
+def read_some(directory):
+    comm = world()
+    loader = loader_of_torch(comm)
+    list(loader)  # epoch 0
+    seen = []
+    for batch in loader:
+        seen += comm.all_gather(batch).tolist()
+        if loader.batch == 2:
+            Checkpoint(directory).save(1, loader=loader)
+            return seen
+    return seen
+
+
+def read_rest(directory):
+    comm = world()
+    loader = loader_of_torch(comm)
+    Checkpoint(directory).restore(loader=loader)
+    return [row for batch in loader for row in comm.all_gather(batch).tolist()]
+
+
+def loader_of_torch(comm):
+    rows = torch.arange(48)
+    sampler = DistributedSampler(rows, comm.size, comm.rank, seed=3)
+    return Resumable(DataLoader(rows, 12 // comm.size, sampler=sampler))
+
+
+def test_torchs_sampler_goes_on_with_the_same_samples_on_other_ranks(rank_pool, tmp_path):
+    first = rank_pool.run(read_some, tmp_path, world=2)[0]
+    for ranks in (1, 3):
+        rest = rank_pool.run(read_rest, tmp_path, world=ranks)[0]
+        assert sorted(first + rest) == list(range(48))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ring", "background", "sampler"])
+def test_rows_that_move_between_ranks_are_where_they_were(kind):
+    rows = torch.arange(12) + 100 * world().rank
+
+    def make():
+        if kind == "sampler":
+            data = RankDataset(rows)
+            sampler = RankSampler(data, shuffle=True, seed=5)
+            return Resumable(RankLoader(data, 3, sampler=sampler))
+        return Resumable(RankLoader(Dataset(rows, ishuffle=kind == "background"), 3))
+
+    first = make()
+    expected, state, _ = two_epochs_and_a_half(first)
+    second = make()
+    second.load_state_dict(state)
+    assert [batch.tolist() for batch in second] == expected[-2:]
+    assert [b.tolist() for b in second] == [b.tolist() for b in first]
