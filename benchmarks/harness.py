@@ -6,6 +6,7 @@ turns in the same processes, a round counts its slowest rank, the figure is the 
 
 from __future__ import annotations
 
+import datetime
 import platform
 import re
 import statistics
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from summary import with_summary
 
 from unisono.comm import Communicator
+from unisono.launch.cores import usable_cores
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -32,6 +35,8 @@ class Row:
     target: float | None
     """Largest ratio that counts as reached; None where none is set."""
     note: str = ""
+    at_least: float | None = None
+    """Smallest ratio that counts as reached, where being below is a miss too."""
 
     @property
     def ratio(self) -> float:
@@ -43,7 +48,17 @@ class Row:
         """Whether the target is reached."""
         if self.target is None:
             return "-"
-        return "ok" if self.ratio <= self.target else "MISSED"
+        reached = (self.at_least or 0.0) <= self.ratio <= self.target
+        return "ok" if reached else "MISSED"
+
+    @property
+    def aim(self) -> str:
+        """The target as text."""
+        if self.target is None:
+            return "-"
+        if self.at_least is not None:
+            return f"{self.at_least:g} to {self.target:g}"
+        return f"<= {self.target:g}"
 
 
 def interleaved(
@@ -80,11 +95,10 @@ def markdown(rows: list[Row]) -> str:
         "|---|---:|---:|---:|---:|---|",
     ]
     for row in rows:
-        target = "-" if row.target is None else f"<= {row.target:g}"
         note = f" ({row.note})" if row.note else ""
         lines.append(
             f"| {row.case} | {_time(row.ours)} | {_time(row.reference)} {row.reference_name} "
-            f"| {row.ratio:.2f} | {target} | {row.verdict}{note} |"
+            f"| {row.ratio:.2f} | {row.aim} | {row.verdict}{note} |"
         )
     return "\n".join(lines)
 
@@ -92,10 +106,15 @@ def markdown(rows: list[Row]) -> str:
 def publish(section: str, text: str, *, write: bool = True) -> None:
     """Print `text` and put it under the heading `section` of RESULTS.md, in place of the old.
 
+    The page's first table, of all ratios that have a target, is made anew from all sections.
     Where there is no such page, as in an installed package, nothing is written.
     """
-    machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
-    body = f"## {section}\n\nMeasured on {machine}.\n\n{text.strip()}\n"
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    machine = (
+        f"{platform.machine()}, {usable_cores()} cores, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+    body = f"## {section}\n\nMeasured on {today}, {machine}.\n\n{text.strip()}\n"
     print(body)
     if not write or not RESULTS.exists():
         return
@@ -105,7 +124,7 @@ def publish(section: str, text: str, *, write: bool = True) -> None:
         page = pattern.sub(lambda _: body + "\n", page)
     else:
         page = page.rstrip() + "\n\n" + body
-    RESULTS.write_text(page.rstrip() + "\n", encoding="utf-8")
+    RESULTS.write_text(with_summary(page).rstrip() + "\n", encoding="utf-8")
 
 
 def _time(seconds: float) -> str:

@@ -18,7 +18,7 @@ import unisono
 from unisono.cli.outcome import FAILED, OK
 from unisono.errors import PlatformError
 
-_COLUMNS = ("case", "ours", "reference", "ratio", "target", "verdict")
+_JUDGED = {"ratio", "target", "verdict"}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -92,17 +92,20 @@ def choose(names: list[str], known: list[str]) -> list[str]:
 
 
 def read_rows(text: str) -> list[dict[str, str]]:
-    """Return the rows of the ratio tables in a benchmark's Markdown output."""
+    """Return the rows of a benchmark's Markdown tables that have ratio, target and verdict.
+
+    Keys are the names of the columns; the first one's is always `case`.
+    """
     rows: list[dict[str, str]] = []
-    inside = False
+    columns: list[str] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if tuple(cells) == _COLUMNS:
-            inside = True
-        elif not line.startswith("|"):
-            inside = False
-        elif inside and not set(line) <= set("|-: "):
-            rows.append(dict(zip(_COLUMNS, cells, strict=True)))
+        if not line.startswith("|"):
+            columns = []
+        elif set(cells) >= _JUDGED:
+            columns = ["case", *cells[1:]]
+        elif columns and not set(line) <= set("|-: "):
+            rows.append(dict(zip(columns, cells, strict=True)))
     return rows
 
 

@@ -1,0 +1,158 @@
+"""The planner against the clock: predicted and measured training steps on 1, 2 and 4 ranks.
+
+    python benchmarks/plan.py [--quick]
+
+On each number of ranks four things take turns: steps without communication, sums over the links,
+overlap, and real data-parallel steps. The first three calibrate the planner, which predicts the
+fourth. Four ranks share two cores here. `unisono plan` finds the calibration, unless --quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from harness import Row, interleaved, markdown, publish
+from torch import nn
+
+import unisono
+from unisono import bayes
+from unisono.comm import Communicator
+from unisono.data_parallel import DataParallel, DataParallelOptimizer
+from unisono.launch.cores import usable_cores
+from unisono.plan import Calibration, Prediction, Subject, Workload, calibrate, profile
+from unisono.plan.calibration import TYPICAL, calibration_file, fit_link
+from unisono.plan.measure import SIZES, group_over, hidden_share, overlapping, sums_over
+from unisono.plan.presets import PRESETS
+from unisono.plan.profile import step_of
+from unisono.plan.replicas import bayes as predict_bayes
+from unisono.plan.replicas import data_parallel as predict_data_parallel
+
+MODELS = ("mlp", "cnn", "transformer", "bayes")
+RANKS = (1, 2, 4)
+WAYS = (("blocking", "shm"), ("blocking", "gloo"), ("non-blocking", "gloo"))
+WITHIN = (0.75, 1.25)
+Step = Callable[[], object]
+
+
+def training_step(subject: Subject, mode: str, comm: Communicator) -> Step:
+    """Return one step of this rank. Collective over `comm`."""
+    model = subject.model
+    if isinstance(model, bayes.Sequential):
+        config = bayes.DDPConfig(
+            device_ids=[], backend="auto", rank=comm.rank, world_size=comm.size
+        )
+        net = bayes.DDPSequential(model, config, comm=comm)
+        updater = bayes.OutputUpdater(model.device)
+        target = torch.zeros_like(torch.as_tensor(model(*subject.batch)[0]))
+
+        def bayesian() -> None:
+            net(*subject.batch)
+            updater.update(net.output_z_buffer, target, 0.5, net.input_delta_z_buffer)
+            net.backward()
+            net.step()
+
+        return bayesian
+    optimizer = DataParallelOptimizer(subject.optimizer(model.parameters()))
+    wrapped: nn.Module = DataParallel(model, comm, optimizer, mode == "blocking")
+
+    def step() -> None:
+        subject.loss(wrapped(*subject.batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def measure(names: list[str], rounds: int) -> dict[tuple[object, ...], float]:
+    """Return the medians of everything, in turns; the slowest rank of a round counts."""
+    torch.set_num_threads(1)
+    comm = unisono.world()
+    groups = {backend: group_over(backend) for backend in ("shm", "gloo")}
+    cases: dict[tuple[object, ...], Step] = {}
+    for name in names:
+        torch.manual_seed(0)
+        cases["step", name] = step_of(PRESETS[name]())
+        for mode, backend in WAYS[: 2 if name == "bayes" else None]:
+            torch.manual_seed(0)
+            case = training_step(PRESETS[name](), mode, groups[backend])
+            cases["way", name, mode, backend] = case
+    if comm.size > 1:
+        for backend, group in groups.items():
+            cases |= {("sum", backend, n): add for n, add in sums_over(group).items()}
+        parts = overlapping(groups["gloo"])
+        cases |= {("overlap", i): part for i, part in enumerate(parts)}
+    for case in cases.values():
+        case()
+    named = {str(key): case for key, case in cases.items()}
+    found = interleaved(comm, named, rounds=rounds, repeats=3)
+    return dict(zip(cases, found.values(), strict=True))
+
+
+def calibration(
+    measured: dict[int, dict[tuple[object, ...], float]], workloads: dict[str, Workload]
+) -> Calibration:
+    """Return what steps without communication, sums and overlap tell about this machine."""
+    links = {}
+    for backend, typical in TYPICAL.links.items():
+        sums = {
+            ranks: [(n, found["sum", backend, n]) for n in SIZES]
+            for ranks, found in measured.items()
+            if ranks > 1
+        }
+        links[backend] = fit_link(typical, sums)
+    share = hidden_share(*(measured[2]["overlap", i] for i in range(3)))
+    links["gloo"] = replace(links["gloo"], overlap=share)
+    slowdown: dict[str, dict[int, float]] = {}
+    for name, work in workloads.items():
+        alone = work.compute(PRESETS[name]().samples)
+        slowdown[name] = {n: found["step", name] / alone for n, found in measured.items()}
+    return replace(TYPICAL, cores=usable_cores(), links=links, slowdown=slowdown)
+
+
+def predict(workload: Workload, machine: Calibration, ranks: int, mode: str, backend: str) -> float:
+    """Return the predicted seconds of a step."""
+    cluster = machine.here(ranks, link=backend, model=workload.name)
+    batch = PRESETS[workload.name]().samples
+    if workload.is_bayesian:
+        found = predict_bayes(workload, cluster, batch)
+    else:
+        found = predict_data_parallel(workload, cluster, batch, blocking=mode == "blocking")
+    if not isinstance(found, Prediction):
+        raise RuntimeError(found.reason)
+    return found.step_s
+
+
+def main() -> None:
+    """Measure, calibrate, predict, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds, nothing is written")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    options = parser.parse_args()
+    rounds = 3 if options.quick else 25
+    measured = {
+        ranks: unisono.run(measure, options.models, rounds, ranks=ranks)[0] for ranks in RANKS
+    }
+    workloads = {name: profile(PRESETS[name]()) for name in options.models}
+    machine = calibration(measured, workloads)
+    rows: list[Row] = []
+    for ranks, found in measured.items():
+        for key, seconds in found.items():
+            if key[0] != "way" or (ranks == 1 and key[2:] != WAYS[0]):
+                continue
+            name, mode, backend = (str(part) for part in key[1:])
+            guess = predict(workloads[name], machine, ranks, mode, backend)
+            way = "alone" if ranks == 1 else f"{mode}, {backend}, {ranks} ranks"
+            low, high = WITHIN
+            rows.append(Row(f"{name}: {way}", guess, seconds, "measured", high, at_least=low))
+    text = f"Predicted over measured steps.\n\n{markdown(rows)}\n\nCalibration:\n\n"
+    text += "\n".join(f"- {line}" for line in machine.describe().splitlines()[1:-1])
+    publish("Planner", text, write=not options.quick)
+    if not options.quick:
+        calibrate([PRESETS[name] for name in ("mlp", "cnn")]).write(calibration_file())
+
+
+if __name__ == "__main__":
+    main()

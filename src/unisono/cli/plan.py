@@ -1,0 +1,210 @@
+"""`unisono plan`: what a training step would cost on a machine that is not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.cli.outcome import OK
+from unisono.errors import PlatformError
+
+if TYPE_CHECKING:
+    from unisono.plan import Calibration, Cluster, Workload
+
+_EXAMPLES = """\
+examples:
+  unisono plan --calibrate                     measure links and cores of this machine
+  unisono plan --model cnn                     this machine
+  unisono plan --model train.py:make --ranks 1024 --nodes 128 --link 10GB/s --plot scaling.png
+
+MODEL is mlp, cnn, transformer, graph, bayes, or a function without arguments that returns a model
+and the batch of one rank.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this command to the command line."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict step time and memory on a larger machine",
+        description="Predict step time, waiting for communication and memory of each way to split "
+        "a model, from measured times of the model on one core here and a latency-bandwidth model "
+        "of the links.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="MODEL", help="a preset or file.py:function")
+    parser.add_argument("--batch", type=float, metavar="N", help="samples a rank (as given)")
+    there = parser.add_argument_group("the machine")
+    there.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks in all (cores here)")
+    there.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (1)")
+    there.add_argument("--link", metavar="RATE", help="of a node's network, as 10GB/s, 100Gbit/s")
+    there.add_argument("--latency", default="2us", metavar="T", help="of a message there (2us)")
+    there.add_argument("--node-link", metavar="RATE", help="inside a node (measured here)")
+    there.add_argument("--node-latency", default="2us", metavar="T", help="of --node-link (2us)")
+    there.add_argument("--cores", type=int, metavar="N", help="of a node (one for each rank)")
+    there.add_argument(
+        "--rank-speed", type=float, default=1.0, metavar="X", help="of a rank, in cores of here (1)"
+    )
+    there.add_argument(
+        "--overlap", type=float, default=1.0, metavar="0..1", help="what --link hides (1)"
+    )
+    there.add_argument("--team", type=int, metavar="N", help="ranks that share a sample (a node)")
+    there.add_argument(
+        "--algorithm", default="auto", help="of gradients: auto, ring, tree, hierarchical"
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="strong and weak scaling")
+    out.add_argument("--max-ranks", type=int, default=10_000, metavar="N", help="of the plot")
+    kept = parser.add_argument_group("calibration")
+    kept.add_argument("--calibrate", action="store_true", help="measure with ranks, and keep it")
+    kept.add_argument("--calibration", type=Path, metavar="FILE", help="the file to write or read")
+    parser.set_defaults(execute=execute)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure what is asked for, then print what each way would cost."""
+    if args.calibrate:
+        _calibrate(args)
+    if args.model is None:
+        if args.calibrate:
+            return OK
+        raise PlatformError.because("unisono plan", "no --model", hint="unisono plan --model cnn")
+    from unisono.plan import compare, load_subject, profile, read_calibration
+    from unisono.plan.report import assumptions, table
+
+    calibration = read_calibration(args.calibration)
+    check_sizes(args)
+    subject = load_subject(args.model)
+    cluster = cluster_of(args, calibration, subject.name)
+    workload = profile(subject, team=args.team or cluster.ranks_per_node)
+    batch = args.batch or float(subject.samples)
+    found = compare(workload, cluster, batch, team=args.team)
+    said = assumptions(workload, cluster, batch, calibration.machine)
+    if args.json:
+        ways = [each.as_dict() for each in found]
+        print(json.dumps({"model": workload.name, "ways": ways, "assumptions": said}, indent=1))
+    else:
+        print(table(found))
+        print("\nassumptions:\n" + "\n".join(f"  {line}" for line in said))
+    if args.plot:
+        _plot(args, workload, cluster, batch, said)
+    return OK
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Refuse ranks that do not fill the nodes, and nodes without a network."""
+    asked = f"unisono plan --ranks {args.ranks} --nodes {args.nodes}"
+    if args.nodes < 1 or (args.ranks is not None and args.ranks < 1):
+        raise PlatformError.because(asked, "at least one of each is needed")
+    if args.nodes > 1 and args.link is None:
+        raise PlatformError.because(
+            asked, "no bandwidth between nodes", hint="--link 10GB/s --latency 2us"
+        )
+    if args.nodes > 1 and args.ranks is None:
+        raise PlatformError.because(asked, "no number of ranks", hint=f"--ranks {8 * args.nodes}")
+    if args.ranks is not None and args.ranks % args.nodes:
+        whole = args.ranks // args.nodes
+        raise PlatformError.because(
+            asked,
+            "nodes hold the same number of ranks",
+            f"{args.ranks} = {args.nodes} * {whole} + {args.ranks % args.nodes}",
+            f"--ranks {args.nodes * (whole + 1)}",
+        )
+    for name, value, low, high in (
+        ("--overlap", args.overlap, 0.0, 1.0),
+        ("--rank-speed", args.rank_speed, 1e-9, float("inf")),
+        ("--batch", 1.0 if args.batch is None else args.batch, 1e-9, float("inf")),
+    ):
+        if not low <= value <= high:
+            raise PlatformError.because(f"{name} {value:g}", f"not between {low:g} and {high:g}")
+
+
+def cluster_of(args: argparse.Namespace, calibration: Calibration, model: str) -> Cluster:
+    """Return the machine that the options describe; without a network, this one."""
+    from dataclasses import replace
+
+    from unisono.launch.cores import usable_cores
+    from unisono.plan import Cluster, Link
+    from unisono.plan.quantities import read_rate, read_time
+
+    ranks = args.ranks or usable_cores()
+    if args.link is None and args.node_link is None:
+        here = calibration.here(ranks, model=model)
+        return replace(
+            here, rank_speed=args.rank_speed, cores_per_node=args.cores or here.cores_per_node
+        )
+    # What ranks do to each other on this machine says nothing about another one.
+    inner = replace(calibration.links["shm"], slowdown={})
+    if args.node_link is not None:
+        inner = Link(
+            name=args.node_link,
+            latency_s=read_time(args.node_latency),
+            bytes_per_s=read_rate(args.node_link),
+        )
+    outer = inner
+    if args.link is not None:
+        outer = Link(
+            name=args.link,
+            latency_s=read_time(args.latency),
+            bytes_per_s=read_rate(args.link),
+            overlap=args.overlap,
+        )
+    return Cluster(
+        nodes=args.nodes,
+        ranks_per_node=ranks // args.nodes,
+        inner=inner,
+        outer=outer,
+        cores_per_node=args.cores,
+        rank_speed=args.rank_speed,
+        algorithm=args.algorithm,
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    from functools import partial
+
+    from unisono.plan import calibrate, calibration_file, load_subject
+    from unisono.plan.presets import PRESETS
+
+    makers = [PRESETS[name] for name in ("mlp", "cnn")]
+    if args.model is not None and args.model not in ("mlp", "cnn"):
+        makers.append(partial(load_subject, args.model))
+    print("unisono: measuring on 1, 2 and 4 ranks, about half a minute", file=sys.stderr)
+    found = calibrate(makers)
+    path = args.calibration or calibration_file()
+    found.write(path)
+    print(found.describe())
+    print(f"unisono: wrote {path}", file=sys.stderr)
+
+
+def _plot(
+    args: argparse.Namespace, workload: Workload, cluster: Cluster, batch: float, said: list[str]
+) -> None:
+    from unisono.plan import scaling
+    from unisono.plan.drawing import draw_scaling
+    from unisono.plan.planning import rank_counts
+
+    counts = rank_counts(cluster.ranks_per_node, args.max_ranks)
+    whole = batch * cluster.ranks
+    curves = {
+        strong: scaling(
+            workload, cluster, whole if strong else batch, counts, strong=strong, team=args.team
+        )
+        for strong in (True, False)
+    }
+    draw_scaling(
+        args.plot,
+        title=f"{workload.name}: predicted scaling to {max(counts):,} ranks",
+        strong=curves[True],
+        weak=curves[False],
+        strong_batch=whole,
+        weak_batch=batch,
+        assumptions=said,
+        marked=cluster.ranks,
+    )
+    print(f"unisono: wrote {args.plot}", file=sys.stderr)

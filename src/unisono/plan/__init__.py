@@ -1,0 +1,36 @@
+"""Scale on paper: what a training step would cost on a machine that is not here.
+
+A latency-bandwidth model of the links, measured times of the model on one core, and one formula for
+each way to split. Everything but `profile` and `calibrate` is arithmetic.
+"""
+
+from __future__ import annotations
+
+from unisono.plan.calibration import Calibration, calibration_file, read_calibration
+from unisono.plan.cluster import Cluster
+from unisono.plan.links import Link
+from unisono.plan.measure import calibrate
+from unisono.plan.planning import Curve, compare, scaling
+from unisono.plan.prediction import Impossible, Prediction
+from unisono.plan.profile import profile
+from unisono.plan.subject import GraphInput, Subject, load_subject
+from unisono.plan.workload import Workload
+
+__all__ = [
+    "Calibration",
+    "Cluster",
+    "Curve",
+    "GraphInput",
+    "Impossible",
+    "Link",
+    "Prediction",
+    "Subject",
+    "Workload",
+    "calibrate",
+    "calibration_file",
+    "compare",
+    "load_subject",
+    "profile",
+    "read_calibration",
+    "scaling",
+]

@@ -1,0 +1,123 @@
+"""What is planned: a model, a batch of one rank and how it is trained."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from unisono.bayes import Sequential
+from unisono.errors import PlatformError
+
+__all__ = ["GraphInput", "Subject", "as_subject", "load_subject"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphInput:
+    """The graph that each sample lives on."""
+
+    edge_index: Tensor
+    """Source and target of each edge, `[2, E]`."""
+    nodes: int
+    row_bytes: int
+    """Bytes of a node's features in the layers that read neighbours."""
+    exchanges: int
+    """How many layers do."""
+    pos: Tensor | None = None
+    """Coordinates, `[N, D]`; with them a split keeps neighbours together."""
+
+
+def _momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def _square(output: Any) -> Tensor:
+    return output.square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model and what a rank does with it in a step."""
+
+    model: nn.Module | Sequential
+    batch: tuple[Tensor, ...]
+    """Arguments of forward; the first dim of each counts samples."""
+    name: str = "model"
+    loss: Callable[[Any], Tensor] = _square
+    """From the output to a number."""
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _momentum
+    """From the parameters to an optimizer."""
+    graph: GraphInput | None = None
+
+    @property
+    def samples(self) -> int:
+        """Samples of the batch."""
+        return self.batch[0].shape[0]
+
+
+def load_subject(word: str) -> Subject:
+    """Return what `--model` means: a preset, `file.py:function` or `package.module:function`.
+
+    The function takes no argument and returns a `Subject`, or a model and its batch.
+    """
+    from unisono.plan.presets import PRESETS
+
+    if word in PRESETS:
+        return PRESETS[word]()
+    place, colon, name = word.rpartition(":")
+    if not colon:
+        raise PlatformError.because(
+            f"--model {word}",
+            f"no preset of that name; there are {', '.join(PRESETS)}",
+            hint="--model cnn, or --model train.py:make for a function of yours",
+        )
+    module = _module(place, word)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise PlatformError.because(f"--model {word}", f"no function {name!r} in {place}")
+    return as_subject(make(), name=name)
+
+
+def as_subject(made: Any, name: str = "model") -> Subject:
+    """Return a `Subject` from a model and its batch, or the subject itself."""
+    if isinstance(made, Subject):
+        return made
+    try:
+        model, batch = made
+    except (TypeError, ValueError):
+        model, batch = None, None
+    batch = (batch,) if isinstance(batch, Tensor) else batch
+    tensors = isinstance(batch, tuple) and batch and all(isinstance(x, Tensor) for x in batch)
+    if not isinstance(model, nn.Module | Sequential) or not isinstance(batch, tuple) or not tensors:
+        raise PlatformError.because(
+            f"a model to plan from {name}",
+            f"{type(made).__name__}",
+            hint="return model, batch  (a module and a tensor, or a tuple of tensors)",
+        )
+    return Subject(model=model, batch=batch, name=name)
+
+
+def _module(place: str, word: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            if "" not in sys.path:
+                sys.path.insert(0, "")
+            return importlib.import_module(place)
+        path = Path(place).resolve(strict=True)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{place} cannot be loaded")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except (ImportError, FileNotFoundError) as error:
+        raise PlatformError.because(
+            f"--model {word}", str(error), hint="file.py:function or package.module:function"
+        ) from error

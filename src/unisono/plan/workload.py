@@ -1,0 +1,142 @@
+"""A model as the planner sees it: times, bytes and layers of one training step. Pure.
+
+`profile.py` measures one; tests and users may also write one down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["GraphCut", "GraphLoad", "Layer", "Pace", "SentBucket", "Window", "Workload", "fit_pace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Seconds of a pass over a batch on one core: a fixed part and one for each sample."""
+
+    fixed_s: float
+    sample_s: float
+
+    def seconds(self, samples: float) -> float:
+        """Return the time of so many samples."""
+        return self.fixed_s + samples * self.sample_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What a layer reads around each point, one number for each spatial dim."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def reach(self, dim: int) -> int:
+        """Points that a block needs from both its neighbours together."""
+        return max(0, self.dilation[dim] * (self.kernel[dim] - 1) - (self.stride[dim] - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One leaf of the model; shapes are those of one sample."""
+
+    name: str
+    kind: str
+    parameter_bytes: int
+    share: float
+    """Of the time of the whole."""
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    window: Window | None = None
+    """Of convolutions and pools."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentBucket:
+    """Gradients that travel together."""
+
+    nbytes: int
+    ready: float
+    """Share of backward after which the last of them is there."""
+    needed: float
+    """Share of the next forward after which the first of their parameters is used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphCut:
+    """A graph split over some ranks."""
+
+    halo_rows: int
+    """Rows that the busiest rank fetches."""
+    neighbours: int
+    """Ranks that it fetches from."""
+    imbalance: float
+    """Edges of the busiest rank over the mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphLoad:
+    """The graph of one sample."""
+
+    nodes: int
+    row_bytes: int
+    """Bytes of a node's features, which travel in each exchange."""
+    exchanges: int
+    """Layers that read neighbours."""
+    cuts: Mapping[int, GraphCut]
+    """By number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training step of a model; times are those of one core, alone."""
+
+    name: str
+    forward: Pace
+    backward: Pace
+    optimizer_s: float
+    """One update of all parameters."""
+    parameter_bytes: int
+    state_bytes: int
+    """What the optimizer keeps."""
+    activation_bytes: float
+    """Kept from forward to backward for each sample."""
+    buckets: Sequence[SentBucket]
+    """In the order in which they travel."""
+    layers: Sequence[Layer] = ()
+    graph: GraphLoad | None = None
+    is_bayesian: bool = False
+    item_bytes: int = 4
+    """Of a number."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What all ranks add up in one step."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def compute(self, samples: float) -> float:
+        """Return the seconds of forward, backward and update on one core."""
+        passes = self.forward.seconds(samples) + self.backward.seconds(samples)
+        return passes + self.optimizer_s
+
+
+def fit_pace(samples: Sequence[float], seconds: Sequence[float]) -> Pace:
+    """Return the line through measured times, with neither part negative; least relative squares.
+
+    >>> line = fit_pace([1, 2, 4], [3.0, 5.0, 9.0])
+    >>> round(line.fixed_s, 6), round(line.sample_s, 6)
+    (1.0, 2.0)
+    """
+    # Weights 1 / t^2: a small batch counts as much as a large one.
+    rows = [(1 / t, n / t) for n, t in zip(samples, seconds, strict=True)]
+    aa, ab, bb = (math.fsum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (math.fsum(r[i] for r in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        fixed, each = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if fixed >= 0 and each >= 0:
+            return Pace(fixed_s=fixed, sample_s=each)
+        if each < 0:
+            return Pace(fixed_s=a / aa, sample_s=0.0)
+    return Pace(fixed_s=0.0, sample_s=b / bb)

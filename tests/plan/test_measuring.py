@@ -1,0 +1,200 @@
+"""Measured workloads, the calibration of this machine, and the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.cli import main
+from unisono.errors import PlatformError
+from unisono.plan import (
+    Calibration,
+    Link,
+    Prediction,
+    Subject,
+    calibrate,
+    compare,
+    load_subject,
+    profile,
+    read_calibration,
+)
+from unisono.plan.calibration import TYPICAL
+from unisono.plan.presets import PRESETS
+from unisono.plan.subject import as_subject
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """The user's calibration is not ours."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    module = sys.modules["unisono.plan.profile"]  # the package's attribute is the function
+    monkeypatch.setattr(module, "_ROUNDS", 2)
+    monkeypatch.setattr(module, "_ROUND_S", 0.01)
+
+
+def small():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 8)
+    )
+    return Subject(name="small", model=model, batch=(torch.randn(6, 2, 8, 8),))
+
+
+def test_a_model_is_measured_as_it_is(few_rounds):
+    threads = torch.get_num_threads()
+    found = profile(small())
+    assert torch.get_num_threads() == threads
+    parameters = (2 * 4 * 9 + 4) + (64 * 8 + 8)
+    assert found.parameter_bytes == found.state_bytes == found.sent_bytes == 4 * parameters
+    assert [layer.kind for layer in found.layers] == [
+        "Conv2d", "ReLU", "MaxPool2d", "Flatten", "Linear"
+    ]  # fmt: skip
+    assert found.layers[0].input_shape == (2, 8, 8)
+    windows = [layer.window for layer in found.layers if layer.window is not None]
+    # Blocks of a convolution look at each other, those of a pool do not.
+    assert [window.reach(0) for window in windows] == [2, 0]
+    assert 0 < sum(layer.share for layer in found.layers) <= 1 + 1e-9
+    # Autograd keeps at least the input of the convolution and the indices of the pool.
+    assert found.activation_bytes >= 4 * 2 * 64
+    assert found.forward.seconds(6) > 0
+    assert found.optimizer_s > 0
+    assert [(b.ready, b.needed) for b in found.buckets] == [(1.0, 0.0)]
+
+
+def test_presets_cover_the_ways(few_rounds):
+    ways = {}
+    for name in ("graph", "bayes"):
+        subject = PRESETS[name]()
+        workload = profile(subject, team=4)
+        found = compare(workload, TYPICAL.here(4), subject.samples)
+        ways[name] = {each.way for each in found if isinstance(each, Prediction)}
+        if workload.graph is not None:
+            rows = workload.graph.cuts[4].halo_rows
+            assert 24 <= rows <= 4 * 48  # the sides of a quarter of the grid
+    assert ways["bayes"] == {"Bayesian"}
+    assert "graph (halos)" in ways["graph"]
+    assert {"tensor (features)", "sharded (FSDP2)"} <= ways["graph"]
+
+
+def test_buckets_become_ready_from_the_last_layer_on(few_rounds):
+    layers = [nn.Linear(512, 512) for _ in range(4)]
+    subject = Subject(model=nn.Sequential(*layers), batch=(torch.randn(4, 512),))
+    found = profile(subject).buckets
+    assert len(found) == 2  # the first is closed at 1 MB
+    assert found[0].ready < found[1].ready == 1.0
+    assert found[0].needed > found[1].needed == 0.0
+
+
+def test_a_calibration_is_kept_and_read_again(tmp_path):
+    found = calibrate([small], ranks=(2,), rounds=2)
+    assert set(found.slowdown["small"]) == {1, 2}
+    assert found.slowdown["small"][1] == 1.0
+    assert found.links["shm"].bytes_per_s > 1e6
+    assert found.links["shm"].slowdown == {2: 1.0}
+    assert 0 <= found.links["gloo"].overlap <= 1
+    assert found.memcpy_bytes_per_s > 1e6
+    path = tmp_path / "there" / "calibration.json"
+    found.write(path)
+    assert read_calibration(path) == found
+    assert "a step of small: " in found.describe()
+    assert "shm: " in found.describe()
+    cluster = read_calibration(path).here(2, link="gloo", model="small")
+    assert (cluster.ranks, cluster.slowdown) == (2, found.slowdown["small"])
+
+
+def test_calibrations_that_are_none_are_refused(tmp_path):
+    assert read_calibration() is TYPICAL
+    with pytest.raises(PlatformError, match="--calibrate"):
+        read_calibration(tmp_path / "nothere.json")
+    for text in ("{}", "[]", "no json", '{"version": 0}'):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(PlatformError, match="--calibrate"):
+            read_calibration(tmp_path / "c.json")
+
+
+def test_a_model_that_was_not_measured_takes_the_mean_slowdown():
+    known = Calibration(
+        cores=2,
+        links={"shm": Link(name="shm", latency_s=1e-6, bytes_per_s=1e9)},
+        memcpy_bytes_per_s=1e9,
+        slowdown={"a": {1: 1.0, 2: 1.2}, "b": {1: 1.0, 2: 1.4, 4: 2.0}},
+    )
+    assert known.slowdown_of("b") == {1: 1.0, 2: 1.4, 4: 2.0}
+    assert known.slowdown_of("c") == {1: 1.0, 2: pytest.approx(1.3)}
+    assert TYPICAL.slowdown_of("c") == {}
+
+
+def test_models_come_from_files_and_modules(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "def make(): return torch.nn.Linear(3, 2), torch.ones(5, 3)\n"
+        "def wrong(): return 3\n"
+        "value = 1\n"
+    )
+    subject = load_subject(f"{tmp_path / 'train.py'}:make")
+    assert (subject.name, subject.samples) == ("make", 5)
+    assert load_subject("unisono.plan.presets:mlp").name == "mlp"
+    assert as_subject(subject) is subject
+    for word, message in (
+        ("resnet", "there are mlp, cnn, transformer, graph, bayes"),
+        (f"{tmp_path / 'no.py'}:make", "No such file"),
+        (f"{tmp_path / 'train.py'}:missing", "no function 'missing'"),
+        (f"{tmp_path / 'train.py'}:value", "no function 'value'"),
+        (f"{tmp_path / 'train.py'}:wrong", "return model, batch"),
+        ("nomodule:make", "No module named"),
+    ):
+        with pytest.raises(PlatformError, match=message):
+            load_subject(word)
+
+
+def test_the_command_prints_ways_and_assumptions(few_rounds, tmp_path, capsys):
+    picture = tmp_path / "scaling.png"
+    machine = ["--ranks", "64", "--nodes", "16", "--link", "10GB/s", "--latency", "3us"]
+    assert main(["plan", "--model", "mlp", *machine, "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    for words in ("data parallel, blocking", "DASO", "not possible:", "16 x 4 ranks"):
+        assert words in out
+    assert "between nodes 10GB/s: 3 us + n / 10 GB/s" in out
+    assert "typical values, not measured" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "--model", "mlp", *machine, "--json", "--rank-speed", "50"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    by_way = {each["way"]: each for each in found["ways"]}
+    assert by_way["DASO"]["ranks"] == 64
+    assert 0 < by_way["data parallel, blocking"]["communication_share"] < 1
+    assert "no convolution" in by_way["spatial (halos)"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no --model"),
+        (["--model", "mlp", "--nodes", "2", "--ranks", "8"], "--link 10GB/s"),
+        (["--model", "mlp", "--nodes", "2", "--link", "1GB/s"], "--ranks 16"),
+        (
+            ["--model", "mlp", "--nodes", "3", "--ranks", "8", "--link", "1GB/s"],
+            "8 = 3 * 2 + 2",
+        ),
+        (["--model", "mlp", "--ranks", "0"], "at least one"),
+        (["--model", "mlp", "--ranks", "4", "--link", "fast"], "HINT: write 10GB/s"),
+        (["--model", "mlp", "--overlap", "2"], "not between 0 and 1"),
+        (["--model", "mlp", "--batch", "0"], "--batch 0"),
+    ],
+)
+def test_bad_options_are_explained(words, message, capsys):
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_network_this_machine_is_planned(few_rounds, capsys):
+    assert main(["plan", "--model", "mlp", "--ranks", "4", "--cores", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "1 x 4 ranks on 2 cores a node" in out
