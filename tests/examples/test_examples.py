@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +10,8 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(example, tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(example), "--ranks", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+def test_an_example_runs(example, interpreter, tmp_path):
+    done = interpreter.run([str(example), "--ranks", "2"], cwd=tmp_path, timeout_s=110.0)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.strip(), "an example shows something"
     assert list(tmp_path.glob("unisono-*")) == []

@@ -1,4 +1,4 @@
-"""Every Python block of the README and of docs/ runs, and so do the commands shown.
+"""Every Python block of the README and of docs/ runs, and so do the commands and the notebook.
 
 The ```python blocks of a page run in order in one fresh process; a block with `title="name.py"` is
 written to that file instead. ```console lines that start with `$ unisono` or `$ python` run in the
@@ -7,11 +7,9 @@ same directory. Line numbers in a traceback are those of the page.
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<info>[^`]*)$")
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 TITLE = re.compile(r'title="([^"]+)"')
 
 
@@ -34,20 +32,23 @@ class Block:
 def blocks_of(text: str) -> list[Block]:
     """Return the fenced blocks of a page; `first_line` counts from 0."""
     blocks: list[Block] = []
-    opened: tuple[str, str, int] | None = None
+    opened: re.Match[str] | None = None
+    start = 0
     lines = text.splitlines()
     for number, line in enumerate(lines):
         fence = FENCE.match(line)
         if opened is None and fence:
-            opened = fence["ticks"], fence["info"].strip(), number + 1
-        elif opened is not None and fence and fence["ticks"] == opened[0] and not fence["info"]:
-            _, info, start = opened
+            opened, start = fence, number + 1
+        elif opened is not None and fence and fence["ticks"] == opened["ticks"]:
+            if fence["info"]:
+                continue
+            info = opened["info"].strip()
             title = TITLE.search(info)
-            language = info.split(" ")[0] if info else ""
+            inside = tuple(line.removeprefix(opened["indent"]) for line in lines[start:number])
             found = title[1] if title else None
-            blocks.append(Block(language, found, start, tuple(lines[start:number])))
+            blocks.append(Block(info.split(" ")[0], found, start, inside))
             opened = None
-    assert opened is None, f"the block that opens at line {opened[2]} has no end"
+    assert opened is None, f"the block that opens at line {start} has no end"
     return blocks
 
 
@@ -73,41 +74,47 @@ def commands_of(blocks: list[Block]) -> list[list[str]]:
     return [command for command in words if command and command[0] in ("unisono", "python")]
 
 
-def run(command: list[str], cwd: Path, page: Path) -> None:
-    programs = {"unisono": [sys.executable, "-m", "unisono"], "python": [sys.executable]}
-    env = {**os.environ, "TMPDIR": str(cwd)}
-    done = subprocess.run(
-        [*programs[command[0]], *command[1:]],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def run(interpreter, command: list[str], cwd: Path, page: Path) -> None:
+    programs = {"unisono": ["-m", "unisono"], "python": []}
+    done = interpreter.run([*programs[command[0]], *command[1:]], cwd=cwd)
     assert done.returncode == 0, f"{page.name}: {command}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_code_block_of_a_page_runs(page, tmp_path):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_code_block_of_a_page_runs(page, interpreter, tmp_path):
     blocks = blocks_of(page.read_text(encoding="utf-8"))
     for block in blocks:
         if block.title:
             (tmp_path / block.title).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
     if script := script_of(blocks):
         (tmp_path / f"{page.name}.py").write_text(script, encoding="utf-8")
-        run(["python", f"{page.name}.py"], tmp_path, page)
+        run(interpreter, ["python", f"{page.name}.py"], tmp_path, page)
     for command in commands_of(blocks):
-        run(command, tmp_path, page)
+        run(interpreter, command, tmp_path, page)
 
 
-def test_a_broken_block_is_found_at_its_line(tmp_path):
+def test_the_cells_of_the_notebook_run_in_order(interpreter, tmp_path):
+    """As in a kernel: every cell is code of `__main__` that stands in no file."""
+    notebook = ROOT / "docs" / "first_hour.ipynb"
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    (tmp_path / "kernel.py").write_text(
+        f"cells = {[''.join(cell['source']) for cell in cells]!r}\n"
+        "del __file__\n"
+        "for number, cell in enumerate(cells, 1):\n"
+        "    exec(compile(cell, f'<cell {number}>', 'exec'))\n"
+    )
+    run(interpreter, ["python", "kernel.py"], tmp_path, notebook)
+    errors = [output for cell in cells for output in cell["outputs"] if "ename" in output]
+    assert not errors, "the notebook was saved with an error in it"
+
+
+def test_a_broken_block_is_found_at_its_line(interpreter, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n```python\nx = 1\n```\n\ntext\n\n```python\nx / 0\n```\n")
     script = script_of(blocks_of(page.read_text()))
     (tmp_path / "page.md.py").write_text(script)
     with pytest.raises(AssertionError, match=r'page.md.py", line 10'):
-        run(["python", "page.md.py"], tmp_path, page)
+        run(interpreter, ["python", "page.md.py"], tmp_path, page)
 
 
 def test_only_python_without_title_is_executed():
@@ -116,3 +123,9 @@ def test_only_python_without_title_is_executed():
     assert script_of(blocks) == ""
     assert [block.title for block in blocks] == ["a.py", None, None]
     assert commands_of(blocks) == [["unisono", "x"]]
+
+
+def test_a_block_inside_a_list_loses_its_indentation():
+    (block,) = blocks_of("1. do this\n\n    ```python\n    if x:\n        y()\n    ```\n")
+    assert block.lines == ("if x:", "    y()")
+    assert block.first_line == 3

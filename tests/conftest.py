@@ -1,0 +1,86 @@
+"""The fixture `interpreter`: runs scripts as `python` would, without loading torch again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+_SERVER = Path(__file__).with_name("warm_interpreter.py")
+_SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Set while the process loads its libraries only: no thread may be lost by a fork."""
+
+
+class Interpreter:
+    """A process with torch loaded from which scripts are forked; see `warm_interpreter.py`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(
+        self, words: Sequence[str], *, cwd: Path, timeout_s: float = 100.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python *words` in `cwd`, which is its TMPDIR too; return what it said."""
+        control = self._connection()
+        env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+        request = {"words": list(words), "cwd": str(cwd), "env": {**env, "TMPDIR": str(cwd)}}
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            fds = [out.fileno(), err.fileno()]
+            socket.send_fds(control, [json.dumps(request).encode()], fds)
+            pid = self._answer(60.0)["pid"]
+            try:
+                code = self._answer(timeout_s)["code"]
+            except TimeoutError:
+                os.killpg(pid, signal.SIGKILL)
+                self._answer(60.0)
+                code = -signal.SIGKILL
+            texts = [_text(file) for file in (out, err)]
+        return subprocess.CompletedProcess(list(words), code, *texts)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._control.close()
+            self._process.wait(30.0)
+
+    def _connection(self) -> socket.socket:
+        """Return the socket to the process, which is started at the first need."""
+        if self._process is None:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(_SERVER), str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=os.environ | dict.fromkeys(_SINGLE_THREAD, "1"),
+                )
+            self._answer(300.0)
+        return self._control
+
+    def _answer(self, timeout_s: float) -> dict[str, int]:
+        self._control.settimeout(timeout_s)
+        message = self._control.recv(1 << 12)
+        assert message, "the warm interpreter has ended"
+        return json.loads(message)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Runs `python script.py --ranks 2` by `interpreter.run(["script.py", "--ranks", "2"])`."""
+    warm = Interpreter()
+    yield warm
+    warm.close()

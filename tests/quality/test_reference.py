@@ -1,0 +1,108 @@
+"""The reference tells every public name, with its signature and what it does; the site builds."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    path = ROOT / "docs" / "hooks" / "reference.py"
+    spec = importlib.util.spec_from_file_location("reference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(reference):
+    return reference.pages()
+
+
+def test_every_package_has_a_page(pages):
+    packages = [name for name in unisono.__all__ if inspect.ismodule(getattr(unisono, name))]
+    assert len(packages) > 10
+    assert {f"reference/{name}.md" for name in packages} <= set(pages)
+
+
+def is_told(name, value, text):
+    """Whether a page has a section with the name's signature, if it has one, and its docstring."""
+    if inspect.ismodule(value):
+        return f"\n## {name} (module)\n" in text
+    section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    if callable(value):
+        return f"```python\n{name}" in section and bool(value.__doc__)
+    return bool(section.strip())
+
+
+def test_every_public_name_is_told_with_its_signature_and_docstring(reference, pages):
+    missing = []
+    for path, text in pages.items():
+        name = f"unisono.{path.removeprefix('reference/').removesuffix('.md')}"
+        if name in ("unisono.index", "unisono.compat"):
+            continue
+        module = importlib.import_module(name)
+        for public in reference.public_names(module):
+            if not is_told(public, getattr(module, public), text):
+                missing.append(f"{name}.{public}")
+    assert missing == []
+
+
+def test_public_methods_have_docstrings(reference):
+    bare = []
+    for name in reference.packages():
+        module = importlib.import_module(name)
+        for public in reference.public_names(module):
+            value = getattr(module, public)
+            if inspect.isclass(value) and value.__module__.startswith("unisono"):
+                bare += [
+                    f"{name}.{public}.{member}"
+                    for member, _ in reference.members(value)
+                    if not inspect.getdoc(getattr(value, member))
+                ]
+    assert bare == []
+
+
+def test_a_docstring_becomes_lists_and_blocks(reference):
+    doc = (
+        "Do it.\n\nMore.\n\nArgs:\n    x: a thing\n        on two lines.\n\nExample:\n    >>> f(1)"
+    )
+    assert reference.to_markdown(doc) == (
+        "Do it.\n\nMore.\n\n**Arguments**\n\n- `x`: a thing on two lines.\n\n"
+        "```python\n>>> f(1)\n```"
+    )
+
+
+def test_a_signature_keeps_annotations_and_keyword_only_arguments(reference):
+    def move(x: Tensor, dim: int = 0, *, comm: Comm | None = None) -> Tensor: ...  # noqa: F821
+
+    assert reference.signature("move", move) == (
+        "move(x: Tensor, dim: int = 0, *, comm: Comm | None = None) -> Tensor"
+    )
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: make docs brings it")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "reference" / "comm" / "index.html").exists()
