@@ -6,7 +6,6 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-DOCS_STAMP := $(VENV)/.docs-ready
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench docs clean
@@ -22,11 +21,11 @@ $(STAMP): pyproject.toml
 	  { echo "unisono needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,examples,plot,mpi,slurm]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,examples,plot,mpi,slurm,docs]"
 	@touch $@
 
-demo: $(STAMP) ## train on real digits with two CPU ranks
-	@$(BIN)/unisono demo --ranks 2
+demo: $(STAMP) ## train on real digits, one rank against many, and write a report
+	@$(BIN)/unisono demo
 
 test: $(STAMP) ## all tests, with lint, types, layers and code blocks of the documentation
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -44,12 +43,8 @@ format: $(STAMP) ## let ruff rewrite the files
 bench: $(STAMP) ## every benchmark, one table each
 	$(BIN)/unisono bench
 
-docs: $(DOCS_STAMP) ## build the documentation into site/
+docs: $(STAMP) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
-	@touch $@
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

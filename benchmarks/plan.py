@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, nothing is written")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
-    rounds = 3 if options.quick else 25
+    rounds = 3 if options.quick else 15
     measured = {
         ranks: unisono.run(measure, options.models, rounds, ranks=ranks)[0] for ranks in RANKS
     }

@@ -2,8 +2,8 @@
 
     python examples/checkpoint_resume.py
 
-The loop saves when it is asked to stop and is started again by the launcher. In the end the same
-checkpoint is opened on another number of ranks.
+The loop saves when it is asked to stop and is started again by the launcher. In the end one process
+opens what the ranks have saved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import tempfile
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -25,12 +24,12 @@ from unisono.train import Checkpoint, Resumable
 
 def build():
     comm = unisono.world()
-    x, y = load_digits(return_X_y=True)
-    rows = TensorDataset(torch.tensor(x[:1536]).float() / 16, torch.tensor(y[:1536]))
+    x = torch.randn(1536, 16, generator=torch.Generator().manual_seed(0))
+    rows = TensorDataset(x, x.abs()[:, :4].argmax(1))
     sampler = DistributedSampler(rows, comm.size, comm.rank, seed=1)
     loader = Resumable(DataLoader(rows, 128 // comm.size, sampler=sampler))
     torch.manual_seed(0)
-    model = DataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
+    model = DataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
@@ -63,14 +62,6 @@ def train(directory, epochs, preempt_at=None):
     return losses
 
 
-def losses_of(directory):
-    """Restore everything on these ranks."""
-    state = build()
-    restored = Checkpoint(directory).restore(**state)
-    weight = state["model"].module[0].weight
-    return restored.step, restored.ranks, restored["losses"], weight.detach()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -81,11 +72,11 @@ def main():
         print(f"{len(smooth)} steps in {broken.restarts + 1} attempts, loss {broken[0][-1]:.4f}")
         assert broken.restarts == 1
         assert broken[0] == smooth, "the curves differ"
-        here = losses_of(f"{directory}/broken")
-        there = unisono.run(losses_of, f"{directory}/broken", ranks=ranks + 1)[0]
-        print(f"step {here[0]}, saved on {here[1]} ranks, opened on 1 and on {ranks + 1}")
-        assert here[:3] == there[:3]
-        assert torch.equal(here[3], there[3])
+        state = build()  # this process is a world of one rank
+        restored = Checkpoint(f"{directory}/broken").restore(**state)
+        print(f"step {restored.step}, saved on {restored.ranks} ranks, restored on one")
+        assert restored["losses"] == smooth
+        assert state["loader"].epoch == 3
 
 
 main()

@@ -88,18 +88,18 @@ def train(grid: Partition | None) -> tuple[list[float], Tensor]:
 def show(grid: Partition, fields: dict[str, Tensor], file: str = "flow.png") -> None:
     """Draw fields beside each other, with the seams between the ranks."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(fields))
-    for axes, (title, field) in zip(panels, fields.items(), strict=True):
+    for axes, (title, field) in zip(figure.subplots(1, len(fields)), fields.items(), strict=True):
         axes.imshow(field[0, 0], cmap="RdBu_r", vmin=-8, vmax=8)
         axes.set(title=title, xticks=[], yticks=[])
         for dim, line in ((2, axes.axhline), (3, axes.axvline)):
             for cut in grid.cuts((1, 1, SIZE, SIZE))[dim][1:-1]:
                 line(cut - 0.5, color="black", linewidth=0.9, linestyle=":")
-    figure.colorbar(panels[0].images[0], ax=panels, shrink=0.9, label="vorticity")
+    figure.colorbar(figure.axes[0].images[0], ax=figure.axes, shrink=0.9, label="vorticity")
     figure.savefig(file, dpi=110)
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # as the ranks
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     n = parser.parse_args().ranks

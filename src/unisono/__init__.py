@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         operators,
         testing,
         topology,
+        train,
     )
     from unisono.comm import Communicator
     from unisono.launch import (
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
         wrapper,
     )
     from unisono.topology import Mesh, Partition
+    from unisono.train import Checkpoint
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoint": "unisono.train",
     "Communicator": "unisono.comm",
     "Device": "unisono.launch",
     "Job": "unisono.launch",
@@ -75,9 +78,11 @@ _PACKAGES = (
     "operators",
     "testing",
     "topology",
+    "train",
 )
 
 __all__ = [
+    "Checkpoint",
     "Communicator",
     "Device",
     "Job",
@@ -105,6 +110,7 @@ __all__ = [
     "submit",
     "testing",
     "topology",
+    "train",
     "world",
     "wrapper",
 ]

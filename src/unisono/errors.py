@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "CheckpointError",
     "CollectiveMismatch",
     "JobCancelled",
     "LayoutError",
@@ -101,6 +102,10 @@ class PartitionError(UnisonoError, ValueError):
 
 class LayoutError(UnisonoError, ValueError):
     """A replicated, sharded or partial tensor used where another kind is needed."""
+
+
+class CheckpointError(UnisonoError, RuntimeError):
+    """A checkpoint that cannot be written, is damaged, or does not fit what is to be restored."""
 
 
 class CollectiveMismatch(UnisonoError, RuntimeError):

@@ -82,12 +82,12 @@ def rank_counts(ranks_per_node: int, largest: int) -> list[int]:
     """Return numbers of ranks for a plot, about ten to a decade: parts of a node, then whole nodes.
 
     >>> rank_counts(8, 100)
-    [1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96]
+    [1, 2, 4, 8, 16, 24, 32, 48, 56, 72, 96]
     """
     wanted = {int(10 ** (i / 10)) for i in range(10 * len(str(largest)) + 1)} | {largest}
-    parts = {n for n in wanted if n <= ranks_per_node and ranks_per_node % n == 0}
+    parts = {n for n in range(1, ranks_per_node + 1) if ranks_per_node % n == 0}
     nodes = {n // ranks_per_node * ranks_per_node for n in wanted if n <= largest}
-    return sorted((parts | nodes | {ranks_per_node}) - {0})
+    return sorted((parts | nodes) - {0})
 
 
 def _is_enough(found: Prediction, machine: Cluster, share: float, team: int | None) -> bool:

@@ -76,9 +76,15 @@ def training(folder):
 
 
 def start_again(cluster, job):
-    """Spare us the two minutes for which SLURM holds back a job that was requeued."""
-    with suppress(RuntimeError):  # they are over
-        cluster.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    """Spare us the two minutes for which SLURM holds back a job that was requeued.
+
+    To be called until it runs: before it is in the queue again there is nothing to change, and the
+    scheduler needs a moment to take notice.
+    """
+    if "Reason=BeginTime" in cluster.call("scontrol", "show", "job", job.id):
+        with suppress(RuntimeError):  # it has just begun
+            cluster.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+        time.sleep(1.0)
 
 
 @pytest.fixture(scope="module")
