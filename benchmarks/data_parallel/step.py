@@ -30,11 +30,19 @@ TARGETS = {
 """Largest ratios to DDP over gloo."""
 
 
-SHARE = {"MLP": 1.0, "CNN": 0.5, "TransformerEncoder": 0.1}
-"""Steps of a block, for models whose steps take longer."""
+ROUNDS = 25
+"""Variants take short turns: what disturbs the machine for a second then disturbs all of them."""
+
+SHARE = {"MLP": 1.0, "CNN": 1.0, "TransformerEncoder": 0.25}
+"""Share of the steps, for a model whose steps take longer."""
 
 
-def measure(quick: bool, steps_a_block: int, models: list[str]) -> list[Row]:
+def steps_a_turn(model: str, steps: int) -> int:
+    """Return how many steps of the model make a turn."""
+    return max(2, round(steps * SHARE[model] / ROUNDS))
+
+
+def measure(quick: bool, total: int, models: list[str]) -> list[Row]:
     """Measure all variants of the models on the ranks of the world."""
     torch.set_num_threads(1)
     gloo, shm = backend_group("gloo"), backend_group("shm")
@@ -48,8 +56,8 @@ def measure(quick: bool, steps_a_block: int, models: list[str]) -> list[Row]:
             "non-blocking, shm": variant("non-blocking", model, shm),
             "no communication": variant("alone", model, None),
         }
-        count = max(2, round(steps_a_block * SHARE[model]))
-        rounds, warm_up = (5, 2) if quick else (9, max(2, count // 4))
+        count = steps_a_turn(model, total)
+        rounds, warm_up = (5, 2) if quick else (ROUNDS, round(total * SHARE[model] / 4))
         found = take_turns(shm, steps, rounds=rounds, warm_up=warm_up, count=count)
         reference = found["DDP, gloo"]
         for name, timing in found.items():
@@ -73,14 +81,15 @@ def measure(quick: bool, steps_a_block: int, models: list[str]) -> list[Row]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, nothing is written")
-    parser.add_argument("--steps", type=int, help="steps of an MLP's block (200; quick: 20)")
+    parser.add_argument("--steps", type=int, help="steps of each variant (200; quick: 50)")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
-    quick, steps = options.quick, options.steps or (20 if options.quick else 200)
+    quick, steps = options.quick, options.steps or (50 if options.quick else 200)
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = unisono.run(measure, quick, steps, options.models, ranks=2)[0]
-    blocks = ", ".join(f"{model} {round(steps * SHARE[model])}" for model in options.models)
+    turns = ", ".join(f"{model} {steps_a_turn(model, steps)}" for model in options.models)
     text = (
-        f"Nine rounds; in each, every variant in turn. Steps a turn: {blocks}.\n\n{markdown(rows)}"
+        f"{ROUNDS} rounds; in each, every variant in turn. Steps a turn: {turns}.\n\n"
+        f"{markdown(rows)}"
     )
     publish("Data parallel: a step", text, write=not quick)

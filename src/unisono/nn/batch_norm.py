@@ -165,7 +165,7 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised block."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         if self.training or self.running_mean is None or self.running_var is None:
             mean, squares = self._moments(x)

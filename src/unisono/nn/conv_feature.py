@@ -110,7 +110,7 @@ class _FeatureConv(ConvBase[SpacePlan]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's balanced share of the convolution."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         weight, bias = self._parameters_here()
         return self._in_space(x, weight, bias)

@@ -153,7 +153,7 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's balanced share of the transposed convolution."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         shapes: list[tuple[int, ...]] = [
             (self.in_channels, self.out_channels // self.groups, *self.kernel_size)

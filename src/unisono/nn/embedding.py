@@ -133,7 +133,7 @@ class DistributedEmbedding(HoldingModule[None]):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids: own columns, or whole ones with `split="vocab"`."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(self.weight)
         if self.max_norm is not None:
             self._renormalise(ids, self.max_norm)

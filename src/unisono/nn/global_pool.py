@@ -31,7 +31,7 @@ class GlobalAvgPool(PlannedModule[int]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the mean over space."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         space = tuple(range(2, x.dim()))
         own = self._tied(x).sum(space, keepdim=True)

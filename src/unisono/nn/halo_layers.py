@@ -49,7 +49,7 @@ class _Windowed(PlannedModule[HaloPlan]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the own window."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         return self._window(x)
 

@@ -44,7 +44,7 @@ class Join(PlannedModule[tuple[Cuts, OverlapPlan | None]]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return whole samples."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         cuts, overlap = self._plan
         tied = self._tied(x)

@@ -146,7 +146,7 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised block."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         plan = self._plan
         tied = self._tied(x)

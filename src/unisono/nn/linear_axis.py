@@ -130,7 +130,7 @@ class DistributedLinearAllGather(_OneAxisLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[*, out_features / ranks]`."""
-        if not self.P_y.active:
+        if not self._takes_part:
             return self._outside(x)
         tied = self._tied(x)
         gathered = AllGather.apply(tied, self._plan) if self._plan.comm.size > 1 else tied
@@ -190,7 +190,7 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's block of the sum, with the bias added once."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         if self._splits_output or self.bias is None:
             weight, bias = self._own_parameters()

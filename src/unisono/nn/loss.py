@@ -75,7 +75,7 @@ class _Loss(PlannedModule[tuple[int, int]]):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the whole tensors; with reduction "none" that of the own block."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x).sum()
         if self.reduction == "none":
             self._answer_first((x, target))
@@ -254,7 +254,7 @@ class DistributedNLLLoss(_WeightedLoss):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the whole tensors; with reduction "none" one value a position."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x).sum()
         tied = self._tied(x)
         losses, weights = self._positions(tied, target, self._normaliser(tied))

@@ -171,7 +171,7 @@ class AllSumReduce(PlannedModule[Communicator]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum, on every rank of the group."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         comm = self._plan
         if comm.size < self.P_x.size or not carries_word(self._structures[0].dtype, comm.size):
@@ -220,7 +220,7 @@ class AllGather(PlannedModule[BlockPlan]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the joined tensor."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         y = GatherMap.apply(self._tied(x), self._plan) if self._plan.comm.size > 1 else identity(x)
         workers = _workers(self.P_x, self.scale_backward)
@@ -268,7 +268,7 @@ class ReduceScatter(PlannedModule[BlockPlan]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's block of the sum."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         if self._plan.comm.size == 1:
             return identity(x)

@@ -48,7 +48,11 @@ class Notices:
         _live[key] = weakref.ref(self, lambda _: _live.pop(key, None))
 
     def begin(self, layer: Module, input: tuple[Any, ...], *, changed: bool) -> None:
-        """Number this call; where this rank sees a change, wait until all others see it too."""
+        """Number this call; where this rank sees a change, wait until all have said what they see.
+
+        Raises:
+            CollectiveMismatch: some rank saw no change.
+        """
         self.check()
         number = self._calls + 1
         if changed:
@@ -58,18 +62,19 @@ class Notices:
         if dog is None:
             return
         old, new = layer._described(None), layer._described(input)
-        self._put(dog, "changed", f"{old} -> {new}")
+        self._put(dog, "changed", number, f"{old} -> {new}")
         deadline = time.monotonic() + self.comm.timeout_s
         nap_s = _FIRST_NAP_S
-        while not self._all_changed(dog):
-            kept = self._said(dog, "kept")
-            if kept:
-                layer._stand_in()
-                raise self._mismatch({self.comm.rank: f"{old} -> {new}"}, kept)
+        kept = self._said(dog, "kept", number, number)
+        while len(kept) + len(self._said(dog, "changed", number, number)) < self.comm.size - 1:
             if time.monotonic() > deadline:
-                return  # set-up will say who is missing, and where everybody stands
+                break  # what follows will say who is missing, and where everybody stands
             time.sleep(nap_s)
             nap_s = min(1.5 * nap_s, _LAST_NAP_S)
+            kept = self._said(dog, "kept", number, number)
+        if kept:
+            layer._stand_in()
+            raise self._mismatch({self.comm.rank: (number, f"{old} -> {new}")}, kept)
 
     def check(self) -> None:
         """Raise if another rank has seen a change in a call that this rank made by its old plan."""
@@ -80,38 +85,35 @@ class Notices:
     def look(self, dog: Watchdog) -> None:
         """Look for changes that this rank has not seen; called by the watchdog."""
         layer = self.layer()
-        changed = self._said(dog, "changed", at=(self._changed_at + 1, self._calls))
+        changed = self._said(dog, "changed", self._changed_at + 1, self._calls)
         if layer is None or not changed:
             return
-        shape = layer._described(None)
-        self._error = self._mismatch(changed, {self.comm.rank: shape})
-        self._changed_at = self._calls  # said once
-        self._put(dog, "kept", shape)
+        number, shape = max(call for call, _ in changed.values()), layer._described(None)
+        self._error = self._mismatch(changed, {self.comm.rank: (number, shape)})
+        self._changed_at = number  # said once
+        self._put(dog, "kept", number, shape)
 
-    def _all_changed(self, dog: Watchdog) -> bool:
-        return len(self._said(dog, "changed")) == self.comm.size - 1
-
-    def _put(self, dog: Watchdog, what: str, text: str) -> None:
-        record = {"layer": self.number, "call": self._calls, "text": text}
+    def _put(self, dog: Watchdog, what: str, call: int, text: str) -> None:
+        record = {"layer": self.number, "call": call, "text": text}
         dog.put(f"{self.group}/{what}/{self.comm.rank}", json.dumps(record))
 
-    def _said(
-        self, dog: Watchdog, what: str, *, at: tuple[int, int] | None = None
-    ) -> dict[int, str]:
-        """Return what other ranks have said of this call, or of the calls from `at[0]` on."""
-        first, last = (self._calls, self._calls) if at is None else at
-        found: dict[int, str] = {}
+    def _said(self, dog: Watchdog, what: str, first: int, last: int) -> dict[int, tuple[int, str]]:
+        """Return what other ranks have said of the calls from `first` to `last`: call and text."""
+        found: dict[int, tuple[int, str]] = {}
         for rank in range(self.comm.size):
             text = dog.find(f"{self.group}/{what}/{rank}") if rank != self.comm.rank else None
             record = json.loads(text) if text is not None else None
             if record and record["layer"] == self.number and first <= record["call"] <= last:
-                found[rank] = record["text"]
+                found[rank] = record["call"], record["text"]
         return found
 
-    def _mismatch(self, changed: dict[int, str], kept: dict[int, str]) -> CollectiveMismatch:
+    def _mismatch(
+        self, changed: dict[int, tuple[int, str]], kept: dict[int, tuple[int, str]]
+    ) -> CollectiveMismatch:
         layer = self.layer()
-        lines = [f"rank {self.comm.ranks[rank]}: {text}" for rank, text in changed.items()]
-        lines += [f"rank {self.comm.ranks[rank]}: {text}, as before" for rank, text in kept.items()]
+        ranks = self.comm.ranks
+        lines = [f"rank {ranks[rank]}: {text}" for rank, (_, text) in changed.items()]
+        lines += [f"rank {ranks[rank]}: {text}, as before" for rank, (_, text) in kept.items()]
         return CollectiveMismatch(
             "\n    ".join([f"{type(layer).__name__}: an input has changed", *lines])
             + "\n  not all ranks saw it, and in mode on_change each acts on what it sees"

@@ -61,6 +61,8 @@ class PlannedModule(Module, Generic[P]):
         self._structures: tuple[Structure, ...] = ()
         self._plans: OrderedDict[tuple[Table, ...], P] = OrderedDict()
         self._question: Question | None = None
+        self._exchange: HaloOnGroup | None = None
+        """What `_halo` gave for the current plan."""
         self._comm: Communicator | None = None
         """The root of the partitions, kept from set-up."""
         self._takes_part = False
@@ -125,6 +127,7 @@ class PlannedModule(Module, Generic[P]):
         self._plans.move_to_end(key)
         self._plan = self._plans[key]
         self._structures = _structures(input)
+        self._exchange = self._halo()
 
     def _take_question(self) -> Question | None:
         """Return the question of this call if it is still open; the caller sees to its answer."""
@@ -182,16 +185,16 @@ class PlannedModule(Module, Generic[P]):
 
     def _start_window(self, x: Tensor | None) -> Flight:
         """Post the messages of `_halo`, of zeros for None."""
-        halo = self._halo()
-        if halo is None:
+        if self._exchange is None:
             return Flight()
         given = None if x is None else x.detach()
-        return start_exchange(given, halo, self._structures[0].dtype)
+        return start_exchange(given, self._exchange, self._structures[0].dtype)
 
     def _finish_window(self, x: Tensor, flight: Flight) -> Tensor:
         """Return the own window once the messages are there."""
-        halo = self._halo()
-        return identity(x) if halo is None else HaloExchange.apply(x, replace(halo, flight=flight))
+        if self._exchange is None:
+            return identity(x)
+        return HaloExchange.apply(x, replace(self._exchange, flight=flight))
 
     def _tied(self, x: Tensor, *, least: int = NO_GRAD + 1) -> Tensor:
         """Return `x` as part of the graph wherever some rank needs gradients.
@@ -230,7 +233,12 @@ class PlannedModule(Module, Generic[P]):
         """Leave the plans behind: they are made anew where the copy is called."""
         state = super().__getstate__()
         state.pop("_plan", None)
-        return state | {"_plans": OrderedDict(), "_structures": (), "_comm": None}
+        return state | {
+            "_plans": OrderedDict(),
+            "_structures": (),
+            "_comm": None,
+            "_exchange": None,
+        }
 
 
 def _structures(input: tuple[Any, ...]) -> tuple[Structure, ...]:

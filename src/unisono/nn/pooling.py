@@ -114,7 +114,7 @@ class _MaxPool(_Pool):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's share; with `return_indices` also flat indices in the whole image."""
-        if not self.P_x.active:
+        if not self._takes_part:
             outside = self._outside(x)
             return (outside, outside.long()) if self.return_indices else outside
         window = self._window(x)
@@ -170,7 +170,7 @@ class _AvgPool(_Pool):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's share of the averages."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         window = self._window(x)
         plan = self._plan.halo

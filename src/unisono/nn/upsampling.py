@@ -134,7 +134,7 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's balanced share of the upsampled tensor."""
-        if not self.P_x.active:
+        if not self._takes_part:
             return self._outside(x)
         window = self._window(x)
         return resampled(window, self._plan.taps)

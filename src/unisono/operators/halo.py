@@ -62,9 +62,9 @@ class HaloExchange(LinearMap):
         window = torch.empty(
             halo.window_shape, dtype=x.dtype, device=x.device, memory_format=_layout_of(x)
         )
-        _fill_edges(window, halo.fills, plan.fill)
         for piece in halo.local:
             place(window, piece, x[_slices(piece.source)])
+        _fill_edges(window, halo.fills, plan.fill)
         for message, values in arrived(plan, flight, halo.recvs):
             for piece, part in zip(message.pieces, values, strict=True):
                 place(window, piece, part)
