@@ -58,6 +58,12 @@ def test_among_equals_the_earliest_is_the_cause():
     assert choose_cause(fates).rank == 1
 
 
+def test_a_script_that_makes_the_process_group_itself_is_told_that_it_is_there():
+    twice = report("ValueError: trying to initialize the default process group twice!")
+    error = failure([fate(0, failed=twice)], stacks={}, job_dir=None, attempt=1)
+    assert "is_initialized()" in str(error).splitlines()[-1]
+
+
 def test_the_message_has_headline_traceback_the_others_and_a_hint():
     fates = [
         fate(0, failed=report("lost", consequence=True, site="a.py:3 in step"), failed_at=1.5),

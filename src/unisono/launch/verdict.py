@@ -15,6 +15,9 @@ from unisono.launch.stacks import grouped, outside_collectives, user_line
 LOG_LINES = 20
 """Lines of a rank's log that the error of a rank without traceback shows."""
 
+_TWICE = "initialize the default process group twice"
+_ONCE = "if not torch.distributed.is_initialized(): torch.distributed.init_process_group(...)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
@@ -215,6 +218,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _hint(fate: Fate, job_dir: str | None) -> str:
     at = _logs_at(job_dir)
+    if fate.failed is not None and _TWICE in fate.failed.traceback:
+        return f"the ranks have joined their world already: {_ONCE}{at}"
     if fate.failed is not None:
         return f'on="inline" runs the function in this process, under your debugger{at}'
     name = _signal_name(-fate.exit_code) if fate.exit_code and fate.exit_code < 0 else ""
