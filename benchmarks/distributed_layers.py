@@ -117,15 +117,18 @@ def layers(backend: str, rounds: int) -> list[Row]:
     plan = halo.plan(P.cuts(SHAPE), P.index or (0,) * 4, (3, 3), 1, 1)
     inside = tuple(slice(start, stop) for start, stop in plan.local[0].dest)
 
-    def padded() -> None:
+    window = torch.randn(plan.window_shape)
+
+    def placed() -> None:
         torch.empty(plan.window_shape)[inside] = x
 
-    rows.append(
-        pair.row(f"HaloExchange k3, fwd{on}",
-                 called(split.HaloExchange(P, (3, 3), padding=1), x),
-                 padded, "allocate the window, copy the shard",
-                 1.3 if shm else None, 5)
-    )  # fmt: skip
+    exchange = called(split.HaloExchange(P, (3, 3), padding=1), x)
+    rows += [
+        pair.row(f"HaloExchange k3, fwd{on}", exchange, window.clone,
+                 "allocate and copy the window", 1.3 if shm else None, 5),
+        pair.row(f"HaloExchange k3, fwd{on}, against its one copy", exchange, placed,
+                 "allocate the window, place the shard in it", None, 5),
+    ]  # fmt: skip
     columns = Partition((1, 1, 1, 2), comm=comm)
     copy = torch.empty_like(x)
     rows.append(
