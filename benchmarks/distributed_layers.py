@@ -183,7 +183,7 @@ def set_up(backend: str, rounds: int) -> list[Row]:
         for overlap in (True, False)
     ]
     rows.append(
-        pair.row(f"overlap=True, k7, fwd+bwd{on}", *pairs, "overlap=False",
+        pair.row(f"overlap=True, k7, fwd+bwd{on}", pairs[0], pairs[1], "overlap=False",
                  1.0 if backend == "gloo" else None)
     )  # fmt: skip
     return rows
