@@ -341,6 +341,8 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.all_gather(x, sizes=[3])
     with pytest.raises(UnisonoError, match="no data to move"):
         comm.all_reduce(torch.ones(2, device="meta"))
+    with pytest.raises(UnisonoError, match=r"no data to move[\s\S]*to_empty"):
+        comm.with_device("meta")
     with pytest.raises(UnisonoError, match="sparse"):
         comm.all_reduce(torch.eye(3).to_sparse())
     with pytest.raises(UnisonoError, match="must be positive"):
