@@ -105,3 +105,17 @@ def test_unknown_reductions_list_the_legal_ones():
 def test_targets_cut_otherwise_are_refused():
     with pytest.raises(PartitionError, match="blocks differ"):
         loss.DistributedMSELoss(Partition([1]))(torch.ones(2), torch.ones(3))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=["rows split", "classes split"])
+def test_a_target_that_is_no_class_is_refused_on_all_ranks(shape):
+    P = Partition(shape)
+    layer = loss.DistributedCrossEntropyLoss(P)
+    x, target = torch.randn(P.local_shape((4, 6))), torch.zeros(4 // shape[0], dtype=torch.long)
+    for stray in (-1, 6):
+        target[0] = stray
+        with pytest.raises(PartitionError, match=rf"HINT: .*ignore_index={stray}"):
+            layer(x, target)
+        target[0] = 5
+        assert layer(x, target).isfinite()

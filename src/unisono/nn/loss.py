@@ -6,13 +6,13 @@ Each rank calls `backward()` once and gets the gradient of its own block, as one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.planned import PlannedModule
 from unisono.nn.riding import carries_word, summed_with_word
 from unisono.nn.structure import Table
@@ -252,10 +252,35 @@ class DistributedNLLLoss(_WeightedLoss):
         """Return the logarithm to subtract at each position, a value all class ranks share."""
         return None
 
+    def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:
+        problem = super()._problem_of(input)
+        if problem is None and len(input) > 1 and self.P_x.active:
+            # Where classes are split, their number is known once ranks have met: see `forward`.
+            classes = input[0].shape[1] if self.P_x.shape[1] == 1 and input[0].dim() > 1 else None
+            problem = self._stray_target(input[1], classes)
+        return problem
+
+    def _stray_target(self, target: Tensor, classes: int | None) -> UnisonoError | None:
+        """Return the error for a target that is no class, if there is one."""
+        if target.dtype.is_floating_point or target.is_meta:
+            return None
+        counted = target[target != self.ignore_index]
+        low, high = counted.aminmax() if counted.numel() else (0, 0)
+        if low >= 0 and (classes is None or high < classes):
+            return None
+        return PartitionError.because(
+            f"{type(self).__name__} with targets from {int(low)} to {int(high)}",
+            f"{'?' if classes is None else classes} classes",
+            f"{int(low)} < 0" if low < 0 else f"{int(high)} >= {classes}",
+            f"targets from 0 on, or ignore_index={int(low if low < 0 else high)}",
+        )
+
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the whole tensors; with reduction "none" one value a position."""
         if not self._takes_part:
             return self._outside(x).sum()
+        if self.P_x.shape[1] > 1 and (stray := self._stray_target(target, self._plan[1])):
+            raise stray
         tied = self._tied(x)
         losses, weights = self._positions(tied, target, self._normaliser(tied))
         if self.reduction == "none":
