@@ -98,12 +98,30 @@ def test_text_files_bring_back_parameters(tmp_path):
     net, other = trained(build()), build()
     net.save_csv(tmp_path / "new" / "net")
     endings = ["_1_mw.csv", "_2_Sw.csv", "_3_mb.csv", "_4_Sb.csv"]
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [f"net{e}" for e in endings]
+    names = sorted(p.name for p in (tmp_path / "new").iterdir())
+    assert names == [f"net{e}" for e in [*endings, "_5_mra.csv", "_6_Sra.csv"]]
     assert (
         len((tmp_path / "new" / "net_3_mb.csv").read_text().splitlines()) == 2 + 2 + 2 + 2 + 2 + 3
     )
     other.load_csv(tmp_path / "new" / "net")
+    assert other.state_dict(running=True) == net.state_dict(running=True)
+    x = np.ones((2, 16))
+    assert np.array_equal(other.predict(x)[0], net.predict(x)[0])
+
+
+def test_four_text_files_without_running_values_are_read_with_a_warning(tmp_path, recwarn):
+    net, other = trained(build()), build()
+    net.save_csv(tmp_path / "net")
+    (tmp_path / "net_5_mra.csv").unlink()
+    with pytest.warns(UserWarning, match="2 batch norms keep their running values"):
+        other.load_csv(tmp_path / "net")
     assert other.state_dict() == net.state_dict()
+    plain = Sequential(Linear(2, 1))
+    plain.save_csv(tmp_path / "plain")
+    assert len(list(tmp_path.glob("plain*"))) == 4
+    recwarn.clear()
+    plain.load_csv(tmp_path / "plain")
+    assert not recwarn
 
 
 def test_lstm_states_travel_in_torch_files(tmp_path):

@@ -55,6 +55,23 @@ def forwarded():
 CASES = {
     "size": (lambda: net_of()(np.ones(30)), [r"30 = 4\*7 \+ 2", "HINT: shape"]),
     "shape": (lambda: net_of()(np.ones((6, 5))), [r"\(6, 5\)", r"\[batch, 7\]"]),
+    "row": (
+        lambda: Sequential(Linear(2, 4), ReLU()).predict(np.ones((4, 3))),
+        [r"\(4, 3\)", "3 != 2", r"HINT: shape \[batch, 2\], or flat"],
+    ),
+    "narrow row": (lambda: net_of(4)(np.ones((6, 2))), ["2 != 4"]),
+    "image row": (
+        lambda: Sequential(Conv2d(1, 1, 3, in_width=4, in_height=4))(np.ones((2, 32))),
+        ["32 != 16"],
+    ),
+    "x nan": (lambda: net_of(2)([[1, 1], [1, np.nan]]), [r"mu_x\[1, 1\] = nan", "1 of 4"]),
+    "x inf": (lambda: net_of(2).predict(np.array([1, np.inf])), [r"mu_x\[1\] = inf"]),
+    "inputs": (lambda: Linear(-1, 2), ["-1 inputs and 2 outputs", "-1 < 1"]),
+    "no inputs": (lambda: Linear(0, 2), ["0 < 1"]),
+    "no outputs": (lambda: Linear(2, 0), ["0 < 1"]),
+    "from_torch": (lambda: bayes.from_torch(torch.nn.Linear(1, 1), var=-1), [r"var\[0\] = -1"]),
+    "label": (lambda: bayes.Utils().label_to_obs([3, 12], 10), ["HINT: num_classes=13"]),
+    "negative label": (lambda: bayes.Utils().label_to_obs([-1], 10), ["count from 0"]),
     "variances": (lambda: net_of()(np.ones(7), np.ones(6)), ["7 != 6"]),
     "negative": (lambda: net_of()(np.ones(7), [1, 1, -2, 1, 1, 1, 1]), [r"var_x\[2\] = -2"]),
     "nan": (lambda: net_of()(np.ones(7), [1, 1, 1, np.nan, 1, 1, 1]), [r"var_x\[3\] = nan"]),
@@ -90,6 +107,11 @@ CASES = {
     "heads": (lambda: MultiheadAttention(10, 4), ["10 / 4 is not whole"]),
     "kv heads": (lambda: MultiheadAttention(8, 4, 3), ["4 / 3 is not whole"]),
     "y": (lambda: updated(2, np.ones(5)), ["5 != 6"]),
+    "y inf": (lambda: updated(2, [1, 1, 1, -np.inf, 1, 1]), [r"mu_obs\[3\] = -inf", "nan"]),
+    "y inf of indices": (
+        lambda: updated(2, [1, np.inf, 1], method="update_using_indices", selected_idx=[1, 2, 1]),
+        [r"mu_obs\[1\] = inf"],
+    ),
     "var_y": (lambda: updated(2, np.ones(6), np.ones(5)), ["5 < 6"]),
     "negative var_y": (lambda: updated(2, np.ones(6), -1.0), [r"var_obs\[0\] = -1"]),
     "idx zero": (
@@ -176,6 +198,24 @@ def test_a_wrong_world_is_told(name, monkeypatch):
     with pytest.raises(kind, match=text) as caught:
         DDPSequential(net_of(), config, **options)
     assert isinstance(caught.value, UnisonoError)
+
+
+def test_a_torch_module_is_no_bayesian_net():
+    with pytest.raises(UnisonoError, match=r"torch\.nn.*Linear\n.*HINT: (.|\n)*from_torch"):
+        DDPSequential(torch.nn.Linear(1, 1), DDPConfig([], "auto"))
+
+
+def test_flat_columns_steps_and_lines_of_pixels_are_still_read():
+    assert len(net_of(7)(np.ones(14))[0]) == 4
+    assert len(Sequential(bayes.LSTM(2, 3, 5))(np.ones((10, 2)))[0]) == 2 * 5 * 3
+    image = Sequential(Conv2d(1, 1, 3, in_width=4, in_height=4), ReLU())
+    assert len(image(np.ones((4, 4)))[0]) == len(image(np.ones((1, 16)))[0]) == 4
+
+
+def test_a_sum_that_overflows_is_no_infinity():
+    net = net_of(2)
+    net(np.full((1, 2), 3e38))
+    updated(2, [np.nan, 3e38, 3e38, 0, 0, 0])
 
 
 def test_mpi_without_mpi4py_says_what_to_install(monkeypatch):

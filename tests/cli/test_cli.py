@@ -136,7 +136,11 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "asyncio.base_events:BaseEventLoop", "--ranks", "0"], "--ranks 0"),
         (["run", "nothere.py:f"], "no such file"),
         (["run", "no_such_module:f"], "No module named 'no_such_module'"),
+        (["run", "json.decodr:f"], "HINT: modules there: json.decoder, "),
         (["run", "--console", "loud", "json:dumps", "--", "1"], "--console loud\n"),
+        (["run", "--console", "loud", "json:dumps", "--", "1"], "HINT: --console all\n"),
+        (["demo", "--epochs", "0"], "unisono demo --epochs 0\n"),
+        (["demo", "forces", "--ranks", "0"], "HINT: --ranks 2"),
         (["run", "--set", "sed=1", "json:dumps", "--", "1"], "did you mean seed?"),
         (["run", "--env", "A", "json:dumps", "--", "1"], "--env NAME=value"),
         (["run", "--nodes", "2", "json:dumps", "--", "1"], "torchrun"),
@@ -152,12 +156,24 @@ def test_bad_usage_is_exit_code_2_with_a_message(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_misspelt_script_is_answered_with_the_nearest_name(tmp_path, monkeypatch, capsys):
+    for name in (*"abcdefghij", "train"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "trian.py"]) == 2
+    assert "HINT: scripts there: train.py, " in capsys.readouterr().err
+    assert main(["run", "-m", "trian"]) == 2
+    assert "HINT: modules there: train, " in capsys.readouterr().err
+
+
 def test_a_dry_run_and_a_check_start_nothing(capsys):
     words = ["json:dumps", "--", "1"]
     assert main(["run", "--ranks", "2", "--dry-run", *words]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["rank", "0", "1"]
     assert main(["run", "--ranks", "2", "--check", *words]) == 0
     assert "2 ranks on cpu can be started" in capsys.readouterr().out
+    assert main(["run", "--on", "cpu", "--gpus", "2", "--check", *words]) == 0
+    assert "--gpus 2 counts ranks here" in capsys.readouterr().err
 
 
 def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path, unisono_here):
@@ -227,6 +243,16 @@ def test_settings_are_read_as_python_or_toml_or_words():
         ("a\n  ranks=2 of the user\nHINT: b=1", "a\n  ranks=2 of the user\nHINT: b=1"),
         ("a\nHINT: a longer timeout_s if", "a\nHINT: a longer --timeout-s if"),
         ("the job x", "the job x"),
+        (
+            (
+                "X: device='t'\nTraceback (most recent call last):\n  HINT: device='cpu'\n"
+                'HINT: on="inline"'
+            ),
+            (
+                "X: device='t'\nTraceback (most recent call last):\n  HINT: device='cpu'\n"
+                "HINT: --on inline"
+            ),
+        ),
     ],
 )
 def test_messages_speak_the_words_of_the_command_line(message, typed):
@@ -311,6 +337,10 @@ def test_options_of_the_script_without_the_two_dashes_are_explained(capsys):
     message = capsys.readouterr().err
     assert "unrecognized arguments: --epochs 3" in message
     assert "HINT: unisono run ... train.py -- --epochs 3" in message
+    with pytest.raises(SystemExit):
+        main(["run", "--rank", "2", "train.py"])
+    message = capsys.readouterr().err
+    assert message.endswith("HINT: did you mean --ranks?\n")
     with pytest.raises(SystemExit):
         main(["doctor", "--epochs"])
     assert "HINT" not in capsys.readouterr().err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from unisono.comm import Pending, trace, world
+from unisono.comm import Communicator, Pending, trace, world
 from unisono.errors import MeshError, PartitionError, UnisonoError
 
 RANKS = [1, 2, 3, 4]
@@ -374,3 +376,37 @@ def test_blocks_that_do_not_fit_are_refused_on_all_ranks_alike():
     with pytest.raises(PartitionError, match="scatter"):
         comm.scatter(torch.ones(3) if comm.rank == 0 else None, 0, sizes=[1] * comm.size + [9])
     assert comm.all_reduce(torch.ones(1)).item() == comm.size
+
+
+@pytest.mark.ranks(2)
+def test_a_second_thread_inside_a_collective_of_the_group_is_refused():
+    comm, other = world(), Communicator.of(torch.distributed.new_group())
+    refused: list[str] = []
+    entry = comm._entry
+    assert other._entry is not entry
+
+    def second() -> None:
+        for verb in (comm.all_reduce, comm.all_gather):
+            with pytest.raises(UnisonoError) as caught:
+                verb(torch.ones(3))
+            refused.append(str(caught.value))
+        refused.append(str(other.all_reduce(torch.ones(1)).item()))
+
+    with comm._reporting("barrier", None, 10.0):  # as if this thread were waiting in it
+        assert comm.all_reduce(torch.ones(1)).item() == 2  # the thread itself may nest calls
+        thread = threading.Thread(target=second, name="prefetch")
+        thread.start()
+        thread.join()
+    for text in refused[:2]:
+        assert "'prefetch'" in text
+        assert "'MainThread'" in text
+        assert "new_group" in text
+    assert refused[2] == "2.0"
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_verb_under_vmap_is_refused():
+    for verb in (world().all_reduce, world().all_gather, world().broadcast):
+        with pytest.raises(UnisonoError, match=r"(?s)vmap over .*HINT: give the tensor a batch"):
+            torch.func.vmap(verb)(torch.ones(3, 2))

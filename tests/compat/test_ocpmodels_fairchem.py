@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import unisono.compat
+import unisono.graph_parallel
 from unisono.comm import world
 from unisono.compat.fairchem.core.common import gp_utils as v1
 from unisono.compat.fairchem_v2.core.common import gp_utils as v2
@@ -149,3 +150,13 @@ def test_the_trees_can_stand_on_the_search_path():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.strip() == "True"
+
+
+def test_the_gather_for_layers_is_where_the_page_says():
+    name = "gather_from_model_parallel_region_sum_grad"
+    assert [hasattr(module, name) for module in (ocp, v1, v2, unisono.graph_parallel)] == [
+        False,
+        True,
+        True,
+        True,
+    ]

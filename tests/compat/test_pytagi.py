@@ -156,3 +156,14 @@ def test_arguments_have_the_names_of_pytagi():
     config = bayes.DDPConfig(device_ids=[0], backend="gloo", rank=0, world_size=1)
     config.rank, config.world_size = 1, 2
     assert (config.rank, config.world_size) == (1, 2)
+
+
+def test_a_name_that_is_not_offered_is_answered_with_those_that_are():
+    import unisono.compat.pytagi as pytagi
+
+    with pytest.raises(AttributeError, match=r"(?s)'GRU'.*HINT: .*LSTM.*unisono\.bayes"):
+        _ = pytagi.nn.GRU
+    with pytest.raises(AttributeError, match=r"(?s)'Linear2'.*HINT: Linear"):
+        _ = pytagi.nn.Linear2
+    with pytest.raises(AttributeError, match=r"(?s)'Tagi'.*HINT: layers are in pytagi\.nn"):
+        _ = pytagi.Tagi

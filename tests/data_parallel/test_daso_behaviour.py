@@ -435,8 +435,22 @@ def test_a_verbose_run_tells_each_epoch(capsys):
     daso.epoch_loss_logic(0.25)
     daso.print0("end")
     out = capsys.readouterr().out
-    assert "epoch 1, loss 0.25" in out
+    assert "epoch 1 of 6, loss 0.25" in out
     assert "end" in out
+    assert "every epoch" not in out
+
+
+@pytest.mark.parametrize("options", [{"max_global_skips": 0}, {"warmup_epochs": 4}])
+def test_a_training_that_never_cycles_is_told_and_goes_on_past_its_end(options, capsys):
+    daso, model = make(verbose=True, total_epochs=2, **options)
+    assert "after every batch of every epoch" in capsys.readouterr().out
+    daso.last_batch = 2
+    for _ in range(3):
+        epoch(daso, model, 2)
+        daso.epoch_loss_logic(0.25)
+        assert daso.global_skip == 0
+    assert "epoch 3 of 2" in capsys.readouterr().out
+    assert daso.phase == "cooldown"
 
 
 def test_a_copy_of_daso_is_refused_with_the_way_that_works():

@@ -142,6 +142,9 @@ def test_bad_partitions_are_refused_with_the_first_bad_entry():
     for bad in (torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)):
         with pytest.raises(PartitionError, match="owner of shape"):
             GraphPartition.from_owner(bad, 2)
+    with pytest.raises(PartitionError, match=r"owner\[1\] = 5"):
+        GraphPartition.from_owner([0, 5, 0], 2)
+    assert GraphPartition.from_owner([1, 0, 1], 2).sizes == (1, 2)
     for value in (float("nan"), float("inf")):
         with pytest.raises(PartitionError, match="node 1 is at"):
             GraphPartition.morton(torch.tensor([[0.0, 0], [1.0, value]]), 2)

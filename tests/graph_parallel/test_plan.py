@@ -7,7 +7,13 @@ import torch
 
 from unisono.comm import check, trace, world
 from unisono.errors import PartitionError, UnisonoError
-from unisono.graph_parallel import GraphPartition, GraphPlan, graph_groups, use_groups
+from unisono.graph_parallel import (
+    GraphPartition,
+    GraphPlan,
+    graph_groups,
+    sync_gradients,
+    use_groups,
+)
 from unisono.testing import check_adjoint
 
 
@@ -255,9 +261,54 @@ def test_a_plan_that_does_not_fit_is_refused():
     for call in (plan.exchange, plan.start, plan.close):
         with pytest.raises(PartitionError, match="5"):
             call(torch.ones(5, 2))
+    for rows in (3, 9):
+        with pytest.raises(PartitionError, match=f"{rows} != 4 rows(.|\n)*each of the 4 nodes"):
+            plan.scatter(torch.ones(rows, 2))
     with pytest.raises(PartitionError, match='grad="slice"'):
         plan.gather(torch.ones(2))
     handle = plan.start(torch.ones(2, 2))
     handle.wait()
     with pytest.raises(UnisonoError, match="waited for once"):
         handle.wait()
+
+
+@pytest.mark.ranks([1, 2])
+def test_attributes_in_the_order_of_all_edges_are_refused_and_those_of_own_edges_are_right():
+    comm = world()
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [5, 4, 3, 2, 1, 0, 3, 5]])
+    weight = torch.arange(1.0, 9.0)[:, None]
+    plan = GraphPlan(GraphPartition.contiguous(6, comm.size), edges, comm=comm)
+    own = plan.edge_index.shape[1]
+
+    def passed(edge_attr):
+        x = plan.scatter(torch.ones(6, 1))
+        y = plan.message_pass(x, lambda a, _, e: a * e, edge_attr=edge_attr)
+        return plan.gather(y, grad="slice")
+
+    truth = torch.zeros(6, 1).index_add(0, edges[1], weight)
+    assert torch.equal(passed(weight[plan.edge_ids]), truth)
+    wrong = weight if comm.size > 1 else weight[:5]
+    with pytest.raises(PartitionError, match=rf"{len(wrong)} != {own} rows(.|\n)*\[plan.edge_ids"):
+        passed(wrong)
+    with pytest.raises(PartitionError, match="edge_ids"):
+        passed(torch.tensor(2.0))
+
+
+@pytest.mark.ranks(2)
+def test_a_message_function_that_cannot_work_is_told():
+    comm = world()
+    edges = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    plan = GraphPlan(GraphPartition.contiguous(4, 2), edges, comm=comm)
+    x = plan.scatter(torch.ones(4, 2))
+    for message, text in (
+        (lambda a, b: a + b, "3 were given"),
+        (lambda *_: None, "None"),
+        (lambda a, *_: a.sum(0), r"shape \[2\]\n.*1 edges"),
+    ):
+        with pytest.raises(PartitionError, match=f"{text}(.|\n)*HINT: def message"):
+            plan.message_pass(x, message)
+    with pytest.raises(TypeError, match="unsupported operand"):  # the function's own mistake
+        plan.message_pass(x, lambda a, _, e: a * e)
+    for wrong in (5, ["w"], [("name", torch.ones(1))]):
+        with pytest.raises(PartitionError, match="HINT: sync_gradients"):
+            sync_gradients(wrong, groups=graph_groups(2))

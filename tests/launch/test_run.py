@@ -118,7 +118,7 @@ def test_a_run_inside_a_rank_joins_its_world_instead_of_starting_another():
     assert [value[1] for value in results] == [[(0, pids[0]), (1, pids[1])]] * 2
 
 
-def test_a_failed_attempt_is_started_again_with_its_number(tmp_path):
+def test_a_failed_attempt_is_started_again_with_its_number(tmp_path, capsys):
     def fails_once():
         attempt = int(os.environ["UNISONO_RESTART"])
         if attempt == 0 and unisono.world().rank == 1:
@@ -126,7 +126,9 @@ def test_a_failed_attempt_is_started_again_with_its_number(tmp_path):
         unisono.world().barrier()
         return attempt
 
-    results = unisono.run(fails_once, ranks=2, max_restarts=1, logs=unisono.Logs(console="none"))
+    results = unisono.run(fails_once, ranks=2, max_restarts=1, logs=unisono.Logs(console="rank0"))
+    said = capsys.readouterr().err
+    assert "raised OSError: disk on fire; attempt 2 of 2 begins in 1 s\n" in said
     assert list(results) == [1, 1]
     assert results.restarts == 1
     assert list(tmp_path.iterdir()) == []

@@ -144,3 +144,12 @@ def test_a_deadline_prints_equal_stacks_once_and_the_suspect_first():
     assert text.count("in wait") == 1
     assert "No stack from rank 3" in text
     assert (error.rank, sorted(error.stacks)) == (1, [0, 1, 2])
+
+
+def test_an_import_that_can_be_served_gets_the_option_that_does_it():
+    absent = report("ModuleNotFoundError: No module named 'fairchem.core'")
+    assert "HINT: unisono run --compat fairchem ..." in str(
+        failure([fate(0, failed=absent)], stacks={})
+    )
+    other = report("ModuleNotFoundError: No module named 'heater'")
+    assert "--compat" not in str(failure([fate(0, failed=other)], stacks={}))

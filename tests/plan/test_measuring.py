@@ -13,6 +13,7 @@ from unisono.cli import main
 from unisono.errors import PlatformError
 from unisono.plan import (
     Calibration,
+    Cluster,
     Link,
     Prediction,
     Subject,
@@ -24,7 +25,9 @@ from unisono.plan import (
 )
 from unisono.plan.calibration import TYPICAL
 from unisono.plan.presets import PRESETS
+from unisono.plan.report import table
 from unisono.plan.subject import as_subject
+from unisono.plan.workload import Pace, SentBucket, Workload
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +201,71 @@ def test_without_a_network_this_machine_is_planned(few_rounds, capsys):
     assert main(["plan", "--model", "mlp", "--ranks", "4", "--cores", "2"]) == 0
     out = capsys.readouterr().out
     assert "1 x 4 ranks on 2 cores a node" in out
+
+
+BAD_MODELS = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Linear(4, 2), torch.ones(8, 4)
+
+def needs(width, depth=2):
+    return nn.Linear(width, 2), torch.ones(8, width)
+
+def wide():
+    return nn.Linear(4, 2), torch.ones(8, 5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "{file}:mak"], "{file}:make; also there: needs, wide"),
+        (["--model", "{file}:needs"], "needs(width=...)"),
+        (["--model", "{file}:wide"], "batch of [8, 5]"),
+        (["--plot", "x.foo"], "--plot x.png"),
+        (["--plot", "x"], "--plot x.png"),
+        (["--plot", "{dir}/none/x.png"], "there is no {dir}/none"),
+        (["--plot", "{dir}"], "ending"),
+        (["--algorithm", "rings"], "auto, ring, tree, hierarchical"),
+        (["--latency", "5"], "write 2us"),
+        (["--node-link", "5"], "write 10GB/s"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_measured(
+    options, said, tmp_path, capsys, monkeypatch
+):
+    def measured(*_, **__):
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr("unisono.plan.profile", measured)
+    file = tmp_path / "m.py"
+    file.write_text(BAD_MODELS)
+    words = {"file": file, "dir": tmp_path}
+    given = [option.format(**words) for option in options]
+    model = [] if "--model" in given else ["--model", "mlp"]
+    assert main(["plan", *model, *given]) == 2
+    text = capsys.readouterr().err
+    assert said.format(**words) in text
+    assert "Traceback" not in text
+
+
+def test_efficiency_above_one_comes_from_a_shared_update_and_the_table_says_so():
+    work = Workload(
+        name="w",
+        forward=Pace(fixed_s=0.0, sample_s=1e-3),
+        backward=Pace(fixed_s=0.0, sample_s=1e-3),
+        optimizer_s=1e-2,
+        parameter_bytes=1000,
+        state_bytes=1000,
+        activation_bytes=10.0,
+        buckets=[SentBucket(nbytes=1000, ready=1.0, needed=1.0)],
+    )
+    fast = Link(name="fast", latency_s=1e-9, bytes_per_s=1e12)
+    cluster = Cluster(nodes=1, ranks_per_node=2, inner=fast, outer=fast)
+    found = {e.way: e for e in compare(work, cluster, 1.0) if isinstance(e, Prediction)}
+    assert found["sharded (FSDP2)"].efficiency > 1.5
+    assert found["data parallel, blocking"].efficiency <= 1.0
+    assert "above 100%" in table(list(found.values()))
+    assert "above 100%" not in table([found["data parallel, blocking"]])

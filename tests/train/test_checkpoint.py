@@ -411,3 +411,24 @@ def test_random_streams_on_another_number_of_ranks(rank_pool, tmp_path):
     assert rank_pool.run(draws, tmp_path / "own", 5, False, world=3) == more, "not from this run"
     alike = rank_pool.run(draws, tmp_path / "alike", 0, True, world=2)
     assert rank_pool.run(draws, tmp_path / "alike", 3, False, world=3) == [alike[0]] * 3
+
+
+def test_what_cannot_be_written_comes_with_what_to_type_instead(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        with pytest.raises(CheckpointError, match=r"(?s)file.*HINT: a directory of its own"):
+            Checkpoint(tmp_path / place)
+    checkpoint = Checkpoint(tmp_path / "here")
+    with pytest.raises(CheckpointError, match=r"(?s)lambda.*HINT: save values, not code"):
+        checkpoint.save(1, rule=lambda x: x)
+    model = nn.Linear(2, 1)
+    checkpoint.save(1, optimizer=torch.optim.Adam(model.parameters()))
+    with pytest.raises(CheckpointError, match=r"(?s)into SGD: .* does not fit.*Adam in the check"):
+        checkpoint.restore(optimizer=torch.optim.SGD(model.parameters()))
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.touch", refuse)
+    with pytest.raises(CheckpointError, match=r"(?s)denied.*HINT: a directory that you may write"):
+        Checkpoint(tmp_path / "there")

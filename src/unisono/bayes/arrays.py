@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,22 @@ def write_into(target: Tensor, data: ArrayLike, what: str) -> None:
             f"a sequence of {target.numel()} numbers",
         )
     target.copy_(values.view(target.shape))
+
+
+def check_finite(values: Tensor, what: str, hint: str, *, missing: bool = False) -> None:
+    """Refuse infinity, and NaN unless it stands for a missing value; names the first place."""
+    if math.isfinite(values.sum().item()):  # one pass, the usual end; a sum may also overflow
+        return
+    bad = torch.isinf(values) if missing else ~torch.isfinite(values)
+    if bool(bad.any()):
+        place = bad.nonzero()[0].tolist()
+        at = f"[{', '.join(map(str, place))}]" if place else ""
+        raise PartitionError.because(
+            f"{what} of shape {tuple(values.shape)}",
+            f"{what}{at} = {values[tuple(place)].item():g}",
+            f"{int(bad.sum())} of {values.numel()} are not finite",
+            hint,
+        )
 
 
 def check_variance(var: Tensor, what: str) -> None:

@@ -54,6 +54,14 @@ class DDPSequential:
         comm: object = None,
         timeout_s: float | None = None,
     ) -> None:
+        if not isinstance(model, Sequential):
+            raise PartitionError.because(
+                "DDPSequential of a unisono.bayes.Sequential",
+                f"a {type(model).__module__}.{type(model).__qualname__}",
+                None,
+                "DDPSequential(Sequential(Linear(1, 8), ReLU(), Linear(8, 1)), config); "
+                "from_torch(module) makes one of a torch module",
+            )
         _check_word("cap_batch", cap_batch, CAP_BATCHES)
         _check_word("sync_norm_stats", sync_norm_stats, NORM_STATS)
         self.model, self.config, self.average, self.cap_batch = model, config, average, cap_batch

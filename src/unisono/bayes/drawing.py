@@ -40,6 +40,13 @@ def start_scale(method: str, fan_in: int, fan_out: int) -> float:
             None,
             'init_method="He"',
         )
+    if fan_in < 1 or fan_out < 1:
+        raise PartitionError.because(
+            f"a layer of {fan_in} inputs and {fan_out} outputs",
+            None,
+            f"{min(fan_in, fan_out)} < 1",
+            "1 or more of each",
+        )
     if method == "He":
         return math.sqrt(1 / fan_in)
     return math.sqrt(2 / (fan_in + fan_out))

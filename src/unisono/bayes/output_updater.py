@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unisono.bayes.arrays import ArrayLike, check_variance, to_tensor
+from unisono.bayes.arrays import ArrayLike, check_finite, check_variance, to_tensor
 from unisono.bayes.moments import Delta
 from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
 from unisono.errors import PartitionError
@@ -45,12 +45,13 @@ class OutputUpdater:
 
         Args:
             output_states: the net's `output_z_buffer`.
-            mu_obs: one observation per output; NaN is missing and changes nothing.
+            mu_obs: one observation per output; NaN is missing and changes nothing, infinity is
+                refused.
             var_obs: noise variance, one number or at least as many as observations.
             delta_states: the net's `input_delta_z_buffer`.
         """
         mean, var, slope = output_states.live.values()
-        y = _observations(mu_obs, mean, mean.numel())
+        y = _finite(_observations(mu_obs, mean, mean.numel()))
         noise = _noise(var_obs, y)
         delta_states.hold(_conditioned(mean, var, slope, y, noise), output_states.block_size)
 
@@ -75,7 +76,7 @@ class OutputUpdater:
         mean, var, slope = output_states.live.values()
         batch, outputs = max(output_states.block_size, 1), output_states.actual_size
         index = to_tensor(selected_idx, mean.device, torch.float64).reshape(-1).to(torch.int64)
-        y = _observations(mu_obs, mean, index.numel())
+        y = _finite(_observations(mu_obs, mean, index.numel()))
         noise = _noise(var_obs, y)
         if index.numel() % batch:
             raise PartitionError.because(
@@ -159,6 +160,11 @@ def _observations(data: ArrayLike, like: Tensor, count: int) -> Tensor:
             f"{y.numel()} != {count}",
             f"{count} observations; a missing one is float('nan')",
         )
+    return y
+
+
+def _finite(y: Tensor) -> Tensor:
+    check_finite(y, "mu_obs", "a missing observation is float('nan')", missing=True)
     return y
 
 

@@ -9,9 +9,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from unisono.bayes.arrays import ArrayLike, Output, check_variance, to_array, to_tensor
+from unisono.bayes.arrays import (
+    ArrayLike,
+    Output,
+    check_finite,
+    check_variance,
+    to_array,
+    to_tensor,
+)
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.blocks import backward_through, fixed_input, forward_through, plan_through
+from unisono.bayes.linear import Linear
 from unisono.bayes.moments import Delta, Moments
 from unisono.bayes.parameters import CAPS, cap_class
 from unisono.bayes.sequential_memory import RecurrentStates
@@ -67,7 +75,8 @@ class Sequential(StoredState, RecurrentStates, Described):
         """Return mean and variance of the output.
 
         Args:
-            mu_x: means of the input, any shape of `batch * input_size` numbers.
+            mu_x: finite means of the input, `[batch, input_size]` or flat; sequences and images in
+                any shape of `batch * input_size` numbers.
             var_x: variances of the input; None: it is certain.
         """
         x = self._read(mu_x, var_x)
@@ -90,6 +99,7 @@ class Sequential(StoredState, RecurrentStates, Described):
     def _read(self, mu_x: ArrayLike, var_x: ArrayLike | None) -> Moments:
         """Check the input and plan for its shape; nothing is changed if it is refused."""
         mean = to_tensor(mu_x, self._device, self._dtype)
+        check_finite(mean, "mu_x", "fill or leave out such rows; a missing target may be NaN")
         var = None
         if var_x is not None:
             var = to_tensor(var_x, self._device, self._dtype)
@@ -124,7 +134,21 @@ class Sequential(StoredState, RecurrentStates, Described):
                 f"{mean.numel()} = {whole}*{size} + {left}",
                 f"shape [batch, {size}], or flat batch*{size}",
             )
+        if mean.dim() == 2:
+            self._check_row(mean.shape, size)
         return mean.numel() // size, (size,)
+
+    def _check_row(self, shape: torch.Size, size: int) -> None:
+        """Refuse rows that are neither samples nor whole parts of one (steps, lines of pixels)."""
+        width = shape[1]
+        if width and size % width == 0 and not isinstance(self.layers[0], Linear):
+            return
+        raise PartitionError.because(
+            f"an input of shape {tuple(shape)}",
+            f"{width} numbers a row, the net reads {size} a sample",
+            f"{width} != {size}",
+            f"shape [batch, {size}], or flat: x.reshape(-1)",
+        )
 
     @torch.no_grad()
     def backward(self) -> None:

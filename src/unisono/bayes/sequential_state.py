@@ -110,11 +110,14 @@ class StoredState(LayerStack):
         (torch_files if Path(path).suffix in (".pt", ".pth") else pytagi_files).load(self, path)
 
     def save_csv(self, prefix: str | Path) -> None:
-        """Write `<prefix>_1_mw.csv`, `_2_Sw.csv`, `_3_mb.csv`, `_4_Sb.csv`, one value a line."""
+        """Write `<prefix>_1_mw.csv`, `_2_Sw.csv`, `_3_mb.csv`, `_4_Sb.csv`, one value a line.
+
+        Nets with batch norms also get `_5_mra.csv`, `_6_Sra.csv`: their running values.
+        """
         csv_files.save(self, prefix)
 
     def load_csv(self, prefix: str | Path) -> None:
-        """Read the four files of `save_csv`."""
+        """Read the files of `save_csv`; warns if running values are wanted and not there."""
         csv_files.load(self, prefix)
 
     def _infos(self) -> list[str]:

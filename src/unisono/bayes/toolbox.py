@@ -146,7 +146,7 @@ def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
             f"labels of {num_classes} classes",
             f"labels[{wrong[0]}] = {known[wrong[0]]}",
             f"labels are 0 to {num_classes - 1}",
-            f"num_classes={known.max() + 1}",
+            "labels that count from 0" if known.min() < 0 else f"num_classes={known.max() + 1}",
         )
     return known
 

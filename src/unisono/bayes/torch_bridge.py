@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from unisono.bayes import activation, convolution, linear, normalization, pooling
+from unisono.bayes.arrays import check_variance
 from unisono.bayes.base_layer import BaseLayer
 from unisono.bayes.sequential import Sequential
 from unisono.errors import PartitionError
@@ -79,6 +80,8 @@ def from_torch(module: nn.Module, var: float | None = None) -> Sequential:
             Tanh, Sigmoid and batch norms; Flatten and Dropout are left out.
         var: variance of every weight and bias; None keeps each layer's start variance.
     """
+    if var is not None:
+        check_variance(torch.tensor(var), "var")
     layers: list[BaseLayer] = []
     for part in _unrolled(module):
         layer = _layer_of(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -43,21 +44,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args, unknown = parser.parse_known_args(own)
     if unknown:
-        parser.error(_explanation(args, unknown))
+        parser.error(_explanation(args, unknown, own, parser))
     args.forwarded = forwarded
     args.words = words[1:]
     return exit_code_of(lambda: args.execute(args), debug=getattr(args, "debug", False))
 
 
-def _explanation(args: argparse.Namespace, unknown: list[str]) -> str:
+def _explanation(
+    args: argparse.Namespace,
+    unknown: list[str],
+    words: list[str],
+    parser: argparse.ArgumentParser,
+) -> str:
     """Say what was not understood; words of a script belong behind `--`."""
     text = f"unrecognized arguments: {' '.join(unknown)}"
+    word = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+    near = difflib.get_close_matches(word, _options(parser, words[0]), n=1, cutoff=0.8)
+    if near:
+        text += f"\nHINT: did you mean {near[0]}?"
     target = getattr(args, "target", None) or getattr(args, "module", None)
-    if args.execute is run.execute and target is not None:
+    is_ours = near and target in words and unknown[0] in words[: words.index(target)]
+    if args.execute is run.execute and target is not None and not is_ours:
         how = "-m " if args.target is None else ""
         text += f"\nHINT: unisono run ... {how}{target} -- {' '.join(unknown)}"
         text += "  (what follows -- is for the script)"
     return text
+
+
+def _options(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """Return the long options of a command."""
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    if command not in commands.choices:
+        return []
+    options = commands.choices[command]._option_string_actions
+    return [option for option in options if option.startswith("--")]
 
 
 def _split(words: list[str]) -> tuple[list[str], str, list[str]]:

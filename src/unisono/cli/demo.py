@@ -68,6 +68,12 @@ def execute(args: argparse.Namespace) -> int:
             f"demos: {', '.join(DEMOS)}",
             hint=f"unisono demo {near[0] if near else DIGITS}",
         )
+    for option in ("ranks", "epochs"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise PlatformError.because(
+                f"unisono demo --{option} {value}", f"fewer {option} than 1", hint=f"--{option} 2"
+            )
     if args.name == DIGITS:
         from unisono.cli.demo_digits import compare
 

@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib.machinery
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -47,18 +48,25 @@ def find_source(module: str, asked: str) -> Path | None:
         name = ".".join(parts[:number])
         spec = _spec(name, path)
         if spec is None:
-            here = sorted(file.stem for file in Path.cwd().glob("*.py"))
             raise PlatformError.because(
                 asked,
                 f"No module named {name!r} from {Path.cwd()}",
                 None,
-                f"modules here: {', '.join(here[:8])}"
-                if here
-                else "package.module:function, importable from here",
+                _neighbours(name, path) or "package.module:function, importable from here",
             )
         path = spec.submodule_search_locations or []
     file = Path(spec.origin) if spec is not None and spec.origin else None
     return file if file is not None and file.suffix == ".py" else None
+
+
+def _neighbours(name: str, path: Sequence[str] | None) -> str:
+    """Name the modules beside one that is not there, the most alike first."""
+    from unisono.launch.script import nearest_first
+
+    package, dot, _ = name.rpartition(".")
+    found = pkgutil.iter_modules([str(Path.cwd())] if path is None else path)
+    names = nearest_first(name, sorted(f"{package}{dot}{module.name}" for module in found))
+    return f"modules there: {', '.join(names[:8])}" if names else ""
 
 
 def _spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:

@@ -35,7 +35,14 @@ def exit_code_of(command: Callable[[], int], *, debug: bool = False) -> int:
 
 def _block(error: UnisonoError) -> str:
     """Return the message, with the remote traceback where only the cause has it."""
-    parts = [f"unisono: {as_typed(str(error))}", *getattr(error, "__notes__", ())]
+    text = str(error) if _is_of_script(error) else as_typed(str(error))
+    parts = [f"unisono: {text}", *getattr(error, "__notes__", ())]
     if isinstance(error.__cause__, RemoteError):
         parts.insert(0, str(error.__cause__).rstrip())
     return "\n".join(parts)
+
+
+def _is_of_script(error: UnisonoError) -> bool:
+    """Whether a script that runs in this very process raised it: it knows no options."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "runpy" for frame, _ in frames)

@@ -68,6 +68,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(args: argparse.Namespace) -> int:
     """Measure what is asked for, then print what each way would cost."""
+    check_sizes(args)
+    check_words(args)
     if args.calibrate:
         _calibrate(args)
     if args.model is None:
@@ -78,7 +80,6 @@ def execute(args: argparse.Namespace) -> int:
     from unisono.plan.report import assumptions, table
 
     calibration = read_calibration(args.calibration)
-    check_sizes(args)
     subject = load_subject(args.model)
     cluster = cluster_of(args, calibration, subject.name)
     workload = profile(subject, team=args.team or cluster.ranks_per_node)
@@ -122,6 +123,28 @@ def check_sizes(args: argparse.Namespace) -> None:
     ):
         if not low <= value <= high:
             raise PlatformError.because(f"{name} {value:g}", f"not between {low:g} and {high:g}")
+
+
+def check_words(args: argparse.Namespace) -> None:
+    """Refuse what could not be read or written after minutes of measuring."""
+    from unisono.plan.cluster import ALGORITHMS
+    from unisono.plan.drawing import check_picture
+    from unisono.plan.quantities import read_rate, read_time
+
+    if args.algorithm not in ALGORITHMS:
+        raise PlatformError.because(
+            f"--algorithm {args.algorithm}",
+            "no such way to add gradients",
+            hint=f"one of {', '.join(ALGORITHMS)}",
+        )
+    for read, words in (
+        (read_time, (args.latency, args.node_latency)),
+        (read_rate, (args.link, args.node_link)),
+    ):
+        for word in filter(None, words):
+            read(word)
+    if args.plot:
+        check_picture(args.plot)
 
 
 def cluster_of(args: argparse.Namespace, calibration: Calibration, model: str) -> Cluster:
@@ -173,6 +196,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 
     makers = [PRESETS[name] for name in ("mlp", "cnn")]
     if args.model is not None and args.model not in ("mlp", "cnn"):
+        load_subject(args.model)  # what is wrong with it is said here, not by a rank
         makers.append(partial(load_subject, args.model))
     print("unisono: measuring on 1, 2 and 4 ranks, about half a minute", file=sys.stderr)
     found = calibrate(makers)

@@ -68,7 +68,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
     how.add_argument("--console", metavar="WHO", help="auto, all, rank0, none, or ranks as 0,2")
     how.add_argument(
-        "--record", nargs="?", const="", metavar="NAME", help="write runs/NAME with a report.html"
+        "--record",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="write runs/NAME with a report.html; a NAME with a slash is a path of its own",
     )
     how.add_argument("--watch", action="store_true", help="serve a page that shows it, and record")
     how.add_argument("--dry-run", action="store_true", help="show the ranks, start nothing")
@@ -110,6 +114,7 @@ def _execute(args: argparse.Namespace) -> int:
         return _show(args, request)
     if args.detach and request.place != "slurm":
         return detached.start(args)
+    _note_missing_gpus(args, request)
     with recorded.recording(args, request) as (request, directory):
         if args.detach:
             return detached.queue(request)
@@ -178,8 +183,19 @@ def _show(args: argparse.Namespace, request: Request) -> int:
         from unisono.launch.slurm.submission import judge_script
 
         print(judge_script(request))
+    _note_missing_gpus(args, request)
     print(f"unisono: {_count(request.ranks, 'rank')} on {request.place} can be started")
     return 0
+
+
+def _note_missing_gpus(args: argparse.Namespace, request: Request) -> None:
+    """Say so where `--gpus` only counts ranks, since they run on cores."""
+    if args.gpus is not None and request.place == "cpu" and not args.supervise:
+        print(
+            f"unisono: --gpus {args.gpus} counts ranks here: they run on cpu, without a GPU "
+            "(--on gpu insists on GPUs)",
+            file=sys.stderr,
+        )
 
 
 def _pairs(words: Sequence[str], usage: str) -> list[tuple[str, str]]:

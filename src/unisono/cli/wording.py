@@ -21,6 +21,8 @@ _OPTIONS = {
 _VALUE = r"""(?:"[^"]*"|'[^']*'|\{[^}]*\}|\[[^\]]*\]|[\w./-]+)"""
 _CALL = re.compile(r"unisono\.run\(\.\.\., (.*?)\)(?=$| )")
 _MADE = re.compile(r"^(?:Platform|Logs)\((.*)\)(?=$| with )")
+_WRAPPED = re.compile(r"(?:\bunisono\.)?\b(?:Platform|Logs)\((--[^()]*)\)")
+_OF_A_SCRIPT = "Traceback (most recent call last)"
 _PAIR = re.compile(rf"(?<![\w.\[{{\"'])([a-z_]+)=({_VALUE})")
 
 
@@ -32,6 +34,8 @@ def as_typed(message: str) -> str:
         'unisono run --ranks 0\\n  HINT: --ranks 2'
     """
     first, *rest = message.split("\n")
+    if _OF_A_SCRIPT in message:  # what the script did is told in its own words
+        return "\n".join([first, *(_pairs(x) if x.startswith("HINT:") else x for x in rest)])
     lines = [_asked(first)]
     lines += [_pairs(line) if line.lstrip().startswith("HINT:") else line for line in rest]
     return "\n".join(lines)
@@ -47,7 +51,7 @@ def _asked(line: str) -> str:
 
 def _pairs(text: str) -> str:
     text = text.replace("a longer timeout_s", "a longer --timeout-s")
-    text = _PAIR.sub(_option, text)
+    text = _WRAPPED.sub(r"\1", _PAIR.sub(_option, text))
     return re.sub(r", (?=--)", " ", text)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from unisono.errors import MeshError, PartitionError, UnisonoError
 
@@ -20,9 +21,7 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
         )
     if x.device.type != device.type:
         if x.device.type == "meta":
-            raise UnisonoError.because(
-                f"{verb} of a tensor on meta", "it has no data to move", None, "x.to('cpu')"
-            )
+            raise _without_data(f"{verb} of a tensor on meta")
         raise UnisonoError.because(
             f"{verb} of a tensor on {x.device}",
             f"the communicator works on {device}",
@@ -34,7 +33,25 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
         raise UnisonoError.because(
             f"{verb} of {kind} tensor", "only dense tensors travel", None, "x.to_dense()"
         )
+    if is_batchedtensor(x):
+        raise UnisonoError.because(
+            f"torch.func.vmap over {verb}",
+            "a collective cannot be vmapped: ranks would not agree on the number of calls",
+            None,
+            f"give the tensor a batch dim and call {verb} once",
+        )
     return x
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a communicator for tensors without data."""
+    if device.type == "meta":
+        raise _without_data("a communicator for tensors on meta")
+
+
+def _without_data(asked: str) -> UnisonoError:
+    hint = "torch.zeros_like(x, device='cpu'); for a module: module.to_empty(device='cpu')"
+    return UnisonoError.because(asked, "they have no data to move", None, hint)
 
 
 def check_target(x: object, device: torch.device, verb: str) -> Tensor:

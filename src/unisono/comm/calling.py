@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -111,8 +112,11 @@ class Caller:
         finish: Callable[[], T],
         async_op: bool,
         deadline: float,
+        *,
+        collective: bool = True,
     ) -> T | Pending[T]:
         """Start the transfer; wait and finish now, or hand out a `Pending` that does."""
+        turn = self._enter(call) if collective and self.size > 1 else None
         recorder = tracing.recorder
         waited = self._engine.waited_ns if recorder is not None else None
         grad_mode = torch.is_grad_enabled()
@@ -137,9 +141,30 @@ class Caller:
                 return self._ended(call, finish())
         finally:
             torch._C._set_grad_enabled(grad_mode)
+            if turn is not None:
+                turn.release()
         return Pending(
             lambda own: self._complete(call, ticket, finish, deadline if own is None else own),
             lambda: ticket is None or ticket.done(),
+        )
+
+    def _enter(self, call: Call) -> threading.RLock:
+        """Take the group for this thread; refuse while another one is inside a collective of it.
+
+        Which of two threads comes first differs from rank to rank: their sums would be mixed up.
+        """
+        entry = self._entry
+        if entry.turn.acquire(blocking=False):
+            entry.inside = threading.get_ident()
+            return entry.turn
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        raise UnisonoError.because(
+            f"{call.op} on {entry.name} in thread {threading.current_thread().name!r}",
+            f"thread {names.get(entry.inside, entry.inside)!r} of this rank is inside a collective "
+            "of the same group; ranks would not agree on which of the two is first",
+            None,
+            "a group of its own for the second thread, made before it starts: "
+            "Communicator.of(torch.distributed.new_group())",
         )
 
     def _complete(
@@ -195,8 +220,12 @@ class Caller:
     def _reporting(self, op: str, root: int | None, deadline: float) -> Iterator[None]:
         """Report a failure of the small exchange that precedes `op` as one of `op` itself."""
         call = Call(op, self._entry.name, self._entry.key, 0, root=root)
-        with self._translating(call, deadline):
-            yield
+        turn = self._enter(call)
+        try:
+            with self._translating(call, deadline):
+                yield
+        finally:
+            turn.release()
 
     def _deadline(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else check_timeout(timeout_s)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import groups
-from unisono.comm.arguments import check_timeout
+from unisono.comm.arguments import check_device, check_timeout
 from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.hosts import host_id
 from unisono.comm.tuning import measure_limits
@@ -46,6 +46,7 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
     def __init__(
         self, entry: GroupEntry, *, device: torch.device, timeout_s: float | None = None
     ) -> None:
+        check_device(device)
         set_field = object.__setattr__
         set_field(self, "_entry", entry)
         set_field(self, "_own_timeout_s", timeout_s)

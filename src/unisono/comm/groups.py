@@ -7,6 +7,7 @@ name follows from its ranks, so ranks may make groups in any order that two of t
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from datetime import timedelta
 
@@ -46,6 +47,10 @@ class GroupEntry:
         self.broken: str | None = None
         self.single: dist.ProcessGroup | None = None
         self.coalescer: Coalescer | None = None
+        self.turn = threading.RLock()
+        """Held by the thread that is inside a collective."""
+        self.inside = 0
+        """Identity of the thread that took it last."""
         self._counter = itertools.count(1)
         self._engines: dict[str, Engine] = {}
         self.name = self._name()

@@ -12,11 +12,14 @@ from types import FrameType
 
 import torch
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES: tuple[str, ...] = (
-    f"{Path(__file__).resolve().parents[1]}{os.sep}",
+    f"{_PACKAGE}{os.sep}",
     f"{Path(torch.__file__).resolve().parent}{os.sep}",
     "<frozen ",
 )
+_PROGRAMS = (str(_PACKAGE / "cli" / "demo_digits.py"), f"{_PACKAGE / '_examples'}{os.sep}")
+"""What ships with us and is a user's program all the same."""
 _STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
@@ -29,7 +32,8 @@ def is_library(file: str) -> bool:
     known = _seen.get(file)
     if known is None:
         is_python = file.startswith(_STDLIB) and not any(word in file for word in _INSTALLED)
-        known = _seen[file] = is_python or file.startswith(_LIBRARIES)
+        is_ours = file.startswith(_LIBRARIES) and not file.startswith(_PROGRAMS)
+        known = _seen[file] = is_python or is_ours
     return known
 
 

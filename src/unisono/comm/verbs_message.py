@@ -283,4 +283,5 @@ class MessageVerbs(Caller):
             finish,
             async_op,
             deadline,
+            collective=False,
         )

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 from unisono.errors import explain
 
-__all__ = ["expect", "expect_choice", "expect_float", "expect_int"]
+__all__ = ["expect", "expect_choice", "expect_float", "expect_int", "one_line"]
+
+
+def one_line(value: object) -> str:
+    """Return `value` as a message shows it: its kind alone where the whole would fill lines."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    return f"{type(value).__name__}(...)" if "\n" in text else text
 
 
 def expect(
@@ -18,10 +26,8 @@ def expect(
     is_stray_bool = isinstance(value, bool) and bool not in allowed
     if is_stray_bool or not isinstance(value, allowed):
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
-        found = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
-        raise TypeError(
-            explain(f"{name}={found}", f"{type(value).__name__}, expected {expected}", None, hint)
-        )
+        found = f"{type(value).__name__}, expected {expected}"
+        raise TypeError(explain(f"{name}={one_line(value)}", found, None, hint))
 
 
 def expect_int(name: str, value: int, at_least: int) -> int:

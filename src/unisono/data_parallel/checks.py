@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
+from torch.nn.parameter import is_lazy
 
-from unisono.data_parallel.arguments import expect
+from unisono.data_parallel.arguments import expect, one_line
 from unisono.data_parallel.compression import check_compression
+from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.data_parallel.partial_step import needs_closure
 from unisono.errors import explain
@@ -20,15 +22,50 @@ def check_options(
     if not isinstance(module, nn.Module):
         raise TypeError(
             explain(
-                f"DataParallel({module!r})",
+                f"DataParallel({one_line(module)})",
                 f"{type(module).__name__}, expected a torch.nn.Module",
                 None,
                 "DataParallel(torch.nn.Linear(4, 2))",
             )
         )
+    check_module(module, "DataParallel")
     expect("blocking_parameter_updates", blocking, bool)
     check_bucket_mb(bucket_mb)
     check_compression(compression)
+
+
+def check_module(module: nn.Module, wrapper: str) -> None:
+    """Check that every parameter and buffer has values, and that nobody averages gradients yet."""
+    for name, part in module.named_modules():
+        if isinstance(part.__dict__.get("_engine"), GradientEngine):
+            kind = type(part).__name__
+            raise ValueError(
+                explain(
+                    f"{wrapper} of a module with a {kind} in it",
+                    f"{name or 'the module itself'}, which averages its gradients already",
+                    None,
+                    f"{wrapper}(model.module)" if not name else f"use {name}.module in its place",
+                )
+            )
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(x):
+            found, hint = "has no shape yet", "run one forward first: module(example_batch)"
+        elif x.is_meta:
+            found = "is on meta, without values"
+            hint = "module.to_empty(device='cpu'), then load or initialise its values"
+        else:
+            continue
+        raise ValueError(
+            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", None, hint)
+        )
+
+
+def check_max_norm(max_norm: float | Tensor) -> None:
+    """Check the norm to clip to; infinity clips nothing."""
+    if not max_norm >= 0:
+        raise ValueError(
+            explain(f"clip_grad_norm({max_norm})", None, None, "clip_grad_norm(1.0), at least 0")
+        )
 
 
 def check_bucket_mb(bucket_mb: float | None) -> None:

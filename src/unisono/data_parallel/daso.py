@@ -47,7 +47,7 @@ class DASO(DasoFacade):
         cooldown_epochs: last epochs, the same.
         scheduler: learning-rate scheduler on `local_optimizer`; DASO calls its `step`.
         stability_level: relative improvement of the loss below which an epoch counts as a plateau.
-        max_global_skips: largest number of batches between exchanges.
+        max_global_skips: largest number of batches between exchanges; 0: after every batch.
         sending_chunk_size: elements of a message.
         downcast_type: what travels in a blocking mean: differences as float32, bfloat16, float16.
         use_mpi_groups: accepted; both values build the same groups.
@@ -149,6 +149,8 @@ class DASO(DasoFacade):
         self.local = LocalStep(local_optimizer, scheduler, by_epoch, self.exchange.node)
         self._warned_of_length = False
         self._start_over()
+        if verbose and self.schedule.never_cycles:
+            self.print0("DASO: nodes wait for each other after every batch of every epoch")
 
     @classmethod
     def post_local_sgd(
@@ -361,7 +363,8 @@ class DASO(DasoFacade):
             self.exchange.bind(self.module)
         self.local.end_epoch(mean)
         if self.verbose:
-            self.print0(f"DASO: epoch {self.epoch}, loss {mean:.6g}, then {self.schedule.skips}")
+            count = f"{self.epoch} of {self.schedule.total_epochs}"
+            self.print0(f"DASO: epoch {count}, loss {mean:.6g}, then {self.schedule.skips}")
 
     def _close_early(self) -> None:
         if not self._warned_of_length:

@@ -16,7 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from unisono.comm import Communicator
 from unisono.data_parallel.arguments import expect_choice
 from unisono.data_parallel.buckets import Bucket
-from unisono.data_parallel.checks import check_options, checked_optimizers, fallback_reason
+from unisono.data_parallel.checks import (
+    check_max_norm,
+    check_options,
+    checked_optimizers,
+    fallback_reason,
+)
 from unisono.data_parallel.construction import (
     broadcast_module,
     check_same_module,
@@ -231,6 +236,7 @@ class DataParallel(HeatParts):
 
         Gradients are the same on all ranks, so their norm is, too.
         """
+        check_max_norm(max_norm)
         self.finalize()
         return nn.utils.clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite

@@ -214,6 +214,11 @@ class DeferredUpdates:
         return {name for name, own in self._layers.items() if not buckets.isdisjoint(own)}
 
     def _settle(self, indices: Sequence[int]) -> None:
+        if torch.is_inference_mode_enabled():
+            # Optimizer state made in there would be of no use in training.
+            with torch.inference_mode(False), torch.no_grad():
+                self._settle(indices)
+            return
         if self._owed is not None and self._owed.whole:
             indices = range(len(self._engine.gradient_buckets))
         buckets = self._engine.gradient_buckets

@@ -25,10 +25,10 @@ from unisono.data_parallel.compression import UserFunction, averaging_for
 from unisono.data_parallel.construction import check_same_module, on_device
 from unisono.data_parallel.forward_buffers import BufferBroadcast
 from unisono.data_parallel.gradient_bucket import GradientBucket
+from unisono.data_parallel.naming import Unfinished, named
 from unisono.data_parallel.sparse import SparseParameters, sparse_parameters
 from unisono.data_parallel.stats import Counters, Stats
 from unisono.data_parallel.structure import Structure
-from unisono.errors import RankTimeout
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -274,8 +274,8 @@ class GradientEngine:
         comm = on_device(self.comm, bucket.info.device)
         try:
             handle = self.averaging.start(bucket, comm, weighted=self._factor is not None)
-        except RankTimeout as error:
-            raise _named(error, bucket) from None
+        except Unfinished as error:
+            raise named(error, bucket.describe()) from None
         self._under_way[bucket.index] = handle
         self._counters.wait_backward_s += time.perf_counter() - before
         self._counters.bytes += bucket.nbytes
@@ -382,8 +382,8 @@ class GradientEngine:
         before = time.perf_counter()
         try:
             handle.wait()
-        except RankTimeout as error:
-            raise _named(error, bucket) from None
+        except Unfinished as error:
+            raise named(error, bucket.describe()) from None
         waited = time.perf_counter() - before
         if self.blocking:
             self._counters.wait_backward_s += waited
@@ -404,10 +404,3 @@ class GradientEngine:
             self.on_reuse()
         else:
             self.wait_all()
-
-
-def _named(error: RankTimeout, bucket: GradientBucket) -> RankTimeout:
-    """Return the error with the bucket that was waited for."""
-    named = RankTimeout(f"{bucket.describe()}\n{error}")
-    named.__dict__.update(error.__dict__)
-    return named

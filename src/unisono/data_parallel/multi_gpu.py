@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from unisono.data_parallel.arguments import expect
-from unisono.data_parallel.checks import check_bucket_mb
+from unisono.data_parallel.checks import check_bucket_mb, check_module
 from unisono.data_parallel.compression import check_compression
 from unisono.data_parallel.construction import check_same_module, reset_module
 from unisono.data_parallel.daso import DASO
@@ -51,6 +51,7 @@ class DataParallelMultiGPU(nn.Module):
     ) -> None:
         expect("module", module, nn.Module)
         expect("optimizer", optimizer, DASO, "DASO(optimizer, total_epochs), or DataParallel")
+        check_module(module, "DataParallelMultiGPU")
         check_bucket_mb(bucket_mb)
         check_compression(compression)
         ranks = optimizer.communicator if comm is None else communicator_of(comm)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn, optim
 
-from unisono.data_parallel.arguments import expect
+from unisono.data_parallel.arguments import expect, one_line
 from unisono.errors import explain
 
 __all__ = ["DataParallelOptimizer"]
@@ -63,7 +63,7 @@ class DataParallelOptimizer(optim.Optimizer):
         if not isinstance(torch_optimizer, optim.Optimizer):
             raise TypeError(
                 explain(
-                    f"DataParallelOptimizer({torch_optimizer!r})",
+                    f"DataParallelOptimizer({one_line(torch_optimizer)})",
                     f"{type(torch_optimizer).__name__}, expected a torch optimizer",
                     None,
                     "DataParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))",

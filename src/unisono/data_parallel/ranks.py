@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unisono.comm import Communicator
 from unisono.comm.mpi_style import get_comm
+from unisono.data_parallel.arguments import one_line
 from unisono.errors import UnisonoError, explain
 
 __all__ = ["communicator_of"]
@@ -27,7 +28,7 @@ def communicator_of(comm: object) -> Communicator:
             raise
         raise TypeError(
             explain(
-                f"comm={comm!r}",
+                f"comm={one_line(comm)}",
                 f"{type(comm).__name__}, which names no group of ranks",
                 None,
                 "None, a Communicator, an MPICommunication or a ProcessGroup",

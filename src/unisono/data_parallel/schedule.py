@@ -111,6 +111,12 @@ class DasoSchedule:
             return "cooldown"
         return "warmup" if self.epoch < self.warmup_epochs else "cycling"
 
+    @property
+    def never_cycles(self) -> bool:
+        """Whether all epochs are warm-up or cool-down, or have no skips."""
+        is_full = self.warmup_epochs + self.cooldown_epochs >= self.total_epochs
+        return is_full or (self.max_global_skips == 0 and self.every is None)
+
     def epoch_end(self, mean_loss: float) -> Skips:
         """Count an epoch that ended with this loss; return the skips of the next one."""
         self.epoch += 1

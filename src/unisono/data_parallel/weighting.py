@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.data_parallel.construction import on_device
 from unisono.data_parallel.engine import GradientEngine
+from unisono.data_parallel.naming import Unfinished, named
 from unisono.errors import explain
 
 
@@ -90,8 +91,14 @@ class Weights:
             mine = self._total + (self._samples or 0.0) if counted else 1.0
         comm = on_device(self._engine.comm, _device_of(self._engine))
         dtype = torch.float32 if comm.device.type == "mps" else torch.float64
-        sums = torch.tensor([mine, float(counted)], dtype=dtype, device=comm.device)
-        total, anybody_counted = comm.all_reduce_(sums, "sum").tolist()
+        report = torch.tensor([[mine, float(counted)]], dtype=dtype, device=comm.device)
+        # Gathered, and odd in bytes: a rank without weights cannot take it for a bucket.
+        odd = nn.functional.pad(report.view(torch.uint8), (0, 1))
+        try:
+            reports = comm.all_gather(odd, sizes=[1] * comm.size)[:, :-1].contiguous().view(dtype)
+        except Unfinished as error:
+            raise named(error, "weights of this backward, from samples() or join()") from None
+        total, anybody_counted = reports.sum(0).tolist()
         if not anybody_counted and self.divide_by_world:
             total = comm.size
         worth = mine if self._reference is None else self._reference

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator, checking
-from unisono.errors import LayoutError, MeshError
+from unisono.errors import LayoutError, MeshError, PartitionError
 from unisono.graph_parallel.equality import difference_over_ranks
 from unisono.graph_parallel.groups import current_groups
 from unisono.graph_parallel.matrix import GraphGroups, graph_groups
@@ -73,8 +73,23 @@ def _matrix(groups: GraphGroups | None) -> GraphGroups:
 
 
 def _listed(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    return list({id(p): p for p in given}.values())
+    given: Iterable[object]
+    if isinstance(parameters, nn.Module):
+        given = parameters.parameters()
+    else:  # a tensor by itself would be taken apart into its rows
+        several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
+        given = parameters if several else (parameters,)
+    listed: dict[int, Tensor] = {}
+    for p in given:
+        if not isinstance(p, Tensor):
+            raise PartitionError.because(
+                "sync_gradients of a model or its parameters",
+                f"a {type(p).__name__}: {p!r:.60}",
+                None,
+                "sync_gradients(model), or sync_gradients(model.parameters())",
+            )
+        listed[id(p)] = p
+    return list(listed.values())
 
 
 def _compare(grads: list[Tensor], comm: Communicator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,9 +111,14 @@ class GraphPartition:
         return cls._cut(line, node_cost + edge_cost * indegree.double(), parts)
 
     @classmethod
-    def from_owner(cls, owner: Tensor, parts: int) -> GraphPartition:
-        """Return the partition with this owner for each node `[N]`; any, parts may be empty."""
+    def from_owner(cls, owner: Tensor | Sequence[int], parts: int) -> GraphPartition:
+        """Return the partition with this owner for each node `[N]`; any, parts may be empty.
+
+        >>> GraphPartition.from_owner([1, 0, 1], 2).perm.tolist()
+        [1, 0, 2]
+        """
         asked = f"GraphPartition.from_owner(parts={parts})"
+        owner = torch.as_tensor(owner)
         if owner.dim() != 1 or owner.is_floating_point() or owner.dtype == torch.bool:
             raise PartitionError.because(
                 asked, f"owner of shape {list(owner.shape)}, {owner.dtype}", None, "[N], int64"

@@ -7,8 +7,7 @@ replicated: a rank holds its own rows, and those of other ranks that its edges p
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from unisono.errors import PartitionError
 from unisono.graph_parallel import halo_lists, regions
 from unisono.graph_parallel.conventions import MISSING
 from unisono.graph_parallel.layout import tagged, watched
+from unisono.graph_parallel.messages import Message, messages
 from unisono.graph_parallel.partition import GraphPartition, check_edges
 from unisono.graph_parallel.stats import GraphStats
 from unisono.graph_parallel.transfer import RowsUnderWay, start_rows
@@ -140,6 +140,8 @@ class GraphPlan:
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return the own rows of `x`, which all ranks hold equal, in the original order. R -> S."""
+        nodes = self.partition.num_nodes
+        self._check_rows(x, nodes, "scatter", f"a row for each of the {nodes} nodes of the graph")
         perm = self.partition.perm.to(x.device)
         return regions.scatter(x.index_select(0, perm), sizes=self.partition.sizes, comm=self.comm)
 
@@ -195,7 +197,7 @@ class GraphPlan:
     def message_pass(
         self,
         x: Tensor,
-        message: Callable[[Tensor, Tensor, Any], Tensor],
+        message: Message,
         *,
         edge_attr: Tensor | None = None,
     ) -> Tensor:
@@ -207,8 +209,12 @@ class GraphPlan:
             x: own rows `[num_local, ...]`.
             message: `message(x_src, x_dst, edge_attr) -> [E', ...]`; called for inner edges, then
                 for outer ones, also when there are none.
-            edge_attr: a row for each edge, in the order of `edge_ids`.
+            edge_attr: a row for each edge of this rank, in the order of `edge_ids`: the rows
+                `a[plan.edge_ids]` of an `a` that goes with the given `edge_index`.
         """
+        if edge_attr is not None:
+            edges = self.edge_ids.numel()
+            self._check_rows(edge_attr, edges, "edge_attr", "edge_attr=a[plan.edge_ids]")
         under_way = self.start(x)
         inner = None if edge_attr is None else edge_attr.index_select(0, self.inner_edges)
         outer = None if edge_attr is None else edge_attr.index_select(0, self.outer_edges)
@@ -320,23 +326,26 @@ class GraphPlan:
         total: Tensor | None,
         rows: tuple[Tensor, Tensor],
         ends: Tensor,
-        message: Callable[[Tensor, Tensor, Any], Tensor],
+        message: Message,
         edge_attr: Tensor | None,
     ) -> Tensor:
         source, target = ends
-        sent = message(rows[0].index_select(0, source), rows[1].index_select(0, target), edge_attr)
+        x_src, x_dst = rows[0].index_select(0, source), rows[1].index_select(0, target)
+        sent = messages(message, x_src, x_dst, edge_attr)
         if total is None:
             held = self.num_local + (self.num_halo if self.cut == "edges" else 0)
             total = sent.new_zeros((held, *sent.shape[1:]))
         return total.index_add(0, target, sent)
 
-    def _check_rows(self, x: Tensor, rows: int, verb: str) -> None:
+    def _check_rows(
+        self, x: Tensor, rows: int, verb: str, hint: str = "x = plan.scatter(full) gives own rows"
+    ) -> None:
         if x.dim() == 0 or x.shape[0] != rows:
             raise PartitionError.because(
                 f"{verb} of shape {list(x.shape)} on rank {self.comm.rank}",
                 f"{self!r}",
                 f"{x.shape[0] if x.dim() else 0} != {rows} rows",
-                "x = plan.scatter(full) gives the own rows",
+                hint,
             )
 
 

@@ -92,7 +92,9 @@ class Attempts:
                     if len(causes) > 1:
                         error.add_note("\n".join(causes))
                     raise
-                if self._cancelled.wait(min(30.0, 2.0 ** (len(causes) - 1))):
+                pause_s = min(30.0, 2.0 ** (len(causes) - 1))
+                self._announce(error, pause_s)
+                if self._cancelled.wait(pause_s):
                     raise self._cancellation() from None
             else:
                 if not outcome.is_requeued:
@@ -121,6 +123,19 @@ class Attempts:
             supervisor.ask(look)
             answered.wait(timeout_s)
         return answer
+
+    def _announce(self, error: RankFailed | RankTimeout, pause_s: float) -> None:
+        """Say on the console why there is another attempt."""
+        request = self.request
+        if request.logs.console == "none":
+            return
+        last = 1 + request.max_restarts + self.requeues
+        print(
+            f"unisono: {str(error).splitlines()[0]}; "
+            f"attempt {self.number + 2} of {last} begins in {pause_s:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _supervised_by(self, supervisor: Watch) -> None:
         self._supervisor = supervisor

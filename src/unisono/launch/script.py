@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
 import inspect
@@ -14,21 +15,27 @@ from typing import Any
 
 from unisono.errors import PlatformError
 
-__all__ = ["call_function", "check_script", "run_module", "run_script"]
+__all__ = ["call_function", "check_script", "nearest_first", "run_module", "run_script"]
 
 
 def check_script(path: str) -> str:
     """Return the absolute path of a script, or raise `PlatformError` if there is none."""
     script = Path(path)
     if not script.is_file():
-        scripts = sorted(p.name for p in Path.cwd().glob("*.py"))
+        scripts = nearest_first(path, sorted(str(p) for p in script.parent.glob("*.py")))
         raise PlatformError.because(
             f"unisono run {path}",
             f"no such file from {Path.cwd()}",
             None,
-            f"scripts here: {', '.join(scripts[:8])}" if scripts else "the path of a script",
+            f"scripts there: {', '.join(scripts[:8])}" if scripts else "the path of a script",
         )
     return str(script.absolute())
+
+
+def nearest_first(word: str, names: Sequence[str]) -> list[str]:
+    """Return `names` with those that look like `word` at the front."""
+    near = difflib.get_close_matches(word, names, n=3)
+    return [*near, *(name for name in names if name not in near)]
 
 
 def run_script(path: str, args: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ LOG_LINES = 20
 
 _TWICE = "initialize the default process group twice"
 _ONCE = "if not torch.distributed.is_initialized(): torch.distributed.init_process_group(...)"
+_ABSENT = re.compile(
+    r"No module named '(heat|distdl|ddpw|pytagi|ocpmodels|fairchem)(?:\.[\w.]+)?'\s*$"
+)
+"""An import that `unisono run --compat` can serve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +225,8 @@ def _hint(fate: Fate, job_dir: str | None) -> str:
     at = _logs_at(job_dir)
     if fate.failed is not None and _TWICE in fate.failed.traceback:
         return f"the ranks have joined their world already: {_ONCE}{at}"
+    if fate.failed is not None and (absent := _ABSENT.search(fate.failed.traceback)):
+        return f"unisono run --compat {absent[1]} ... lets unisono answer that import{at}"
     if fate.failed is not None:
         return f'on="inline" runs the function in this process, under your debugger{at}'
     name = _signal_name(-fate.exit_code) if fate.exit_code and fate.exit_code < 0 else ""

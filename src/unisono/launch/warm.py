@@ -25,7 +25,7 @@ _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from unisono.launch.server import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
-_FROZEN = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
+_FROZEN = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "TORCH_CPP_")
 """Starts of names of variables that only a new process takes in."""
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _OF_RUNS = ("UNISONO_TRACE", "UNISONO_CHECK", "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -44,6 +44,7 @@ class WarmServer:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
         env = {k: v for k, v in os.environ.items() if k not in _OF_RUNS}
         env |= dict.fromkeys(_SINGLE_THREAD, "1")
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once, when it is imported
         words = (search_path, str(theirs.fileno()), str(self.owner_pid), "unisono launch server")
         with theirs:
             self._process = subprocess.Popen(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import MissingExtra
+from unisono.errors import MissingExtra, PlatformError
 from unisono.plan.planning import Curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_scaling"]
+__all__ = ["check_picture", "draw_scaling"]
 
 _STYLES: dict[str, tuple[str, str]] = {
     "data parallel, blocking": ("#1f5fa8", "-"),
@@ -25,6 +26,32 @@ _STYLES: dict[str, tuple[str, str]] = {
     "Bayesian": ("#1f5fa8", "-"),
 }
 _INK, _FAINT = "#222222", "#777777"
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that could not be written: its kind, its place, or without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra.of("plot", f"--plot {path.name}", str(error)) from error
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise PlatformError.because(
+            f"--plot {path}",
+            f"no kind of picture ends with {path.suffix!r}"
+            if path.suffix
+            else "a name without an ending does not say the kind of picture",
+            hint=f"--plot {path.with_suffix('.png')}, or .svg, .pdf",
+        )
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = f"{path} is a directory" if path.is_dir() else f"there is no {path.parent}"
+        raise PlatformError.because(
+            f"--plot {path}", what, hint=f"mkdir -p {path.parent}, or --plot {path.name}"
+        )
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise PlatformError.because(
+            f"--plot {path}", "it may not be written", hint=f"--plot {path.name}"
+        )
 
 
 def draw_scaling(

@@ -53,7 +53,10 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Throughput over that of as many ranks that do not have to talk."""
+        """Throughput over that of as many ranks that do not have to talk.
+
+        Above 1 where ranks share the update of the parameters, which those do whole.
+        """
         return self.alone_s / self.step_s if self.step_s else 1.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -26,6 +26,10 @@ def table(found: Sequence[Prediction | Impossible]) -> str:
         ).rstrip()
         for row in rows
     ]
+    if any(each.efficiency > 1.0005 for each in found if isinstance(each, Prediction)):
+        lines.append(
+            "efficiency above 100%: ranks share the optimizer's work, which a rank alone does whole"
+        )
     out = [each for each in found if isinstance(each, Impossible)]
     if out:
         width = max(len(each.way) for each in out)

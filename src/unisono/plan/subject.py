@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -81,8 +84,67 @@ def load_subject(word: str) -> Subject:
     module = _module(place, word)
     make = getattr(module, name, None)
     if not callable(make):
-        raise PlatformError.because(f"--model {word}", f"no function {name!r} in {place}")
-    return as_subject(make(), name=name)
+        raise PlatformError.because(
+            f"--model {word}", f"no function {name!r} in {place}", hint=_near(module, place, name)
+        )
+    needed = _arguments(make)
+    if needed:
+        raise PlatformError.because(
+            f"--model {word}",
+            f"{name}() needs {', '.join(needed)}, and is called without arguments",
+            hint=f"def plan(): return {name}({', '.join(f'{each}=...' for each in needed)}), "
+            f"then --model {place}:plan",
+        )
+    subject = as_subject(make(), name=name)
+    _check_batch(subject, word)
+    return subject
+
+
+def _near(module: Any, place: str, name: str) -> str:
+    """Say which functions of the module could have been meant."""
+    own = [
+        each
+        for each, value in vars(module).items()
+        if callable(value)
+        and not each.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+    ]
+    if not own:
+        return f"def {name}(): return model, batch"
+    nearest = (difflib.get_close_matches(name, own, n=1, cutoff=0.4) or own)[0]
+    others = [each for each in own if each != nearest]
+    return f"--model {place}:{nearest}" + (f"; also there: {', '.join(others)}" if others else "")
+
+
+def _arguments(make: Callable[..., Any]) -> list[str]:
+    """Return the arguments that a call needs."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return []
+    named = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        each.name
+        for each in parameters
+        if each.default is inspect.Parameter.empty and each.kind not in named
+    ]
+
+
+def _check_batch(subject: Subject, word: str) -> None:
+    """Refuse a batch that the model cannot take, or an output that gives no loss."""
+    if isinstance(subject.model, Sequential):
+        return
+    try:
+        with torch.no_grad():
+            subject.loss(subject.model(*(x[:2] for x in subject.batch)))
+    except Exception as error:
+        shapes = ", ".join(str(list(x.shape)) for x in subject.batch)
+        raise PlatformError.because(
+            f"--model {word}",
+            f"forward and loss of a batch of {shapes} end in {type(error).__name__}: {error}",
+            hint="return model, batch such that model(batch) works (a tuple for several "
+            "arguments); for a loss of your own: unisono.plan.Subject(model=, batch=, loss=)",
+        ) from error
 
 
 def as_subject(made: Any, name: str = "model") -> Subject:

@@ -10,8 +10,14 @@ from parallel_models import assert_replicas_equal, batch, built, loss_of, mlp
 from torch import nn
 
 from unisono.comm import world
-from unisono.data_parallel import DataParallel, DataParallelOptimizer, PowerSGD
-from unisono.errors import CollectiveMismatch
+from unisono.data_parallel import (
+    DASO,
+    DataParallel,
+    DataParallelMultiGPU,
+    DataParallelOptimizer,
+    PowerSGD,
+)
+from unisono.errors import CollectiveMismatch, UnisonoError
 
 at_1_to_4 = pytest.mark.ranks([1, 2, 3, 4], backend="gloo")
 
@@ -150,14 +156,54 @@ def test_bad_input_is_answered_in_sentences():
     for n in (-1, float("nan"), "x", True):
         with pytest.raises(ValueError, match="at least 0"), model.samples(n):
             pass
+    for max_norm in (-1, float("nan")):
+        with pytest.raises(ValueError, match=r"HINT: clip_grad_norm\(1\.0\)"):
+            model.clip_grad_norm(max_norm)
     with pytest.raises(ValueError, match="divide_by"), model.join(divide_by="all"):
         pass
     assert DataParallel(layer, compression=functools.partial(print)).buckets == ()
 
 
-def test_a_daso_is_sent_to_its_own_wrapper():
-    from unisono.data_parallel import DASO
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_a_module_without_values_is_refused_before_anything_travels():
+    for module, hint in (
+        (nn.Sequential(nn.Linear(2, 2, device="meta")), r"0\.weight is on meta[\s\S]*to_empty"),
+        (nn.BatchNorm1d(2, affine=False, device="meta"), "running_mean is on meta"),
+        (nn.Sequential(nn.LazyLinear(2)), r"0\.weight has no shape yet[\s\S]*one forward first"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            DataParallel(module)
+    layer = nn.Linear(2, 2, device="meta")
+    daso = DASO(torch.optim.SGD(layer.parameters(), lr=0.1), total_epochs=3, ranks_per_node=1)
+    with pytest.raises(ValueError, match=r"DataParallelMultiGPU\(Linear\)[\s\S]*weight is on meta"):
+        DataParallelMultiGPU(layer, daso)
+    with pytest.raises(UnisonoError, match="no data to move"):
+        daso.set_model(layer)
 
+
+def test_a_module_is_wrapped_once():
+    layer = nn.Linear(2, 2)
+    daso = DASO(torch.optim.SGD(layer.parameters(), lr=0.1), total_epochs=3)
+    with pytest.raises(ValueError, match=r"the module itself[\s\S]*DataParallel\(model\.module\)"):
+        DataParallel(DataParallel(layer))
+    with pytest.raises(ValueError, match=r"with a DataParallel in it\n  found: 1,"):
+        DataParallelMultiGPU(nn.Sequential(nn.ReLU(), DataParallel(layer)), daso)
+    with pytest.raises(ValueError, match="with a DataParallelMultiGPU in it"):
+        DataParallel(DataParallelMultiGPU(layer, daso))
+
+
+def test_a_long_description_of_a_wrong_argument_is_left_out():
+    layer = nn.Linear(2, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"^module=SGD\(\.\.\.\)\n  found: SGD, expected Module$"):
+        DataParallelMultiGPU(sgd, DASO(sgd, 3))
+    with pytest.raises(TypeError, match=r"^optimizer=SGD\(\.\.\.\)\n"):
+        DataParallelMultiGPU(layer, sgd)
+    with pytest.raises(TypeError, match=r"^DataParallel\(SGD\(\.\.\.\)\)\n"):
+        DataParallel(sgd)
+
+
+def test_a_daso_is_sent_to_its_own_wrapper():
     layer = nn.Linear(2, 1)
     daso = DASO(torch.optim.SGD(layer.parameters(), lr=0.1), total_epochs=3)
     with pytest.raises(TypeError, match="HINT: DataParallelMultiGPU"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from parallel_models import batch, built, loss_of, mlp
 import unisono
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
-from unisono.errors import RankFailed, RankTimeout
+from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout
 
 
 def train_with_a_failure(where):
@@ -57,6 +59,21 @@ def test_a_missing_rank_is_reported_with_the_bucket(tmp_path):
         waiter = threading.Event()
         while not (tmp_path / "done").exists():
             waiter.wait(0.05)
+
+
+@pytest.mark.ranks(2, backend="shm", timeout=40)
+def test_samples_on_one_rank_only_are_named_at_once():
+    # A bucket of one element and its flag: as many bytes, of the same dtype, as a rank's weight.
+    model = DataParallel(torch.nn.Linear(1, 1, bias=False).double(), world(timeout_s=20.0))
+    loss = model(torch.ones(2, 1).double()).mean()
+    mine = model.samples(2) if world().rank == 0 else contextlib.nullcontext()
+    started = time.monotonic()
+    with pytest.raises(CollectiveMismatch, match=r"HINT: samples\(\) and join\(\)") as caught, mine:
+        loss.backward()
+    assert time.monotonic() - started < 15
+    what = "weights of this backward" if world().rank == 0 else "gradient bucket 0"
+    assert str(caught.value).startswith(what)
+    assert set(caught.value.calls) == {0, 1}
 
 
 @pytest.mark.ranks(2, backend="shm", timeout=40)

@@ -176,6 +176,25 @@ def test_a_step_is_owed_and_paid_by_the_first_read():
 
 
 @on_both
+def test_an_update_paid_in_inference_mode_leaves_ordinary_tensors():
+    pair = Pair(optimizer="adam")
+    for evaluates in (False, True, False):
+        pair.whole_step()
+        assert pair.optimizer.update_next
+        with torch.inference_mode():
+            pair.model.train(not evaluates)
+            assert pair.model(batch(pair.shape)[1]).is_inference()
+            assert not pair.model.pending
+            assert torch.is_inference_mode_enabled()
+        pair.model.train()
+        state = [x for values in pair.inner.state.values() for x in values.values()]
+        params = list(pair.model.module.parameters())
+        assert state
+        assert not any(x.is_inference() for x in [*state, *params, *(p.grad for p in params)])
+    pair.check()
+
+
+@on_both
 def test_clipping_is_exact_before_the_step():
     for ours in (True, False):
         pair = Pair()

@@ -100,9 +100,11 @@ SLEEPS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line
 
 def test_a_quiet_rank_in_a_collective_waits_and_one_outside_is_stalled():
     stacks = {0: WAITS, 1: SLEEPS}
-    assert judge(60.0, 5.0, 0, stacks) == "waiting"
-    assert judge(60.0, 5.0, 1, stacks) == "stalled"
-    assert judge(1.0, 5.0, 1, stacks) == "running"
+    assert judge(50.0, 5.0, 0, stacks, has_logged=False) == "waiting"
+    assert judge(50.0, 5.0, 1, stacks, has_logged=True) == "stalled"
+    assert judge(50.0, 5.0, 1, stacks, has_logged=False) == "starting"
+    assert judge(70.0, 5.0, 1, stacks, has_logged=False) == "stalled"
+    assert judge(1.0, 5.0, 1, stacks, has_logged=False) == "running"
     assert place_of(WAITS) == "waits in all_reduce, train.py:31 in step"
     assert place_of(SLEEPS) == "at train.py:12 in load"
 

@@ -6,6 +6,7 @@ needed. HeAT's array library is not: keep heat for arrays and pass `x.larray`.
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 from unisono.compat.heat import core, nn, optim, utils
@@ -21,6 +22,7 @@ from unisono.compat.heat.core.communication import (
     sanitize_comm,
     use_comm,
 )
+from unisono.compat.libraries import LIBRARIES
 
 __version__ = "1.5.1"
 """The release of HeAT whose names these are."""
@@ -45,8 +47,14 @@ __all__ = [
 
 def __getattr__(name: str) -> NoReturn:
     """Say what is not offered."""
+    hint = "import heat for arrays beside this module, and pass x.larray to what is here"
+    if sys.modules.get("heat") is sys.modules[__name__]:
+        hint = (
+            f"{LIBRARIES['heat'].instead}; start without --compat heat or serve('heat') then: "
+            "`import heat` finds this module now"
+        )
     raise AttributeError(
         f"{__name__} has no {name!r}: it offers HeAT's nn, optim, utils.data and communicator, "
         "not its array library (DNDarray, array, zeros, random, linalg, statistics, I/O)\n"
-        "  HINT: import heat for arrays beside this module, and pass x.larray to what is here"
+        f"  HINT: {hint}"
     )

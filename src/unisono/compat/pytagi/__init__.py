@@ -6,6 +6,8 @@ works when it is registered as `pytagi`.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from unisono.bayes import (
     HRCSoftmax,
     HRCSoftmaxMetric,
@@ -32,3 +34,11 @@ __all__ = [
     "nn",
     "tagi_utils",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say what is not offered."""
+    raise AttributeError(
+        f"{__name__} has no {name!r}: it offers {', '.join(__all__)}\n"
+        "  HINT: layers are in pytagi.nn; everything that is offered is in unisono.bayes"
+    )

@@ -21,7 +21,7 @@ from unisono.train.checkpoint.parts import Part, parts_of
 from unisono.train.checkpoint.planners import SavePlanner, save_plans, stored_name
 from unisono.train.checkpoint.random_states import random_states, seed_from, set_random_states
 from unisono.train.checkpoint.reading import Reading
-from unisono.train.checkpoint.saving import Background, Order, commit, write
+from unisono.train.checkpoint.saving import Background, Order, advice, commit, write
 from unisono.train.checkpoint.together import (
     check,
     check_equal,
@@ -246,7 +246,8 @@ class Checkpoint:
         """Let all ranks know how rank 0 fared."""
         verdict = self.comm.broadcast_object(error)
         if verdict is not None:
-            raise CheckpointError.because(asked, verdict, "the checkpoints before it are untouched")
+            before = "the checkpoints before it are untouched"
+            raise CheckpointError.because(asked, verdict, before, advice(verdict))
 
     # -- restoring ------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def check_fits(reading: Reading, parts: Mapping[str, Part]) -> None:
     for name, told in reading.problems(parts).items():
         rest = f"\nand {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         raise CheckpointError.because(
-            f"Checkpoint.restore({name}=...): the state of another {parts[name].kind}",
+            f"Checkpoint.restore({name}=...) into {parts[name].kind}: what was saved does not fit",
             "\n".join(told[:_SHOWN]) + rest,
             None,
             f"build {name} as it was when it was saved",

@@ -26,6 +26,18 @@ from unisono.train.checkpoint.planners import SavePlanner
 
 _OUTCOME = "outcome-"
 _POLL_S = 0.02
+_ADVICE = {
+    ("FileExistsError", "NotADirectoryError"): "a directory of its own: Checkpoint('runs/mine')",
+    ("PermissionError", "Read-only file system"): (
+        "a directory that you may write to, such as Checkpoint('runs/mine'); "
+        "ls -ld shows whose this one is"
+    ),
+    ("pickle",): (
+        "save values, not code: numbers, strings, tensors, a function of a module by its name; "
+        "leave out lambdas, local functions, open files and locks"
+    ),
+}
+"""By words of an error, which reaches other ranks as text: what to type."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,14 @@ def told(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{text} (the disk is full: remove files, or keep fewer checkpoints)"
     return text
+
+
+def advice(text: str) -> str | None:
+    """Return what to type against a problem that `told` has put into words."""
+    for words, hint in _ADVICE.items():
+        if any(word in text for word in words):
+            return hint
+    return None
 
 
 def _writer(order: Order) -> FileSystemWriter:

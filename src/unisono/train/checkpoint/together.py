@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from unisono.comm import Communicator
 from unisono.errors import CheckpointError, compress_ranks
-from unisono.train.checkpoint.saving import told
+from unisono.train.checkpoint.saving import advice, told
 
 T = TypeVar("T")
 _SHARED_S = 5.0
@@ -43,8 +43,9 @@ def check(asked: str, problems: Sequence[str | None], mine: BaseException | None
     if isinstance(mine, CheckpointError):
         raise mine
     if failed:
+        text = f"{problems[failed[0]]}"
         raise CheckpointError.because(
-            asked, f"rank {failed[0]}: {problems[failed[0]]}", f"ranks: {compress_ranks(failed)}"
+            asked, f"rank {failed[0]}: {text}", f"ranks: {compress_ranks(failed)}", advice(text)
         ) from mine
 
 

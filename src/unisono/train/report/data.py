@@ -104,6 +104,7 @@ def report_data(run: RecordedRun, against: Sequence[RecordedRun] = ()) -> dict[s
         "command": " ".join(run.config.get("command", ())),
         "seconds": run.seconds,
         "ranks": len(run.parts),
+        "attempts": _attempts(run),
         "threads": _threads(run),
         "steps": len(run.stepping.steps),
         "metrics": curves(run.merged),
@@ -167,7 +168,7 @@ def fact_tables(run: RecordedRun) -> dict[str, dict[str, str]]:
         "devices": ", ".join(sorted({part["device"] for part in run.parts})),
         "backend": str(first.get("backend", "")),
         "threads of a rank": str(first.get("threads", "")),
-        "attempts": str(max((part["attempt"] for part in run.parts), default=0) + 1),
+        "attempts": str(_attempts(run)),
         "started": config.get("started", ""),
         "command": " ".join(config.get("command", ())),
         "directory": config.get("directory", ""),
@@ -214,6 +215,10 @@ def _place_of(part: dict[str, Any]) -> dict[str, Any]:
 
 def _threads(run: RecordedRun) -> int | None:
     return run.parts[0].get("threads") if run.parts else None
+
+
+def _attempts(run: RecordedRun) -> int:
+    return max((part["attempt"] for part in run.parts), default=0) + 1
 
 
 def _attempt(run: RecordedRun) -> int:

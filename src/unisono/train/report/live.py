@@ -113,10 +113,11 @@ class LiveView:
     ) -> dict[str, Any]:
         """Return what the page shows of a rank that has begun."""
         rank, state = part["rank"], part["status"]
-        if state == "running":
-            state = judge(quiet_s, _patience_s(run, rank), rank, self._stacks)
-        stack = self._stacks.get(rank)
         lines = run.lines.get(rank, ())
+        if state == "running":
+            patience = _patience_s(run, rank)
+            state = judge(quiet_s, patience, rank, self._stacks, has_logged=bool(lines))
+        stack = self._stacks.get(rank)
         return {
             "rank": rank,
             "state": state,

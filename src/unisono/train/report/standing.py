@@ -13,6 +13,8 @@ QUIET_S = 5.0
 """A rank of which nothing was heard for so long is asked where it stands."""
 QUIET_STEPS = 5.0
 """The same, in steps: slow steps are no reason to worry."""
+START_S = 60.0
+"""So long a rank may load data and build its model before it first logs."""
 _VERB = re.compile(r'unisono/comm/verbs_\w+\.py", line \d+ in (?P<verb>\w+)')
 _TORCH = re.compile(r'torch/distributed/\S+\.py", line \d+ in (?P<verb>[a-z]\w+)')
 
@@ -31,10 +33,12 @@ def place_of(stack: str) -> str:
     return f"waits in {calls[-1].rstrip('_')}, {line}" if calls else f"at {line}"
 
 
-def judge(quiet_s: float, patience: float, rank: int, stacks: Mapping[int, str]) -> str:
-    """Return `running`, `waiting` (for others) or `stalled` for a rank that has not ended."""
-    if quiet_s <= patience:
+def judge(
+    quiet_s: float, patience: float, rank: int, stacks: Mapping[int, str], *, has_logged: bool
+) -> str:
+    """Return `running`, `starting`, `waiting` (for others) or `stalled` for a rank not ended."""
+    if quiet_s <= patience or not stacks:
         return "running"
-    if rank not in stacks:
-        return "stalled" if stacks else "running"
-    return "stalled" if rank in outside_collectives(stacks) else "waiting"
+    if rank in stacks and rank not in outside_collectives(stacks):
+        return "waiting"
+    return "stalled" if has_logged or quiet_s > START_S else "starting"

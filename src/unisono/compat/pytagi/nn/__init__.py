@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import NoReturn
+
 from .activation import (
     ClosedFormSoftmax,
     EvenExp,
@@ -73,3 +76,12 @@ __all__ = [
     "Softplus",
     "Tanh",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say what is not offered."""
+    near = difflib.get_close_matches(name, __all__) or __all__
+    raise AttributeError(
+        f"{__name__} has no {name!r}: it offers the layers of pytagi 0.2.1\n"
+        f"  HINT: {', '.join(near)}; the same classes are in unisono.bayes"
+    )

@@ -15,7 +15,7 @@
 
   page.append(U.el("header", {},
     U.el("h1", {}, data.name, U.el("span", { class: `pill ${data.status}` }, data.status)), U.theme(),
-    U.el("p", { class: "lead" }, `${ranks(data.ranks)}, ${U.time(data.seconds)}, ${data.started.replace("T", " ").replace("+00:00", " UTC")}`)));
+    U.el("p", { class: "lead" }, `${ranks(data.ranks)}, ${U.time(data.seconds)}, ${data.attempts > 1 ? `${data.attempts} attempts, ` : ""}${data.started.replace("T", " ").replace("+00:00", " UTC")}`)));
   if (data.trouble) page.append(U.el("p", { class: "trouble" }, data.trouble));
 
   const tiles = U.el("div", { class: "tiles", id: "tiles" });
@@ -35,6 +35,7 @@
     data.ranks > 1 ? "Means over ranks; the band reaches from the smallest to the largest rank." : null);
   const figures = U.el("div", { class: "figures" });
   metrics.append(figures);
+  const single = data.metrics.length === 1;
   for (const metric of data.metrics) {
     const rivals = other.map((run) => ({ run, curve: run.metrics.find((m) => m.name === metric.name) })).filter((r) => r.curve);
     const state = { x: "steps", log: false };
@@ -44,7 +45,7 @@
       U.curves(view, {
         series: [one(metric, rivals.length ? `${data.name} (${ranks(data.ranks)})` : metric.name, U.color(0)),
           ...rivals.map((r, i) => one(r.curve, `${r.run.name} (${ranks(r.run.ranks)})`, U.color(i + 1), "6 4"))],
-        xLabel: state.x === "steps" ? "step" : "seconds", log: state.log });
+        xLabel: state.x === "steps" ? "step" : "seconds", log: state.log, width: single ? 1060 : 520 });
     };
     const toggle = (text, name, on) => U.el("button", { "aria-pressed": "false", onclick: (event) => {
       state[name] = name === "x" ? (state.x === "steps" ? "seconds" : "steps") : !state.log;
@@ -57,7 +58,7 @@
       rivals.length ? `, dashed: ${rivals.map((r) => `${r.run.name} (${ranks(r.run.ranks)})`).join(", ")}` : "",
       apart === null ? "" : apart === 0 ? "; the curves are equal" : `; the curves differ by at most ${U.number(apart, 2)}`,
       gaps ? `; ${gaps} points are not finite` : "", "."].join("");
-    const view = U.figure({ title: metric.name, caption, tools: [toggle("time", "x", "seconds"), toggle("log", "log", true)] });
+    const view = U.figure({ title: metric.name, caption, wide: single, tools: [toggle("time", "x", "seconds"), toggle("log", "log", true)] });
     draw();
     figures.append(view.figure);
   }
