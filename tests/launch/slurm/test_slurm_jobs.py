@@ -82,6 +82,7 @@ def start_again(cluster, job):
     scheduler needs a moment to take notice.
     """
     if "Reason=BeginTime" in cluster.call("scontrol", "show", "job", job.id):
+        time.sleep(2.5)  # a node refuses a job that begins in the second in which it was revoked
         with suppress(RuntimeError):  # it has just begun
             cluster.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")
         time.sleep(1.0)
