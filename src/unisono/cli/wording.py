@@ -27,11 +27,11 @@ _PAIR = re.compile(rf"(?<![\w.\[{{\"'])([a-z_]+)=({_VALUE})")
 
 
 def as_typed(message: str) -> str:
-    r"""Return a message with what was asked, and its hints, as they are typed in a shell.
+    """Return a message with what was asked, and its hints, as they are typed in a shell.
 
     Example:
-        >>> as_typed("unisono.run(..., ranks=0)\\n  HINT: ranks=2")
-        'unisono run --ranks 0\\n  HINT: --ranks 2'
+        >>> as_typed("unisono.run(..., ranks=0)")
+        'unisono run --ranks 0'
     """
     first, *rest = message.split("\n")
     if _OF_A_SCRIPT in message:  # what the script did is told in its own words
