@@ -33,6 +33,12 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
         raise UnisonoError.because(
             f"{verb} of {kind} tensor", "only dense tensors travel", None, "x.to_dense()"
         )
+    check_not_vmapped(x, verb)
+    return x
+
+
+def check_not_vmapped(x: Tensor, verb: str) -> None:
+    """Refuse a tensor of `torch.func.vmap`."""
     if is_batchedtensor(x):
         raise UnisonoError.because(
             f"torch.func.vmap over {verb}",
@@ -40,7 +46,6 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
             None,
             f"give the tensor a batch dim and call {verb} once",
         )
-    return x
 
 
 def check_device(device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.arguments import check_tensor
+from unisono.comm.arguments import check_not_vmapped, check_tensor
 from unisono.comm.calling import Like
 from unisono.comm.headers import pack_shape, unpack_shape
 from unisono.errors import PartitionError, UnisonoError
@@ -35,6 +35,8 @@ def announce(
     Returns:
         Shape, dtype, whether a gradient is wanted, and `numbers`, all of `src`.
     """
+    if isinstance(x, Tensor):
+        check_not_vmapped(x, verb)  # so it is on every rank
     if comm.rank == src and refused is None:
         try:
             check_tensor(x, comm.device, verb)
