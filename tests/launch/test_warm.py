@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.launch import server, warm
+from unisono.launch import local, server, warm
 
 QUIET = unisono.Logs(console="none")
 
@@ -38,6 +39,19 @@ def test_one_server_forks_all_ranks_until_it_is_idle_killed_or_shut_down(monkeyp
     assert third != second
     unisono.launch.shutdown()
     assert has_ended(third)
+
+
+def test_a_rank_told_to_stop_in_its_first_moments_does_not_take_the_server_along(tmp_path):
+    (first,) = parents()
+    for _ in range(30):
+        with tempfile.TemporaryFile() as payload:
+            variables = {"UNISONO_RUN_ID": "none", "RANK": "0"}
+            rank = local._fork_rank(0, variables, payload.fileno(), tmp_path, reads_stdin=False)
+            assert rank.confirm(60.0) is None
+            rank.signal(signal.SIGTERM)
+            rank.collect()
+            rank.close()
+    assert parents() == {first}
 
 
 @pytest.mark.parametrize("reason", ["asked for", "CUDA here", "threads in the server"])

@@ -36,6 +36,7 @@ _LOOK_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PDEATH_KILL = signal.SIGKILL
+_ORDER = (signal.SIGTERM,)
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,11 @@ class Server:
             return None
         self._has_served = True
         server_pid = os.getpid()
+        # An early order to stop is the rank's: our own handler would end the server's socket.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ORDER)
         pid = os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ORDER)
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             for fd in fds:
@@ -185,6 +189,7 @@ class Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ORDER)
         self._selector.close()
         self._control.close()
         for fd in (self._wake_read, self._wake_write, *self._status_fds.values()):
