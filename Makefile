@@ -1,8 +1,10 @@
 # Every target does its whole set-up in a fresh clone: an own .venv, torch, then this package.
 # PYTHON=python3.12 make test   chooses the interpreter the .venv is made from.
+# make test WORKERS=0           runs the tests in one process instead of two.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
@@ -28,7 +30,7 @@ demo: $(STAMP) ## train on real digits, one rank against many, and write a repor
 	@$(BIN)/unisono demo
 
 test: $(STAMP) ## all tests, with lint, types, layers and code blocks of the documentation
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, pyright, import-linter
 	$(BIN)/ruff check .

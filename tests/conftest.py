@@ -1,9 +1,13 @@
-"""The fixture `interpreter`: runs scripts as `python` would, without loading torch again."""
+"""What all tests share: how they are dealt out to two processes, and the fixture `interpreter`.
+
+The fixture runs scripts as `python` would, without loading torch again.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,13 +15,33 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
 _SERVER = Path(__file__).with_name("warm_interpreter.py")
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set while the process loads its libraries only: no thread may be lost by a fork."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Deal out whole files (`pytest -n 2`); all that need the SLURM cluster go to one process."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "slurm" if "/slurm/" in nodeid else nodeid.partition("::")[0]
+
+    return Files(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of several processes a temporary directory, which some tests look into."""
+    if hasattr(config, "workerinput"):
+        folder = tempfile.mkdtemp(prefix="tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 class Interpreter:
