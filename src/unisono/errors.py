@@ -113,14 +113,23 @@ class CollectiveMismatch(UnisonoError, RuntimeError):
 
     Attributes:
         calls: for each rank of the group, the text of its call.
+        returned: ranks that make no more calls, because their function has returned, and what
+            each had made and counted in the group.
     """
 
-    def __init__(self, message: str, calls: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        calls: Mapping[int, str] | None = None,
+        *,
+        returned: Mapping[int, Mapping[str, int]] | None = None,
+    ) -> None:
         super().__init__(message)
         self.calls: dict[int, str] = dict(calls or {})
+        self.returned: dict[int, dict[str, int]] = {r: dict(n) for r, n in (returned or {}).items()}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.calls)
+        return _rebuild, (type(self), str(self), self.__dict__.copy())
 
 
 class RankFailed(UnisonoError, RuntimeError):

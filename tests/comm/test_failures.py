@@ -10,6 +10,7 @@ import torch
 
 from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world
+from unisono.comm.closing import say_returned
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
 
@@ -62,6 +63,22 @@ def test_a_posted_failure_reaches_ranks_that_wait():
     assert time.monotonic() - started < 3
     assert got.value.rank == 2
     assert "test_failures.py" in got.value.traceback
+
+
+@pytest.mark.ranks(3, backend=["gloo", "shm"])
+def test_a_rank_that_has_returned_is_not_waited_for():
+    comm = world()
+    comm.barrier()
+    if comm.rank == 2:
+        assert comm.count("pages") + comm.count("pages") == 3
+        say_returned()
+        return
+    with pytest.raises(CollectiveMismatch, match="rank 2 will not come") as caught:
+        comm.all_gather_ints([1])
+    assert caught.value.returned == {2: {"collectives": 1, "pages": 2}}
+    assert f"rank {comm.rank} is in call 2" in str(caught.value)
+    with pytest.raises(UnisonoError, match="no longer usable"):
+        comm.barrier()
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -52,6 +55,8 @@ def test_deadline_comes_from_argument_then_environment(monkeypatch):
 def test_what_names_no_group_is_refused():
     with pytest.raises(UnisonoError, match=r"Communicator.of\(int\)"):
         Communicator.of(3)
+    with pytest.raises(MeshError, match="only a mesh has axes"):
+        Communicator.of(world(), axis="data")
     with pytest.raises(MeshError, match=r"out of range: \[1\]"):
         world().sub([0, 1])
     with pytest.raises(MeshError, match=r"more than once: \[0\]"):
@@ -136,12 +141,32 @@ def test_a_closed_communicator_says_so_and_its_group_can_be_made_again():
         assert pair.all_reduce(torch.ones(1)).item() == 2
         pair.close()
         pair.close()
-        with pytest.raises(UnisonoError, match="closed"):
-            pair.barrier()
+        for call in (pair.barrier, partial(pair.all_gather_object, 1), partial(pair.split, 0)):
+            with pytest.raises(UnisonoError, match="closed"):
+                call()
         assert copy_of_pair.all_reduce(torch.ones(1)).item() == 2
         before = groups.count()
         copy_of_pair.close()
         assert groups.count() == before - 1
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_a_child_forked_from_a_rank_is_refused_at_once_and_harms_nobody():
+    comm = world()
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
+        child = os.fork()
+    if child == 0:
+        told = []
+        for call in (comm.barrier, lambda: comm.all_gather_ints([1]), lambda: world().split(0)):
+            try:
+                call()
+            except UnisonoError as error:
+                told.append("forked" in str(error))
+        os._exit(7 if told == [True] * 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert comm.all_reduce(torch.ones(1)).item() == 2
 
 

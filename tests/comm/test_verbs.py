@@ -268,6 +268,11 @@ def test_every_verb_also_runs_async():
         comm.reduce(x, async_op=True),
         comm.gather(x, async_op=True),
         comm.scatter(x, async_op=True),
+        comm.all_gather_object(comm.rank, async_op=True),
+        comm.gather_object(comm.rank, async_op=True),
+        comm.broadcast_object([comm.rank], async_op=True),
+        comm.all_equal({1}, async_op=True),
+        comm.all_equal(comm.rank, async_op=True),
     ]
     assert all(isinstance(p, Pending) for p in pending)
     results = [p.wait() for p in reversed(pending)][::-1]
@@ -275,6 +280,9 @@ def test_every_verb_also_runs_async():
     assert torch.equal(results[0], comm.all_reduce(x))
     assert torch.equal(results[1], comm.all_gather(x))
     assert torch.equal(results[2], comm.reduce_scatter(x))
+    assert results[9] == list(range(comm.size))
+    assert results[10] == (results[9] if comm.rank == 0 else None)
+    assert results[11:] == [[0], True, comm.size == 1]
     assert pending[0].result is results[0]
 
 
@@ -292,6 +300,8 @@ def test_all_equal_compares_values_and_types():
     comm = world()
     assert comm.all_equal({"lr": 0.1, "layers": [1, 2]})
     assert comm.all_equal(torch.arange(1000.0))
+    assert comm.all_equal({"a": 1, "b": 2} if comm.rank else {"b": 2, "a": 1})
+    assert comm.all_equal({0, 8} if comm.rank else {8, 0})  # iterated in different orders
     if comm.size > 1:
         assert not comm.all_equal(comm.rank)
         assert not comm.all_equal(1 if comm.rank else 1.0)
@@ -351,8 +361,8 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.all_reduce(x, timeout_s=0)
     with pytest.raises(UnisonoError, match="a tensor is needed"):
         comm.all_reduce([1, 2])
-    with pytest.raises(UnisonoError, match="neither a tensor nor like"):
-        comm.recv(None, 0) if comm.size > 1 else comm.broadcast(None)
+    with pytest.raises(UnisonoError, match="rank 0 is the source"):
+        comm.broadcast(None, like=((2,), torch.float32))
     with pytest.raises(MeshError, match=r"broadcast\(src=0.0\)\n  found: a float"):
         comm.broadcast(x, 0.0)
     for shape in ((-1,), "ab", (2.0,), 3):
@@ -360,8 +370,20 @@ def test_verbs_refuse_what_cannot_be_right():
             comm.shared_buffer(shape)
     with pytest.raises(UnisonoError, match=r"MB \* 1 = "):
         comm.shared_buffer((10**9, 10**4))
-    with pytest.raises(UnisonoError, match="neither a tensor nor"):
-        comm.broadcast(None, like="x")
+    with pytest.raises(UnisonoError, match="no dtype that travels"):
+        comm.shared_buffer((2,), "float32")
+    for sizes in (4, [4.0], "4", [None]):
+        with pytest.raises(PartitionError, match="not a list of whole numbers"):
+            comm.all_gather(x, sizes=sizes)
+    with pytest.raises(UnisonoError, match=r"x\.view\(torch\.uint8\)"):
+        comm.all_gather(torch.zeros(2, dtype=torch.uint8).view(torch.bits8))
+    for wrong in ("3", -1.0, float("nan")):
+        with pytest.raises(UnisonoError, match="must be positive"):
+            comm.all_reduce(x, async_op=True).wait(wrong)
+    with pytest.raises(MeshError, match="whole numbers of 64 bits"):
+        comm.split("red")
+    with pytest.raises(MeshError, match="not a list of ranks"):
+        comm.sub([0.0])
     with pytest.raises(MeshError, match="this is rank 0 itself"):
         comm.send(x, 0)
 
@@ -376,6 +398,35 @@ def test_blocks_that_do_not_fit_are_refused_on_all_ranks_alike():
     with pytest.raises(PartitionError, match="scatter"):
         comm.scatter(torch.ones(3) if comm.rank == 0 else None, 0, sizes=[1] * comm.size + [9])
     assert comm.all_reduce(torch.ones(1)).item() == comm.size
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+def test_what_only_looks_right_is_refused_before_anything_is_sent():
+    comm = world()
+    x, peer = torch.ones(2), 1 - comm.rank
+    with pytest.raises(PartitionError, match=r"float32; rows of \[\], torch.float64"):
+        comm.all_to_all([x, x.double()])
+    with pytest.raises(PartitionError, match=r"rows of \[\], torch.float32; rows of \[1\]"):
+        comm.all_to_all([x, x[:, None]])
+    with pytest.raises(PartitionError, match=r"sends \[2\] of torch.float32, receives \[2\] of"):
+        comm.exchange({comm.rank: x}, {comm.rank: ((2,), torch.int64)})
+    for tag in (-1, "a", 1 << 31, True):
+        with pytest.raises(UnisonoError, match="0 <= tag < 2147483648"):
+            comm.send(x, peer, tag)
+        with pytest.raises(UnisonoError, match="0 <= tag < 2147483648"):
+            comm.recv(x, peer, tag)
+    with pytest.raises(UnisonoError, match="neither a tensor nor"):
+        comm.recv("x", peer)
+    assert comm.all_reduce(x).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_complex_halves_are_added():
+    mine = torch.tensor([1 + 2j, 3j]).to(torch.complex32)
+    for total in (world().all_reduce(mine), world().all_gather(world().reduce_scatter(mine))):
+        assert total.dtype == torch.complex32
+        assert total.to(torch.complex64).tolist() == [2 + 4j, 6j]
 
 
 @pytest.mark.ranks(2)

@@ -12,6 +12,7 @@ from unisono.comm.closing import close_world
 from unisono.comm.communicator import Communicator, world
 from unisono.comm.environment import Environment, detect
 from unisono.comm.failures import post_failure, posted_failure
+from unisono.comm.first_use import has_world
 from unisono.comm.pending import Pending
 from unisono.comm.start import open_store, start_world, stop_world
 from unisono.comm.tracing import Event, start_from_environment, trace
@@ -24,6 +25,7 @@ __all__ = [
     "check",
     "close_world",
     "detect",
+    "has_world",
     "open_store",
     "post_failure",
     "posted_failure",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
+from unisono.comm.headers import DTYPES
 from unisono.errors import MeshError, PartitionError, UnisonoError
+
+_MOVABLE = frozenset(DTYPES)
 
 
 def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
@@ -30,8 +35,16 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
         )
     if x.layout is not torch.strided or x.is_quantized:
         kind = "a quantised" if x.is_quantized else f"a sparse ({x.layout})"
+        hint = "x.dequantize()" if x.is_quantized else "x.to_dense()"
         raise UnisonoError.because(
-            f"{verb} of {kind} tensor", "only dense tensors travel", None, "x.to_dense()"
+            f"{verb} of {kind} tensor", "only dense tensors travel", None, hint
+        )
+    if x.dtype not in _MOVABLE:
+        raise UnisonoError.because(
+            f"{verb} of a tensor of {x.dtype}",
+            "torch has no kernels for this dtype, so it does not travel by itself",
+            None,
+            f"{verb}(x.view(torch.uint8)), and .view({x.dtype}) of the result",
         )
     check_not_vmapped(x, verb)
     return x
@@ -40,11 +53,32 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
 def check_not_vmapped(x: Tensor, verb: str) -> None:
     """Refuse a tensor of `torch.func.vmap`."""
     if is_batchedtensor(x):
+        raise vmapped(verb, verb)
+
+
+def vmapped(movement: str, called: str) -> UnisonoError:
+    """Return the error of a movement of data under `torch.func.vmap`.
+
+    Args:
+        movement: what was mapped over.
+        called: what to call once instead.
+    """
+    return UnisonoError.because(
+        f"torch.func.vmap over {movement}",
+        "a collective cannot be vmapped: ranks would not agree on the number of calls",
+        None,
+        f"give the tensor a batch dim and call {called} once",
+    )
+
+
+def check_not_transformed(x: Tensor, verb: str) -> None:
+    """Refuse a tensor of `torch.func.grad`, `vjp` or `jvp`: verbs have no derivative."""
+    if torch._C._are_functorch_transforms_active() and is_functorch_wrapped_tensor(x):
         raise UnisonoError.because(
-            f"torch.func.vmap over {verb}",
-            "a collective cannot be vmapped: ranks would not agree on the number of calls",
+            f"{verb} of a tensor that torch.func differentiates",
+            "the verbs of a communicator have no derivative",
             None,
-            f"give the tensor a batch dim and call {verb} once",
+            "the operator that has one, from unisono.operators: all_sum_reduce(x, comm=comm), ...",
         )
 
 
@@ -125,7 +159,14 @@ def check_sizes(
     sizes: Sequence[int], size: int, verb: str, *, total: int | None = None, what: str = "sizes"
 ) -> tuple[int, ...]:
     """Return `sizes` as a tuple of one entry a rank, none negative, adding up to `total`."""
-    values = tuple(map(int, sizes))
+    values = whole_numbers(sizes)
+    if values is None:
+        raise PartitionError.because(
+            f"{verb}({what}={sizes!r})",
+            "not a list of whole numbers",
+            None,
+            f"{what}=[...] with one entry for each of {size} ranks",
+        )
     if len(values) == size and min(values) >= 0 and (total is None or sum(values) == total):
         return values
     asked = f"{verb}({what}={list(values)})"
@@ -149,6 +190,46 @@ def check_sizes(
     )
 
 
+def check_ranks(ranks: object, size: int, asked: str) -> tuple[int, ...]:
+    """Return `ranks` as a tuple of ranks of a group of `size`: at least one, none twice."""
+    given = list(ranks) if isinstance(ranks, Iterable) else ranks
+    chosen = whole_numbers(given)
+    if chosen is None:
+        raise MeshError.because(f"{asked}({given!r})", "not a list of ranks", None, "[0, 1]")
+    bad = [r for r in chosen if not 0 <= r < size]
+    twice = sorted({r for r in chosen if chosen.count(r) > 1})
+    if bad or twice or not chosen:
+        raise MeshError.because(
+            f"{asked}({list(chosen)})",
+            f"a communicator of {size} ranks",
+            f"out of range: {bad}" if bad else f"more than once: {twice}" if twice else "empty",
+            f"ranks of this communicator are 0 to {size - 1}, each at most once",
+        )
+    return chosen
+
+
+def check_tag(tag: int, verb: str) -> int:
+    """Return `tag` if it is one that every backend can give a message."""
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 2**31:
+        raise UnisonoError.because(
+            f"{verb}(tag={tag!r})",
+            "a tag is a whole number, the same at both ends",
+            f"0 <= tag < {2**31} does not hold",
+            "tag=1",
+        )
+    return tag
+
+
+def whole_numbers(values: object) -> tuple[int, ...] | None:
+    """Return whole numbers (numpy's and those of a tensor too) as a tuple, None for others."""
+    if not isinstance(values, Iterable):
+        return None
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        return None
+
+
 def check_shape(shape: object, verb: str) -> tuple[int, ...]:
     """Return a shape as a tuple of whole numbers, none negative."""
     sizes: list[int] = []
@@ -166,6 +247,10 @@ def check_shape(shape: object, verb: str) -> tuple[int, ...]:
 
 def check_fits_memory(sizes: Sequence[int], dtype: torch.dtype, ranks: int, verb: str) -> None:
     """Refuse what this host could never hold, before anybody tries. The same on all its ranks."""
+    if dtype not in _MOVABLE:
+        raise UnisonoError.because(
+            f"{verb}({list(sizes)}, {dtype!r})", "no dtype that travels", None, "torch.float32"
+        )
     wanted = math.prod(sizes) * dtype.itemsize
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -182,8 +267,11 @@ def check_fits_memory(sizes: Sequence[int], dtype: torch.dtype, ranks: int, verb
 
 def check_timeout(timeout_s: float) -> float:
     """Return a deadline in seconds if it is positive."""
-    if not timeout_s > 0:
+    if not isinstance(timeout_s, Real) or not timeout_s > 0:
         raise UnisonoError.because(
-            f"timeout_s={timeout_s!r}", "a deadline must be positive", None, "timeout_s=30.0"
+            f"timeout_s={timeout_s!r}",
+            "a deadline must be positive, in seconds",
+            None,
+            "timeout_s=30.0",
         )
     return float(timeout_s)

@@ -61,6 +61,8 @@ class Call:
     """Time blocked in waits."""
     done: bool = False
     """Whether it has ended on this rank."""
+    number: int = 0
+    """How many collectives of its group this rank had begun with it; 0 for a message."""
     _site: str | None = field(default=None, repr=False)
 
     @property
@@ -95,6 +97,7 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 
 _latest: Call | None = None
+_waited: Call | None = None
 
 
 def set_latest(call: Call | None) -> None:
@@ -106,3 +109,16 @@ def set_latest(call: Call | None) -> None:
 def latest() -> Call | None:
     """Return the latest call of this process."""
     return _latest
+
+
+def set_waited(call: Call | None) -> None:
+    """Remember `call` as the one that is waited for, where that is not the latest."""
+    global _waited
+    _waited = call
+
+
+def waited() -> Call | None:
+    """Return the call that this process waits for, None where it is not known to be in any."""
+    if _waited is not None:
+        return _waited
+    return _latest if _latest is not None and not _latest.done else None

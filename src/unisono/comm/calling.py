@@ -10,16 +10,22 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from unisono.comm import call as calls
 from unisono.comm import checking, failures, tracing
-from unisono.comm.arguments import check_rank, check_sizes, check_timeout
+from unisono.comm.arguments import (
+    check_not_transformed,
+    check_rank,
+    check_sizes,
+    check_timeout,
+)
 from unisono.comm.call import Call
 from unisono.comm.engine import Engine, Ticket
 from unisono.comm.groups import GroupEntry
 from unisono.comm.headers import learn_blocks, split_evenly
 from unisono.comm.pending import Pending
-from unisono.errors import MeshError, PartitionError, RankFailed, UnisonoError
+from unisono.errors import CollectiveMismatch, MeshError, PartitionError, RankFailed, UnisonoError
 
 T = TypeVar("T")
 Like = Tensor | tuple[Sequence[int], torch.dtype]
@@ -60,21 +66,10 @@ class Caller:
         collective: bool = True,
     ) -> Call:
         """Number the call, remember it, and in check mode compare it with the other ranks'."""
+        self._check_usable(op)
+        if x is not None:
+            check_not_transformed(x, op)
         entry = self._entry
-        if self._closed:
-            raise UnisonoError.because(
-                f"{op} on {entry.name}",
-                "this communicator was closed",
-                None,
-                "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
-            )
-        if entry.broken is not None or not entry.is_alive():
-            raise UnisonoError.because(
-                f"{op} on {entry.name}",
-                f"the group is no longer usable: {entry.broken or 'it was destroyed'}",
-                None,
-                "start the ranks again; a group does not survive a failure",
-            )
         call = Call(
             op,
             entry.name,
@@ -104,6 +99,24 @@ class Caller:
             except TimeoutError:
                 raise failures.timed_out(call, self.ranks, deadline) from None
         return call
+
+    def _check_usable(self, op: str) -> None:
+        """Raise where the group was closed or destroyed, has failed, or is a parent process's."""
+        entry = self._entry
+        if self._closed:
+            raise UnisonoError.because(
+                f"{op} on {entry.name}",
+                "this communicator was closed",
+                None,
+                "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
+            )
+        if entry.broken is not None or not entry.is_alive():
+            raise UnisonoError.because(
+                f"{op} on {entry.name}",
+                f"the group is no longer usable: {entry.broken or 'it was destroyed'}",
+                None,
+                "start the ranks again; a group does not survive a failure",
+            )
 
     def _run(
         self,
@@ -156,6 +169,8 @@ class Caller:
         entry = self._entry
         if entry.turn.acquire(blocking=False):
             entry.inside = threading.get_ident()
+            entry.collectives += 1
+            call.number = entry.collectives
             return entry.turn
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         raise UnisonoError.because(
@@ -175,7 +190,11 @@ class Caller:
         with torch.no_grad():
             with self._translating(call, deadline):
                 if ticket is not None:
-                    ticket.wait(deadline)
+                    calls.set_waited(call)
+                    try:
+                        ticket.wait(deadline)
+                    finally:
+                        calls.set_waited(None)
             call.wait_ns = time.perf_counter_ns() - began
             return self._ended(call, finish())
 
@@ -208,6 +227,9 @@ class Caller:
         if isinstance(error, RankFailed):
             self._entry.broken = str(error).partition("\n")[0]
             return error
+        if isinstance(error, CollectiveMismatch) and error.returned:
+            self._entry.broken = str(error).partition("\n")[0]
+            return error
         if isinstance(error, UnisonoError) or not isinstance(error, RuntimeError):
             return error
         if not any(word in str(error) for word in _LOST):
@@ -219,13 +241,26 @@ class Caller:
     @contextlib.contextmanager
     def _reporting(self, op: str, root: int | None, deadline: float) -> Iterator[None]:
         """Report a failure of the small exchange that precedes `op` as one of `op` itself."""
+        self._check_usable(op)
         call = Call(op, self._entry.name, self._entry.key, 0, root=root)
         turn = self._enter(call)
+        calls.set_waited(call)
         try:
-            with self._translating(call, deadline):
+            # What ranks tell each other is no part of a transform of torch.func around the call.
+            with temporarily_clear_interpreter_stack(), self._translating(call, deadline):
                 yield
         finally:
+            calls.set_waited(None)
             turn.release()
+
+    def count(self, what: str) -> int:
+        """Count one more `what` of this group; ranks that wait for a returned one learn of it.
+
+        Local. Returns the number so far.
+        """
+        counted = self._entry.counted
+        counted[what] = number = counted.get(what, 0) + 1
+        return number
 
     def _deadline(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else check_timeout(timeout_s)

@@ -11,6 +11,7 @@ from torch.distributed import PrefixStore, Store
 
 from unisono.comm import groups, tracing, watchdog
 from unisono.comm.failures import post_failure, posted_failure
+from unisono.comm.outlook import announce_return
 
 LEAVE_S = 5.0
 """Longest time to wait for the other ranks of a world that is well."""
@@ -33,6 +34,7 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
         return
     rank, size = dist.get_rank(), dist.get_world_size()
     if size > 1:
+        say_returned()
         store = _store()
         is_well = False
         with contextlib.suppress(RuntimeError):  # a rank or the store is gone: just leave
@@ -46,6 +48,15 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
         tracing.save_whole_run()
     dist.destroy_process_group()
     groups.forget_ended()
+
+
+def say_returned() -> None:
+    """Tell the other ranks that this one's function has returned. Local, safe to repeat.
+
+    Called by whoever runs the rank's function. Ranks that wait for this one in a collective, now or
+    later, then raise `CollectiveMismatch` at once.
+    """
+    announce_return(groups.accounts())
 
 
 def abandon_world(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import groups
-from unisono.comm.arguments import check_device, check_timeout
+from unisono.comm.arguments import check_device, check_ranks, check_timeout
 from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.hosts import host_id
 from unisono.comm.tuning import measure_limits
@@ -94,6 +94,13 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
         """
         if timeout_s is not None:
             check_timeout(timeout_s)
+        if axis is not None and isinstance(source, Communicator | dist.ProcessGroup | None):
+            raise MeshError.because(
+                f"Communicator.of({type(source).__name__}, axis={axis!r})",
+                "only a mesh has axes",
+                None,
+                "leave axis out, or pass the Mesh or DeviceMesh",
+            )
         if isinstance(source, Communicator):
             entry = source._entry
             device = source.device if device is None else device
@@ -136,16 +143,7 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
         Collective over `self` (in effect over `ranks`: the others return at once). Asking twice
         for the same ranks gives the same group.
         """
-        chosen = tuple(ranks)
-        bad = [r for r in chosen if not isinstance(r, int) or not 0 <= r < self.size]
-        twice = sorted({r for r in chosen if chosen.count(r) > 1})
-        if bad or twice or not chosen:
-            raise MeshError.because(
-                f"sub({list(chosen)})",
-                f"a communicator of {self.size} ranks",
-                f"out of range: {bad}" if bad else f"more than once: {twice}" if twice else "empty",
-                f"ranks of this communicator are 0 to {self.size - 1}, each at most once",
-            )
+        chosen = check_ranks(ranks, self.size, "sub")
         if self.rank not in chosen:
             return None
         return self._made(tuple(self.ranks[r] for r in chosen))
@@ -155,6 +153,14 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
 
         Collective over `self`. `color=None`: this rank is in none and gets None.
         """
+        for what, value in (("color", 0 if color is None else color), ("key", key)):
+            if not isinstance(value, int) or not -(2**63) <= value < 2**63:
+                raise MeshError.because(
+                    f"split({what}={value!r})",
+                    f"a {type(value).__name__}; ranks compare whole numbers of 64 bits",
+                    None,
+                    "split(comm.rank % 2); color=None for a rank that takes no part",
+                )
         rows = self.all_gather_ints([int(color is not None), color or 0, key])
         if color is None:
             return None
@@ -236,7 +242,8 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
 def world(*, timeout_s: float | None = None) -> Communicator:
     """Return the communicator of all ranks; of this process alone without torch.distributed.
 
-    Local; never initialises anything.
+    Local. Initialises nothing, except that a script under `unisono run` joins its world with the
+    first use of it.
     """
     return Communicator.of(None, timeout_s=timeout_s)
 

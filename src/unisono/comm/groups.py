@@ -7,6 +7,7 @@ name follows from its ranks, so ranks may make groups in any order that two of t
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from datetime import timedelta
@@ -20,6 +21,7 @@ from unisono.comm import failures, watchdog
 from unisono.comm.call import Call
 from unisono.comm.coalesce import Coalescer
 from unisono.comm.engine import Engine
+from unisono.comm.first_use import has_world
 from unisono.comm.self_engine import SelfEngine
 from unisono.comm.torch_engine import TorchEngine
 from unisono.errors import MeshError, RankTimeout
@@ -44,13 +46,18 @@ class GroupEntry:
         self.rank = group.rank() if group is not None else 0
         self.holders: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.hosts: tuple[str, ...] | None = None
-        self.broken: str | None = None
+        self.broken: str | None = None if group is None else _inherited()
+        """Why the group cannot be used any more."""
         self.single: dist.ProcessGroup | None = None
         self.coalescer: Coalescer | None = None
         self.turn = threading.RLock()
         """Held by the thread that is inside a collective."""
         self.inside = 0
         """Identity of the thread that took it last."""
+        self.collectives = 0
+        """Collectives of the group that this rank has begun."""
+        self.counted: dict[str, int] = {}
+        """What else users of the group count."""
         self._counter = itertools.count(1)
         self._engines: dict[str, Engine] = {}
         self.name = self._name()
@@ -123,6 +130,29 @@ class GroupEntry:
         return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
 
 
+_parents_world: weakref.ref[dist.ProcessGroup] | None = None
+
+
+def _inherited() -> str | None:
+    """Return why no group works here, in a child process that was forked from a rank."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or _parents_world is None or _parents_world() is not world:
+        return None
+    return f"process {os.getpid()} was forked from a rank that had made it"
+
+
+def _after_fork() -> None:
+    """In the child: the connections are those of the parent, and using them would mix both up."""
+    global _parents_world
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        return
+    _parents_world = weakref.ref(dist.group.WORLD)
+    for entry in (*_made.values(), *_wrapped.values()):
+        entry.broken = None if entry.group is None else _inherited()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 _made: dict[tuple[tuple[int, ...], str, float | None], GroupEntry] = {}
 _wrapped: dict[str, GroupEntry] = {}
 _generation: dict[tuple[tuple[int, ...], str], int] = {}
@@ -142,8 +172,11 @@ def entry_of(group: dist.ProcessGroup) -> GroupEntry:
 
 
 def world_entry() -> GroupEntry:
-    """Return the entry of the default group, or of this process alone. Local."""
-    world = dist.group.WORLD if dist.is_initialized() else None
+    """Return the entry of the default group, or of this process alone.
+
+    Local, except as the first use of a world that waits for it (`first_use`).
+    """
+    world = dist.group.WORLD if has_world() else None
     return entry_of(world) if world is not None else _alone
 
 
@@ -259,6 +292,15 @@ def forget_ended() -> None:
         del _wrapped[name]
 
 
+def accounts() -> dict[str, dict[str, int]]:
+    """Return for each group, by its key, what this rank has made and counted in it. Local."""
+    return {
+        key: {"collectives": entry.collectives, **entry.counted}
+        for key, entry in _wrapped.items()
+        if entry.is_alive()
+    }
+
+
 def is_broken() -> bool:
     """Whether a group of this rank has failed, so that ranks may not meet any more. Local."""
     return any(
@@ -294,9 +336,11 @@ def _new_group(
             group_desc=name,
         )
     except RuntimeError as error:
-        if "timeout" not in str(error) and "imed out" not in str(error):
-            raise
-        raise failures.timed_out(call, ranks, wait_s, error) from None
+        if "timeout" in str(error) or "imed out" in str(error):
+            raise failures.timed_out(call, ranks, wait_s, error) from None
+        if isinstance(error, dist.DistNetworkError):  # the rank that holds the store is gone
+            raise failures.connection_lost(call, str(error)) from None
+        raise
     except RankTimeout as error:
         raise failures.timed_out(call, ranks, wait_s, error) from None
     call.done = True

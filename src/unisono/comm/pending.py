@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from unisono.comm.arguments import check_timeout
+
 T = TypeVar("T")
 
 
@@ -30,6 +32,8 @@ class Pending(Generic[T]):
             RankFailed: another rank failed.
         """
         if self._complete is not None:
+            if timeout_s is not None:
+                check_timeout(timeout_s)
             self._value = self._complete(timeout_s)
             self._complete = None
             self._done = True

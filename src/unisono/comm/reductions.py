@@ -17,8 +17,9 @@ _STANDS_FOR: dict[torch.dtype, torch.dtype] = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
+    torch.complex32: torch.complex64,
 }
-"""Unsigned dtypes that torch cannot add on a CPU, and the dtype that does it for them."""
+"""Dtypes that torch cannot add on a CPU, and the dtype that does it for them."""
 
 _SIGN_BIT = torch.iinfo(torch.int64).min
 

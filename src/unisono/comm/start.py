@@ -173,8 +173,7 @@ def start_world(
             store = _store_through_mpi(environment, timeout_s)
         if store is None:
             store = open_store(environment, timeout_s=timeout_s)
-        if (interface := _interface(environment, store)) is not None:
-            _set_for_this_world(_IFNAME, interface)
+        choose_interface(environment, store)
         choice = choose_backend(
             backend,
             device=place.type,
@@ -190,6 +189,15 @@ def start_world(
         )
     comm = world()
     return comm if comm.device == place else comm.with_device(place)
+
+
+def choose_interface(environment: Environment, store: dist.Store) -> None:
+    """Have gloo use the interface between the ranks, unless the user chose one. Local.
+
+    `stop_world` puts the variable back.
+    """
+    if (interface := _interface(environment, store)) is not None:
+        _set_for_this_world(_IFNAME, interface)
 
 
 def _interface(environment: Environment, store: dist.Store) -> str | None:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from unisono.comm.algorithms import choose
 from unisono.comm.engine import Engine, Ticket
-from unisono.comm.failures import posted_failure
+from unisono.comm.gloo_messages import MessageTicket
+from unisono.comm.outlook import hopeless
 from unisono.comm.raw import bytes_of
 from unisono.comm.reductions import accumulation_dtype, reduce_in_rank_order
 
 _SLICE_S = 0.5
-"""A blocked rank looks for posted failures this often."""
+"""A blocked rank looks this often whether its wait can still end."""
 
 _NATIVE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -40,16 +41,10 @@ class TorchTicket:
     """Works of torch.distributed, and what to do on this rank when they are complete."""
 
     def __init__(
-        self,
-        works: Sequence[dist.Work],
-        finish: Callable[[], None] | None = None,
-        *,
-        can_wait_again: bool = True,
+        self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None
     ) -> None:
         self._works = list(works)
         self._finish = finish
-        # gloo closes its connections when a point-to-point wait runs out; such a wait is made once.
-        self._can_wait_again = can_wait_again
         self.keep: Tensor | None = None
 
     def wait(self, timeout_s: float) -> None:
@@ -71,16 +66,15 @@ class TorchTicket:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            step = min(left, _SLICE_S) if self._can_wait_again else left
             try:
-                work.wait(timedelta(seconds=max(step, 0.001)))
+                work.wait(timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
                 return
             except RuntimeError as error:
                 words = str(error)
-                if "Operation timed out" in words and self._can_wait_again:
-                    failure = posted_failure()
-                    if failure is not None:
-                        raise failure from None
+                if "Operation timed out" in words:
+                    reason = hopeless()
+                    if reason is not None:
+                        raise reason from None
                     continue
                 if "imed out" in words:
                     raise TimeoutError(words) from None
@@ -282,7 +276,7 @@ class TorchEngine(Engine):
             *(dist.irecv(bytes_of(x), group=self.group, tag=tag, group_src=p) for p, x in recvs),
             *(dist.isend(bytes_of(x), group=self.group, tag=tag, group_dst=p) for p, x in sends),
         ]
-        return TorchTicket([work for work in works if work is not None], can_wait_again=False)
+        return MessageTicket([work for work in works if work is not None], timeout_s)
 
     def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
         """See `Engine`."""

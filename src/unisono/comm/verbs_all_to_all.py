@@ -80,13 +80,7 @@ class AllToAllVerb(Caller):
         """
         is_list = not isinstance(x, Tensor)
         if is_list:
-            parts = [check_tensor(part, self.device, "all_to_all") for part in x]
-            if len(parts) != self.size:
-                raise PartitionError.because(
-                    f"all_to_all of a list of {len(parts)} tensors",
-                    f"{self.size} ranks",
-                    f"{len(parts)} != {self.size}",
-                )
+            parts = self._listed(x)
             send_sizes = [part.shape[0] if part.dim() else 1 for part in parts]
             rows = torch.cat([rows_first(part, 0) for part in parts])
         else:
@@ -109,7 +103,7 @@ class AllToAllVerb(Caller):
         out = rows.new_empty((sum(got), *rows.shape[1:]))
         call = self._begin(
             "all_to_all",
-            rows,
+            x if isinstance(x, Tensor) else rows,
             dim=0,
             sizes=sent,
             recv_sizes=got,
@@ -130,3 +124,23 @@ class AllToAllVerb(Caller):
             async_op,
             deadline,
         )
+
+    def _listed(self, x: Sequence[Tensor]) -> list[Tensor]:
+        """Return one tensor for each rank, whose rows have one shape and dtype."""
+        given = list(x) if isinstance(x, Sequence) else [x]
+        parts = [check_tensor(part, self.device, "all_to_all") for part in given]
+        if len(parts) != self.size:
+            raise PartitionError.because(
+                f"all_to_all of a list of {len(parts)} tensors",
+                f"{self.size} ranks",
+                f"{len(parts)} != {self.size}",
+            )
+        kinds = {(part.dtype, tuple(part.shape[1:])): None for part in parts}
+        if len(kinds) > 1:
+            raise PartitionError.because(
+                "all_to_all of a list of unlike tensors",
+                "; ".join(f"rows of {list(shape)}, {dtype}" for dtype, shape in kinds),
+                None,
+                "tensors may differ in their number of rows only",
+            )
+        return parts

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeVar, overload
+from typing import Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from unisono.comm.arguments import (
     check_fits_memory,
+    check_not_transformed,
     check_rank,
     check_shape,
+    check_tag,
     check_target,
     check_tensor,
 )
@@ -60,6 +62,7 @@ class MessageVerbs(Caller):
         """Send `x` to rank `dst`, which calls `recv`. Not collective."""
         check_tensor(x, self.device, "send")
         self._check_peer(dst, "dst", "send")
+        check_tag(tag, "send")
         work = contiguous(detached(x))
         return self._messages("send", {dst: work}, {}, tag, lambda: None, async_op, timeout_s)
 
@@ -94,6 +97,7 @@ class MessageVerbs(Caller):
     ) -> Tensor | Pending[Tensor]:
         """Return the tensor that rank `src` sends; `like` gives its shape and dtype."""
         self._check_peer(src, "src", "recv")
+        check_tag(tag, "recv")
         out = self._empty(like, "recv")
         return self._messages("recv", {}, {src: out}, tag, lambda: out, async_op, timeout_s)
 
@@ -129,6 +133,7 @@ class MessageVerbs(Caller):
         """Fill `out` with the tensor that rank `src` sends, and return it."""
         check_target(out, self.device, "recv_")
         self._check_peer(src, "src", "recv_")
+        check_tag(tag, "recv_")
         work = contiguous(detached(out))
 
         def finish() -> Tensor:
@@ -187,13 +192,10 @@ class MessageVerbs(Caller):
         blocks = {peer: contiguous(detached(x)) for peer, x in sends.items()}
         mine = blocks.pop(self.rank, None)
         own = outs.get(self.rank)
-        if (mine is None) != (own is None) or (
-            mine is not None and own is not None and mine.shape != own.shape
-        ):
+        if _kind(mine) != _kind(own):
             raise PartitionError.because(
-                "exchange with oneself",
-                f"sends {None if mine is None else list(mine.shape)}, "
-                f"receives {None if own is None else list(own.shape)}",
+                f"exchange with oneself on rank {self.rank}",
+                f"sends {_kind(mine)}, receives {_kind(own)}",
             )
         if mine is not None and own is not None:
             own.copy_(mine)
@@ -201,6 +203,27 @@ class MessageVerbs(Caller):
         return self._messages(
             "exchange", blocks, remote, EXCHANGE_TAG, lambda: outs, async_op, timeout_s
         )
+
+    def post_ints(
+        self, values: Sequence[int], *, timeout_s: float | None = None
+    ) -> Pending[list[tuple[int, ...]]]:
+        """Send integers to all ranks and return at once; the answer is `all_gather_ints`'s.
+
+        Called by all ranks, with equally many integers. Nobody is met before `wait()`, and there
+        only ranks that have not posted yet: each pair has a message of its own, so this is for
+        small groups.
+        """
+        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        outs = {rank: torch.empty_like(mine) for rank in others}
+
+        def finish() -> list[tuple[int, ...]]:
+            told = {self.rank: values, **{rank: out.tolist() for rank, out in outs.items()}}
+            return [tuple(told[rank]) for rank in range(self.size)]
+
+        sends = dict.fromkeys(others, mine)
+        pending = self._messages("post_ints", sends, outs, EXCHANGE_TAG, finish, True, timeout_s)
+        return cast("Pending[list[tuple[int, ...]]]", pending)
 
     @overload
     def barrier(
@@ -266,6 +289,8 @@ class MessageVerbs(Caller):
         async_op: bool,
         timeout_s: float | None,
     ) -> T | Pending[T]:
+        for x in sends.values():
+            check_not_transformed(x, op)
         call = self._begin(op, None, async_op=async_op, timeout_s=timeout_s, collective=False)
         call.sends_to, call.receives_from = tuple(sends), tuple(recvs)
         call.sent = sum(x.numel() * x.element_size() for x in sends.values())
@@ -285,3 +310,7 @@ class MessageVerbs(Caller):
             deadline,
             collective=False,
         )
+
+
+def _kind(x: Tensor | None) -> str:
+    return "nothing" if x is None else f"{list(x.shape)} of {x.dtype}"

@@ -61,7 +61,11 @@ class MoveVerbs(AllToAllVerb):
         check_rank(src, self.size, "src", "broadcast")
         if x is not None:
             check_tensor(x, self.device, "broadcast")
-        if self.rank == src and x is not None:
+        if self.rank == src:
+            if x is None:
+                raise UnisonoError.because(
+                    "broadcast(None)", f"rank {src} is the source", None, "pass the tensor there"
+                )
             out = detached(x).clone(memory_format=torch.contiguous_format)
         else:
             out = self._empty(x if x is not None else like, "broadcast")

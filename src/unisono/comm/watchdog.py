@@ -58,8 +58,11 @@ class Watchdog:
         self._store_lock = threading.Lock()
         self._stop = threading.Event()
         self._answered = 0
+        self._news: list[dict[str, Any]] = []
         self.has_failed = False
         """Whether this rank has posted a failure of its own."""
+        self.has_returned = False
+        """Whether this rank has said that its function has returned."""
         self.put(f"process/{self.rank}", json.dumps(own_card()))
         self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
         self._thread.start()
@@ -105,6 +108,19 @@ class Watchdog:
         with self._store_lock, contextlib.suppress(RuntimeError):
             return self._store.get(key).decode() if self._has(key) else None
         return None
+
+    def publish(self, record: dict[str, Any]) -> None:
+        """Add a record to the news of this world, which all ranks read in one order."""
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            number = self._store.add("news", 1)
+            self._store.set(f"news/{number}", json.dumps(record))
+
+    def news(self) -> list[dict[str, Any]]:
+        """Return all records published so far; each is fetched once."""
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            while self._has(key := f"news/{len(self._news) + 1}"):
+                self._news.append(json.loads(self._store.get(key)))
+        return self._news
 
     def ask_stacks(self) -> dict[int, dict[str, Any]]:
         """Collect stacks and latest collective of all other ranks that answer in time."""

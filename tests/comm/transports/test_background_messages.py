@@ -29,3 +29,17 @@ def test_a_long_message_goes_on_after_its_sender_waited_for_another():
         comm.recv_(long.zero_(), 0, tag=1)
         store.set("arrived", "")
         assert long.sum() == len(long)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_messages_can_be_asked_for_and_arrive_when_their_handle_is_let_go():
+    comm = world()
+    peer = 1 - comm.rank
+    for length in (3, 1_000_000):
+        comm.send(torch.full((length,), 1.0 + comm.rank), peer, tag=1, async_op=True)
+        arriving = comm.recv(torch.empty(length), peer, tag=1, async_op=True)
+        give_up = time.monotonic() + 12
+        while not arriving.done():
+            assert time.monotonic() < give_up, "done() never says so"
+            time.sleep(0.005)
+        assert torch.equal(arriving.wait(), torch.full((length,), 1.0 + peer))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import unisono
 from unisono.errors import CollectiveMismatch
 
 DEADLINE = {"async_op": False, "timeout_s": 20.0}
@@ -135,3 +136,14 @@ def test_a_sent_message_outlives_the_group_of_its_sender():
         dist.recv(x, 0, group=group)
         assert x.sum() == 4950
         dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks([1, 3], backend=["gloo", "shm"])
+def test_posted_integers_are_there_when_they_are_asked_for():
+    comm = unisono.world()
+    first = comm.post_ints([comm.rank, -1])
+    second = comm.post_ints([10 * comm.rank])
+    total = comm.all_reduce(torch.ones(1))
+    assert first.wait() == [(rank, -1) for rank in range(comm.size)]
+    assert second.wait() == [(10 * rank,) for rank in range(comm.size)]
+    assert total == comm.size

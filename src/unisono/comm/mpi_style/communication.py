@@ -15,6 +15,7 @@ import torch.distributed as dist
 from unisono.comm import transports
 from unisono.comm.communicator import Communicator, world
 from unisono.comm.environment import detect
+from unisono.comm.first_use import has_world
 from unisono.comm.groups import GroupEntry
 from unisono.comm.mpi_style import chunking
 from unisono.comm.mpi_style.constants import is_undefined
@@ -263,7 +264,7 @@ def world_from_environment() -> Communicator:
     Collective over the ranks of the launcher when it starts their world, which is then closed when
     the process ends.
     """
-    if not dist.is_initialized() and (environment := detect()).is_world:
+    if not has_world() and (environment := detect()).is_world:
         start_world(environment)
         atexit.register(_leave)
     return world()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.comm import watchdog
-from unisono.comm.failures import posted_failure
+from unisono.comm.outlook import hopeless
 from unisono.comm.processes import is_dead
 from unisono.comm.transports.mpi.news import News, Notice
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
@@ -233,7 +233,7 @@ class Vigil:
             raise watch.left(gone)
         if now >= self._store:
             self._store = now + STORE_S
-            failure = posted_failure()
-            if failure is not None:
-                raise failure
+            reason = hopeless()
+            if reason is not None:
+                raise reason
         self._look = min(now + PEERS_S, self._deadline)

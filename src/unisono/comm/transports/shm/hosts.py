@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.comm.engine import Engine, Ticket
+from unisono.comm.gloo_messages import MessageTicket
 from unisono.comm.reductions import accumulation_dtype, check_op, reduce_in_rank_order
-from unisono.comm.torch_engine import TorchTicket, bytes_of
+from unisono.comm.torch_engine import bytes_of
 from unisono.comm.transports.jobs import JobQueue
 from unisono.comm.transports.queued import QueuedEngine, SourceTicket
 from unisono.comm.transports.shm.network import Network
@@ -25,11 +26,11 @@ _SMALL_BYTES = 64 * 1024
 """Up to here hosts exchange whole tensors at once; above, each reduces a share of them."""
 
 
-class AnyTicket(TorchTicket):
+class AnyTicket(MessageTicket):
     """A receive from anybody, by gloo."""
 
     def __init__(self, work: dist.Work) -> None:
-        super().__init__([work], can_wait_again=False)
+        super().__init__([work])
         self._work = work
 
     @property
@@ -298,7 +299,7 @@ class HostsEngine(QueuedEngine):
                 *(group.recv([bytes_of(x)], src, tag) for src, x in recvs),
                 *(group.send([bytes_of(x)], dst, tag) for dst, x in sends),
             ]
-            ticket = TorchTicket(works, can_wait_again=False)
+            ticket = MessageTicket(works, timeout_s)
             if async_op:
                 return ticket
             ticket.wait(timeout_s)

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from unisono.comm.failures import posted_failure
+from unisono.comm.outlook import hopeless
 from unisono.comm.transports.shm.control import Control
 from unisono.comm.transports.shm.layout import CLOSED, CULPRIT, FAILED, GAVE_UP, STATE
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
@@ -17,7 +17,7 @@ from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 PEERS_S = 0.05
 """Seconds between two looks at the peers."""
 STORE_S = 0.5
-"""Seconds between two looks for failures posted in the world's store."""
+"""Seconds between two looks at what ranks have said in the world's store."""
 _TOLD = (FAILED, CLOSED, GAVE_UP)
 """States of ranks that have said why they will not come."""
 
@@ -160,6 +160,6 @@ class Vigil:
         self._look = min(self._look, self._deadline)
         if now >= self._ask_store:
             self._ask_store = now + STORE_S
-            failure = posted_failure()
-            if failure is not None and missing():
-                raise failure
+            reason = hopeless()
+            if reason is not None and missing():
+                raise reason

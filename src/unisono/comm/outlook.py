@@ -1,0 +1,111 @@
+"""Whether a wait can still end, from what the other ranks have said in the world's store.
+
+A rank that has waited for long says in which collective; one whose function has returned says how
+many it has made. So ranks in different calls, and a rank that makes none any more, are named long
+before the deadline. Asked in long waits only: a quick collective pays for counting, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.comm import call as calls
+from unisono.comm import watchdog
+from unisono.comm.call import Call
+from unisono.comm.watchdog import Watchdog
+from unisono.errors import CollectiveMismatch, UnisonoError, compress_ranks
+
+_COMPARED = ("op", "kind", "root")
+
+
+def hopeless() -> UnisonoError | None:
+    """Return why the wait that this rank is in cannot end, if that is known; asks the store.
+
+    None, without starting anything, where the world has ended or is being closed.
+    """
+    dog = watchdog.current()
+    call = calls.waited()
+    if dog is None:
+        return None
+    try:
+        if call is None or call.number == 0 or dog.has_returned:
+            return dog.poll_failure()
+        # A rank that fails of a mismatch posts that: all are to raise the mismatch itself. One that
+        # returns early may do so because of a failure, which is then the better reason.
+        return _unlike_calls(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
+    except RuntimeError:
+        return None
+
+
+def announce_return(accounts: Mapping[str, Mapping[str, int]]) -> None:
+    """Tell the other ranks that this one makes no more collectives. Said once in a world.
+
+    Args:
+        accounts: for each group of this rank, how many it has made, and what else was counted.
+    """
+    dog = watchdog.current()
+    if dog is not None and not dog.has_returned:
+        dog.has_returned = True
+        dog.publish({"returned": dog.rank, "accounts": accounts})
+
+
+def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Compare this rank's call with what others wait in; leave it to be compared with.
+
+    One word a group, whatever the number of ranks: the latest call that anybody waits in.
+    """
+    mine = _described(call, dog.rank)
+    for item in dog.news():
+        if (item.get("group"), item.get("number")) == (call.key, call.number):
+            return _unlike([*item["calls"], mine], call)
+    key = f"waits/{call.key}"
+    text = dog.find(key)
+    theirs = json.loads(text) if text is not None else None
+    if theirs is None or theirs["number"] < call.number:
+        dog.put(key, json.dumps(mine))
+    elif theirs["number"] == call.number and any(theirs[k] != mine[k] for k in _COMPARED):
+        pair = [theirs, mine]
+        dog.publish({"group": call.key, "number": call.number, "calls": pair})
+        return _unlike(pair, call)
+    return None
+
+
+def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look for ranks that have returned before they came to this call."""
+    late = {
+        item["returned"]: made
+        for item in dog.news()
+        if "returned" in item
+        and (made := item["accounts"].get(call.key)) is not None
+        and made["collectives"] < call.number
+    }
+    if not late:
+        return None
+    here = f"{call.describe()} at {call.site}"
+    told = {rank: f"returned after {made['collectives']} calls" for rank, made in late.items()}
+    lines = [f"{here} waits in vain: rank {compress_ranks(list(late))} will not come"]
+    lines += [f"  rank {rank} {text} of {call.group}" for rank, text in sorted(told.items())]
+    lines.append(f"  rank {dog.rank} is in call {call.number}")
+    lines.append("  HINT: all ranks must make the same collectives before they return")
+    return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)
+
+
+def _described(call: Call, rank: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "number": call.number,
+        "op": call.op,
+        "kind": call.kind,
+        "root": call.root,
+        "text": f"{call.describe()} at {call.site}",
+    }
+
+
+def _unlike(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
+    told = {item["rank"]: item["text"] for item in said}
+    lines = [f"ranks of {call.group} wait for each other in different calls"]
+    lines += [f"  rank {rank} | {text}" for rank, text in sorted(told.items())]
+    lines.append("  HINT: all ranks must make the same collectives in the same order")
+    return CollectiveMismatch("\n".join(lines), told)
