@@ -10,7 +10,7 @@ from unisono import Mesh
 from unisono import graph_parallel as gp
 from unisono.comm import groups as cache
 from unisono.comm import world
-from unisono.errors import MeshError, PartitionError
+from unisono.errors import MeshError, PartitionError, PlatformError
 
 
 def setup(size):
@@ -132,6 +132,9 @@ def test_what_does_not_fit_the_world_is_refused_on_all_ranks():
         gp.setup_gp({"gpus": 2})
     with pytest.raises(AssertionError, match="gp_gpus"):
         gp.setup_gp({})
+    with pytest.raises(PlatformError, match="backends are gloo, nccl, shm, mpi"):
+        gp.setup_gp({"gp_gpus": 2, "distributed_backend": "glue"})
+    assert not gp.initialized()
     setup(2)
     with pytest.raises(MeshError, match=r"dp\(2\) x gp\(2\)") as caught:
         setup(2)

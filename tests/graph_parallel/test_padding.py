@@ -39,12 +39,15 @@ def test_padding_and_trimming_to_the_ranks_of_the_row():
     with pytest.raises(PartitionError, match="3 < 5") as caught:
         gp.pad_tensor(x, -1, 3)
     assert isinstance(caught.value, AssertionError)
+    with pytest.raises(PartitionError, match="a float"):
+        gp.pad_tensor(x, 0, 4.5)
     sizes = torch.tensor([3, 1, 0])
     trimmed, after = gp.trim_tensor(x, sizes)
     assert trimmed.shape == (3, 5)
     assert after.tolist() == [3, 0, 0]
     assert sizes.tolist() == [3, 1, 0]
     assert gp.trim_tensor(x, dim=1)[0].shape == (4, 3)
+    assert gp.trim_tensor(trimmed, sizes)[1] is not sizes
     trimmed, after = gp.trim_tensor(torch.ones(5), torch.tensor([4, 1, 0]))
     assert (trimmed.shape[0], after.tolist()) == (3, [3, 0, 0])
     gp.cleanup_gp()

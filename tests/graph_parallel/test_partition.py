@@ -152,9 +152,13 @@ def test_bad_partitions_are_refused_with_the_first_bad_entry():
         GraphPartition.balanced(edges, 5, 2, order="morton")
     with pytest.raises(PartitionError, match="cost -1"):
         GraphPartition.morton(torch.zeros(2, 3), 2, cost=torch.tensor([1.0, -1.0]))
-    for parts in (0, -1, 1.5):
+    for nodes, parts in ((4, 0), (4, -1), (4, 1.5), (2.5, 2), ("4", 2), (-1, 2)):
         with pytest.raises(PartitionError, match="parts"):
-            GraphPartition.contiguous(4, parts)
+            GraphPartition.contiguous(nodes, parts)
+    with pytest.raises(PartitionError, match="edge_index is a list"):
+        GraphPartition.balanced(edges.tolist(), 5, 2)
+    with pytest.raises(PartitionError, match=r"owner=\['a'\]"):
+        GraphPartition.from_owner(["a"], 2)
 
 
 def test_the_report_on_a_saved_graph_compares_all_partitions(tmp_path):

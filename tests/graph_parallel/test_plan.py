@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.comm import check, trace, world
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 from unisono.graph_parallel import (
     GraphPartition,
     GraphPlan,
@@ -244,6 +244,22 @@ def test_check_mode_finds_ranks_with_another_graph():
 
 
 @pytest.mark.ranks(2)
+def test_check_mode_finds_rows_that_need_gradients_on_some_ranks_only():
+    comm = world()
+    edges = torch.tensor([[0, 9, 3, 4], [9, 0, 4, 3]])
+    plan = GraphPlan(GraphPartition.contiguous(10, 2), edges, comm=comm)
+    assert not plan.is_dense
+    x = torch.ones(5, 2, requires_grad=comm.rank == 0)
+    with check():
+        for call in (plan.exchange, plan.start):
+            with pytest.raises(CollectiveMismatch, match="requires_grad"):
+                call(x)
+        halo = plan.exchange(x.detach().requires_grad_())
+    assert halo.shape == (1, 2)
+    assert halo.requires_grad
+
+
+@pytest.mark.ranks(2)
 def test_a_plan_that_does_not_fit_is_refused():
     comm = world()
     part = GraphPartition.contiguous(4, 2)
@@ -261,6 +277,13 @@ def test_a_plan_that_does_not_fit_is_refused():
     for call in (plan.exchange, plan.start, plan.close):
         with pytest.raises(PartitionError, match="5"):
             call(torch.ones(5, 2))
+    for wrong in (torch.ones(5, 2), torch.tensor(1.0)):
+        with pytest.raises(PartitionError, match="!= 2 rows"):
+            plan.exchange(torch.ones(2, 2), wrong)
+    with pytest.raises(PartitionError, match="edge_index is a list"):
+        plan.refresh(edges.tolist())
+    with pytest.raises(PartitionError, match="partition is a list"):
+        GraphPlan([0, 0, 1, 1], edges, comm=comm)
     for rows in (3, 9):
         with pytest.raises(PartitionError, match=f"{rows} != 4 rows(.|\n)*each of the 4 nodes"):
             plan.scatter(torch.ones(rows, 2))

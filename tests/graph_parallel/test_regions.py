@@ -327,7 +327,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
             gp.reduce(x, comm=comm)
         with pytest.raises(PartitionError, match="two answers"):
             gp.gather(x, grad="sum", sizes=[2, 2], natoms=4, comm=comm)
-        for sizes in ([2], [2, 2, 2], [3, 3], [2, -1]):
+        for sizes in ([2], [2, 2, 2], [3, 3], [2, -1], [2.0, 2.0], 2):
             with pytest.raises(PartitionError, match=r"sizes"):
                 gp.gather(x, grad="sum", sizes=sizes, comm=comm)
         with pytest.raises(PartitionError, match=r"1 \+ 2 = 3 != 2"):
@@ -335,6 +335,8 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
         for natoms in (0, 7):
             with pytest.raises(PartitionError, match="!= 2"):
                 gp.gather(x, grad="slice", natoms=natoms, comm=comm)
+        with pytest.raises(PartitionError, match="a float, no number of rows"):
+            gp.gather(x, grad="slice", natoms=4.0, comm=comm)
         for dim in (2, -3):
             with pytest.raises(PartitionError, match=r"shape \[2, 3\]"):
                 gp.scatter(x, dim, comm=comm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,21 +166,38 @@ def test_vmap_is_refused_before_anything_is_sent():
         batch = torch.stack([case.x, case.x])
         with pytest.raises(UnisonoError, match="a collective cannot be vmapped"):
             torch.func.vmap(case.forward)(batch)
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(UnisonoError, match="a collective cannot be vmapped"):
+        torch.autograd.grad(copy(x, comm=comm), x, torch.ones(2, 3), is_grads_batched=True)
+    assert comm.all_reduce(torch.ones(1)).item() == 2
 
 
-@pytest.mark.ranks([1, 2, 3])
-def test_func_grad_and_jvp_go_through_operators():
+@pytest.mark.ranks([1, 2, 3], backend=["gloo", "shm"])
+def test_func_grad_and_jvp_go_through_operators_with_sizes_given_or_learned():
     comm = world()
-    sizes = [comm.rank * 0 + r + 1 for r in range(comm.size)]
-    x = torch.arange(1.0, sizes[comm.rank] + 1).double()
+    known = [r + 1 for r in range(comm.size)]
+    x = torch.arange(1.0, known[comm.rank] + 1).double()
+    for sizes in (known, None):
+        gathered = partial(all_gather, sizes=sizes, comm=comm)
+        grad = torch.func.grad(lambda t, gathered=gathered: (gathered(t) ** 2).sum())(x)
+        assert torch.allclose(grad, 2 * x * comm.size)
+        _, tangent = torch.func.jvp(gathered, (x,), (2 * x,))
+        assert torch.allclose(tangent, 2 * comm.all_gather(x))
 
-    def loss(t):
-        return (all_gather(t, 0, sizes, comm=comm) ** 2).sum()
 
-    grad = torch.func.grad(loss)(x)
-    assert torch.allclose(grad, 2 * x * comm.size)
-    _, tangent = torch.func.jvp(lambda t: all_gather(t, 0, sizes, comm=comm), (x,), (2 * x,))
-    assert torch.allclose(tangent, 2 * comm.all_gather(x))
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_verbs_under_a_derivative_name_the_operators_and_leave_the_group_intact():
+    comm = world()
+    verbs = [
+        comm.all_reduce,
+        comm.all_gather,
+        comm.broadcast,
+        lambda x: comm.send(x, 1 - comm.rank),
+    ]
+    for verb in verbs:
+        with pytest.raises(UnisonoError, match=r"HINT: the operator that has one"):
+            torch.func.grad(lambda t, verb=verb: verb(t).sum())(torch.ones(3))
+    assert comm.all_reduce(torch.ones(1)).item() == 2
 
 
 @pytest.mark.ranks([2, 3])

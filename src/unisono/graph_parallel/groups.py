@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm import Communicator, world
+from unisono.comm import Communicator, has_world, world
 from unisono.errors import MeshError
 from unisono.graph_parallel.asserted import AssertedMeshError, AssertedPartitionError
 from unisono.graph_parallel.matrix import (
@@ -213,7 +213,7 @@ def _install_new(size: int, backend: str | None, verb: str) -> None:
             None,
             "call cleanup_gp() first",
         )
-    if size > 1 and not dist.is_initialized():
+    if size > 1 and not has_world():
         raise AssertedMeshError.because(
             f"{verb}({size})",
             "torch.distributed is not initialised: this process is a world of one rank",

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from unisono.comm import Communicator, world
+from unisono.comm import Communicator, transports, world
 from unisono.comm import groups as cache
+from unisono.comm.backends import choose_backend
 from unisono.graph_parallel.asserted import AssertedMeshError
 from unisono.topology import Mesh
 
@@ -65,9 +66,12 @@ def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> 
     """Return the communicator of some ranks of `whole`, the own one among them."""
     if len(ranks) == whole.size and backend in (None, whole.backend):
         return Communicator.of(whole)
-    chosen = None if backend is None else {"mpi": "mpi4py"}.get(backend, backend)
-    if chosen is None and whole.group is not None:
-        chosen = str(dist.get_backend(whole.group))
+    chosen = None if whole.group is None else str(dist.get_backend(whole.group))
+    if backend is not None and len(ranks) > 1:
+        nccl = "ok" if dist.is_nccl_available() else "this torch was built without NCCL"
+        here = {**transports.available(), "nccl": nccl}
+        device = whole.device.type
+        chosen = choose_backend(backend, device=device, nodes=1, available=here).name
     entry = cache.entry_for(tuple(whole.ranks[rank] for rank in ranks), backend=chosen)
     return Communicator(entry, device=whole.device, timeout_s=whole.timeout_s)
 

@@ -36,6 +36,10 @@ def pad_tensor(tensor: Tensor, dim: int = -1, target_size: int | None = None) ->
     size = tensor.shape[dim]
     ranks = get_gp_world_size()
     target = -(-size // ranks) * ranks if target_size is None else target_size
+    if not isinstance(target, int):
+        raise PartitionError.because(
+            f"pad_tensor(target_size={target!r})", f"a {type(target).__name__}", None, "a length"
+        )
     if target < size:
         raise AssertedPartitionError.because(
             f"pad_tensor(target_size={target}) along dim {dim}",
@@ -61,7 +65,7 @@ def trim_tensor(
     dim = _check_dim(tensor, dim, "trim_tensor")
     excess = tensor.shape[dim] % get_gp_world_size()
     if excess == 0:
-        return tensor, sizes
+        return tensor, None if sizes is None else sizes.clone()
     trimmed = tensor.narrow(dim, 0, tensor.shape[dim] - excess)
     if sizes is None:
         return trimmed, None

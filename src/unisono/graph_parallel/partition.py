@@ -118,7 +118,12 @@ class GraphPartition:
         [1, 0, 2]
         """
         asked = f"GraphPartition.from_owner(parts={parts})"
-        owner = torch.as_tensor(owner)
+        try:
+            owner = torch.as_tensor(owner)
+        except (TypeError, ValueError, RuntimeError):
+            raise PartitionError.because(
+                asked, f"owner={owner!r:.80}", None, "a whole number for each node: [0, 0, 1]"
+            ) from None
         if owner.dim() != 1 or owner.is_floating_point() or owner.dtype == torch.bool:
             raise PartitionError.because(
                 asked, f"owner of shape {list(owner.shape)}, {owner.dtype}", None, "[N], int64"
@@ -169,6 +174,13 @@ class GraphPartition:
 
 def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
     """Raise unless `edge_index` is `[2, E]`, int64, with nodes of the graph only."""
+    if not isinstance(edge_index, Tensor):
+        raise PartitionError.because(
+            asked,
+            f"edge_index is a {type(edge_index).__name__}",
+            None,
+            "torch.tensor(edge_index), [2, E] of torch.int64: sources and targets",
+        )
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
         raise PartitionError.because(
             asked,
@@ -192,9 +204,10 @@ def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
 
 
 def _check_counts(num_nodes: int, parts: int, verb: str) -> None:
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or num_nodes < 0:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (num_nodes, parts))
+    if not whole or parts < 1 or num_nodes < 0:
         raise PartitionError.because(
-            f"GraphPartition.{verb} of {num_nodes} nodes in {parts!r} parts",
+            f"GraphPartition.{verb} of {num_nodes!r} nodes in {parts!r} parts",
             None,
             None,
             "0 or more nodes, 1 or more parts",

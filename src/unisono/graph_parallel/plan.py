@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unisono import operators
 from unisono.comm import Communicator, checking
+from unisono.comm.arguments import check_tensor
 from unisono.errors import PartitionError
 from unisono.graph_parallel import halo_lists, regions
 from unisono.graph_parallel.conventions import MISSING
@@ -167,6 +168,9 @@ class GraphPlan:
         if not more:
             return watched("exchange", x, self._fetch, self.comm)
         tensors = (x, *more)
+        for t in tensors:
+            check_tensor(t, self.comm.device, "exchange")
+            self._check_rows(t, self.num_local, "exchange")
         packed: dict[torch.dtype, Tensor] = {}
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             flat = [t.reshape(t.shape[0], _width(t)) for t in tensors if t.dtype == dtype]
@@ -247,6 +251,7 @@ class GraphPlan:
 
         Collective when `edges="local"`.
         """
+        check_edges(edge_index, self.partition.num_nodes, "GraphPlan.refresh")
         same = torch.equal(edge_index.to(self._given.device), self._given)
         if self._edges == "local":
             same = all(flag for (flag,) in self.comm.all_gather_ints([int(same)]))
@@ -264,6 +269,13 @@ class GraphPlan:
 
     def _check(self, edge_index: Tensor) -> None:
         part, ranks = self.partition, self.comm.size
+        if not isinstance(part, GraphPartition):
+            raise PartitionError.because(
+                "GraphPlan",
+                f"partition is a {type(part).__name__}",
+                None,
+                f"GraphPartition.balanced(edge_index, num_nodes, {ranks})",
+            )
         if part.parts != ranks:
             raise PartitionError.because(
                 "GraphPlan",

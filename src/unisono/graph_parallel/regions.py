@@ -7,6 +7,7 @@ derivatives of every order.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from unisono import operators
 from unisono.comm import Communicator, checking
+from unisono.comm.arguments import whole_numbers
 from unisono.errors import PartitionError
 from unisono.graph_parallel.conventions import MISSING, check_grad
 from unisono.graph_parallel.groups import current_gp
@@ -140,25 +142,39 @@ def known_sizes(
     """
     if sizes is not None and natoms is not None:
         raise PartitionError.because(
-            f"gather(sizes={list(sizes)}, natoms={natoms})",
+            f"gather(sizes={sizes!r}, natoms={natoms})",
             "two answers to one question",
             None,
             "sizes=[...] for any blocks, natoms=N for the balanced split of N",
         )
     if natoms is not None:
-        sizes = split_sizes(natoms, comm.size)
+        sizes = split_sizes(_count(natoms), comm.size)
     if sizes is not None and comm.size > 1 and checking.is_enabled():
         _compare(x, dim, sizes, comm)
     return sizes
 
 
+def _count(natoms: object) -> int:
+    try:
+        return operator.index(natoms)  # type: ignore[arg-type]
+    except TypeError:
+        raise PartitionError.because(
+            f"gather(natoms={natoms!r})",
+            f"a {type(natoms).__name__}, no number of rows",
+            None,
+            "natoms=len(pos): the rows of all ranks together",
+        ) from None
+
+
 def _compare(x: Tensor, dim: int, sizes: Sequence[int], comm: Communicator) -> None:
-    own = x.shape[dim] if -x.dim() <= dim < x.dim() else -1
-    mine = [len(sizes), sizes[comm.rank] if comm.rank < len(sizes) else -1, own]
+    is_dim = isinstance(dim, int) and -x.dim() <= dim < x.dim()
+    own = x.shape[dim] if is_dim else -1
+    listed = whole_numbers(sizes) or ()
+    mine = [len(listed), listed[comm.rank] if comm.rank < len(listed) else -1, own]
     for rank, (entries, told, found) in enumerate(comm.all_gather_ints(mine)):
         if entries != comm.size or told != found:
             raise PartitionError.because(
-                f"gather along dim {dim} with sizes {list(sizes)}",
+                f"gather along dim {dim!r} with sizes {sizes!r}",
                 f"rank {rank} of {comm.size} brings {found} rows and has {entries} entries",
                 f"sizes[{rank}] = {told} != {found}",
                 "sizes has one entry a rank: the length of its block along dim",

@@ -16,6 +16,7 @@ from torch import Tensor
 from unisono.comm import Communicator, Pending
 from unisono.errors import UnisonoError
 from unisono.operators import LinearMap
+from unisono.operators.rows import rows_of
 from unisono.topology import RowPlan
 
 
@@ -103,8 +104,7 @@ class Depart(LinearMap):
     @staticmethod
     def kernel(x: Tensor, plan: Departure) -> Tensor:
         """See `LinearMap`."""
-        rows = plan.transfer.rows
-        return plan.transfer.send(x.index_select(0, rows.send_index), home=False)
+        return plan.transfer.send(rows_of(x, plan.transfer.rows), home=False)
 
 
 class Arrive(LinearMap):

@@ -19,7 +19,7 @@ class AllGather(LinearMap):
     @staticmethod
     def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
         """See `LinearMap`."""
-        return join_blocks(x, plan)
+        return join_blocks(x, plan) if plan.landed is None else plan.landed
 
 
 class ReduceScatter(LinearMap):
@@ -30,6 +30,8 @@ class ReduceScatter(LinearMap):
     @staticmethod
     def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
         """See `LinearMap`."""
+        if plan.landed is not None:
+            return plan.landed
         if torch.compiler.is_compiling():
             return traced.reduce_scatter(x, plan.dim, plan.sizes, plan.comm)
         return plan.comm.reduce_scatter(x, plan.dim, plan.sizes)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import unwrap_if_dead
+from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
-from unisono.errors import UnisonoError
+from unisono.comm.arguments import vmapped
 
 
 class LinearMap:
@@ -77,6 +77,8 @@ class LinearMap:
     @classmethod
     def apply_in_backward(cls, x: Tensor, plan: Any) -> Tensor:
         """Apply the map to a gradient; not recorded where nothing would come of it."""
+        if not torch.compiler.is_compiling() and is_legacy_batchedtensor(x):
+            refuse_vmap(None, None)  # a backward with is_grads_batched=True
         if torch.is_grad_enabled():
             return cls.apply(x, plan)
         return cls.kernel(x, plan)
@@ -88,12 +90,7 @@ def _keep_plan(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
 
 def refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
     """Raise: one collective per sample is never what is meant."""
-    raise UnisonoError.because(
-        "torch.func.vmap over a collective",
-        "a collective cannot be vmapped: ranks would not agree on the number of calls",
-        None,
-        "give the tensor a batch dim and call the operator once",
-    )
+    raise vmapped("a collective", "the operator")
 
 
 def identity(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.arguments import check_tensor
+from unisono.comm.arguments import check_tensor, whole_numbers
 from unisono.comm.headers import pack_shape, unpack_shape
 from unisono.errors import CollectiveMismatch, MeshError
 from unisono.operators.linear import LinearMap, identity
@@ -69,10 +69,10 @@ def permute(
     check_comm(comm, "permute")
     check_tensor(x, comm.device, "permute")
     given = [destination(r) for r in range(comm.size)] if callable(destination) else destination
-    targets = tuple(int(q) for q in given)
-    if sorted(targets) != list(range(comm.size)):
+    targets = whole_numbers(given)
+    if targets is None or sorted(targets) != list(range(comm.size)):
         raise MeshError.because(
-            f"permute(destination={list(targets)})",
+            f"permute(destination={given!r})",
             f"{comm.size} ranks",
             "each rank must be named exactly once",
             "lambda r: (r + 1) % comm.size",

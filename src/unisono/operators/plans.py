@@ -30,6 +30,11 @@ class GroupPlan:
         """The plan of the adjoint."""
         return self if self.landed is None else replace(self, landed=None)
 
+    @property
+    def tangent(self) -> GroupPlan:
+        """The plan for a tangent, which has not travelled yet."""
+        return self.adjoint
+
 
 @dataclass(frozen=True)
 class RootPlan:
@@ -58,11 +63,18 @@ class BlockPlan:
     """Shape of this rank's block (kept where a root holds the whole)."""
     dtype: torch.dtype = torch.float32
     """Dtype of the blocks (kept where a root holds the whole)."""
+    landed: Tensor | None = field(default=None, compare=False)
+    """The result, where it has travelled before."""
 
     @property
     def adjoint(self) -> BlockPlan:
         """The plan of the adjoint."""
-        return self
+        return self if self.landed is None else replace(self, landed=None)
+
+    @property
+    def tangent(self) -> BlockPlan:
+        """The plan for a tangent, which has not travelled yet."""
+        return self.adjoint
 
 
 def check_comm(comm: object, verb: str) -> Communicator:

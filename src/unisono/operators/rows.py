@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.comm import Communicator, world
+from unisono.comm import Communicator, checking, world
 from unisono.comm.arguments import check_tensor
 from unisono.errors import PartitionError
 from unisono.operators import traced
@@ -39,9 +39,7 @@ class AllGatherRows(LinearMap):
     def kernel(x: Tensor, plan: RowsOnGroup) -> Tensor:
         """See `LinearMap`."""
         rows = plan.rows
-        return _move(
-            x.index_select(0, rows.send_index), rows.send_sizes, rows.recv_sizes, plan.comm
-        )
+        return _move(rows_of(x, rows), rows.send_sizes, rows.recv_sizes, plan.comm)
 
 
 class AddRows(LinearMap):
@@ -81,6 +79,14 @@ def add_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> T
     comm = world() if comm is None else check_comm(comm, "add_rows")
     _check_rows(x, plan, sum(plan.recv_sizes), comm, "add_rows")
     return AddRows.apply(x, RowsOnGroup(comm, plan))
+
+
+def rows_of(x: Tensor, plan: RowPlan) -> Tensor:
+    """Return the rows of `x` that other ranks need."""
+    taken = x.index_select(0, plan.send_index)
+    if x.requires_grad and not torch.compiler.is_compiling() and checking.is_enabled():
+        taken.requires_grad_()  # which check mode compares over ranks
+    return taken
 
 
 def _move(
