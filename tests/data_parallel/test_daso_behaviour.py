@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import warnings
 
@@ -451,10 +450,3 @@ def test_a_training_that_never_cycles_is_told_and_goes_on_past_its_end(options, 
         assert daso.global_skip == 0
     assert "epoch 3 of 2" in capsys.readouterr().out
     assert daso.phase == "cooldown"
-
-
-def test_a_copy_of_daso_is_refused_with_the_way_that_works():
-    daso, _ = make()
-    for way in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"daso\.state_dict\(\)"):
-            way(daso)

@@ -85,6 +85,10 @@ def test_skips_of_a_loss_that_never_improves_follow_the_worked_table(schedule, e
              "merge 2", "mean 0, close"],
         ),
         ((1, 1, 1), 4, ["send 0", "merge 1, send 1", "merge 1", "mean 0, close"]),
+        (
+            (2, 1, 1), 7,
+            ["send 0", "merge 1", "send 1", "merge 1", "send 0", "merge 1", "mean 1, close"],
+        ),
         ((0, 0, 0), 4, ["mean 0", "mean 1", "mean 0", "mean 1, close"]),
         ((3, 1, 0), 5, ["mean 0", "", "", "mean 1", "mean 0, close"]),
         ((4, 1, 1), 1, ["mean 0, close"]),

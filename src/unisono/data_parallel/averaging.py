@@ -88,13 +88,12 @@ class Averaging(ABC):
         return 1.0 / size if weight is None else weight
 
     @abstractmethod
-    def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:
+    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:
         """Begin to average `bucket`. Collective; buckets start in the same order on all ranks.
 
         Args:
             bucket: filled.
             comm: the ranks, on the bucket's device.
-            weighted: whether gradients were multiplied with `factor`.
         """
 
     def end_step(self) -> None:  # noqa: B027
@@ -111,7 +110,7 @@ class Averaging(ABC):
 class OverNetwork(Averaging):
     """One sum a bucket, under way while backward goes on."""
 
-    def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:  # noqa: ARG002
+    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:
         """See `Averaging`."""
         return Direct(comm.all_reduce_(bucket.flat, "sum", async_op=True))
 
@@ -128,7 +127,7 @@ class InSharedMemory(Averaging):
     def __init__(self, blocking: bool) -> None:
         self._blocking = blocking
 
-    def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:  # noqa: ARG002
+    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:
         """See `Averaging`."""
         if self._blocking:
             comm.all_reduce_(bucket.flat, "sum")

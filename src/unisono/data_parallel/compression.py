@@ -61,7 +61,7 @@ class Cast(Averaging):
         self._blocking = blocking
         self._wires: dict[int, Tensor] = {}
 
-    def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:  # noqa: ARG002
+    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:
         """See `Averaging`."""
         flat = bucket.flat
         if flat.element_size() <= self._dtype.itemsize:
@@ -165,7 +165,7 @@ class UserFunction(Averaging):
         """See `Averaging`: the function divides by the number of ranks itself."""
         return None if weight is None else weight * size
 
-    def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:  # noqa: ARG002
+    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:  # noqa: ARG002
         """See `Averaging`."""
         view = GradBucket(bucket, bucket.index == self.bucket_count - 1)
         if self._last is not None:

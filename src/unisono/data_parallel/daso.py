@@ -18,10 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from unisono.data_parallel import daso_state
 from unisono.data_parallel.arguments import expect
 from unisono.data_parallel.construction import broadcast_module
-from unisono.data_parallel.daso_arguments import check_arguments, check_loss, node_layout
+from unisono.data_parallel.daso_agreement import agree
+from unisono.data_parallel.daso_arguments import check_arguments, check_loss
 from unisono.data_parallel.daso_averages import average_buffers, average_state
+from unisono.data_parallel.daso_copies import DasoCopies
 from unisono.data_parallel.daso_exchange import NodeExchange
-from unisono.data_parallel.daso_facade import DasoFacade
 from unisono.data_parallel.daso_local import LocalStep
 from unisono.data_parallel.daso_outer import OuterOptimizer
 from unisono.data_parallel.ranks import communicator_of
@@ -31,7 +32,7 @@ from unisono.errors import explain
 __all__ = ["DASO"]
 
 
-class DASO(DasoFacade):
+class DASO(DasoCopies):
     """Distributed asynchronous and selective optimization, for nodes with a slow network between.
 
     Ranks of a node average gradients in backward (`DataParallelMultiGPU` sees to it). Nodes average
@@ -134,19 +135,16 @@ class DASO(DasoFacade):
         self.sync_state = sync_state
         self.sync_buffers = sync_buffers
         self.module: nn.Module | None = None
-        layout = node_layout(self.communicator, ranks_per_node)
-        self.reduced_ranks = layout.groups
+        self._ranks_per_node = ranks_per_node
         is_plain = outer_momentum == 0 and outer_lr == 1
-        self.exchange = NodeExchange(
-            self.communicator,
-            layout,
+        exchange = NodeExchange(
             chunk=sending_chunk_size,
             wire=downcast_type,
             outer=None if is_plain else OuterOptimizer(outer_momentum, outer_lr, outer_nesterov),
             by_mean=local_merge == "mean",
         )
         by_epoch = scheduler_step == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
-        self.local = LocalStep(local_optimizer, scheduler, by_epoch, self.exchange.node)
+        self._connect(exchange, LocalStep(local_optimizer, scheduler, by_epoch))
         self._warned_of_length = False
         self._start_over()
         if verbose and self.schedule.never_cycles:
@@ -269,43 +267,8 @@ class DASO(DasoFacade):
     def _agreed_length(self) -> int:
         """Return the batches of this epoch, the same on all ranks; compared once an epoch."""
         if self.must_agree or self.batches_done == 0:
-            self._agree()
+            agree(self)
         return self._n_batches or 1
-
-    def _agree(self) -> None:
-        """Compare what must be the same on all ranks before a batch. Collective."""
-        begins = self.batches_done == 0
-        changed = begins and self.module is not None and self.exchange.has_changed(self.module)
-        flags = [self.module is not None, self.is_foreign, changed]
-        everybody = self.communicator.all_gather_ints([self._n_batches or 0, *map(int, flags)])
-        lengths, models, foreign, changes = zip(*everybody, strict=True)
-        if not all(models):
-            raise ValueError(
-                explain(
-                    "DASO.step()",
-                    f"no model on rank {models.index(0)}",
-                    None,
-                    "DataParallelMultiGPU(module, daso), or daso.set_model(module)",
-                )
-            )
-        if min(lengths) == 0 or min(lengths) != max(lengths):
-            raise ValueError(
-                explain(
-                    "DASO.step()",
-                    f"last_batch on ranks 0 to {self.communicator.size - 1}: "
-                    f"{[n or None for n in lengths]}",
-                    None,
-                    "daso.last_batch = len(loader), the same number on all ranks",
-                )
-            )
-        if any(foreign):
-            self.exchange.drop()
-            self.sent_at = None
-            self.is_foreign = False
-            _warn("one rank's checkpoint serves all: the exchange that was in flight is left out")
-        if self.module is not None and any(changes):
-            self.exchange.bind(self.module)
-        self.must_agree = False
 
     def _next_group(self) -> int:
         """Return the global group of the next exchange, with the node brought together for it."""
@@ -345,7 +308,7 @@ class DASO(DasoFacade):
         mine = check_loss(loss)
         expect("loss_globally_averaged", loss_globally_averaged, bool)
         if self.must_agree and self.batches_done:
-            self._agree()
+            agree(self)
         report = torch.tensor([[mine]], dtype=torch.float64, device=self.communicator.device)
         losses = (
             self.communicator.all_gather(report, sizes=[1] * self.communicator.size)
@@ -369,9 +332,11 @@ class DASO(DasoFacade):
     def _close_early(self) -> None:
         if not self._warned_of_length:
             self._warned_of_length = True
-            _warn(
-                f"an epoch had {self.batches_done} batches, but last_batch is {self._n_batches}; "
-                f"{self.batches_done} is used until last_batch is set again"
+            warnings.warn(
+                f"DASO: an epoch had {self.batches_done} batches, but last_batch is "
+                f"{self._n_batches}; {self.batches_done} is used until last_batch is set again",
+                UserWarning,
+                stacklevel=3,
             )
         self._n_batches = self.batches_done
         self._mean()
@@ -401,7 +366,3 @@ class DASO(DasoFacade):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` gave. Local; call it on all ranks."""
         daso_state.restore(self, state_dict)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"DASO: {text}", UserWarning, stacklevel=4)

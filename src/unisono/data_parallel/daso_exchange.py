@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,34 +56,32 @@ class InFlight:
 
 
 class NodeExchange:
-    """Averages of parameters between nodes. Building one is collective over `comm`.
+    """Averages of parameters between nodes, once it is connected to their ranks.
+
+    Pickled without its ranks and the module's parameters.
 
     Args:
-        comm: all ranks.
-        layout: which of them share a node.
         chunk: elements of a message.
         wire: dtype in which float32 values travel, where `narrow` is asked for.
         outer: treats each mean as a step of its own, or None.
         by_mean: whether the ranks of a node are brought together by their mean, not by one of them.
     """
 
+    comm: Communicator
+    """All ranks."""
+    node: Communicator
+    """Ranks of this node."""
+    flat: FlatParameters
+    """The parameters of the module."""
+
     def __init__(
         self,
-        comm: Communicator,
-        layout: NodeLayout,
         *,
         chunk: int,
         wire: torch.dtype,
         outer: OuterOptimizer | None,
         by_mean: bool,
     ) -> None:
-        self.comm = comm
-        self.layout = layout
-        own = layout.node_of(comm.rank)
-        self.node = cast(Communicator, comm.sub(layout.nodes[own]))
-        self.groups = [comm.sub(ranks) for ranks in layout.groups]
-        self.n_nodes = len(layout.nodes)
-        self.weight = layout.weights[own]
         self.outer = outer
         self.in_flight: InFlight | None = None
         self.common: list[Tensor] | None = None
@@ -92,9 +90,33 @@ class NodeExchange:
         self._wire = wire
         self._by_mean = by_mean
 
+    def connect(self, comm: Communicator, layout: NodeLayout) -> None:
+        """Make the groups of nodes and between them. Collective over `comm`.
+
+        Args:
+            comm: all ranks.
+            layout: which of them share a node.
+        """
+        self.comm = comm
+        self.layout = layout
+        own = layout.node_of(comm.rank)
+        self.node = cast(Communicator, comm.sub(layout.nodes[own]))
+        self._groups = [comm.sub(ranks) for ranks in layout.groups]
+        self.n_nodes = len(layout.nodes)
+        self._weight = layout.weights[own]
+
+    def take(self, module: nn.Module) -> None:
+        """Take the parameters of a module, whose values are those known here. Local."""
+        self.flat = FlatParameters(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.complete()
+        ours = ("comm", "layout", "node", "_groups", "n_nodes", "_weight", "flat")
+        return {name: value for name, value in self.__dict__.items() if name not in ours}
+
     def bind(self, module: nn.Module) -> None:
         """Take the parameters of a module; rank 0's become the common value. Collective."""
-        self.flat = FlatParameters(module)
+        self.take(module)
         self.in_flight = None
         values = self.flat.pack()
         needed = self.outer is not None or any(x.dtype != self._dtype(x, True) for x in values)
@@ -144,7 +166,7 @@ class NodeExchange:
             group: number of the global group; other ranks only remember it.
             narrow: whether differences travel, in the dtype of the wire.
         """
-        members = self.groups[group]
+        members = self._groups[group]
         if members is None:
             self.in_flight = InFlight(group, None, narrow, [])
             return
@@ -191,7 +213,7 @@ class NodeExchange:
             dtype = self._dtype(x, narrow)
             if dtype != x.dtype and self.common is not None:
                 x.sub_(self.common[i])
-            shares.append(x.mul_(self.weight).to(dtype))
+            shares.append(x.mul_(self._weight).to(dtype))
         return shares
 
     def _received(self) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,7 +12,6 @@ from unisono.data_parallel.arguments import expect_int
 from unisono.data_parallel.daso_exchange import NodeExchange
 from unisono.data_parallel.daso_local import LocalStep
 from unisono.data_parallel.schedule import DasoSchedule
-from unisono.errors import explain
 
 __all__ = ["DasoFacade"]
 
@@ -111,24 +110,13 @@ class DasoFacade(Optimizer):
         if inner is not None and name in _INNER:
             return getattr(inner, name)
         home, own_name = _READABLE.get(name, (None, ""))
-        if home is None or home not in self.__dict__:
+        if home is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.__dict__[home], own_name)
+        return getattr(getattr(self, home), own_name)
 
     def __repr__(self) -> str:
         skips = tuple(self.schedule.skips)
         return f"DASO(epoch {self.epoch}, {self.phase}, skips {skips}, {self.local_optimizer!r})"
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: a torch optimizer's way would lose all but its groups."""
-        raise TypeError(
-            explain(
-                "deepcopy or pickle of DASO",
-                "it shares groups of ranks, and exchanges that are under way, with other ranks",
-                None,
-                "save daso.state_dict(), or a Checkpoint; build a DASO anew and load that",
-            )
-        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the local optimizer."""

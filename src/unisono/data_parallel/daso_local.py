@@ -18,20 +18,18 @@ __all__ = ["LocalStep"]
 class LocalStep:
     """What a rank does with its own optimizer, and whether its node stays together.
 
+    Pickled without the ranks of its node.
+
     Args:
         optimizer: the torch optimizer.
         scheduler: stepped after each batch or each epoch.
         by_epoch: which of the two.
-        node: ranks of this node.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        by_epoch: bool,
-        node: Communicator,
-    ) -> None:
+    node: Communicator
+    """Ranks of this node; set before the first step."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, by_epoch: bool) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scaler: torch.amp.GradScaler | None = None
@@ -40,8 +38,10 @@ class LocalStep:
         self.went_apart = False
         """Whether ranks of the node may differ since they were brought together."""
         self._by_epoch = by_epoch
-        self._node = node
         self._switch: Callable[[bool], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "node"}
 
     def attach(self, switch: Callable[[bool], None] | None) -> None:
         """Use this switch of the node's gradient averaging; None: nothing averages."""
@@ -52,7 +52,7 @@ class LocalStep:
     @property
     def is_apart(self) -> bool:
         """Whether the ranks of this node have to be brought together before an exchange."""
-        return self._node.size > 1 and (self.went_apart or self._switch is None)
+        return self.node.size > 1 and (self.went_apart or self._switch is None)
 
     def aligned(self) -> None:
         """Parameters of the node are equal again; they stay so unless optimizer state differs."""
@@ -99,7 +99,7 @@ class LocalStep:
         if on and not self.syncs and self.scaler is not None and self.scaler.is_enabled():
             # Ranks that scaled differently would average unlike things.
             scale = torch.tensor([self.scaler.get_scale()], dtype=torch.float64)
-            lowest = self._node.all_reduce(scale.to(self._node.device), "min").item()
+            lowest = self.node.all_reduce(scale.to(self.node.device), "min").item()
             self.scaler.update(lowest)
         self.syncs = on
         if self._switch is not None:

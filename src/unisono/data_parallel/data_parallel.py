@@ -334,7 +334,7 @@ def _leave(engine: GradientEngine, deferred: DeferredUpdates | None) -> None:
     """The last act for a `DataParallel` that is gone: complete requests, free the module."""
     owes = deferred is not None and deferred.owes
     with contextlib.suppress(Exception):
-        engine.wait_all()
+        engine.under_way.wait_all()
     if deferred is not None:
         deferred.close()
     engine.detach()

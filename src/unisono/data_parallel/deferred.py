@@ -62,8 +62,8 @@ class DeferredUpdates:
         self._idle: dict[int, set[int]] = {}
         self._layers: dict[str, list[int]] = {}
         engine.on_attach = self.attach
-        engine.on_launch = self.launched
-        engine.on_arrival = self.arrived
+        engine.under_way.on_start = self.launched
+        engine.under_way.on_arrival = self.arrived
         engine.on_reuse = self.finalize
         # Whoever steps the inner optimizer directly must find gradients that have arrived.
         self._step_hook = self._optimizer.register_step_pre_hook(_finalizing(weakref.ref(self)))
@@ -143,7 +143,7 @@ class DeferredUpdates:
         if self._owed is not None:
             self.finalize()
         engine = self._engine
-        waiting = [b for b in engine.gradient_buckets if not engine.has_arrived(b)]
+        waiting = [b for b in engine.gradient_buckets if not engine.under_way.has_arrived(b)]
         if not waiting:
             self.finalize()
             self._optimizer.step()
@@ -163,7 +163,7 @@ class DeferredUpdates:
         else:
             for bucket in engine.gradient_buckets:
                 if bucket.index not in owed.buckets:
-                    engine.wait(bucket)
+                    engine.under_way.wait(bucket)
             step_some(self._optimizer, {id(param) for param in others}, owed.frozen)
         self._owed = owed
         self.active = True
@@ -181,7 +181,7 @@ class DeferredUpdates:
             cleared.update(id(p) for p in bucket.params)
             owes = owed is not None and bucket.index in owed.buckets
             if not owes:
-                engine.wait(bucket)
+                engine.under_way.wait(bucket)
             elif owed is not None and not set_to_none:
                 owed.clears.add(bucket.index)
                 continue
@@ -208,7 +208,7 @@ class DeferredUpdates:
 
     def active_layers(self) -> set[str]:
         """Return the names of layers with a reduction under way or an update owed."""
-        buckets = {b.index for b in self._engine.gradient_buckets if self._engine.is_under_way(b)}
+        buckets = {b.index for b in self._engine.gradient_buckets if b in self._engine.under_way}
         if self._owed is not None:
             buckets |= self._owed.buckets
         return {name for name, own in self._layers.items() if not buckets.isdisjoint(own)}
@@ -225,10 +225,10 @@ class DeferredUpdates:
         while True:
             # Whatever is here is used while the rest travels.
             self._update_arrived()
-            wanted = next((i for i in indices if self._engine.is_under_way(buckets[i])), None)
+            wanted = next((i for i in indices if buckets[i] in self._engine.under_way), None)
             if wanted is None:
                 return
-            self._engine.wait(buckets[wanted])
+            self._engine.under_way.wait(buckets[wanted])
 
     def _update_arrived(self) -> None:
         owed = self._owed
@@ -236,11 +236,11 @@ class DeferredUpdates:
             return
         engine = self._engine
         ready = [b for b in engine.gradient_buckets if b.index in owed.buckets]
-        ready = [b for b in ready if engine.has_arrived(b)]
+        ready = [b for b in ready if engine.under_way.has_arrived(b)]
         if not ready or (owed.whole and len(ready) < len(owed.buckets)):
             return
         for bucket in ready:
-            engine.wait(bucket)
+            engine.under_way.wait(bucket)
         owed.buckets.difference_update(b.index for b in ready)
         if not owed.buckets:
             self._owed = None
@@ -272,7 +272,7 @@ class DeferredUpdates:
                 _clear(bucket, set_to_none=False)
 
     def _rest(self) -> None:
-        self.active = self._owed is not None or self._engine.has_any_under_way
+        self.active = self._owed is not None or len(self._engine.under_way) > 0
 
 
 def _finalizing(deferred: weakref.ref[DeferredUpdates]) -> Callable[..., None]:

@@ -7,7 +7,6 @@ call `before_forward` and `after_forward`; everything else happens by itself.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,17 +17,17 @@ from torch.utils.hooks import RemovableHandle
 from unisono.comm import Communicator
 from unisono.data_parallel import hooks
 from unisono.data_parallel.autograd_graph import reached_leaves, tensors_in
-from unisono.data_parallel.averaging import Handle
 from unisono.data_parallel.bucket_making import make_buckets
 from unisono.data_parallel.buckets import Bucket
 from unisono.data_parallel.compression import UserFunction, averaging_for
 from unisono.data_parallel.construction import check_same_module, on_device
 from unisono.data_parallel.forward_buffers import BufferBroadcast
 from unisono.data_parallel.gradient_bucket import GradientBucket
-from unisono.data_parallel.naming import Unfinished, named
+from unisono.data_parallel.naming import BACKWARDS, Unfinished, named
 from unisono.data_parallel.sparse import SparseParameters, sparse_parameters
 from unisono.data_parallel.stats import Counters, Stats
 from unisono.data_parallel.structure import Structure
+from unisono.data_parallel.under_way import UnderWay
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -48,7 +47,7 @@ class GradientEngine:
         find_unused: whether to look for unused parameters after forward, so that they do not hold
             up their bucket. Results do not depend on it.
         blocking: whether gradients are complete when `backward()` returns. Else whoever needs
-            them calls `wait`.
+            them waits for their buckets `under_way`.
     """
 
     def __init__(
@@ -71,24 +70,21 @@ class GradientEngine:
         self.averaging = averaging_for(compression, comm, blocking=blocking)
         self.on_attach: Callable[[], object] | None = None
         """Called when buckets were made again."""
-        self.on_launch: Callable[[GradientBucket], object] | None = None
-        """Called with each bucket that has just been started."""
-        self.on_arrival: Callable[[GradientBucket], object] | None = None
-        """Called with each bucket that has been waited for, instead of `resolve_unused`."""
         self.on_reuse: Callable[[], object] | None = None
-        """Called before a backward may change gradients, instead of `wait_all`."""
+        """Called before a backward may change gradients, instead of waiting for all buckets."""
         self.weigh: Callable[[], float | None] | None = None
         """Gives the weight of this rank's gradients in a backward; None: all ranks' are equal."""
         self.options: tuple[object, ...] = (bucket_mb, compression, broadcast_buffers, find_unused)
         """What ranks must agree on."""
         self._bucket_mb = bucket_mb
         self._buckets: list[GradientBucket] = []
-        self._under_way: dict[int, Handle] = {}
         self._hooks: list[RemovableHandle] = []
         self._buffers = BufferBroadcast(module, comm) if broadcast_buffers else None
         self._sparse = SparseParameters([])
         self._structure: Structure | None = None
         self._counters = Counters()
+        self.under_way = UnderWay(self.averaging, self._counters, in_backward=blocking)
+        """Buckets that were started and not yet waited for."""
         self._on_output = hooks.on_output(self)
         self._in_backward = self._got_any = self._syncing = self._walked = False
         self._weight: float | None = None
@@ -146,7 +142,7 @@ class GradientEngine:
             hook.remove()
         self._hooks.clear()
         self._buckets.clear()
-        self._under_way.clear()
+        self.under_way.forget()
         self._structure = None
         self._in_backward = False
 
@@ -167,7 +163,7 @@ class GradientEngine:
     def close(self) -> None:
         """Complete what is under way and remove all hooks. Local."""
         try:
-            self.wait_all()
+            self.under_way.wait_all()
         finally:
             self.detach()
 
@@ -195,7 +191,10 @@ class GradientEngine:
         if self.has_changed():
             self.rebuild()
         if self._buffers is not None and self.require_sync:
-            self._counters.bytes += self._buffers.run(src)
+            try:
+                self._counters.bytes += self._buffers.run(src)
+            except Unfinished as error:
+                raise named(error, "buffers, before a forward") from None
 
     def after_forward(self, outputs: Any) -> None:
         """End a forward; wrappers call it with what the module returned. Local."""
@@ -223,7 +222,7 @@ class GradientEngine:
 
     def make_room(self, bucket: GradientBucket, i: int) -> None:
         """Prepare member `i` of `bucket` for a gradient that is about to be added to it."""
-        if bucket.index in self._under_way:
+        if bucket in self.under_way:
             self._settle()
         if self._in_backward and i in bucket.came:  # the second in one backward
             if bucket.index < self._next:
@@ -256,6 +255,7 @@ class GradientEngine:
         self._syncing = self.require_sync
         self._factor = None
         if self._syncing:
+            self.comm.count(BACKWARDS)
             self._weight = self.weigh() if self.weigh is not None else None
             self._factor = self.averaging.factor(self._weight, self.comm.size)
 
@@ -270,17 +270,7 @@ class GradientEngine:
         """Put everything in its place and start the bucket. Collective."""
         self._next = max(self._next, bucket.index + 1)
         bucket.fill(self._factor)
-        before = time.perf_counter()
-        comm = on_device(self.comm, bucket.info.device)
-        try:
-            handle = self.averaging.start(bucket, comm, weighted=self._factor is not None)
-        except Unfinished as error:
-            raise named(error, bucket.describe()) from None
-        self._under_way[bucket.index] = handle
-        self._counters.wait_backward_s += time.perf_counter() - before
-        self._counters.bytes += bucket.nbytes
-        if self.on_launch is not None:
-            self.on_launch(bucket)
+        self.under_way.start(bucket, on_device(self.comm, bucket.info.device))
 
     def _end_of_backward(self) -> None:
         """All gradients of a backward are there (a callback of the autograd engine)."""
@@ -298,7 +288,7 @@ class GradientEngine:
         self._forget_gradients()
         self._begin_gradients()
         self.launch_rest()
-        self.wait_all()
+        self.under_way.wait_all()
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
@@ -326,10 +316,9 @@ class GradientEngine:
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         for index in sorted(self._late):
-            self.wait(self._buckets[index])
+            self.under_way.wait(self._buckets[index])
             self._launch(self._buckets[index])
-        for index in sorted(self._under_way):
-            self._under_way[index].proceed()
+        self.under_way.proceed()
         if not self.averaging.carries_flags:
             self._add_flags()
         self.averaging.end_step()
@@ -338,7 +327,7 @@ class GradientEngine:
         self._counters.steps += 1
         self._end()
         if self.blocking:
-            self.wait_all()
+            self.under_way.wait_all()
 
     def _add_flags(self) -> None:
         """Sum up the flags of all buckets in one message of their own."""
@@ -358,49 +347,8 @@ class GradientEngine:
         for bucket in self._buckets:
             bucket.came.clear()
 
-    # -- waiting --------------------------------------------------------------------------------
-
-    @property
-    def has_any_under_way(self) -> bool:
-        """Whether a bucket was started and nobody has waited for it."""
-        return bool(self._under_way)
-
-    def is_under_way(self, bucket: GradientBucket) -> bool:
-        """Whether this bucket was started and nobody has waited for it."""
-        return bucket.index in self._under_way
-
-    def has_arrived(self, bucket: GradientBucket) -> bool:
-        """Whether `wait` would return at once."""
-        handle = self._under_way.get(bucket.index)
-        return handle is None or handle.done()
-
-    def wait(self, bucket: GradientBucket) -> None:
-        """Return when `bucket` holds the mean and its members' `.grad` shows it. Local."""
-        handle = self._under_way.pop(bucket.index, None)
-        if handle is None:
-            return
-        before = time.perf_counter()
-        try:
-            handle.wait()
-        except Unfinished as error:
-            raise named(error, bucket.describe()) from None
-        waited = time.perf_counter() - before
-        if self.blocking:
-            self._counters.wait_backward_s += waited
-        else:
-            self._counters.wait_forward_s += waited
-        if self.on_arrival is not None:
-            self.on_arrival(bucket)
-        else:
-            bucket.resolve_unused()
-
-    def wait_all(self) -> None:
-        """Wait for all buckets under way. Local."""
-        for index in sorted(self._under_way):
-            self.wait(self._buckets[index])
-
     def _settle(self) -> None:
         if self.on_reuse is not None:
             self.on_reuse()
         else:
-            self.wait_all()
+            self.under_way.wait_all()

@@ -42,7 +42,7 @@ class HeatParts(nn.Module):
         handles: OrderedDict[str, list[tuple[str, Any, torch.dtype, Tensor]]] = OrderedDict()
         engine = self._running()
         for bucket in engine.gradient_buckets:
-            if engine.is_under_way(bucket):
+            if bucket in engine.under_way:
                 for name, slot in zip(bucket.names, bucket.slots, strict=True):
                     entry = (name, WaitHandle(engine, bucket), slot.dtype, slot)
                     handles.setdefault(layer_of(name), []).append(entry)

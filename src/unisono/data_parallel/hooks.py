@@ -34,7 +34,7 @@ def before_arrival(engine: GradientEngine, bucket: GradientBucket, i: int) -> Ho
 
     def hook(grad: Tensor) -> None:  # noqa: ARG001
         engine = me()
-        if engine is not None and (engine.has_any_under_way or i in bucket.came):
+        if engine is not None and (engine.under_way or i in bucket.came):
             engine.make_room(bucket, i)
 
     return hook

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from unisono.comm.algorithms import forcing
 from unisono.data_parallel.construction import broadcast_module
 from unisono.data_parallel.engine import GradientEngine
+from unisono.data_parallel.naming import Unfinished, named
 from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.data_parallel.weighting import Weights
 
@@ -59,7 +61,11 @@ class Join:
     def _exchange(self, has_data: bool) -> tuple[int | None, bool]:
         """Return the lowest rank with data, None if there is none, and whether they synchronise."""
         mine = [int(has_data), int(has_data and self._engine.require_sync)]
-        rows = self._engine.comm.all_gather_ints(mine)
+        try:
+            with forcing("all_gather", "native"):  # as in `Weights`: never taken for a bucket
+                rows = self._engine.comm.all_gather_ints(mine)
+        except Unfinished as error:
+            raise named(error, "who has data left, from join()") from None
         source = next((rank for rank, (active, _) in enumerate(rows) if active), None)
         if source is not None:
             self._last_source = source

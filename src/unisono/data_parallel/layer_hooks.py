@@ -64,7 +64,7 @@ class WaitHandle:
 
     def wait(self) -> None:
         """Return when the gradient is the mean over ranks. Local."""
-        self._engine.wait(self._bucket)
+        self._engine.under_way.wait(self._bucket)
 
     Wait = wait
 

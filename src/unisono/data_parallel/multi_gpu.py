@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -67,35 +68,45 @@ class DataParallelMultiGPU(nn.Module):
         self.module = module
         self.comm = optimizer.comm if comm is None else comm
         self.loc_gpus = optimizer.loc_gpus
-        options = (bucket_mb, compression, broadcast_buffers, find_unused, reset_parameters)
+        self._optimizer = optimizer
+        self._options: dict[str, Any] = {
+            "bucket_mb": bucket_mb,
+            "compression": compression,
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused": find_unused,
+        }
+        options = (*self._options.values(), reset_parameters)
         check_same_module(module, ranks, [repr(option) for option in options])
         if reset_parameters:
             reset_module(module, self._reset_parameters, ranks)
         optimizer.set_model(module, local_sync=self._set_sync)
-        self._engine = GradientEngine(
-            module,
-            optimizer.exchange.node,
-            bucket_mb=bucket_mb,
-            compression=compression,
-            broadcast_buffers=broadcast_buffers,
-            find_unused=find_unused,
-        )
+        self._engine: GradientEngine | None = None
+        self._running()
+
+    def _running(self) -> GradientEngine:
+        """Return the engine. In a copy it is made first: collective over the node."""
+        if self._engine is None:
+            node = self._optimizer.exchange.node
+            self._engine = GradientEngine(self.module, node, **self._options)
+            self._engine.require_sync = self._optimizer.local.syncs
+        return self._engine
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
-        self._engine.before_forward()
+        engine = self._running()
+        engine.before_forward()
         outputs = self.module(*inputs, **kwargs)
-        self._engine.after_forward(outputs)
+        engine.after_forward(outputs)
         return outputs
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward averages gradients in the node; DASO switches it."""
-        return self._engine.require_sync
+        return self._running().require_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._engine.require_sync = value
+        self._running().require_sync = value
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -126,3 +137,19 @@ class DataParallelMultiGPU(nn.Module):
 
     def _set_sync(self, on: bool) -> None:
         self.require_backward_grad_sync = on
+
+    # -- copies: with the optimizer's own copy, which `copy.deepcopy((model, optimizer))` shows ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "comm": None, "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.comm = communicator_of(None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelMultiGPU:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        nn.Module.__setstate__(twin, copy.deepcopy(self.__getstate__(), memo))
+        twin.comm = self.comm
+        return twin

@@ -69,7 +69,7 @@ class PowerSGDAveraging(Averaging):
         """See `Averaging`: error feedback wants gradients as they are, so means are taken here."""
         return None if weight is None else weight * size
 
-    def start(self, bucket: GradientBucket, comm: Communicator, *, weighted: bool) -> Handle:  # noqa: ARG002
+    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:
         """See `Averaging`."""
         chosen = [
             i

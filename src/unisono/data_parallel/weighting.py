@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from unisono.comm.algorithms import forcing
 from unisono.data_parallel.construction import on_device
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.naming import Unfinished, named
@@ -92,10 +93,13 @@ class Weights:
         comm = on_device(self._engine.comm, _device_of(self._engine))
         dtype = torch.float32 if comm.device.type == "mps" else torch.float64
         report = torch.tensor([[mine, float(counted)]], dtype=dtype, device=comm.device)
-        # Gathered, and odd in bytes: a rank without weights cannot take it for a bucket.
+        # Odd in bytes, and gathered by a call of which gloo knows that it is none for a bucket:
+        # a rank without weights cannot take it for one.
         odd = nn.functional.pad(report.view(torch.uint8), (0, 1))
         try:
-            reports = comm.all_gather(odd, sizes=[1] * comm.size)[:, :-1].contiguous().view(dtype)
+            with forcing("all_gather", "native"):
+                everybody = comm.all_gather(odd, sizes=[1] * comm.size)
+            reports = everybody[:, :-1].contiguous().view(dtype)
         except Unfinished as error:
             raise named(error, "weights of this backward, from samples() or join()") from None
         total, anybody_counted = reports.sum(0).tolist()

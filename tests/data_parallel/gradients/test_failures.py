@@ -76,6 +76,57 @@ def test_samples_on_one_rank_only_are_named_at_once():
     assert set(caught.value.calls) == {0, 1}
 
 
+def on_rank_0_only(what, directory):
+    model = DataParallel(torch.nn.Linear(1, 1, bias=False).double())
+    mine = {"samples": lambda: model.samples(2), "join": model.join}[what]
+    try:
+        with mine() if world().rank == 0 else contextlib.nullcontext():
+            model(torch.ones(2, 1).double()).mean().backward()
+    except CollectiveMismatch as error:
+        (directory / str(world().rank)).write_text(str(error))
+        while not all((directory / name).exists() for name in "01"):
+            time.sleep(0.05)
+        raise
+
+
+@pytest.mark.parametrize("what", ["samples", "join"])
+def test_samples_or_join_on_one_rank_only_is_named_over_gloo_too(what, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNISONO_BACKEND", "gloo")
+    quiet = unisono.Logs(console="none")
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(on_rank_0_only, what, tmp_path, ranks=2, logs=quiet)
+    assert isinstance(caught.value.exception, CollectiveMismatch)
+    told = [(tmp_path / name).read_text() for name in "01"]
+    assert f"from {what}()" in told[0].replace("samples() or join()", "samples()")
+    assert told[1].startswith("gradient bucket 0")
+    for text in told:
+        assert "rank 0 | all_gather" in text
+        assert "rank 1 | all_reduce(sum)" in text
+        assert "HINT: samples() and join() go around the same backwards on all" in text
+
+
+def train_unequally(has_buffers):
+    layers = [torch.nn.BatchNorm1d(6)] if has_buffers else []
+    model = DataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(6, 3)).double())
+    for step in range(3 - world().rank):
+        loss_of(model(batch((6,), step)[1])).backward()
+
+
+@pytest.mark.parametrize(("backend", "has_buffers"), [("gloo", False), ("shm", True)])
+def test_ranks_that_run_out_of_batches_are_named_long_before_the_deadline(
+    backend, has_buffers, monkeypatch
+):
+    monkeypatch.setenv("UNISONO_BACKEND", backend)
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(train_unequally, has_buffers, ranks=2, logs=unisono.Logs(console="none"))
+    error = caught.value.exception
+    assert isinstance(error, CollectiveMismatch)
+    assert error.returned[1]["averaged backwards"] == 2
+    assert "rank 1 has finished: 2 averaged backwards" in str(error)
+    assert "drop_last=True" in str(error)
+    assert "join()" in str(error)
+
+
 @pytest.mark.ranks(2, backend="shm", timeout=40)
 def test_memory_and_hooks_go_with_the_model():
     def segments():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import warnings
 
@@ -30,8 +31,8 @@ on_both = pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
 
 def never_early(model):
     """Let messages arrive only when somebody waits, so that every step is owed."""
-    engine = model._engine
-    engine.has_arrived = lambda bucket: not engine.is_under_way(bucket)
+    under_way = model._engine.under_way
+    under_way.has_arrived = lambda bucket: bucket not in under_way
 
 
 class Pair:
@@ -40,11 +41,12 @@ class Pair:
     def __init__(self, make=mlp, optimizer="sgd", shape=(6,), **options):
         module, self.twin = built(make)
         self.shape, self.step_count = shape, 0
-        self.inner = OPTIMIZERS[optimizer](module.parameters())
+        make_optimizer = OPTIMIZERS.get(optimizer, optimizer)
+        self.inner = make_optimizer(module.parameters())
         self.optimizer = DataParallelOptimizer(self.inner)
         options = {"bucket_mb": 0.001, **options}
         self.model = DataParallel(module, None, self.optimizer, **options)
-        self.twin_optimizer = OPTIMIZERS[optimizer](self.twin.parameters())
+        self.twin_optimizer = make_optimizer(self.twin.parameters())
         self.losses = None
         never_early(self.model)
 
@@ -223,11 +225,14 @@ Pair.inner_params = _inner_params
 
 @on_both
 def test_a_scheduler_per_batch_does_not_reach_back_to_an_owed_update():
-    for on_inner in (True, False):
+    for on_inner, by_step in itertools.product((True, False), repeat=2):
         pair = Pair(optimizer="adamw")
         target = pair.inner if on_inner else pair.optimizer
-        make = torch.optim.lr_scheduler.OneCycleLR
-        schedulers = [make(opt, max_lr=0.1, total_steps=8) for opt in (target, pair.twin_optimizer)]
+        optimizers = (target, pair.twin_optimizer)
+        make, step_lr = torch.optim.lr_scheduler.OneCycleLR, torch.optim.lr_scheduler.StepLR
+        schedulers = [make(opt, max_lr=0.1, total_steps=8) for opt in optimizers]
+        if by_step:
+            schedulers = [step_lr(opt, step_size=2, gamma=0.3) for opt in optimizers]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for _ in range(6):
@@ -262,15 +267,37 @@ def test_a_grad_scaler_skips_on_all_ranks_together():
     assert scaler.get_scale() == 2.0
 
 
+class ByNorm(torch.optim.SGD):
+    """Steps along the gradient of all parameters together, cut to length 1."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        return super().step(closure)
+
+
 @on_both
 def test_step_hooks_run_once_a_step_and_other_optimizers_update_in_one_piece():
     pair = Pair()
     calls = []
     pair.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    whole = Pair(optimizer=lambda params: ByNorm(params, lr=5.0))
     for _ in range(3):
         pair.whole_step()
-    pair.model.finalize()
+        whole.whole_step()
+        assert whole.optimizer.update_next
+    for one in (pair, whole):
+        one.model.finalize()
+        one.check()
     assert calls == ["post"] * 3
+
+
+@pytest.mark.ranks(2, timeout=90)
+def test_compiled_code_finds_every_parameter_updated():
+    pair = Pair(make=lambda: torch.compile(mlp(), backend="eager"))
+    for _ in range(3):
+        pair.whole_step()
+        assert pair.optimizer.update_next
+    pair.model.finalize()
     pair.check()
 
 

@@ -50,14 +50,14 @@ def test_five_steps_of_every_model_equal_one_process(blocking):
         assert_replicas_equal(model)
 
 
-@pytest.mark.ranks([2, 3], backend=["gloo", "shm"], timeout=60)
+@pytest.mark.ranks([1, 2, 3, 4], backend=["gloo", "shm"], timeout=60)
 @both_modes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_five_steps_of_every_optimizer_equal_one_process(blocking, dtype):
+def test_five_steps_of_every_optimizer_equal_one_process(blocking):
     for optimizer in OPTIMIZERS:
-        model, twin = train_both(mlp, optimizer, blocking, dtype)
-        assert_same_parameters(model.module, twin, rtol=1e-5 if dtype == torch.float32 else 1e-11)
-        assert_replicas_equal(model)
+        for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
+            model, twin = train_both(mlp, optimizer, blocking, dtype)
+            assert_same_parameters(model.module, twin, rtol=rtol)
+            assert_replicas_equal(model)
 
 
 @pytest.mark.ranks([2, 3, 4], backend="shm", timeout=60)
@@ -107,6 +107,13 @@ def test_gradients_are_views_of_the_buckets(blocking):
             begin = bucket.flat.data_ptr()
             for p in bucket.params:
                 assert begin <= p.grad.data_ptr() < begin + bucket.nbytes
+    stats = model.stats()
+    assert stats.steps == 2
+    assert stats.bytes_per_step == sum(bucket.nbytes for bucket in model._engine.gradient_buckets)
+    assert stats.wait_s_per_step > 0
+    assert (stats.wait_forward_s == 0) == blocking
+    assert stats.buckets == model.buckets
+    assert str(stats).startswith(f"2 steps, {len(model.buckets)} buckets")
 
 
 @pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
