@@ -93,6 +93,82 @@ def test_a_failing_script_is_one_block_and_exit_code_1(script, unisono_here):
     assert done.stderr.count("Traceback") == 1
 
 
+TORCH_SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+
+assert not dist.is_initialized()
+dist.init_process_group("gloo")  # by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+total = torch.ones(2) * (dist.get_rank() + 1)
+if "--fail" in sys.argv and dist.get_rank() == 1:
+    raise KeyError("missing")
+dist.all_reduce(total)
+print(total.tolist(), dist.get_world_size())
+if "--adopt" in sys.argv:
+    import unisono
+    from unisono.launch import Platform, Wrapper
+    print(unisono.world().backend, list(unisono.run(lambda: unisono.world().rank)))
+    task = lambda global_rank, local_rank, process_group, args: process_group is dist.group.WORLD
+    print(list(Wrapper(Platform(device="cpu", ranks=2, verbose=False)).start(task)))
+dist.destroy_process_group()
+if "--adopt" in sys.argv:
+    print(unisono.world().size, unisono.world().backend)  # joined anew
+"""
+
+
+def test_a_script_that_starts_torch_distributed_itself_runs_as_under_torchrun(
+    tmp_path, unisono_here, monkeypatch
+):
+    (tmp_path / "plain.py").write_text(TORCH_SCRIPT)
+    done = unisono_here("run", "--ranks", "2", "plain.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] [3.0, 3.0] 2", "[1] [3.0, 3.0] 2"]
+    words = ("run", "--ranks", "2", "--console", "rank0", "--set", "backend=shm", "plain.py")
+    done = unisono_here(*words, "--", "--adopt")  # and unisono in it finds the group that is there
+    assert done.returncode == 0, done.stderr
+    seen = ["[3.0, 3.0] 2", "gloo [0, 1]", "[True, True]", "2 shm"]
+    assert done.stdout.splitlines() == [f"[0] {line}" for line in seen]
+    done = unisono_here("run", "--ranks", "2", "plain.py", "--", "--fail")
+    assert done.returncode == 1
+    assert "unisono: rank 1 of 2 on " in done.stderr
+    assert "Stopped as a consequence: rank 0 (at plain.py:" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["unisono"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert unisono_here("run", "--on", "inline", "plain.py").stdout == "[1.0, 1.0] 1\n"
+
+
+FIRST_USES = """
+import torch
+import torch.distributed as dist
+from unisono.comm import Communicator
+from unisono.graph_parallel import setup_gp
+from unisono.launch.functional import average_params_grads
+from unisono.topology import Partition
+
+for ask in (
+    lambda: Communicator.of(None),
+    lambda: Partition((2,)),
+    lambda: average_params_grads(torch.nn.Linear(2, 2)),
+    lambda: setup_gp({"gp_gpus": 2}),
+):
+    assert not dist.is_initialized()
+    ask()
+    assert dist.get_world_size() == 2
+    dist.destroy_process_group()  # a script may: then the next use joins anew
+dist.barrier()
+"""
+
+
+def test_a_world_is_joined_by_whatever_a_script_asks_first(tmp_path, unisono_here):
+    (tmp_path / "first.py").write_text(FIRST_USES)
+    done = unisono_here("run", "--ranks", "2", "first.py")
+    assert done.returncode == 1
+    assert "Default process group has not been initialized" in done.stderr
+    assert ", in <module>\n    dist.barrier()\n" in done.stderr
+    assert "HINT: unisono.world() first, or torch.distributed.init_process_group()" in done.stderr
+
+
 def test_a_script_past_its_deadline_is_exit_code_124(script, unisono_here):
     words = ("run", "-m", "work", "--ranks", "2", "--timeout-s", "1", "--console", "none")
     done = unisono_here(*words, "--", "--hang")
@@ -191,6 +267,7 @@ def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path, un
     done = unisono_here("run", "--compat", "ddpw", *fields, "old.py")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{r}] rank {r} ('a',) 7" for r in range(2)]
+    assert done.stderr.count('already in a world of 2 ranks on cpu; on="gpu" is not used') == 1
 
 
 def test_a_function_of_a_file_is_run_by_ranks_only(tmp_path, monkeypatch, capsys):

@@ -35,6 +35,9 @@ def test_topo_draws_blocks_and_halos_of_a_mesh(capsys):
     assert "4 x 3" in text
     assert "halo dim 0" in text
     assert "rank 3 sends" in text
+    assert "wraps" not in text
+    assert main(["topo", "--mesh", "2", "--shape", "8", "--kernel", "3", "--circular"]) == 0
+    assert "wraps dim 0: 1/0 | wraps dim 0: 0/1" in capsys.readouterr().out
 
 
 def test_topo_puts_missing_leading_dims_on_one_rank(capsys):
@@ -49,6 +52,7 @@ def test_topo_puts_missing_leading_dims_on_one_rank(capsys):
         ["--mesh", "0x2"],
         ["--shape", "8x8"],
         ["--mesh", "2x2", "--kernel", "3x3"],
+        ["--mesh", "2", "--shape", "8", "--circular"],
         ["--on", "cup"],
         ["--ranks", "0"],
     ],

@@ -79,12 +79,15 @@ def test_ranks_that_torchrun_started_agree_on_one_directory(interpreter, script)
 
 
 def test_a_run_in_this_process_is_recorded_and_leaves_it_as_it_was(script, monkeypatch, capsys):
-    monkeypatch.chdir(script)
+    below = script / "below"
+    below.mkdir()
+    monkeypatch.chdir(below)
     monkeypatch.setattr(sys, "argv", ["unisono"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["run", "--on", "inline", "--record=here", "work.py"]) == 0
+    assert main(["run", "--on", "inline", "--record=../here", "../work.py"]) == 0
     assert "rank 0 is through" in capsys.readouterr().out
-    assert (script / "runs" / "here" / "report.html").is_file()
+    assert (script / "here" / "report.html").is_file()
+    assert list(below.iterdir()) == []  # a path of its own leaves no runs/ here
 
 
 def test_a_dry_run_makes_no_directory(script, monkeypatch, capsys):

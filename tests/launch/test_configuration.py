@@ -50,6 +50,24 @@ def test_a_profile_is_a_place_and_an_explicit_platform_keeps_its_fields(monkeypa
     assert (own.ranks, own.platform.comm_timeout_s) == (2, 9)
 
 
+def test_a_profile_goes_before_the_general_table_and_a_variable_before_both(monkeypatch, project):
+    with (project / "unisono.toml").open("a") as file:
+        file.write('[platform.slow]\ndevice = "cpu"\ncomm_timeout_s = 90.0\n')
+    found = request(on="small")
+    assert (found.ranks, found.platform.seed, found.platform.comm_timeout_s) == (2, 4, 30.0)
+    found = request(on="slow")  # says nothing of its size
+    assert (found.ranks, found.platform.comm_timeout_s) == (3, 90.0)
+    monkeypatch.setenv("UNISONO_SEED", "5")
+    monkeypatch.setenv("UNISONO_N_GPUS_PER_NODE", "6")
+    found = request(on="small")
+    assert (found.ranks, found.platform.seed) == (6, 5)
+    monkeypatch.setenv("UNISONO_RANKS", "4")
+    assert request(on="small").ranks == 4
+    monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
+    monkeypatch.setenv("UNISONO_ON", "small")
+    assert request().platform.seed == 5
+
+
 def test_one_variable_goes_before_an_explicit_platform(monkeypatch):
     monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
     gpu = unisono.Platform(device="gpu", n_gpus=4)

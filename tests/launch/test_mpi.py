@@ -255,7 +255,7 @@ def test_a_script_under_the_users_mpiexec_joins_its_world(program, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert f"RESULTS {[(rank, float(ranks)) for rank in range(ranks)]}" in done.stdout
-    assert f"already in a world of {ranks} ranks; ranks=3 is not used" in done.stderr
+    assert f"already in a world of {ranks} ranks on cpu; ranks=3 is not used" in done.stderr
 
 
 @pytest.mark.mpi

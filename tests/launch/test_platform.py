@@ -8,8 +8,10 @@ import socket
 
 import pytest
 
-from unisono.errors import PlatformError
-from unisono.launch import IO, Device, Platform
+import unisono
+from unisono.comm import backends
+from unisono.errors import MissingExtra, PlatformError
+from unisono.launch import IO, Device, Platform, platform_checks
 from unisono.launch.accelerators import gpu_index
 from unisono.launch.cores import usable_cores
 
@@ -103,6 +105,7 @@ def test_copies_and_pickles_keep_what_was_given():
             ["group 1 is empty"],
         ),
         (lambda: Platform(device="cpu", spawn_method="thread").validate(), ["'forkserver'"]),
+        (lambda: Platform(device="cpu", backend="sm").validate(), ["'sm'", "HINT: backend='shm'"]),
         (lambda: Platform(device="cpu", master_port=70000).validate(), ["70000", "65535"]),
         (lambda: Platform(device="cpu", comm_timeout_s=0).validate(), ["comm_timeout_s=0"]),
         (lambda: Platform(device="cpu", stack_signal="SIGFOO").validate(), ["SIGFOO"]),
@@ -170,3 +173,13 @@ def test_the_printed_table_shows_where_ranks_meet_only_if_they_do(capsys, monkey
     Platform(device="cpu").print()
     IO.print("loud", verbose=True)
     assert capsys.readouterr().out == "loud\n"
+
+
+def test_a_backend_that_ranks_could_not_use_is_refused_before_any_is_started(monkeypatch):
+    assert platform_checks.BACKENDS == backends.NAMES
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(MissingExtra, match="unisono\\[mpi\\]"):
+        unisono.run(print, on=Platform(device="cpu", backend="mpi"))
+    monkeypatch.setenv("UNISONO_BACKEND", "gluu")
+    with pytest.raises(PlatformError, match="HINT: UNISONO_BACKEND=gloo"):
+        unisono.run(print, on="cpu")

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 import unisono
 from unisono.errors import PlatformError, RankFailed, RankTimeout
@@ -214,3 +215,17 @@ def test_a_deadline_holds_in_a_world_that_exists_already():
         assert headline == f"rank {rank} of 2 not done within timeout_s=0.5"
         assert culprit == rank
     assert list(unisono.run(fine, on="cpu", ranks=2, logs=QUIET)) == [[0, 1], [0, 1]]
+
+
+def test_ranks_take_over_what_the_script_has_set_in_torch():
+    def modes():
+        return torch.ones(1).dtype, torch.are_deterministic_algorithms_enabled()
+
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert list(unisono.run(modes, on="cpu", ranks=1, logs=QUIET)) == [(torch.float64, True)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert list(unisono.run(modes, on="cpu", ranks=1, logs=QUIET)) == [(torch.float32, False)]

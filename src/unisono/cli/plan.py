@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,8 +101,13 @@ def execute(args: argparse.Namespace) -> int:
 def check_sizes(args: argparse.Namespace) -> None:
     """Refuse ranks that do not fill the nodes, and nodes without a network."""
     asked = f"unisono plan --ranks {args.ranks} --nodes {args.nodes}"
-    if args.nodes < 1 or (args.ranks is not None and args.ranks < 1):
-        raise PlatformError.because(asked, "at least one of each is needed")
+    for name in ("ranks", "nodes", "cores", "team", "max_ranks"):
+        count = getattr(args, name)
+        if count is not None and count < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise PlatformError.because(
+                f"unisono plan {option} {count}", "at least one is needed", hint=f"{option} 8"
+            )
     if args.nodes > 1 and args.link is None:
         raise PlatformError.because(
             asked, "no bandwidth between nodes", hint="--link 10GB/s --latency 2us"
@@ -116,13 +122,22 @@ def check_sizes(args: argparse.Namespace) -> None:
             f"{args.ranks} = {args.nodes} * {whole} + {args.ranks % args.nodes}",
             f"--ranks {args.nodes * (whole + 1)}",
         )
-    for name, value, low, high in (
-        ("--overlap", args.overlap, 0.0, 1.0),
-        ("--rank-speed", args.rank_speed, 1e-9, float("inf")),
-        ("--batch", 1.0 if args.batch is None else args.batch, 1e-9, float("inf")),
-    ):
-        if not low <= value <= high:
-            raise PlatformError.because(f"{name} {value:g}", f"not between {low:g} and {high:g}")
+    if args.ranks is not None and args.team is not None and args.ranks % args.team:
+        raise PlatformError.because(
+            f"unisono plan --ranks {args.ranks} --team {args.team}",
+            "teams hold the same number of ranks",
+            f"{args.ranks} = {args.team} * {args.ranks // args.team} + {args.ranks % args.team}",
+            f"--team {math.gcd(args.ranks, args.team)}",
+        )
+    if not 0 <= args.overlap <= 1:
+        raise PlatformError.because(
+            f"--overlap {args.overlap:g}", "not between 0 and 1", hint="--overlap 0.5"
+        )
+    for name, value in (("--rank-speed", args.rank_speed), ("--batch", args.batch)):
+        if value is not None and not 0 < value < math.inf:
+            raise PlatformError.because(
+                f"{name} {value:g}", "not a finite number above 0", hint=f"{name} 32"
+            )
 
 
 def check_words(args: argparse.Namespace) -> None:

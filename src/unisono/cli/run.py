@@ -109,7 +109,7 @@ def _execute(args: argparse.Namespace) -> int:
     from unisono.launch.run import execute as execute_request
 
     function, is_script = _function(args)
-    request = _request(args, function)
+    request = _request(args, function, is_script=is_script)
     if args.dry_run or args.check:
         return _show(args, request)
     if args.detach and request.place != "slurm":
@@ -136,7 +136,9 @@ def _execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _request(args: argparse.Namespace, function: Callable[[], object]) -> Request:
+def _request(
+    args: argparse.Namespace, function: Callable[[], object], *, is_script: bool
+) -> Request:
     """Check what the command line asks for."""
     from unisono.launch import Logs
     from unisono.launch.request import checked_request
@@ -169,6 +171,7 @@ def _request(args: argparse.Namespace, function: Callable[[], object]) -> Reques
         logs=logs,
         fields=fields,
         title=args.module or Path(args.target.rpartition(":")[2]).stem,
+        is_script=is_script,
     )
 
 

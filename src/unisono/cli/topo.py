@@ -35,6 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--mesh", metavar="2x2", help="draw this grid of ranks")
     parser.add_argument("--shape", metavar="64x64", help="a tensor split over the mesh")
     parser.add_argument("--kernel", metavar="3x3", help="draw the halos of this convolution too")
+    parser.add_argument("--circular", action="store_true", help="let these halos wrap around")
     parser.add_argument("--image", metavar="FILE", help="write it as .png, .svg or .pdf too")
     parser.add_argument("--graph", metavar="FILE.npz", help="a graph: what each partition costs")
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="parts of --graph")
@@ -81,13 +82,12 @@ def _machine() -> str:
 
 def _ranks(args: argparse.Namespace) -> str:
     """Return the table of ranks that a launch with these options would have."""
-    from unisono.launch.configuration import read_configuration
-    from unisono.launch.places import resolve
     from unisono.launch.platform_table import rank_table
+    from unisono.launch.request import checked_request
 
-    _, platform = resolve(
-        args.on, ranks=args.ranks, nodes=args.nodes, configuration=read_configuration()
-    )
+    open_ones = dict.fromkeys(("timeout_s", "max_restarts", "logs"))
+    asked = {"on": args.on, "ranks": args.ranks, "nodes": args.nodes}
+    platform = checked_request(print, (), {}, **asked, **open_ones).platform
     threads = platform.cpus_per_rank
     return (
         f"\n{platform.world_size} ranks on {platform.kind.value}, "
@@ -108,7 +108,11 @@ def _picture(args: argparse.Namespace) -> str:
         )
     if shape is not None and len(shape) > len(grid):
         grid = (1,) * (len(shape) - len(grid)) + grid
+    if args.circular and not args.kernel:
+        raise PlatformError.because("--circular", "no --kernel", hint="add --kernel 3x3")
     halo = {"kernel_size": _sizes(args.kernel, "--kernel")} if args.kernel else None
+    if halo is not None and args.circular:
+        halo |= {"padding": "same", "padding_mode": "circular"}
     text = draw(_Grid(grid, tuple(range(math.prod(grid)))), shape, halo, file=args.image)
     return f"{text}\nwritten to {args.image}" if args.image else text
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobCancelled, RankFailed, RankTimeout
-from unisono.launch import job_files, leftovers
+from unisono.launch import job_files, leftovers, restarting
 from unisono.launch.console import Console
 from unisono.launch.conventions import Convention
 from unisono.launch.device import Device
@@ -71,6 +71,7 @@ class Attempts:
             convention=self.convention,
             platform=travelling(request.platform),
             setting=Setting.now(common_variables(os.environ, request.platform, console)),
+            is_script=request.is_script,
         )
         run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local
         causes: list[str] = []
@@ -92,9 +93,8 @@ class Attempts:
                     if len(causes) > 1:
                         error.add_note("\n".join(causes))
                     raise
-                pause_s = min(30.0, 2.0 ** (len(causes) - 1))
-                self._announce(error, pause_s)
-                if self._cancelled.wait(pause_s):
+                self._announce(error, failures=len(causes))
+                if self._cancelled.wait(restarting.pause_s(len(causes))):
                     raise self._cancellation() from None
             else:
                 if not outcome.is_requeued:
@@ -124,18 +124,17 @@ class Attempts:
             answered.wait(timeout_s)
         return answer
 
-    def _announce(self, error: RankFailed | RankTimeout, pause_s: float) -> None:
+    def _announce(self, error: RankFailed | RankTimeout, *, failures: int) -> None:
         """Say on the console why there is another attempt."""
-        request = self.request
-        if request.logs.console == "none":
+        if self.request.logs.console == "none":
             return
-        last = 1 + request.max_restarts + self.requeues
-        print(
-            f"unisono: {str(error).splitlines()[0]}; "
-            f"attempt {self.number + 2} of {last} begins in {pause_s:.0f} s",
-            file=sys.stderr,
-            flush=True,
+        line = restarting.announcement(
+            str(error),
+            attempts=self.number + 1,
+            limit=1 + self.request.max_restarts + self.requeues,
+            failures=failures,
         )
+        print(line, file=sys.stderr, flush=True)
 
     def _supervised_by(self, supervisor: Watch) -> None:
         self._supervisor = supervisor

@@ -1,7 +1,8 @@
 """Settings from `unisono.toml` and `UNISONO_*` variables, each with where it came from.
 
-Order: defaults, the file, variables, arguments; the later one wins. `UNISONO_FORCE_ON` alone goes
-before an argument, so that a GPU script runs on a laptop unchanged (`places.py`).
+Order: defaults, the file (`[run]`, then a profile), variables, arguments; the later one wins.
+`UNISONO_FORCE_ON` alone goes before an argument, so that a GPU script runs on a laptop unchanged
+(`places.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from unisono.launch.platform import FIELDS, OLD_NAMES
 FILE_NAME = "unisono.toml"
 RUN_NAMES = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs")
 """Arguments of `run` itself."""
+_SIZES = frozenset(("ranks", "n_nodes", "n_gpus_per_node", "n_cpus_per_node"))
+"""What says how many ranks there are."""
 _PREFIX = "UNISONO_"
 _NOT_FROM_TEXT = ("upon_finish", "upon_error")
 NAMES = frozenset((*RUN_NAMES, *FIELDS, *OLD_NAMES)).difference(_NOT_FROM_TEXT)
@@ -91,6 +94,24 @@ class Configuration:
         """Return the value of a setting."""
         return self.settings[name].value if name in self.settings else default
 
+    def at(self, place: object) -> Configuration:
+        """Return the settings at a place: those of a profile go before `[run]`.
+
+        A profile that says how many ranks it has does not get `[run]`'s number of them.
+        """
+        if not isinstance(place, str) or place not in self.profiles:
+            return self
+        where = f"[platform.{place}] of {self.path}"
+        profile = {name: Setting(value, where) for name, value in self.profiles[place].items()}
+        is_sized = not _SIZES.isdisjoint(OLD_NAMES.get(name, name) for name in profile)
+        variables = {n: s for n, s in self.settings.items() if s.source.startswith(_PREFIX)}
+        general = {
+            name: setting
+            for name, setting in self.settings.items()
+            if not (is_sized and name in ("nodes", *_SIZES))
+        }
+        return replace(self, settings=_over(variables, _over(profile, general)))
+
     def fields(self) -> dict[str, Any]:
         """Return those settings that are fields of a platform (and not arguments of `run`)."""
         return {n: s.value for n, s in self.settings.items() if n not in (*RUN_NAMES, "device")}
@@ -104,8 +125,14 @@ def read_configuration(
     path = find_file(env, Path.cwd() if directory is None else directory)
     run, profiles = _read_file(path) if path is not None else ({}, {})
     settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
-    settings |= _read_variables(env)
-    return Configuration(settings, profiles, path)
+    return Configuration(_over(_read_variables(env), settings), profiles, path)
+
+
+def _over(upper: Mapping[str, Setting], lower: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return `lower` with what `upper` says of the same things, be it by an old name."""
+    taken = {OLD_NAMES.get(name, name) for name in upper}
+    kept = {name: s for name, s in lower.items() if OLD_NAMES.get(name, name) not in taken}
+    return {**kept, **upper}
 
 
 def find_file(env: Mapping[str, str], directory: Path) -> Path | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from unisono.launch.here import Here, set_here
@@ -21,6 +23,7 @@ def enter_world(
     store: dist.Store | None,
     name: str,
     report_fd: int | None = None,
+    at_first_use: bool = False,
 ) -> Here:
     """Join the world and return what this rank is. Collective over all ranks of `environment`.
 
@@ -32,45 +35,68 @@ def enter_world(
         store: where the ranks meet.
         name: prefix of the keys of this world.
         report_fd: pipe to the launcher.
+        at_first_use: whether to leave the two groups to whoever first asks for the world, or to the
+            script's own `init_process_group`; then this is not collective.
     """
     import torch
 
     device = platform.torch_device(environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group: dist.ProcessGroup | None = None
-    if platform.ipc_groups is None:
-        os.environ["UNISONO_DETECT"] = "0"  # each rank is a world of its own
-    else:
-        from unisono.comm.start import start_world
-
-        start_world(
-            environment,
-            backend=platform.backend,
-            device=device,
-            timeout_s=platform.comm_timeout_s,
-            store=store,
-            name=name,
-        )
-        group = _own_group(platform.ipc_groups)
-    if platform.seed is not None:
-        from unisono.launch.functional import seed_generators
-
-        seed_generators(platform.seed + (environment.rank if platform.seed_per_rank else 0))
     here = Here(
         rank=environment.rank,
         local_rank=environment.local_rank,
         platform=platform,
         device=device,
-        group=group,
+        group=None,
         report_fd=report_fd,
     )
+    set_here(here)
+    if platform.ipc_groups is None:
+        os.environ["UNISONO_DETECT"] = "0"  # each rank is a world of its own
+    elif at_first_use and store is not None:
+        _wait_for_first_use(here, environment, store, name)
+    else:
+        here = _join(here, environment, store, name)
+    if platform.seed is not None:
+        from unisono.launch.functional import seed_generators
+
+        seed_generators(platform.seed + (environment.rank if platform.seed_per_rank else 0))
+    return here
+
+
+def _wait_for_first_use(here: Here, environment: Environment, store: dist.Store, name: str) -> None:
+    from unisono.comm.first_use import join_at_first_use
+    from unisono.comm.start import choose_interface
+
+    rounds = itertools.count()  # a script may end its world, and use another one afterwards
+
+    def join() -> None:
+        _join(here, environment, store, f"{name}/{next(rounds)}")
+
+    choose_interface(environment, store)
+    join_at_first_use(join, store)
+
+
+def _join(here: Here, environment: Environment, store: dist.Store | None, name: str) -> Here:
+    """Start torch.distributed and make the groups of the user."""
+    from unisono.comm.start import start_world
+
+    start_world(
+        environment,
+        backend=here.platform.backend,
+        device=here.device,
+        timeout_s=here.platform.comm_timeout_s,
+        store=store,
+        name=name,
+    )
+    here = replace(here, group=own_group(here.platform.ipc_groups or []))
     set_here(here)
     return here
 
 
-def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
-    """Make the user's groups, in list order, and return the one of this rank."""
+def own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """Make the user's groups, in list order; return the one of this rank. Collective."""
     import torch.distributed as dist
 
     from unisono.comm import world

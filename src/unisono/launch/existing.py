@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import RankFailed
 from unisono.launch.conventions import Convention
 from unisono.launch.deadline import deadline
-from unisono.launch.detection import has_process_group
+from unisono.launch.device import Device
+from unisono.launch.entering import own_group
 from unisono.launch.here import Here, here
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
@@ -37,11 +38,11 @@ def world(*, timeout_s: float | None = None) -> Communicator:
     Args:
         timeout_s: deadline of each wait; None is that of the process group.
     """
-    from unisono.comm import communicator
+    from unisono.comm import communicator, has_world
     from unisono.comm.environment import detect
     from unisono.comm.start import start_world
 
-    if not has_process_group() and (environment := detect()).is_world:
+    if not has_world() and (environment := detect()).is_world:
         if environment.kind == "slurm" and environment.master is None:
             from unisono.launch.slurm.joining import meeting_in_step
 
@@ -91,9 +92,11 @@ def run_here(request: Request, convention: Convention) -> Results[Any]:
 
     begin = time.perf_counter()
     comm = world()
-    if request.is_explicit and comm.rank == 0 and request.ranks != comm.size:
+    if request.is_explicit and comm.rank == 0 and (unused := _unused(request, comm)):
+        verb = "is" if len(unused) == 1 else "are"
         print(
-            f"unisono: already in a world of {comm.size} ranks; ranks={request.ranks} is not used",
+            f"unisono: already in a world of {comm.size} ranks on {comm.device.type}; "
+            f"{' and '.join(unused)} {verb} not used",
             file=sys.stderr,
         )
     ready = time.perf_counter()
@@ -119,11 +122,32 @@ def run_here(request: Request, convention: Convention) -> Results[Any]:
     )
 
 
+def _unused(request: Request, comm: Communicator) -> list[str]:
+    """Return what was asked for and is not so in this world."""
+    from unisono.comm.environment import detect
+
+    kinds, nodes = {Device.GPU: "cuda", Device.MPS: "mps"}, request.platform.n_nodes
+    words: list[str] = []
+    if kinds.get(request.platform.kind, comm.device.type) != comm.device.type:
+        words.append(f'on="{request.place}"')
+    if request.ranks != comm.size:
+        words.append(f"ranks={request.ranks}")
+    if nodes > 1 and nodes != detect().nodes:
+        words.append(f"nodes={nodes}")
+    return words
+
+
 def _place(comm: Communicator, request: Request) -> Here:
-    """Return what the task is told of this rank: what our launcher knows, else the world itself."""
+    """Return what the task is told of this rank: what our launcher knows, else the world itself.
+
+    Collective over the world where groups of the platform are made.
+    """
     known = here()
     if known is not None:
-        return replace(known, platform=request.platform)
+        group, groups = known.group, known.platform.ipc_groups
+        if group is None and groups is not None:  # a script made the world, and we found it
+            group = own_group(groups)
+        return replace(known, platform=request.platform, group=group)
     from unisono.comm.environment import detect
 
     return Here(

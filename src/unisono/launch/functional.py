@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from unisono.comm import Communicator
+from unisono.comm import Communicator, has_world
 from unisono.errors import PlatformError
 from unisono.launch.batch_norm import has_batch_norm, synchronised
 from unisono.launch.device import Device
@@ -61,7 +61,7 @@ def average_params_grads(
     Collective over `group` (default: the world). A parameter that has a gradient on some ranks only
     counts as zero on the others, and all get the mean. Does nothing in a world of one.
     """
-    if not (params or grads) or not dist.is_available() or not dist.is_initialized():
+    if not (params or grads) or not has_world():
         return
     comm = Communicator.of(group)
     if comm.size == 1:
@@ -158,7 +158,7 @@ def to(
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", local_rank)
     module = module.to(place)
-    if not sync_modules or not dist.is_available() or not dist.is_initialized():
+    if not sync_modules or not has_world():
         return module
     if dist.get_world_size() > 1 and has_batch_norm(module):
         module = synchronised(module, place)

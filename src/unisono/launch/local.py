@@ -18,12 +18,12 @@ from unisono.launch.console import Console
 from unisono.launch.platform import Platform
 from unisono.launch.process import ForkedRank, Pipes, RankProcess, ServerGone, spawn_rank
 from unisono.launch.rank import Job
+from unisono.launch.setting import MISLEADING
 from unisono.launch.supervise import Outcome, Supervisor
 from unisono.launch.warm import get_server, shutdown, why_not
 
 _ANSWER_S = 120.0
 """Longest wait for the warm server, which may have to load torch first."""
-_MISLEADING = ("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_local(
@@ -87,7 +87,7 @@ def common_variables(
     variables = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each lost connection prints a C++ stack
         "OMP_NUM_THREADS": str(platform.cpus_per_rank),
-        **{name: value for name, value in base.items() if name not in _MISLEADING},
+        **{name: value for name, value in base.items() if name not in MISLEADING},
         **(platform.env or {}),
     }
     if (width := console.width()) is not None:

@@ -38,6 +38,7 @@ from unisono.launch.messages import (
 from unisono.launch.process import SpawnedRank, read_available, spawn_rank
 from unisono.launch.rank_files import CANCEL, PAYLOAD, Orders, RankState
 from unisono.launch.remote_plan import Plan
+from unisono.launch.setting import MISLEADING
 
 COLLECT_S = 0.25
 """How long a rank that failed stays, so that the others can learn of it."""
@@ -47,9 +48,7 @@ STANDING_S = 0.2
 """Longest wait for the rank's word on its latest collective."""
 LEAVE_S = 10.0
 """Longest time a rank may take to leave after all have returned."""
-_HIDDEN = ("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT")
-"""What would mislead a rank."""
-_OF_OTHERS = (*_HIDDEN, "RANK", "UNISONO_RUN_ID", "TORCHELASTIC_RUN_ID")
+_OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
 
 
@@ -107,9 +106,14 @@ class Minder(Listener):
         return 1
 
     def _was_ended_by_starter(self) -> bool:
-        """Whether the rank was killed after another had failed: that is how starters clean up."""
-        is_killed = self._rank.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
-        return is_killed and rank_files.has_failure(self._dir, self._state.attempt)
+        """Whether the rank was killed after another had failed: that is how starters clean up.
+
+        Others that have noticed its end already do not count: their reports are consequences.
+        """
+        if self._rank.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):
+            return False
+        is_killed = self._rank.exit_code == -signal.SIGKILL
+        return rank_files.has_failure(self._dir, self._state.attempt, but_consequences=is_killed)
 
     def _start(self, place: Environment) -> SpawnedRank:
         """Start the rank; signals wait until it is ready for them."""
@@ -123,7 +127,7 @@ class Minder(Listener):
         variables = {
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "OMP_NUM_THREADS": str(self._plan.cpus_per_rank),
-            **{name: value for name, value in os.environ.items() if name not in _HIDDEN},
+            **{name: value for name, value in os.environ.items() if name not in MISLEADING},
             **self._plan.env,
             "RANK": str(place.rank),
             "WORLD_SIZE": str(place.size),

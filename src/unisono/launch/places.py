@@ -34,7 +34,7 @@ def resolve(
         on: what the caller, a file or a variable says; None chooses.
         ranks: number of ranks over all nodes, where the caller says it.
         nodes: number of nodes, where the caller says it.
-        configuration: settings for the fields that the caller leaves open.
+        configuration: settings at that place, for the fields that the caller leaves open.
         fields: more fields of the platform that the caller gives.
     """
     forced = os.environ.get("UNISONO_FORCE_ON")
@@ -82,13 +82,11 @@ def _from_word(
     fields: Mapping[str, Any],
 ) -> tuple[str, Platform]:
     word = on.value if isinstance(on, Device) else on
-    given: Mapping[str, Any] = configuration.fields()
     if word is None or word == "auto":
         word = "gpu" if accelerators.visible_gpus() else "cpu"
     elif isinstance(word, str) and word in configuration.profiles:
-        given = {**given, **configuration.profiles[word]}
-        word = Device.from_str(given["device"]).value
-    given = {**given, **fields}
+        word = Device.from_str(configuration.profiles[word]["device"]).value
+    given = {**configuration.fields(), **fields}
     if word == "inline":
         return word, Platform.of_place("cpu", {**given, "device": "cpu", "ranks": ranks or 1})
     word = known_place(word, configuration)

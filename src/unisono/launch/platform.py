@@ -7,6 +7,7 @@ What can be wrong with one is in `platform_checks.py`.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,11 @@ class _Remembering(type):
             platform._explicit = frozenset(OLD_NAMES.get(name, name) for name in given)
             platform._is_per_task = "n_cpus" in spoken_old
             return platform
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            _, *own = inspect.signature(cls.__init__).parameters.values()
+            return inspect.Signature(own)
 
 
 @dataclass(slots=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import os
 import signal
 import socket
 from collections import Counter
 
-from unisono.errors import PlatformError
+from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import accelerators
 from unisono.launch.device import Device
 from unisono.launch.field_kinds import check_kinds
@@ -21,6 +23,8 @@ _CHOICES = {
     "ipc_protocol": ("tcp", "file"),
     "submitter": ("auto", "submitit", "sbatch"),
 }
+BACKENDS = ("gloo", "nccl", "shm", "mpi")
+"""What `backend` may say, as `unisono.comm.backends` has it; that would load torch here."""
 
 
 def check_platform(platform: Platform) -> None:
@@ -33,6 +37,7 @@ def check_platform(platform: Platform) -> None:
                 f"choices are {', '.join(map(repr, words))}",
                 hint=f"{name}={words[0]!r}",
             )
+    _check_backend(platform)
     _check_sizes(platform)
     _check_groups(platform)
     _check_seconds(platform)
@@ -43,6 +48,9 @@ def check_platform(platform: Platform) -> None:
 def check_machine(platform: Platform) -> None:
     """Raise `PlatformError` if `platform` cannot be had on this machine."""
     _check_free_port(platform)
+    wanted, source = _backend(platform)
+    if wanted in ("mpi", "mpi4py") and importlib.util.find_spec("mpi4py") is None:
+        raise MissingExtra.of("mpi", source, "no mpi4py")
     if platform.kind is Device.GPU:
         gpu_of_rank(platform, platform.ranks_per_node - 1)
     if platform.kind is Device.MPI:
@@ -80,7 +88,28 @@ def _is_bound() -> bool:
 
 
 def _asked(platform: Platform) -> str:
-    return f"Platform(device={platform.kind.value!r}) with {platform.world_size} ranks"
+    ranks = f"{platform.world_size} rank{'s' if platform.world_size > 1 else ''}"
+    return f"Platform(device={platform.kind.value!r}) with {ranks}"
+
+
+def _backend(platform: Platform) -> tuple[str, str]:
+    """Return the backend that is asked for, if any, and by whom."""
+    if platform.backend is not None:
+        return platform.backend, f"Platform(backend={platform.backend!r})"
+    wanted = os.environ.get("UNISONO_BACKEND", "")
+    return wanted, f"UNISONO_BACKEND={wanted}"
+
+
+def _check_backend(platform: Platform) -> None:
+    wanted, source = _backend(platform)
+    if not wanted or ":" in wanted or wanted in ("mpi4py", *BACKENDS):
+        return  # a map such as cpu:gloo,cuda:nccl is torch's to check
+    near, *_ = difflib.get_close_matches(wanted, BACKENDS, n=1) or BACKENDS
+    raise PlatformError.because(
+        source,
+        f"backends are {', '.join(map(repr, BACKENDS))}",
+        hint=f"UNISONO_BACKEND={near}" if platform.backend is None else f"backend={near!r}",
+    )
 
 
 def _check_sizes(platform: Platform) -> None:

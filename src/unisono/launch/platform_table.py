@@ -8,12 +8,15 @@ from unisono.launch.platform import Platform
 
 def platform_table(platform: Platform) -> str:
     """Return the facts of a platform, one a line; where ranks meet only if they do."""
-    size = platform.world_size
+    size, nodes = platform.world_size, platform.n_nodes
     per_rank = platform.cpus_per_rank
     rows: list[tuple[str, object]] = [
         ("name", platform.name),
         ("device", platform.kind.value),
-        ("ranks", f"{size} ({platform.ranks_per_node} on each of {platform.n_nodes} nodes)"),
+        (
+            "ranks",
+            f"{size} ({platform.ranks_per_node} on each of {nodes} nodes)" if nodes > 1 else size,
+        ),
         ("threads", f"{per_rank} each"),
         ("backend", platform.backend or "chosen by the device"),
         ("seed", "none" if platform.seed is None else platform.seed),

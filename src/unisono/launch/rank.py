@@ -71,6 +71,8 @@ class Job:
     """The launcher's surroundings."""
     upon_finish: bytes | None = None
     """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
+    is_script: bool = False
+    """Whether the function is a whole script, which may initialise torch.distributed by itself."""
 
 
 def main() -> NoReturn:
@@ -135,10 +137,11 @@ def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
     """Join the world, call the function, send what it returned, and leave when all have."""
     sys.argv = list(job.argv)
     here = _join_world(job, report_fd, lifeline)
+    from unisono.comm.closing import say_returned
     from unisono.comm.start import stop_world
 
     fn, args, kwargs = load_call(job.call)
-    job.setting.apply_filters()
+    job.setting.apply_inside()
     _rehearse_death(here.rank)
     send_message(report_fd, Ready())
     begin = time.perf_counter()
@@ -149,6 +152,7 @@ def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
     else:
         wall_s = time.perf_counter() - begin
         send_message(report_fd, Returned(value=dump_value(value), wall_s=wall_s))
+    say_returned()
     lifeline.wait_for("finish", timeout_s=float(2**31))
     lifeline.leave()
     if job.upon_finish is not None and here.rank == 0:
@@ -203,9 +207,31 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
             else:
                 store, address = _meet(job, nonce, report_fd, lifeline)
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
+            if job.is_script:
+                _offer_store()
             platform.master_addr, platform.master_port = address
             environment = replace(environment, master=address)
-    return enter_world(environment, platform, store=store, name=nonce, report_fd=report_fd)
+    return enter_world(
+        environment,
+        platform,
+        store=store,
+        name=nonce,
+        report_fd=report_fd,
+        at_first_use=job.is_script,
+    )
+
+
+def _offer_store() -> None:
+    """Let `init_process_group` of a script use our store, with the words that torchrun has for it.
+
+    So rank 0, too, joins the store at MASTER_PORT instead of opening another one there.
+    """
+    os.environ |= {
+        "GROUP_RANK": os.environ["NODE_RANK"],
+        "TORCHELASTIC_RUN_ID": os.environ["UNISONO_RUN_ID"],
+        "TORCHELASTIC_RESTART_COUNT": os.environ["UNISONO_RESTART"],
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _meet(

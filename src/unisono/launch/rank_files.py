@@ -93,12 +93,17 @@ def read_error(directory: Path, rank: int, attempt: int) -> Failed | None:
     return Failed(**found)
 
 
-def has_failure(directory: Path, attempt: int) -> bool:
-    """Whether any rank has failed or died in this attempt."""
+def has_failure(directory: Path, attempt: int, *, but_consequences: bool = False) -> bool:
+    """Whether any rank has failed or died in this attempt.
+
+    `but_consequences` leaves out reports that only say that another rank went away.
+    """
     for path in directory.glob("rank-*.state.json"):
         found = read_json(path)
         if found and found["attempt"] == attempt and found["state"] in BAD:
-            return True
+            failed = read_error(directory, found["rank"], attempt) if but_consequences else None
+            if failed is None or not failed.is_consequence:
+                return True
     return False
 
 

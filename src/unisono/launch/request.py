@@ -45,6 +45,8 @@ class Request:
     """Whether the caller named a place or a number of ranks."""
     name: str
     """What is run: the function, or the script."""
+    is_script: bool = False
+    """Whether it is a whole script, which may initialise torch.distributed by itself."""
 
     @property
     def ranks(self) -> int:
@@ -66,12 +68,14 @@ def checked_request(
     is_called_plainly: bool = True,
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
+    is_script: bool = False,
 ) -> Request:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
     `is_called_plainly` is false where ranks add arguments of their own to the call; `fields` are
-    more fields of the platform that the caller gives; `title` is shown instead of the function.
+    more fields of the platform that the caller gives; `title` is shown instead of the function;
+    `is_script` leaves it to the function when its ranks join their world.
     """
     if is_called_plainly:
         check_call(fn, args, kwargs)
@@ -79,6 +83,7 @@ def checked_request(
     configuration = read_configuration()
     if not isinstance(on, Platform):
         on = configuration.value("on") if on is None else on
+        configuration = configuration.at(on)
         ranks = configuration.value("ranks") if ranks is None else ranks
         nodes = configuration.value("nodes") if nodes is None else nodes
     timeout_s = configuration.value("timeout_s") if timeout_s is None else timeout_s
@@ -109,6 +114,7 @@ def checked_request(
         logs=checked_logs(logs, platform.world_size),
         is_explicit=is_explicit,
         name=title or function_name(fn),
+        is_script=is_script,
     )
 
 

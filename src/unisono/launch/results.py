@@ -114,7 +114,8 @@ class Results(Sequence[T], Generic[T]):
         )
         if len(self) > _HTML_ROWS:
             rows += f"<tr><td colspan=3>... {len(self)} ranks in all</td></tr>"
-        caption = f"{len(self)} ranks on {self.platform}, {self.wall_s:.3f} s"
+        ranks = f"{len(self)} rank{'s' if len(self) > 1 else ''}"
+        caption = f"{ranks} on {self.platform}, {self.wall_s:.3f} s"
         head = "<tr><th>rank</th><th>host</th><th>value</th></tr>"
         return f"<table><caption>{html.escape(caption)}</caption>{head}{rows}</table>"
 

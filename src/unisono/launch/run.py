@@ -29,6 +29,17 @@ __all__ = ["run"]
 
 T = TypeVar("T")
 
+_ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # whoever listens there gets a free port
+    "UNISONO_DETECT": "0",  # still nobody's rank
+}
+"""With these a script can initialise torch.distributed in a process on its own."""
+
 
 def run(
     fn: Callable[..., T],
@@ -121,7 +132,9 @@ def telling(platform: Platform) -> Iterator[None]:
 
 def _run_inline(request: Request) -> Results[Any]:
     """Call the function here; `requeue` in it calls it again."""
-    before = os.environ.get("UNISONO_RESTART")
+    own = {"UNISONO_RESTART": "0", **(_ALONE if request.is_script else {})}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ |= own
     begin = time.perf_counter()
     try:
         for attempt in range(request.platform.max_requeues + 1):
@@ -140,9 +153,10 @@ def _run_inline(request: Request) -> Results[Any]:
             )
     finally:
         stopping.forget_request()
-        if before is None:
-            os.environ.pop("UNISONO_RESTART", None)
-        else:
-            os.environ["UNISONO_RESTART"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
     limit = request.platform.max_requeues
     raise RankFailed(f"the function asked to be started again more than max_requeues={limit} times")

@@ -1,4 +1,4 @@
-"""What a rank takes over from its launcher: environment, directory, umask and warning filters.
+"""What a rank takes over from its launcher: environment, directory, warning filters, torch's modes.
 
 A fresh interpreter inherits most of it; a rank forked from the warm server has to be told, or it
 would see the world as it was when the server started.
@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MISLEADING = (
+    *("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+"""Variables of a launcher that tell of another world than that of its ranks."""
 _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
 
 
@@ -31,6 +36,8 @@ class Setting:
     """Mode bits that new files do not get."""
     filters: list[Any]
     """Warning filters."""
+    modes: dict[str, Any]
+    """Defaults of torch that a script may have set before it runs a function."""
 
     @classmethod
     def now(cls, environment: Mapping[str, str]) -> Setting:
@@ -43,6 +50,7 @@ class Setting:
             directory=directory,
             umask=_umask(),
             filters=_travelling_filters(),
+            modes=_modes_of_torch(),
         )
 
     def apply(self, own: Mapping[str, str]) -> None:
@@ -54,10 +62,18 @@ class Setting:
             with suppress(OSError):
                 os.chdir(self.directory)
 
-    def apply_filters(self) -> None:
-        """Take the warning filters over."""
+    def apply_inside(self) -> None:
+        """Take over what is set in Python: the warning filters and the modes of torch."""
         warnings.filters[:] = self.filters  # pyright: ignore[reportIndexIssue]
         warnings._filters_mutated()  # pyright: ignore[reportAttributeAccessIssue]
+        if self.modes:
+            import torch
+
+            torch.set_default_dtype(self.modes["dtype"])
+            torch.set_float32_matmul_precision(self.modes["precision"])
+            torch.use_deterministic_algorithms(
+                self.modes["deterministic"], warn_only=self.modes["warns_only"]
+            )
 
 
 def _umask() -> int:
@@ -69,6 +85,19 @@ def _umask() -> int:
     value = os.umask(0o077)
     os.umask(value)
     return value
+
+
+def _modes_of_torch() -> dict[str, Any]:
+    """Return what this process has set in torch; nothing if it has not loaded it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+    }
 
 
 def _travelling_filters() -> list[Any]:

@@ -18,6 +18,7 @@ LOG_LINES = 20
 
 _TWICE = "initialize the default process group twice"
 _ONCE = "if not torch.distributed.is_initialized(): torch.distributed.init_process_group(...)"
+_NEVER = "Default process group has not been initialized"
 _ABSENT = re.compile(
     r"No module named '(heat|distdl|ddpw|pytagi|ocpmodels|fairchem)(?:\.[\w.]+)?'\s*$"
 )
@@ -225,6 +226,8 @@ def _hint(fate: Fate, job_dir: str | None) -> str:
     at = _logs_at(job_dir)
     if fate.failed is not None and _TWICE in fate.failed.traceback:
         return f"the ranks have joined their world already: {_ONCE}{at}"
+    if fate.failed is not None and _NEVER in fate.failed.traceback:
+        return f"unisono.world() first, or torch.distributed.init_process_group(){at}"
     if fate.failed is not None and (absent := _ABSENT.search(fate.failed.traceback)):
         return f"unisono run --compat {absent[1]} ... lets unisono answer that import{at}"
     if fate.failed is not None:

@@ -298,8 +298,10 @@ def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
     lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
     rank_files.write_error(tmp_path, 0, 1, lost)
     rank_files.write_state(tmp_path, state(0, "failed"))
-    rank_files.write_state(tmp_path, state(1, "failed"))
     assert rank_files.has_failure(tmp_path, 1)
+    assert not rank_files.has_failure(tmp_path, 1, but_consequences=True)  # of one not yet told
+    rank_files.write_state(tmp_path, state(1, "failed"))
+    assert rank_files.has_failure(tmp_path, 1, but_consequences=True)
     assert not rank_files.has_failure(tmp_path, 0)
     error = file_outcome.read_error(tmp_path, 2, ending("failed"))
     assert isinstance(error, RankFailed)

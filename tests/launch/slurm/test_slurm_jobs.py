@@ -249,7 +249,7 @@ def test_every_bad_end_of_a_rank_ends_the_job_and_is_told(cluster):
         assert "in misbehave" in error.waiting[0]
 
 
-def test_a_failed_attempt_is_tried_again_and_a_deadline_shows_all_stacks(cluster):
+def test_a_failed_attempt_is_tried_again_and_a_deadline_shows_all_stacks(cluster, capsys):
     def work():
         comm = unisono.world()
         comm.barrier()  # what fails before all are ready would fail again
@@ -258,8 +258,11 @@ def test_a_failed_attempt_is_tried_again_and_a_deadline_shows_all_stacks(cluster
         if comm.rank == 1:
             time.sleep(600)
 
+    logs = unisono.Logs(console="rank0")
     with pytest.raises(RankTimeout) as caught:
-        unisono.run(work, on=platform(), max_restarts=1, timeout_s=3.0, logs=QUIET)
+        unisono.run(work, on=platform(), max_restarts=1, timeout_s=3.0, logs=logs)
+    said = capsys.readouterr().err
+    assert said.count("RuntimeError: first attempt; attempt 2 of 2 begins in 1 s\n") == 1
     error = caught.value
     assert error.rank == 1
     assert "in work" in error.stacks[1]

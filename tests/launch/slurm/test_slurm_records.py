@@ -8,11 +8,14 @@ import sys
 
 SCRIPT = """
 import torch
+import torch.distributed as dist
 
 import unisono
 from unisono import train
 
+dist.init_process_group("gloo")  # as scripts for torchrun do: its group is the world
 comm = unisono.world()
+assert comm.group is dist.group.WORLD
 for step in range(5):
     comm.all_reduce(torch.ones(4))
     train.log(step=step, loss=float(comm.rank))

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from unisono.errors import PlatformError
-from unisono.launch import file_outcome, job_files, rank_files
+from unisono.launch import file_outcome, job_files, rank_files, restarting
 from unisono.launch.job_files import write_private
 from unisono.launch.oversight import Ending, Oversight
 from unisono.launch.rank_files import CANCEL
@@ -43,6 +43,8 @@ class Progress:
     """How many attempts the function itself asked for."""
     causes: list[str] = field(default_factory=list)
     """One line for each attempt that failed."""
+    announced: list[str] = field(default_factory=list)
+    """One line for each attempt that follows a failed one; whoever waits shows them."""
 
     @classmethod
     def read(cls, directory: Path) -> Progress:
@@ -146,7 +148,15 @@ class Driver:
         causes.append(f"attempt {ending.attempt}: {line}")
         if len(causes) > self._plan.max_restarts or not ending.was_ready:
             return False
-        end = time.monotonic() + min(30.0, 2.0 ** (len(causes) - 1))
+        line = restarting.announcement(
+            line,
+            attempts=self._progress.attempt + 1,
+            limit=1 + self._plan.max_restarts + self._progress.requeues,
+            failures=len(causes),
+        )
+        self._progress.announced.append(line)
+        self._note("running")
+        end = time.monotonic() + restarting.pause_s(len(causes))
         while time.monotonic() < end:
             if (self._dir / CANCEL).exists():
                 return False

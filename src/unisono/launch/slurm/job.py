@@ -54,6 +54,10 @@ class SlurmJob(Job):
         """Number of the present attempt."""
         return max(0, Progress.read(self.dir).attempt)
 
+    def announcements(self) -> list[str]:
+        """Return one line for each attempt so far that follows a failed one."""
+        return Progress.read(self.dir).announced
+
     @property
     def reason(self) -> str:
         """Why it waits, in the scheduler's words, or the first line of what went wrong."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from unisono.launch.console import Console
@@ -26,9 +28,12 @@ def run_on_slurm(request: Request, convention: Convention) -> Results[Any]:
     with telling(platform), termination_as_exception():
         job = submit(request, convention, is_tied=True)
         follower = LogFollower(job.dir, console, shown)
+        told = 0
         try:
             while not job.done():
                 follower.look()
+                if logs.console != "none":
+                    told += _tell(job.announcements()[told:])
                 time.sleep(_PAUSE_S)
         except BaseException:
             job.cancel()
@@ -36,3 +41,10 @@ def run_on_slurm(request: Request, convention: Convention) -> Results[Any]:
         finally:
             follower.close()
         return job.result()
+
+
+def _tell(lines: Sequence[str]) -> int:
+    """Say why there are more attempts; return how many lines that were."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+    return len(lines)

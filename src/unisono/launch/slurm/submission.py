@@ -153,6 +153,7 @@ def _rank_job(request: Request, convention: Convention) -> RankJob:
         platform=travelling(request.platform),
         setting=Setting.now({}),  # the environment of a rank is that of the cluster's step
         upon_finish=None if finish is None else cloudpickle.dumps(finish),
+        is_script=request.is_script,
     )
 
 
