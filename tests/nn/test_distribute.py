@@ -11,7 +11,7 @@ from torch import nn
 import unisono
 from unisono.errors import PartitionError
 from unisono.nn.distribute import distribute
-from unisono.nn.state import check_replicas, full_state_dict
+from unisono.nn.state import check_replicas, full_state_dict, no_sync
 from unisono.topology import Partition
 
 
@@ -123,6 +123,170 @@ def test_own_forwards_are_refused_or_trusted():
     torch.testing.assert_close(net(x[where]), plain(x)[where])
 
 
+class Scaled(nn.Module):
+    """A block with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(2, 3, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, x):
+        """Return the scaled convolution."""
+        return self.body(x) * self.scale
+
+
+class WholeNet(nn.Module):
+    """A network with a forward of its own and a head behind a mean over space."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Scaled()
+        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        """Return the scores."""
+        return self.last(self.pool(self.body(x)))
+
+
+class Recurrent(nn.Module):
+    """A head whose layers do not read their parameters as attributes of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        """Return one vector a sample."""
+        y, _ = self.lstm(x.reshape(len(x), -1, 3))
+        return self.attention(y, y, y)[0].sum(1)
+
+
+NETS = {
+    "mean over space": lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1),
+        nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(3, 2),
+    ),
+    "Flatten inside": lambda: nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Flatten()), nn.Linear(3 * 8 * 6, 2)
+    ),
+    "norm behind": lambda: nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.PReLU(3), nn.Flatten(), nn.Linear(3 * 8 * 6, 4),
+        nn.BatchNorm1d(4), nn.PReLU(), nn.Linear(4, 2),
+    ),
+    "own forward": WholeNet,
+    "recurrent": lambda: nn.Sequential(Scaled(), nn.Flatten(), Recurrent()),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(4, timeout=90)
+@pytest.mark.parametrize("head", ["replicate", "batch"])
+def test_every_parameter_of_a_split_network_gets_the_gradient_of_one_process(head):
+    grids = ([1, 1, 4, 1], [2, 1, 2, 1])
+    x = torch.randn(5, 2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for name, make in NETS.items():
+        for grid in grids:
+            P = Partition(grid)
+            torch.manual_seed(3)
+            plain = make().double()
+            net = distribute(plain, P, head=head, custom="recurse")
+            rows = Partition([4]).local_slices([5])[0] if head == "batch" else slice(None)
+            y, z = net(x[P.local_slices(x.shape)]), plain(x)
+            torch.testing.assert_close(y, z[rows], msg=lambda m, n=name: f"{n}: {m}")
+            probe = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).reshape(z.shape)
+            (y.square() * probe[rows]).sum().backward()
+            (z.square() * probe).sum().backward()
+            ours = dict(net.named_parameters())
+            assert list(ours) == [key for key, _ in plain.named_parameters()]
+            for key, p in plain.named_parameters():
+                where = f"{name} on {grid}, {key}"
+                torch.testing.assert_close(
+                    ours[key].grad, p.grad, msg=lambda m, w=where: f"{w}: {m}"
+                )
+            state = net.state_dict()
+            for key, value in plain.state_dict().items():
+                torch.testing.assert_close(state[key], value, msg=lambda m, k=key: f"{k}: {m}")
+            assert not any("scale" in vars(layer) for layer in net.modules())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("head", ["replicate", "batch"])
+def test_gradients_of_several_backwards_are_summed_once_at_the_end(head):
+    P = Partition([1, 1, 2, 1])
+    torch.manual_seed(5)
+    plain = conv_net().double()
+    net = distribute(plain, P, head=head)
+
+    def backward(step):
+        x, _ = data(step)
+        net(x[P.local_slices(x.shape)]).square().sum().backward()
+        plain(x).square().sum().backward()
+
+    backward(0)
+    conv = net[0].weight
+    before = conv.grad.clone()
+    with pytest.raises(PartitionError), no_sync(net):
+        net(backward(1))  # no tensor
+    assert torch.equal(conv.grad, before)  # as if the block had not been
+    net.zero_grad()
+    plain.zero_grad()
+    backward(2)
+    with no_sync(net):
+        backward(3)
+        assert not torch.allclose(conv.grad, plain[0].weight.grad)  # own part, of this block alone
+        backward(4)
+    for (key, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=lambda m, k=key: f"{k}: {m}")
+
+
+class Gated(nn.Module):
+    """A block that multiplies blocks by a value that is whole on every rank."""
+
+    def __init__(self, *gate):
+        super().__init__()
+        self.gate = nn.Sequential(*gate) if len(gate) > 1 else gate[0]
+
+    def forward(self, x):
+        """Return the gated input."""
+        return x * self.gate(x)
+
+
+class Aside(nn.Module):
+    """A network whose children do not stand in the order of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.aside = nn.Sequential(nn.Flatten(), nn.Linear(32, 2))
+        self.body = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x):
+        """Return two things."""
+        return self.body(x), self.aside(x)
+
+
+def test_a_value_that_is_whole_on_every_rank_is_refused_in_forwards_of_their_own():
+    P = Partition([1, 1, 1, 1])
+    pool = nn.AdaptiveAvgPool2d(1)
+    for net, path in (
+        (nn.Sequential(Gated(pool)), "0.gate is a AdaptiveAvgPool2d"),
+        (nn.Sequential(Gated(pool, nn.Conv2d(2, 2, 1))), "0.gate gathers"),
+        (nn.Sequential(Gated(nn.Flatten(), nn.Linear(32, 2))), "0.gate gathers"),
+        (Aside(), "body stands behind aside"),
+    ):
+        with pytest.raises(PartitionError, match=rf"{path}[\s\S]*HINT: .*nn\.Sequential"):
+            distribute(net, P, custom="recurse")
+
+
+def test_layers_stay_in_the_mode_they_were_in():
+    plain = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2), nn.Flatten(), nn.Dropout())
+    plain[1].eval()
+    plain[3].eval()
+    net = distribute(plain, Partition([1, 1, 1]))
+    assert [layer.training for layer in net] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("layer", [nn.InstanceNorm1d(2), nn.LSTM(2, 2), nn.Softmax(2)])
 def test_layers_without_a_split_twin_are_refused_with_their_path(layer):
     P = Partition([1, 1, 1])
@@ -136,10 +300,14 @@ def test_layers_without_a_split_twin_are_refused_with_their_path(layer):
 @pytest.mark.ranks(2)
 def test_dropout_differs_where_points_differ_and_agrees_in_the_head():
     P = Partition([1, 1, 2])
-    net = distribute(nn.Sequential(nn.Dropout(0.5), nn.Flatten(), nn.Dropout(0.5)), P)
+    torch.manual_seed(unisono.world().rank)  # what else ranks draw does not matter
+    plain = nn.Sequential(nn.Dropout(0.5), nn.Flatten(), nn.Dropout(0.5))
+    net = distribute(plain, P)
     first = net[0](torch.ones(1, 1, 64))
     both = unisono.world().all_gather(first)
     assert not torch.equal(both[0], both[1])
     last = unisono.world().all_gather(net[2](torch.ones(1, 64)))
     assert torch.equal(last[0], last[1])
     assert {0.0, 2.0} == set(last.unique().tolist())
+    own = distribute(plain, P, head="batch")[2](torch.ones(1, 64))  # samples of its own
+    assert not torch.equal(*unisono.world().all_gather(own).unbind())

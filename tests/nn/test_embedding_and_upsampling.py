@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -22,24 +24,44 @@ IDS = torch.tensor([[0, 5, 2, 2], [6, 1, 0, 3], [3, 3, 3, 6]])
 )
 def test_embedding_split_by_columns_or_rows_equals_torch(options):
     size = unisono.world().size
-    for split in ("dim", "vocab"):
-        for P in (Partition([1, 1, size]), Partition([size, 1, 1])):
-            torch.manual_seed(2)
-            plain = nn.Embedding(7, 5, **options, dtype=torch.float64)
-            torch.manual_seed(2)
-            layer = DistributedEmbedding(P, 7, 5, **options, split=split, dtype=torch.float64)
-            for name, value in layer.state_dict().items():
-                assert torch.equal(value, plain.state_dict()[name])
-            where = P.local_slices((*IDS.shape, 5))
-            ids = IDS[where[:2]]
-            y, z = layer(ids), plain(IDS)
-            here = where if split == "dim" else where[:2]
-            torch.testing.assert_close(y, z[here])
-            probe = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).reshape(z.shape)
-            (y * probe[here]).sum().backward()
-            (z * probe).sum().backward()
-            expected = plain.weight.grad[layer._holdings["weight"].slices]
-            torch.testing.assert_close(layer.weight.grad, expected)
+    grids = [[1, 1, size], [size, 1, 1]]
+    for split, shape, weights in product(("dim", "vocab"), grids, ("replicated", "root")):
+        P = Partition(shape)
+        torch.manual_seed(2)
+        plain = nn.Embedding(7, 5, **options, dtype=torch.float64)
+        torch.manual_seed(2)
+        layer = DistributedEmbedding(
+            P, 7, 5, **options, split=split, dtype=torch.float64, weights=weights
+        )
+        assert torch.equal(layer.state_dict()["weight"], plain.weight)
+        where = P.local_slices((*IDS.shape, 5))
+        ids = IDS[where[:2]]
+        y, z = layer(ids), plain(IDS)
+        here = where if split == "dim" else where[:2]
+        torch.testing.assert_close(y, z[here])
+        probe = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).reshape(z.shape)
+        (y * probe[here]).sum().backward()
+        (z * probe).sum().backward()
+        expected = plain.weight.grad[layer._holdings["weight"].slices]
+        torch.testing.assert_close(layer.weight.grad, expected)
+        torch.testing.assert_close(layer.state_dict()["weight"], plain.weight.detach())
+        if weights == "root" and P.index[0] > 0:  # the first of those who split the ids holds it
+            assert layer.weight.numel() == 0
+
+
+@pytest.mark.ranks(2)
+def test_an_id_outside_of_the_table_on_one_rank_is_refused_on_all():
+    for shape, split in (([2, 1], "dim"), ([1, 2], "vocab")):
+        P = Partition(shape)
+        layer = DistributedEmbedding(P, 4, 6, split=split)
+        first = P.rank == 0 or split == "vocab"  # with rows split, all hold the same ids
+        for bad in (4, -1):
+            ids = torch.tensor([1, bad if first else 2])
+            with pytest.raises(PartitionError, match=rf"not 0 <= {bad} < 4"):
+                layer(ids)
+        with pytest.raises(PartitionError, match="long"):
+            layer(torch.ones(2))
+        assert layer(torch.tensor([1, 2])).shape == (2, 6)
 
 
 @pytest.mark.ranks([1, 2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import unisono
@@ -18,10 +19,10 @@ def drawn(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def compare(make, P_x, P_y, x, features, *, slices_x=None):
+def compare(make, P_x, P_y, x, features, *, slices_x=None, bias=True):
     """Run both with one seed; compare values and all gradients."""
     torch.manual_seed(5)
-    expected = nn.Linear(*features, dtype=x.dtype)
+    expected = nn.Linear(*features, bias=bias, dtype=x.dtype)
     torch.manual_seed(5)
     layer = make()
     for name, value in layer.state_dict().items():
@@ -86,18 +87,41 @@ def test_column_and_row_parallel_layers_equal_torch():
     Q = Partition([1, size, 1])
     x = drawn(2, 6, 7)
     kinds = linear.DistributedLinearAllGather, linear.DistributedLinearReduceScatter
-    for kind in kinds:
-        compare(lambda k=kind: k(P, 7, 5, dtype=x.dtype), P, P, x, (7, 5))
-    compare(lambda: kinds[0](P, 7, 5, P_x=Q, dtype=x.dtype), Q, P, x, (7, 5))
-    compare(lambda: kinds[1](P, 7, 5, P_y=Q, dtype=x.dtype), P, Q, x, (7, 5))
+    for weights in ("replicated", "root"):
+        kw = {"dtype": x.dtype, "weights": weights}
+        for kind in kinds:
+            compare(lambda k=kind, kw=kw: k(P, 7, 5, **kw), P, P, x, (7, 5))
+        compare(lambda kw=kw: kinds[0](P, 7, 5, P_x=Q, **kw), Q, P, x, (7, 5))
+        compare(lambda kw=kw: kinds[1](P, 7, 5, P_y=Q, **kw), P, Q, x, (7, 5))
 
 
 @pytest.mark.ranks(4)
 def test_batch_and_features_split_together():
-    P = Partition([2, 2])
-    x = drawn(5, 6)
-    for kind in (linear.DistributedLinearAllGather, linear.DistributedLinearReduceScatter):
-        compare(lambda k=kind: k(P, 6, 3, dtype=x.dtype), P, P, x, (6, 3))
+    P, Q = Partition([2, 1, 2]), Partition([2, 2, 1])
+    x = drawn(5, 3, 6)
+    columns, rows = linear.DistributedLinearAllGather, linear.DistributedLinearReduceScatter
+    for weights in ("replicated", "root"):
+        kw = {"dtype": x.dtype, "weights": weights}
+        for kind in (columns, rows):
+            compare(lambda k=kind, kw=kw: k(P, 6, 3, **kw), P, P, x, (6, 3))
+        compare(lambda kw=kw: columns(P, 6, 3, P_x=Q, **kw), Q, P, x, (6, 3))
+        compare(lambda kw=kw: rows(P, 6, 3, P_y=Q, **kw), P, Q, x, (6, 3))
+        compare(lambda kw=kw: rows(P, 6, 3, bias=False, P_y=Q, **kw), P, Q, x, (6, 3), bias=False)
+
+
+@pytest.mark.ranks(4)
+def test_weights_on_the_root_live_on_the_first_rank_that_uses_a_block():
+    P, Q = Partition([2, 1, 2]), Partition([2, 2, 1])
+    columns = linear.DistributedLinearAllGather(P, 6, 4, weights="root")
+    rows = linear.DistributedLinearReduceScatter(P, 4, 3, P_y=Q, weights="root")
+    is_first = P.index[0] == 0
+    assert columns.weight.shape == ((2, 6) if is_first else (0, 0))
+    assert columns.bias.shape == ((2,) if is_first else (0,))
+    assert rows.weight.shape == ((3, 2) if is_first else (0, 0))
+    assert rows.bias.shape == ((3,) if P.rank == 0 else (0,))  # every rank adds all of it
+    rows(columns(torch.ones(1, 2, 3))).sum().backward()
+    for p in (*columns.parameters(), *rows.parameters()):
+        assert p.grad.shape == p.shape
 
 
 @pytest.mark.ranks(2)
@@ -127,3 +151,24 @@ def test_partitions_that_do_not_fit_are_refused():
         linear.DistributedLinearAllGather(one, 0, 3)
     with pytest.raises(PartitionError, match="3 features != 4"):
         linear.DistributedLinearAllGather(one, 4, 3)(torch.ones(2, 3))
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_tangents_travel_as_values_do():
+    P = Partition([1, 2])
+    x, t = drawn(3, 6), drawn(6, 3).T
+    expected = nn.Linear(6, 4, bias=False, dtype=x.dtype)
+    for kind in (linear.DistributedLinearAllGather, linear.DistributedLinearReduceScatter):
+        layer = kind(P, 6, 4, bias=False, dtype=x.dtype)
+        layer.load_state_dict(expected.state_dict())
+        here = P.local_slices(x.shape)
+        with forward_ad.dual_level():
+            y = layer(forward_ad.make_dual(x[here], t[here].contiguous()))
+            value, tangent = forward_ad.unpack_dual(y)
+            there = P.local_slices((3, 4))
+            torch.testing.assert_close(value, expected(x)[there])
+            torch.testing.assert_close(tangent, expected(t)[there])
+    layer = unisono.nn.AllSumReduce(P, axes_reduce=(0, 1))
+    with forward_ad.dual_level():
+        y = layer(forward_ad.make_dual(x, t.contiguous()))
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, 2 * t)

@@ -66,6 +66,11 @@ def test_cross_entropy_with_split_classes_equals_torch():
     for P in (Partition([1, size, 1]), Partition([size, 1, 1]), Partition([1, 1, size])):
         where = P.local_slices(x.shape)
         spot = (where[0], where[2])
+        beyond = target.where(target >= 0, 255)  # ignored, and no place of the weight either
+        compare(
+            loss.DistributedCrossEntropyLoss(P, weight, 255),
+            nn.CrossEntropyLoss(weight, ignore_index=255), P, x, beyond, spot,
+        )  # fmt: skip
         for how in ("mean", "sum", "none"):
             for w in (None, weight):
                 for smooth in (0.0, 0.2):
@@ -81,6 +86,23 @@ def test_cross_entropy_with_split_classes_equals_torch():
                     loss.DistributedNLLLoss(P, w, reduction=how), nn.NLLLoss(w, reduction=how),
                     P, logs, target, spot,
                 )  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_a_change_that_one_rank_sees_is_met_whatever_dtype_the_sum_has():
+    P = Partition([1, 2])
+    for kinds, cast in (((32, 64), False), ((64, 32), False), ((16, 16), True), ((16, 16), False)):
+        layer = loss.DistributedMSELoss(P)
+        for length in (4, 5, 4):  # blocks of 2 and 2, then of 3 and 2
+            x, t = (
+                drawn(3, length).to(getattr(torch, f"{'b' if k == 16 else ''}float{k}")) * scale
+                for k, scale in zip(kinds, (1, 2), strict=True)
+            )
+            here = P.local_slices(x.shape)
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                found, expected = layer(x[here], t[here]), nn.MSELoss()(x, t)
+            close = {"rtol": 0.02, "atol": 0.02} if 16 in kinds else {}
+            torch.testing.assert_close(found, expected, **close)
 
 
 @pytest.mark.ranks(3)

@@ -108,6 +108,10 @@ def test_one_value_a_channel_is_refused_in_training():
         layer(torch.ones(1, 3))
     layer.eval()
     assert layer(torch.ones(1, 3)).shape == (1, 3)
+    with pytest.raises(PartitionError, match="running statistics"):  # none, so the batch's are used
+        DistributedBatchNorm(Partition([1, 1]), 3, track_running_stats=False).eval()(
+            torch.ones(1, 3)
+        )
 
 
 def test_sizes_that_do_not_fit_are_refused():

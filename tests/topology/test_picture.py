@@ -38,6 +38,27 @@ def test_an_svg_tells_ranks_blocks_halos_and_bytes(tmp_path):
     )
 
 
+def test_an_svg_shows_beyond_each_end_whose_points_wrap_around(tmp_path):
+    path = tmp_path / "grid.svg"
+    circular = {"kernel_size": (3, 3), "padding": 1, "padding_mode": "circular"}
+    draw(GRID, (1, 3, 9, 8), circular, file=path)
+    words = words_of(path)
+    across = {"rank 4: 60 B", "rank 5: 60 B", "rank 6: 48 B", "rank 7: 48 B"}
+    assert across | {"rank 4: 48 B", "rank 5: 48 B"} <= set(words)
+    assert words.count("rank 6: 48 B") == 2  # above rank 4, and right of rank 7
+    assert words.count("\u21c4 120 B") == 1  # what wraps is not counted at the inner seam
+    assert any(word.endswith("coloured rims: points of the other end") for word in words)
+    # One rank alone wraps onto itself; windows wholly in the padding do not write twice.
+    draw(
+        SimpleNamespace(shape=(1,), ranks=(3,)), (5,), {**circular, "kernel_size": (3,)}, file=path
+    )
+    assert words_of(path).count("rank 3") == 3
+    wide = {"kernel_size": (1,), "padding": 3, "padding_mode": "circular"}
+    draw(SimpleNamespace(shape=(4,), ranks=(0, 1, 2, 3)), (5,), wide, file=path)
+    assert {"ranks 1, 2, 3: 12 B", "ranks 0, 1: 8 B"} <= set(words_of(path))
+    assert sum(": " in word and word.startswith("rank") for word in words_of(path)) == 2
+
+
 def test_a_png_of_three_split_dims_has_one_grid_for_each_outer_index(tmp_path):
     from matplotlib.image import imread
 

@@ -15,7 +15,7 @@ from unisono.topology import decompose, halo, overlap
 
 PURE = (
     "decompose", "members", "window", "halo", "halo_plan", "transposed", "pooling", "resample",
-    "fanout", "overlap", "draw",
+    "fanout", "overlap", "draw", "picture", "scene",
 )  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
     else:
         assert resample_length(x_length, size=y) == y
         size = {"size": y}
-    options = {"scale": scale, "align_corners": align}
+    options = {"scale": scale, "align_corners": align, "double": True}
     x = torch.randn(x_length, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = torch_resample(x, mode, align, **size)
     assert expected.shape[-1] == y
@@ -213,12 +213,19 @@ def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
     torch.testing.assert_close(torch.stack(outputs), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("x", "y"), [(100, 299), (10, 1000), (7, 93), (49, 50)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_nearest_rounds_as_torch_does(x: int, y: int, mode: str) -> None:
-    expected = F.interpolate(torch.arange(float(x))[None, None], size=y, mode=mode)[0, 0]
-    found = [resample_taps(j, x, y, mode).points[0] for j in range(y)]
-    assert found == expected.to(torch.int64).tolist()
+def test_nearest_rounds_as_torch_does(mode: str, dtype: torch.dtype) -> None:
+    sizes: list[tuple[int, dict[str, Any]]] = [
+        *((x, {"size": y}) for x, y in ((100, 299), (10, 1000), (7, 93), (49, 50))),
+        *((x, {"scale_factor": s}) for x in (16, 30, 31, 253) for s in (2.3, 0.7, 1.15, 0.1)),
+    ]
+    for x, how in sizes:
+        points = torch.arange(x, dtype=dtype)[None, None]
+        expected = F.interpolate(points, mode=mode, **how)[0, 0].to(torch.int64).tolist()
+        y, scale, double = len(expected), how.get("scale_factor"), dtype == torch.float64
+        found = [resample_taps(j, x, y, mode, scale=scale, double=double) for j in range(y)]
+        assert [taps.points[0] for taps in found] == expected, (x, how)
 
 
 def test_upsampling_that_cannot_be_is_refused() -> None:

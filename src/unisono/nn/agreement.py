@@ -24,8 +24,13 @@ SAME, CHANGED, BAD = 0, 1, 2
 NO_GRAD, PARAMETERS, INPUTS = 0, 1, 2
 """Whose gradients are needed: nobody's, only parameters', inputs' too."""
 
+MOST_NOTES = 9
+"""In shared memory groups up to this size write notes; larger ones meet."""
+
 Word = tuple[int, int, int, int]
 """Level, whose gradients, grad mode, minus grad mode."""
+Sent = Pending[Tensor] | Pending[list[tuple[int, ...]]]
+"""A word under way: the maximum over ranks, or the words of all."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,9 @@ class Question:
         self.word = word
         self._problem = problem
         self._answer: Agreement | None = None
-        self._sent: Pending[Tensor] | None = None
-        # In shared memory a word of its own would need a thread to travel behind the caller's
-        # back; spoken when the answer is wanted, after the data, it costs one meeting.
-        if comm is not None and is_sent and comm.backend == "gloo":
-            self._sent = comm.all_reduce_(
-                torch.tensor(word, dtype=torch.int32), "max", async_op=True
-            )
+        self._sent: Sent | None = None
+        if comm is not None and is_sent:
+            self._sent = _send(comm, word)
 
     @property
     def is_open(self) -> bool:
@@ -87,9 +88,13 @@ class Question:
     def answer(self) -> Agreement:
         """Return what all ranks agree on; raise alike on all if one has a problem."""
         if self._answer is None and self.comm is not None:
-            word = torch.tensor(self.word, dtype=torch.int32)
-            heard = self.comm.all_reduce_(word, "max") if self._sent is None else self._sent.wait()
-            self.settle(heard.tolist())
+            if self._sent is None:
+                word = torch.tensor(self.word, dtype=torch.int32)
+                self.settle(self.comm.all_reduce_(word, "max").tolist())
+            elif isinstance(heard := self._sent.wait(), Tensor):
+                self.settle(heard.tolist())
+            else:
+                self.settle([max(column) for column in zip(*heard, strict=True)])
         return self._settled()
 
     def settle(self, heard: list[int]) -> Agreement:
@@ -106,6 +111,21 @@ class Question:
         if self._answer is None:
             raise PartitionError("a layer's question was asked of nobody")
         return self._answer
+
+
+def _send(
+    comm: Communicator, word: Word
+) -> Pending[Tensor] | Pending[list[tuple[int, ...]]] | None:
+    """Send a word on its way behind the caller's back; None where that would need a thread.
+
+    In shared memory a reduction would; but notes are simply there when they are wanted, so that
+    nobody has to be met.
+    """
+    if comm.backend == "gloo":
+        return comm.all_reduce_(torch.tensor(word, dtype=torch.int32), "max", async_op=True)
+    if comm.backend == "shm" and comm.size <= MOST_NOTES:
+        return comm.post_ints(word)
+    return None
 
 
 class _Inner(Question):

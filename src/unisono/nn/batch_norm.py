@@ -170,12 +170,12 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         if self.training or self.running_mean is None or self.running_var is None:
             mean, squares = self._moments(x)
             plan = self._plan
-            if self.training and plan.total <= 1:
+            if plan.total <= 1:
                 raise PartitionError.because(
-                    "DistributedBatchNorm in training",
+                    "DistributedBatchNorm with statistics of the batch",
                     f"an input of global shape {list(plan.global_shape)}",
                     f"one value a channel in the whole tensor: {plan.total} <= 1",
-                    "a larger batch, or eval()",
+                    "a larger batch, or eval() with running statistics",
                 )
             weight, bias = self._affine(sums=False)
             y = _BatchNorm.apply(self._tied(x), weight, bias, mean, squares, self.eps, plan)
@@ -184,9 +184,12 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
             return y
         self._answer_first((x,))
         weight, bias = self._affine(sums=True)
-        if x.numel() == 0:  # torch takes no empty block; the parameters' backward runs all the same
-            tie = [t.sum() * 0 for t in (weight, bias) if t is not None]
-            return self._tied(x) + sum(tie) if tie else identity(self._tied(x))
+        if x.numel() == 0:  # torch takes no empty block; backwards of any order run all the same
+            y = identity(self._tied(x))
+            if weight is None or bias is None:
+                return y
+            shape = (1, -1, *(1,) * (x.dim() - 2))
+            return (y * weight.view(shape) + bias.view(shape)).to(x.dtype)
         return F.batch_norm(
             self._tied(x), self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps
         )

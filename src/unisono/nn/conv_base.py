@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from unisono.errors import PartitionError
 from unisono.nn.agreement import INPUTS
@@ -16,7 +14,7 @@ from unisono.nn.conv_overlap import ConvFlight, ConvInSpace, SpacePlan, empty_ou
 from unisono.nn.conv_settings import ConvSettings, Overlap, Size, conv_settings
 from unisono.nn.parameters import Weights, check_weights
 from unisono.nn.state import HoldingModule
-from unisono.nn.structure import Cuts
+from unisono.nn.structure import Cuts, is_plain
 from unisono.operators.flight import Flight
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import halo
@@ -104,10 +102,10 @@ class ConvBase(HoldingModule[P]):
 
     def _in_space(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the own share of the convolution by `_space`; messages go before agreement."""
-        is_plain = _is_plain(x)
+        plain = is_plain(x)
 
         def begin(fits: bool) -> ConvFlight | Flight:
-            if not is_plain:
+            if not plain:
                 return self._start_window(x if fits else None)
             given = x.detach() if fits else None
             return start(given, weight, bias, self._space(), self._structures[0].dtype)
@@ -121,15 +119,3 @@ class ConvBase(HoldingModule[P]):
         if 0 in shape:
             return empty_output(window, weight, bias, shape)
         return self.settings.convolved(window, weight, bias)
-
-
-def _is_plain(x: object) -> bool:
-    """Whether nothing but ordinary autograd looks on: no autocast, no transform, no tracing."""
-    return (
-        isinstance(x, Tensor)
-        and x.is_floating_point()
-        and not torch.is_autocast_enabled(x.device.type)
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
+from unisono.nn.conv_overlap import empty_output
 from unisono.nn.conv_settings import Size
 from unisono.nn.parameters import (
     Weights,
@@ -171,7 +172,7 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
         batch, _, *space = plan.output_shape
         shape = (batch, self.out_channels, *space)
         if 0 in plan.window_shape or 0 in shape:
-            y = (window.sum() * 0 + weight.sum() * 0).expand(shape)
+            y = empty_output(window, weight, None, shape)
         else:
             y = _KERNELS[self.dims](
                 window, weight, None, stride=self.stride, groups=self.groups,

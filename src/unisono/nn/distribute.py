@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from unisono.errors import PartitionError, UnisonoError
-from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, ask, chained
+from unisono.errors import PartitionError
 from unisono.nn.batch_norm import DistributedBatchNorm
+from unisono.nn.chain import DistributedSequential, children_of
 from unisono.nn.conv_feature import (
     DistributedFeatureConv1d,
     DistributedFeatureConv2d,
@@ -29,9 +29,9 @@ from unisono.nn.conv_transpose import (
 )
 from unisono.nn.dropout import OwnDropout
 from unisono.nn.global_pool import GlobalAvgPool
+from unisono.nn.gradient_sums import sum_gradients
 from unisono.nn.joining import Join
 from unisono.nn.layer_norm import DistributedLayerNorm
-from unisono.nn.parameters import summed_gradients
 from unisono.nn.pooling import (
     DistributedAvgPool1d,
     DistributedAvgPool2d,
@@ -40,7 +40,6 @@ from unisono.nn.pooling import (
     DistributedMaxPool2d,
     DistributedMaxPool3d,
 )
-from unisono.nn.structure import Structure
 from unisono.nn.upsampling import DistributedUpsample
 from unisono.topology import Partition
 
@@ -75,13 +74,18 @@ _ELEMENTWISE = (
     nn.Hardshrink, nn.Softshrink, nn.Softplus, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
 )  # fmt: skip
 _FLATTENING = (nn.Flatten, nn.Linear)
+_SPATIAL: frozenset[type[nn.Module]] = frozenset(
+    {*_CONVS, *_TRANSPOSED, *_MAX_POOLS, *_AVG_POOLS, *_ADAPTIVE, *_NORMS, nn.Upsample}
+) - {nn.BatchNorm1d}
 
 
 @dataclass
 class _Walk:
     """Where the walk over the network stands."""
 
+    everyone: Partition
     partition: Partition
+    """How the tensor is split at this point: as by `everyone`, or in its batch alone."""
     head: Head
     custom: str
     is_split: bool = True
@@ -89,59 +93,26 @@ class _Walk:
     seen: dict[int, nn.Module] = field(default_factory=dict)
     """Modules and parameters that were met already: what was shared stays shared."""
 
+    @property
+    def stage(self) -> tuple[bool, Partition]:
+        """What changes when samples are gathered, wholly or in space."""
+        return self.is_split, self.partition
 
-class DistributedSequential(nn.Sequential):
-    """A chain of layers that agrees once for all of them whether an input has changed."""
+    @property
+    def place(self) -> int:
+        """A number that ranks share where they hold the same points."""
+        at = self.everyone
+        if not at.active or at.index is None or (not self.is_split and self.head == "replicate"):
+            return 0
+        if self.is_split and self.partition != at:
+            return at.index[0]
+        return at.rank or 0
 
-    def __init__(self, partition: Partition, layers: dict[str, nn.Module]) -> None:
-        super().__init__()
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-        self._partition = partition
-        self._structure: Structure | None = None
-        self._join_before: str | None = None
-        self._join: tuple[Join, ...] = ()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Run the chain on this rank's block."""
-        comm = self._partition.comm if self._partition.active else None
-        is_tensor = isinstance(input, Tensor)
-        found = Structure.of(input) if is_tensor else None
-        question = ask(
-            comm if comm is not None and comm.size > 1 else None,
-            changed=found != self._structure,
-            gradients=self._wanted_gradients(input) if is_tensor else NO_GRAD,
-            problem=None if is_tensor else _no_tensor(input),
-        )
-        known, self._structure = self._structure, None  # and so it stays if the call fails
-        if known is None:
-            question.answer()  # layers that are not set up do not ask
-        x, is_head = input, False
-        if found is None and known is not None:  # take part once more before all raise
-            x = known.zeros()
-        with chained(question):
-            for name, layer in _children(self):
-                if name == self._join_before:
-                    x, is_head = self._join[0](x), True
-                sums = is_head and self._join[0].cuts_batch
-                x = self._in_head(layer, x) if sums else layer(x)
-        self._structure = found
-        return x
-
-    def _in_head(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Run a layer on this rank's samples; gradients of its parameters are summed over ranks."""
-        held = dict(layer.named_parameters())
-        if not held:
-            return layer(x)
-        summed = summed_gradients(self._partition.comm, *held.values())
-        return torch.func.functional_call(layer, dict(zip(held, summed, strict=True)), (x,))
-
-    def _wanted_gradients(self, x: Tensor) -> int:
-        if not torch.is_grad_enabled():
-            return NO_GRAD
-        if x.requires_grad:
-            return INPUTS
-        return PARAMETERS if any(p.requires_grad for p in self.parameters()) else NO_GRAD
+    def leave_space(self) -> None:
+        """Go on behind a mean over space: ranks that shared a sample hold the same values."""
+        P = self.everyone
+        self.partition = P.sub(0, rank=P.rank or 0)
+        self.is_split = self.partition.size > 1 or self.head == "batch"
 
 
 def distribute(
@@ -182,17 +153,25 @@ def distribute(
     source = copy.deepcopy(module)
     _share_weights(source, partition)
     with torch.random.fork_rng(devices=[]):  # layers draw weights that are then replaced
-        return _converted(source, "", _Walk(partition, head, custom))
+        return _converted(source, "", _Walk(partition, partition, head, custom), in_chain=True)
 
 
-def _converted(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
-    """Return what stands for `module`, remembering what was met before."""
+def _converted(module: nn.Module, path: str, walk: _Walk, *, in_chain: bool = False) -> nn.Module:
+    """Return what stands for `module`, remembering what was met before.
+
+    `in_chain`: its result goes to the next module of a chain, and nowhere else.
+    """
     if id(module) in walk.seen:
         return walk.seen[id(module)]
-    made = _replacement(module, path, walk) if walk.is_split else copy.deepcopy(module)
-    if not walk.is_split:
-        _own_dropouts(made, walk.partition)
-    made.train(module.training)
+    if walk.is_split:
+        made = _replacement(module, path, walk)
+    else:
+        made = _fit_for_head(copy.deepcopy(module), walk, {})
+        if walk.head == "batch":
+            sum_gradients(made, walk.everyone)
+    if isinstance(made, GlobalAvgPool) and not in_chain:
+        _refuse_gathering(f"{path} is a {type(module).__name__}")
+    made.training = module.training
     walk.seen[id(module)] = made
     return made
 
@@ -204,29 +183,35 @@ def _replacement(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
     if isinstance(module, nn.ModuleList):
         return nn.ModuleList(
             _converted(child, f"{path}.{name}".lstrip("."), walk)
-            for name, child in _children(module)
+            for name, child in children_of(module)
         )
     if isinstance(module, nn.ModuleDict):
         return nn.ModuleDict(
             {
                 name: _converted(c, f"{path}.{name}".lstrip("."), walk)
-                for name, c in _children(module)
+                for name, c in children_of(module)
             }
         )
     if isinstance(module, _ELEMENTWISE):
         return copy.deepcopy(module)
-    if isinstance(module, nn.PReLU) and module.num_parameters == 1:
-        return copy.deepcopy(module)
+    if isinstance(module, nn.PReLU):
+        made = copy.deepcopy(module)
+        sum_gradients(made, P)
+        return made
     if isinstance(module, nn.Softmax | nn.LogSoftmax):
         return _kept_softmax(module, path, P)
     if kind is nn.Dropout:
-        return OwnDropout(cast("nn.Dropout", module).p, P, apart=True)
+        return OwnDropout(cast("nn.Dropout", module).p, walk.everyone, walk.place)
     made = _layer(module, P)
-    if made is None:
-        return _custom(module, path, walk)
+    return _custom(module, path, walk) if made is None else _like(module, made)
+
+
+def _like(module: nn.Module, made: nn.Module) -> nn.Module:
+    """Return the split twin with the values and the frozen parameters of a layer."""
     made.load_state_dict(module.state_dict())
     for (_, new), (_, old) in zip(made.named_parameters(), module.named_parameters(), strict=True):
         new.requires_grad_(old.requires_grad)
+    made.training = module.training
     return made
 
 
@@ -275,18 +260,18 @@ def _layer(module: nn.Module, P: Partition) -> nn.Module | None:
 def _chain(module: nn.Sequential, path: str, walk: _Walk) -> DistributedSequential:
     layers: dict[str, nn.Module] = {}
     join_before: str | None = None
-    for name, child in _children(module):
+    join: tuple[Join, ...] = ()
+    for name, child in children_of(module):
         where = f"{path}.{name}".lstrip(".")
         if walk.is_split and isinstance(child, _FLATTENING):
             walk.is_split = False
             join_before = name
-        layers[name] = _converted(child, where, walk)
-        if isinstance(layers[name], GlobalAvgPool):
-            walk.is_split = walk.is_split and walk.partition.shape[0] > 1
-    made = DistributedSequential(walk.partition, layers)
-    if join_before is not None:
-        made._join_before = join_before
-        made._join = (Join(walk.partition, cuts_batch=walk.head == "batch"),)
+            join = (Join(walk.partition, walk.everyone, cuts_batch=walk.head == "batch"),)
+        layers[name] = _converted(child, where, walk, in_chain=True)
+        if walk.is_split and isinstance(layers[name], GlobalAvgPool):
+            walk.leave_space()
+    made = DistributedSequential(walk.everyone, layers)
+    made._join_before, made._join = join_before, join
     return made
 
 
@@ -307,9 +292,35 @@ def _custom(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
     made._modules = {}
     made._parameters = dict(copy.deepcopy(module._parameters))
     made._buffers = dict(copy.deepcopy(module._buffers))
-    for name, child in _children(module):
-        made.add_module(name, _converted(child, f"{path}.{name}".lstrip("."), walk))
+    gathered: str | None = None
+    for name, child in children_of(module):
+        where, before = f"{path}.{name}".lstrip("."), walk.stage
+        if gathered is not None:
+            _check_behind(child, where, gathered)
+        made.add_module(name, _converted(child, where, walk))
+        if walk.stage != before:
+            gathered = where
+            if path:  # what it returns may go anywhere, to split layers too
+                _refuse_gathering(f"{where} gathers whole samples")
+    if made._parameters:  # used on own points alone
+        sum_gradients(made, walk.partition, deep=False)
     return made
+
+
+def _check_behind(child: nn.Module, where: str, gathered: str) -> None:
+    """Refuse layers that look at space, where `forward` may call them on either kind of tensor."""
+    if any(type(layer) in _SPATIAL for layer in child.modules()):
+        _refuse_gathering(f"{where} stands behind {gathered}, which gathers whole samples")
+
+
+def _refuse_gathering(what: str) -> NoReturn:
+    raise PartitionError.because(
+        f"distribute: {what}",
+        "in a module with a forward of its own: nobody knows what that does with a value that is "
+        "whole on every rank",
+        None,
+        "call them one after the other, in an nn.Sequential",
+    )
 
 
 def _kept_softmax(module: nn.Module, path: str, P: Partition) -> nn.Module:
@@ -325,12 +336,23 @@ def _kept_softmax(module: nn.Module, path: str, P: Partition) -> nn.Module:
     return copy.deepcopy(module)
 
 
-def _own_dropouts(module: nn.Module, P: Partition) -> None:
-    """Give dropouts of the replicated part one generator state on all ranks."""
-    for child in list(module.modules()):
-        for name, part in child.named_children():
-            if type(part) is nn.Dropout:
-                setattr(child, name, OwnDropout(part.p, P, apart=False))
+def _fit_for_head(module: nn.Module, walk: _Walk, done: dict[int, nn.Module]) -> nn.Module:
+    """Return a layer of the head with masks, and statistics, that suit what each rank holds."""
+    if id(module) in done:
+        return done[id(module)]
+    made = module
+    if type(module) is nn.Dropout:
+        made = OwnDropout(module.p, walk.everyone, walk.place)
+        made.training = module.training
+    elif walk.head == "batch" and type(module) in _NORMS:
+        space = 0 if isinstance(module, nn.BatchNorm1d) else 1 + isinstance(module, nn.BatchNorm2d)
+        rows = walk.everyone.reshape((walk.everyone.size, 1, *(1,) * space))
+        made = _like(module, cast("nn.Module", _layer(module, rows)))
+    else:
+        for name, child in children_of(module):
+            module._modules[name] = _fit_for_head(child, walk, done)
+    done[id(module)] = made
+    return made
 
 
 def _share_weights(module: nn.Module, P: Partition) -> None:
@@ -344,16 +366,5 @@ def _share_weights(module: nn.Module, P: Partition) -> None:
                 tensor.copy_(comm.broadcast(tensor.detach(), 0))
 
 
-def _no_tensor(found: object) -> UnisonoError:
-    return PartitionError.because(
-        "forward of a split network", f"a {type(found).__name__}", None, "call it with tensors"
-    )
-
-
 def _is_one(size: object) -> bool:
     return size == 1 or (isinstance(size, tuple | list) and all(n == 1 for n in size))
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the children with their names; one that stands in two places, twice."""
-    return [(name, child) for name, child in module._modules.items() if child is not None]

@@ -15,17 +15,17 @@ class OwnDropout(nn.Module):
     Args:
         p: probability of a zero.
         partition: the ranks.
-        apart: every rank draws its own mask; otherwise all draw the same.
+        place: ranks with the same number draw the same masks, others their own.
     """
 
-    def __init__(self, p: float, partition: Partition, *, apart: bool) -> None:
+    def __init__(self, p: float, partition: Partition, place: int) -> None:
         super().__init__()
         self.p = p
         comm = partition.comm if partition.active and partition.root.size > 1 else None
         with shared_generator(comm) as generator:
             seed = int(torch.randint(2**62, (), generator=generator))
         self._generator = torch.Generator()
-        self._generator.manual_seed(seed + (partition.rank or 0) if apart else seed)
+        self._generator.manual_seed(seed + place)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` with elements zeroed in training, scaled to keep its mean."""

@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.comm import Communicator
-from unisono.errors import PartitionError
-from unisono.nn.parameters import Holding, nothing, shared_generator, summed_gradients
+from unisono.errors import PartitionError, UnisonoError
+from unisono.nn.parameters import (
+    Holding,
+    Weights,
+    check_weights,
+    held_by,
+    nothing,
+    replicated_or_root,
+    shared_generator,
+)
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Table
 from unisono.operators import sum_to_replicated
@@ -39,6 +47,8 @@ class DistributedEmbedding(HoldingModule[None]):
         scale_grad_by_freq: divide gradients by how often an id occurs in the whole batch.
         sparse: sparse gradients; only where no other rank holds the same part of the table.
         split: "dim" or "vocab".
+        weights: "replicated", or "root": of the ranks that split the ids, the first alone holds
+            their part of the table and sends it to the others in each forward.
     """
 
     def __init__(
@@ -55,6 +65,7 @@ class DistributedEmbedding(HoldingModule[None]):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
     ) -> None:
         super().__init__()
         if split not in ("dim", "vocab"):
@@ -80,11 +91,12 @@ class DistributedEmbedding(HoldingModule[None]):
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
         self.split = split
+        self.weights: Weights = check_weights(weights)
         replicas = P_x.size // P_x.shape[-1]
         if sparse and replicas > 1:
             raise PartitionError.because(
                 "DistributedEmbedding(sparse=True)",
-                f"{P_x!r}: {replicas} ranks hold the same part of the table",
+                f"{P_x!r}: {replicas} ranks use the same part of the table",
                 "sparse gradients are not summed over ranks",
                 "sparse=False",
             )
@@ -99,6 +111,8 @@ class DistributedEmbedding(HoldingModule[None]):
             holding = Holding(
                 shape, (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0])
             )
+        self._used = holding
+        holding = held_by(self._samples() if P_x.active else None, self.weights, holding)
         with shared_generator(self._control()) as generator:
             table = torch.empty(shape, dtype=dtype).normal_(generator=generator)
         if self.padding_idx is not None:
@@ -109,7 +123,29 @@ class DistributedEmbedding(HoldingModule[None]):
 
     def _describe(self) -> tuple[object, ...]:
         flags = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
-        return (self.P_x, self.num_embeddings, self.embedding_dim, *flags, self.split)
+        ways = (self.split, self.weights)
+        return (self.P_x, self.num_embeddings, self.embedding_dim, *flags, *ways)
+
+    def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:
+        problem = super()._problem_of(input)
+        if problem is not None or not self.P_x.active:
+            return problem
+        ids: Tensor = input[0]
+        if ids.dtype not in (torch.int32, torch.int64):
+            return PartitionError.because(
+                "DistributedEmbedding", f"ids of dtype {ids.dtype}", None, "ids.long()"
+            )
+        if ids.device.type != "cpu" or not ids.numel():
+            return None  # another device tells by itself, without a pause to look
+        low, high = (int(end) for end in ids.aminmax())
+        if low >= 0 and high < self.num_embeddings:
+            return None
+        return PartitionError.because(
+            f"DistributedEmbedding(num_embeddings={self.num_embeddings})",
+            f"ids from {low} to {high}",
+            f"not 0 <= {low if low < 0 else high} < {self.num_embeddings}",
+            f"ids from 0 to {self.num_embeddings - 1}",
+        )
 
     def _make_plan(self, tables: Sequence[Table]) -> None:
         (table,) = tables
@@ -125,11 +161,11 @@ class DistributedEmbedding(HoldingModule[None]):
                 )
 
     def _samples(self) -> Partition:
-        """Return the ranks that hold the same part of the table."""
+        """Return the ranks that use the same part of the table."""
         return self.P_x.sub(tuple(range(self.P_x.dim - 1)))
 
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
-        return self._samples().comm if self.P_x.active else None
+        return self._samples().comm if self.P_x.active and self.weights == "replicated" else None
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids: own columns, or whole ones with `split="vocab"`."""
@@ -137,14 +173,16 @@ class DistributedEmbedding(HoldingModule[None]):
             return self._outside(self.weight)
         if self.max_norm is not None:
             self._renormalise(ids, self.max_norm)
-        weight = self.weight
-        if self._sums_gradients:
-            (weight,) = summed_gradients(self._samples().comm, weight)
-        start = self._holdings["weight"].start[0]
+        (weight,) = replicated_or_root(
+            self._samples(), self.weights, [self._used.shape], [self.weight],
+            sums=self._sums_gradients,
+        )  # fmt: skip
+        start = self._used.start[0]
         local = ids - start
         here = (local >= 0) & (local < weight.shape[0])
         if self.split == "vocab":
-            local = torch.where(here, local, torch.zeros_like(local))
+            elsewhere = (ids >= 0) & (ids < self.num_embeddings) & ~here
+            local = local.masked_fill(elsewhere, 0)
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None
@@ -169,11 +207,10 @@ class DistributedEmbedding(HoldingModule[None]):
     def _renormalise(self, ids: Tensor, max_norm: float) -> None:
         """Scale down the rows that some rank looks up; the same rows on all that hold them."""
         used = (self._frequencies(ids) > 0).nonzero().squeeze(1)
-        start, stop = (
-            self._holdings["weight"].slices[0].start,
-            self._holdings["weight"].slices[0].stop,
-        )
-        local = used[(used >= start) & (used < stop)] - start
+        if self.weights == "root" and self._samples().rank != 0:
+            return
+        rows = self._used.slices[0]
+        local = used[(used >= rows.start) & (used < rows.stop)] - rows.start
         rows = self.weight[local]
         norms = rows.abs().pow(self.norm_type).sum(1)
         if self.split == "dim":

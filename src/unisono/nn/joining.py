@@ -11,7 +11,7 @@ from unisono.nn.planned import PlannedModule
 from unisono.nn.structure import Cuts, Table
 from unisono.operators import Repartition
 from unisono.operators.repartition import RepartitionOnGroup
-from unisono.operators.slice import concat_replicated
+from unisono.operators.slice import concat_replicated, slice_replicated
 from unisono.topology import Partition
 from unisono.topology.overlap import OverlapPlan, repartition_plan
 
@@ -21,22 +21,25 @@ class Join(PlannedModule[tuple[Cuts, OverlapPlan | None]]):
 
     Args:
         P_x: partition of the input.
+        everyone: all ranks of the network; those outside of `P_x` hold the same in other such
+            partitions.
         cuts_batch: re-cut by samples instead of gathering on every rank.
     """
 
-    def __init__(self, P_x: Partition, *, cuts_batch: bool) -> None:
+    def __init__(self, P_x: Partition, everyone: Partition, *, cuts_batch: bool) -> None:
         super().__init__()
         self.P_x = P_x
+        self.everyone = everyone
         self.cuts_batch = cuts_batch
 
     def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.cuts_batch)
+        return (self.P_x.shape, self.everyone, self.cuts_batch)
 
     def _make_plan(self, tables: Sequence[Table]) -> tuple[Cuts, OverlapPlan | None]:
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        if not self.cuts_batch:
+        if not self.cuts_batch or self.P_x.size < self.everyone.size:
             return cuts, None
         by_batch = (self.P_x.size, *(1,) * (self.P_x.dim - 1))
         me = self.P_x.root.rank
@@ -57,4 +60,4 @@ class Join(PlannedModule[tuple[Cuts, OverlapPlan | None]]):
             if self.P_x.shape[axis] > 1:
                 sizes = [b - a for a, b in pairwise(cuts[axis])]
                 y = concat_replicated(y, axis, sizes, comm=self.P_x.sub(axis).comm)
-        return y
+        return slice_replicated(y, 0, comm=self.everyone.comm) if self.cuts_batch else y

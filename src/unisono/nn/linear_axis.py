@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -12,15 +13,19 @@ from torch.nn import functional as F
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.nn.linear_checks import check_features, check_width
+from unisono.nn.linear_overlap import Columns, Gathering, Product, Rows
 from unisono.nn.parameters import (
     Holding,
+    Weights,
+    check_weights,
     draw_weight_and_bias,
+    held_by,
     nothing,
-    summed_gradients,
+    replicated_or_root,
     whole,
 )
 from unisono.nn.state import HoldingModule
-from unisono.nn.structure import Table
+from unisono.nn.structure import Table, is_plain
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.plans import BlockPlan
 from unisono.topology import Partition
@@ -32,12 +37,14 @@ __all__ = ["DistributedLinearAllGather", "DistributedLinearReduceScatter"]
 class _OneAxisLinear(HoldingModule[BlockPlan]):
     """What the column- and row-parallel layers share: one axis of ranks, blocks of one dim."""
 
+    _word_travels = "beside"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
-        self, P_x: Partition, P_y: Partition, split: Partition, in_features: int, out_features: int
-    ) -> None:
+        self, P_x: Partition, P_y: Partition, split: Partition, in_features: int, out_features: int,
+        weights: Weights,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_features(type(self).__name__, in_features, out_features)
         self.P_x, self.P_y = P_x, P_y
@@ -46,6 +53,7 @@ class _OneAxisLinear(HoldingModule[BlockPlan]):
         other = P_x if split is P_y else P_y
         self._dim = _moved_dim(type(self).__name__, split, other)
         self.in_features, self.out_features = in_features, out_features
+        self.weights: Weights = check_weights(weights)
 
     def _draw(
         self,
@@ -54,8 +62,13 @@ class _OneAxisLinear(HoldingModule[BlockPlan]):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Draw the own blocks of weight and bias."""
+        """Draw the blocks of weight and bias that this rank uses, and keep those it holds."""
         self.use_bias = own_bias is not None
+        self._blocks = {"weight": own.shape}
+        own = held_by(self._users("weight"), self.weights, own)
+        if own_bias is not None:
+            self._blocks["bias"] = own_bias.shape
+            own_bias = held_by(self._users("bias"), self.weights, own_bias)
         self.weight, self.bias = draw_weight_and_bias(
             self._control(), own, own_bias, dtype=dtype, device=device
         )
@@ -70,23 +83,29 @@ class _OneAxisLinear(HoldingModule[BlockPlan]):
         return block(count, self._P.shape[-1], self._P.index[-1])
 
     def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.P_y, self.in_features, self.out_features, self.use_bias)
+        features = (self.in_features, self.out_features, self.use_bias, self.weights)
+        return (self.P_x, self.P_y, *features)
 
-    def _leading(self) -> Partition:
-        """Return the ranks that hold this rank's blocks: same place on the feature axis."""
-        return self._P.sub(tuple(range(self._P.dim - 1)))
+    def _users(self, name: str) -> Partition | None:  # noqa: ARG002
+        """Return the ranks that use this rank's block of a parameter: same place on the axis."""
+        return self._P.sub(tuple(range(self._P.dim - 1))) if self._P.active else None
 
     def _axis(self) -> Communicator:
         """Return the ranks along the feature axis."""
         return self._P.sub(self._P.dim - 1).comm
 
-    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
-        return self._leading().comm if self._P.active else None
+    def _gradient_comm(self, name: str) -> Communicator | None:
+        users = self._users(name)
+        return users.comm if users is not None and self.weights == "replicated" else None
 
-    def _own_parameters(self) -> tuple[Tensor, Tensor | None]:
-        held = [p for p in (self.weight, self.bias) if p is not None]
-        w, *b = summed_gradients(self._leading().comm, *held) if self._sums_gradients else held
-        return w, b[0] if b else None
+    def _used(self, *names: str) -> list[Tensor]:
+        """Return the blocks of parameters that the same ranks use, in one message."""
+        users = self._users(names[0])
+        if users is None:
+            raise PartitionError(f"{type(self).__name__} has no block on a rank outside")
+        held = [self.get_parameter(name) for name in names]
+        shapes = [self._blocks[name] for name in names]
+        return replicated_or_root(users, self.weights, shapes, held, sums=self._sums_gradients)
 
 
 class DistributedLinearAllGather(_OneAxisLinear):
@@ -97,6 +116,7 @@ class DistributedLinearAllGather(_OneAxisLinear):
         in_features: of the whole layer; likewise `out_features`.
         bias: one block a rank.
         P_x: partition of the input, if its second-last dim is split instead of its features.
+        weights: "replicated", or "root": of the ranks that use a block, the first alone holds it.
     """
 
     def __init__(
@@ -109,8 +129,10 @@ class DistributedLinearAllGather(_OneAxisLinear):
         P_x: Partition | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
     ) -> None:
-        super().__init__(P_y if P_x is None else P_x, P_y, P_y, in_features, out_features)
+        given = P_y if P_x is None else P_x
+        super().__init__(given, P_y, P_y, in_features, out_features, weights)
         shape = (out_features, in_features)
         own, own_bias = nothing(shape), nothing(shape[:1])
         share = self._own_share(out_features)
@@ -132,9 +154,23 @@ class DistributedLinearAllGather(_OneAxisLinear):
         """Return `[*, out_features / ranks]`."""
         if not self._takes_part:
             return self._outside(x)
+        is_alone = self._plan.comm.size == 1
+        if is_alone or torch.compiler.is_compiling():
+            self._answer_first((x,))
+            tied = self._tied(x)
+            joined = tied if is_alone else AllGather.apply(tied, self._plan)
+            return F.linear(joined, *self._used(*self._blocks))
+
+        def start(fits: bool) -> Gathering:
+            return Gathering(x.detach() if fits else self._nothing(), self._plan)
+
+        joined = self._under_way(start, (x,)).take()
         tied = self._tied(x)
-        gathered = AllGather.apply(tied, self._plan) if self._plan.comm.size > 1 else tied
-        return F.linear(gathered, *self._own_parameters())
+        weight, *bias = self._used(*self._blocks)
+        if is_plain(x):
+            return Columns.apply(tied, weight, bias[0] if bias else None, self._plan, joined)
+        joined = AllGather.apply(tied, replace(self._plan, landed=joined))
+        return F.linear(joined, weight, *bias)
 
 
 class DistributedLinearReduceScatter(_OneAxisLinear):
@@ -145,6 +181,7 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         in_features: of the whole layer; likewise `out_features`.
         bias: added once, after the sum.
         P_y: partition of the output, if its second-last dim is to be split instead of its features.
+        weights: "replicated", or "root": of the ranks that use a block, the first alone holds it.
     """
 
     def __init__(
@@ -157,8 +194,10 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         P_y: Partition | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
     ) -> None:
-        super().__init__(P_x, P_x if P_y is None else P_y, P_x, in_features, out_features)
+        given = P_x if P_y is None else P_y
+        super().__init__(P_x, given, P_x, in_features, out_features, weights)
         shape = (out_features, in_features)
         own, own_bias = nothing(shape), nothing(shape[:1])
         share, outs = self._own_share(in_features), self._own_share(out_features)
@@ -183,26 +222,37 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         length = self.out_features if self._splits_output else cuts[self._dim][-1]
         return BlockPlan(comm, self._dim, split_sizes(length, comm.size))
 
-    def _gradient_comm(self, name: str) -> Communicator | None:
-        if name == "bias" and not self._splits_output and self.P_x.active:
-            return self.P_x.comm
-        return super()._gradient_comm(name)
+    def _users(self, name: str) -> Partition | None:
+        if name == "bias" and not self._splits_output:  # each rank adds the whole of it
+            return self.P_x if self.P_x.active else None
+        return super()._users(name)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's block of the sum, with the bias added once."""
         if not self._takes_part:
             return self._outside(x)
-        if self._splits_output or self.bias is None:
-            weight, bias = self._own_parameters()
+        if self._splits_output:
+            weight, *bias = self._used(*self._blocks)
         else:
-            (weight,) = self._summed(self._leading().comm, self.weight)
-            (bias,) = self._summed(self.P_x.comm, self.bias)
-        partial = F.linear(self._tied(x), weight)
-        y = ReduceScatter.apply(partial, self._plan) if self._plan.comm.size > 1 else partial
-        return y if bias is None else y + bias.to(y.dtype)
+            (weight,) = self._used("weight")
+            bias = self._used("bias") if self.use_bias else []
+        y = self._summed(x, weight)
+        return y + bias[0].to(y.dtype) if bias else y
 
-    def _summed(self, comm: Communicator, held: Tensor) -> tuple[Tensor, ...]:
-        return summed_gradients(comm, held) if self._sums_gradients else (held,)
+    def _summed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's block of the sum over ranks."""
+        is_alone = self._plan.comm.size == 1
+        if is_alone or not is_plain(x):
+            self._answer_first((x,))
+            partial = F.linear(self._tied(x), weight)
+            return partial if is_alone else ReduceScatter.apply(partial, self._plan)
+
+        @torch.no_grad()
+        def start(fits: bool) -> Product:
+            return Product(F.linear(x, weight) if fits else None)
+
+        product = self._under_way(start, (x,))
+        return Rows.apply(self._tied(x), weight, self._plan, product.partial)
 
 
 def _moved_dim(name: str, split: Partition, other: Partition) -> int:

@@ -5,6 +5,7 @@ Each rank calls `backward()` once and gets the gradient of its own block, as one
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.planned import PlannedModule
-from unisono.nn.riding import carries_word, summed_with_word
+from unisono.nn.riding import summed_with_word
 from unisono.nn.structure import Table
 from unisono.operators import SumToReplicated, sum_to_replicated
 from unisono.operators.plans import GroupPlan
@@ -89,18 +90,25 @@ class _Loss(PlannedModule[tuple[int, int]]):
     def _total(self, x: Tensor, target: Tensor) -> Tensor:
         """Return the sum over all elements, a value that counts once; the word travels with it."""
         comm = self.P_x.comm
-        if not carries_word(self._structures[0].dtype, comm.size):
-            self._answer_first((x, target))
         question = self._take_question()
         if question is None:
             own = self._elements(self._tied(x), target).sum()
             return sum_to_replicated(own, comm=comm)
+        # A rank that stands in cannot know the dtype of the others' sums; this one all know.
+        wide = _sum_dtype(*(structure.dtype for structure in self._structures))
         fits = not question.stands_in
-        own = self._elements(x, target).sum() if fits else self._nothing().sum()
-        total, heard = summed_with_word(own, comm, question.word)
+        own = self._elements(x, target).sum() if fits else torch.zeros((), device=x.device)
+        total, heard = summed_with_word(own.to(wide), comm, question.word)
         if self._heeded(question.settle(heard), (x, target)):
             return self._total(x, target)
-        return SumToReplicated.apply(self._tied(own), GroupPlan(comm, landed=total))
+        return SumToReplicated.apply(self._tied(own), GroupPlan(comm, landed=total.to(own.dtype)))
+
+
+def _sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the real dtype that holds sums over elements of all these, and counts of ranks."""
+    joint = functools.reduce(torch.promote_types, dtypes)
+    real = torch.zeros((), dtype=joint).abs().sum().dtype
+    return torch.float32 if real.itemsize == 2 else real
 
 
 class DistributedL1Loss(_Loss):
@@ -299,9 +307,10 @@ class DistributedNLLLoss(_WeightedLoss):
         picked = self._picked(-x, target, start)
         if normaliser is not None:
             picked = picked + normaliser
-        weights = (target != self.ignore_index).to(x.dtype)
+        counted = target != self.ignore_index
+        weights = counted.to(x.dtype)
         if self.weight is not None:
-            weights = weights * self.weight.to(x)[target.clamp(min=0)]
+            weights = weights * self.weight.to(x)[target.masked_fill(~counted, 0)]
         return torch.where(weights != 0, picked * weights, torch.zeros_like(picked)), weights
 
     def _picked(self, values: Tensor, target: Tensor, start: int) -> Tensor:

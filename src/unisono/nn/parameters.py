@@ -68,6 +68,19 @@ def check_weights(weights: str) -> Weights:
     return cast("Weights", weights)
 
 
+def held_by(users: Partition | None, weights: Weights, used: Holding) -> Holding:
+    """Return what this rank holds of the block that it uses as the others of `users` do.
+
+    Args:
+        users: the ranks that use the block, or None on a rank outside.
+        weights: how it is held.
+        used: the block.
+    """
+    if users is None or weights == "replicated" or users.rank == 0:
+        return used
+    return nothing(used.global_shape)
+
+
 @contextmanager
 def shared_generator(comm: Communicator | None) -> Iterator[torch.Generator]:
     """Give all ranks of `comm` a generator in the state of its rank 0's default one. Collective.
@@ -198,7 +211,7 @@ def replicated_or_root(
         held: own tensors.
         sums: False leaves gradients of replicated parameters local.
     """
-    if weights == "replicated":
+    if weights == "replicated" or partition.size == 1:
         return list(summed_gradients(partition.comm, *held) if sums else held)
     count = sum(math.prod(shape) for shape in shapes)
     group = Group(partition.ranks[0], partition.ranks, partition.ranks)

@@ -237,6 +237,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         p.grad = None
     try:
         yield
+    except BaseException:
+        for _, _, p, earlier in stashed:
+            p.grad = earlier  # what the block has added is not summed, and would not be alike
+        raise
     finally:
         for layer, flag in before:
             layer._sums_gradients = flag

@@ -14,6 +14,7 @@ from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from unisono.errors import CollectiveMismatch, PartitionError
 from unisono.topology import Partition
@@ -159,3 +160,15 @@ def _check(mode: str) -> Mode:
 
 
 _mode: Mode | None = None
+
+
+def is_plain(x: object) -> bool:
+    """Whether nothing but ordinary autograd looks on: no autocast, no transform, no tracing."""
+    return (
+        isinstance(x, Tensor)
+        and x.is_floating_point()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )

@@ -104,7 +104,7 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
 
     def _make_plan(self, tables: Sequence[Table]) -> _UpsamplePlan:
         (table,) = tables
-        table.dtype(self.P_x)
+        double = table.dtype(self.P_x) == torch.float64
         cuts = table.cuts(self.P_x)
         index = self.P_x.index
         if index is None:  # a rank outside never plans
@@ -122,11 +122,11 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
             size = None if self.size is None else int(self.size[dim - 2])
             y = resample_length(x, size=size, scale=scale)
             mode, aligned = _MODES[self.mode], bool(self.align_corners)
-            windows.append(_resampled(x, y, parts, mode, scale, aligned))
+            windows.append(_resampled(x, y, parts, mode, scale, aligned, double))
             shares.append(block(y, parts, i))
             first = windows[-1](i)
             start = first[0].source[0] if first else 0
-            taps.append(taps_of(*shares[-1], x, y, start, mode, scale, aligned))
+            taps.append(taps_of(*shares[-1], x, y, start, mode, scale, aligned, double))
         return _UpsamplePlan(halo.plan_windows(cuts, index, windows, shares), tuple(taps))
 
     def _halo(self) -> HaloOnGroup | None:
@@ -164,31 +164,43 @@ class Interpolate(torch.nn.Module):
         align_corners: bool = False,
     ) -> None:
         super().__init__()
-        space = len(x_global_shape) - 2
-        scales = _each(scale_factor, space, "scale_factor")
-        taps: list[Taps] = []
-        for i in range(space):
-            at = i + 2
-            made = taps_of(
-                y_local_start[at], y_local_stop[at], x_global_shape[at], y_global_shape[at],
-                x_local_start[at], _MODES.get(mode, mode), None if scales is None else scales[i],
-                align_corners,
-            )  # fmt: skip
-            held = x_local_stop[at] - x_local_start[at]
-            outside = [p for tap in made.points for p in tap if not 0 <= p < held]
+        scales = _each(scale_factor, len(x_global_shape) - 2, "scale_factor")
+        dims = range(2, len(x_global_shape))
+        self._held = [(x_local_start[at], x_local_stop[at]) for at in dims]
+        self._given = [(y_local_start[at], y_local_stop[at]) for at in dims]
+        self._taps, self._taps_double = (
+            tuple(
+                taps_of(
+                    y_local_start[at], y_local_stop[at], x_global_shape[at], y_global_shape[at],
+                    x_local_start[at], _MODES.get(mode, mode),
+                    None if scales is None else scales[at - 2], align_corners, double,
+                )
+                for at in dims
+            )
+            for double in (False, True)
+        )  # fmt: skip
+        self._check(self._taps)
+
+    def _check(self, taps: Sequence[Taps]) -> None:
+        """Raise if an output needs a point that is not among the own ones."""
+        for i, ((x0, x1), (y0, y1), own) in enumerate(
+            zip(self._held, self._given, taps, strict=True)
+        ):
+            outside = [p for tap in own.points for p in tap if not 0 <= p < x1 - x0]
             if outside:
                 raise PartitionError.because(
-                    f"Interpolate of points [{x_local_start[at]}, {x_local_stop[at]})",
-                    f"outputs [{y_local_start[at]}, {y_local_stop[at]}) of dim {at}",
-                    f"needs point {outside[0] + x_local_start[at]}",
+                    f"Interpolate of points [{x0}, {x1})",
+                    f"outputs [{y0}, {y1}) of dim {i + 2}",
+                    f"needs point {outside[0] + x0}",
                     "give it all points under its outputs, as DistributedUpsample does",
                 )
-            taps.append(made)
-        self._taps = tuple(taps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the own outputs."""
-        return resampled(x, self._taps)
+        if x.dtype != torch.float64:
+            return resampled(x, self._taps)
+        self._check(self._taps_double)  # the nearest point may be another one
+        return resampled(x, self._taps_double)
 
 
 def taps_of(
@@ -200,10 +212,11 @@ def taps_of(
     mode: str,
     scale: float | None,
     align_corners: bool,
+    double: bool,
 ) -> Taps:
     """Return the taps of outputs `[y0, y1)` of one dim, for a window that begins at `start`."""
     found = [
-        resample_taps(j, x, y, mode, scale=scale, align_corners=align_corners)
+        resample_taps(j, x, y, mode, scale=scale, align_corners=align_corners, double=double)
         for j in range(y0, y1)
     ]
     count = len(found[0].points) if found else 1
@@ -245,10 +258,12 @@ def _each(value: object, count: int, name: str) -> tuple[float, ...] | None:
 
 
 def _resampled(
-    x: int, y: int, parts: int, mode: str, scale: float | None, align_corners: bool
+    x: int, y: int, parts: int, mode: str, scale: float | None, align_corners: bool, double: bool
 ) -> halo.WindowOf:
     def window(i: int) -> tuple[Segment, ...]:
         share = block(y, parts, i)
-        return resample_window(*share, x, y, mode, scale=scale, align_corners=align_corners)
+        return resample_window(
+            *share, x, y, mode, scale=scale, align_corners=align_corners, double=double
+        )
 
     return window

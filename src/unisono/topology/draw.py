@@ -15,8 +15,9 @@ from unisono.errors import PartitionError
 from unisono.topology import halo as halos
 from unisono.topology.decompose import flat_index, split_cuts
 from unisono.topology.fanout import Layout
-from unisono.topology.halo_plan import HaloPlan
-from unisono.topology.picture import Picture, check_file, save
+from unisono.topology.halo_plan import HaloPlan, Message
+from unisono.topology.picture import check_file, save
+from unisono.topology.scene import Picture
 
 __all__ = ["draw"]
 
@@ -33,8 +34,8 @@ def draw(
 
     The last two dims that are split make the rows and columns of a grid; for every index of the
     other dims there is one grid. Each cell shows rank, index and, if known, block and halo widths
-    (points needed left/right of the block; negative: own points not needed). A list of messages
-    with their bytes follows.
+    (points needed left/right of the block; negative: own points not needed; "wraps": points that
+    a circular padding takes from the other end). A list of messages with their bytes follows.
 
     Args:
         partition: a `Partition`, a `Mesh`, or anything with `shape` and `ranks`.
@@ -136,6 +137,9 @@ def _cell(
         shown = sorted({d for p in plans.values() for d, w in enumerate(p.widths) if any(w)})
         widths = plans[index].widths
         text += [f"halo dim {dim}: {widths[dim][0]}/{widths[dim][1]}" for dim in shown]
+        round_ = sorted({d for p in plans.values() for d, w in enumerate(p.wraps) if any(w)})
+        wraps = plans[index].wraps
+        text += [f"wraps dim {dim}: {wraps[dim][0]}/{wraps[dim][1]}" for dim in round_]
     return text
 
 
@@ -174,11 +178,25 @@ def _traffic(
 ) -> list[str]:
     """Return one line for each rank that sends something."""
     lines: list[str] = []
-    for plan in plans.values():
+    readers = list(plans.values())  # row-major, so that a rank is its place
+    for plan in readers:
         if plan.sends:
             sent = ", ".join(
                 f"{message.numel * itemsize} bytes to {partition.ranks[message.peer]}"
+                + _round(message, readers[message.peer], itemsize)
                 for message in plan.sends
             )
             lines.append(f"rank {partition.ranks[plan.rank]} sends {sent}")
     return lines or ["no messages"]
+
+
+def _round(message: Message, reader: HaloPlan, itemsize: int) -> str:
+    """Return how much of a message goes round an end of the tensor."""
+    count = sum(
+        piece.numel
+        for piece in message.pieces
+        if any(reader.is_wrapped(piece, dim) for dim in range(len(piece.dest)))
+    )
+    if not count:
+        return ""
+    return " (wraps)" if count == message.numel else f" ({count * itemsize} of them wrap)"

@@ -7,6 +7,7 @@ and its partners' side of it without a message. No torch and no process here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -110,6 +111,7 @@ def plan(
     shares: list[Interval] = []
     interiors: list[Interval] = []
     under: list[Interval] = []
+    wraps: list[tuple[int, int]] = []
     for dim, (own_cuts, i) in enumerate(zip(cuts, index, strict=True)):
         at = dim - (dims - count)
         k, s, d = (kernel[at], strides[at], dilations[at]) if at >= 0 else (1, 1, 1)
@@ -124,9 +126,15 @@ def plan(
         own = (own_cuts[i], own_cuts[i + 1])
         inner = interior(y0, y1, x, own, k, s, left, right, d, mode)
         interiors.append((inner[0] - y0, inner[1] - y0))
-        low, high = max(s * y0 - left, 0), min(s * (y1 - 1) - left + span(k, d), x)
+        first, last = s * y0 - left, s * (y1 - 1) - left + span(k, d)
+        low, high = max(first, 0), min(last, x)
         under.append((low, high) if y0 < y1 and low < high else (own[0], own[0]))
-    return plan_windows(cuts, index, windows, shares, fill=fill, interior=interiors, needed=under)
+        around = mode == "circular" and y0 < y1
+        wraps.append(
+            (max(0, min(last, 0) - first), max(0, last - max(first, x))) if around else (0, 0)
+        )
+    found = plan_windows(cuts, index, windows, shares, fill=fill, interior=interiors, needed=under)
+    return replace(found, wraps=tuple(wraps)) if padding_mode == "circular" else found
 
 
 def plan_widths(

@@ -97,6 +97,9 @@ class HaloPlan:
     """For each dim, the local outputs that need no other rank's points."""
     fill: float = 0.0
     """Constant written where the window lies outside the tensor."""
+    wraps: tuple[tuple[int, int], ...] = ()
+    """For each dim, window positions left and right that hold points of the tensor's other end;
+    nothing where no dim is padded so."""
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -115,6 +118,14 @@ class HaloPlan:
     def fills(self) -> tuple[tuple[int, int], ...]:
         """For each dim, window positions left and right that hold the constant."""
         return tuple(_fills(parts) for parts in self.segments)
+
+    def is_wrapped(self, piece: Piece, dim: int) -> bool:
+        """Return whether a piece of this window comes round from the other end of a dim."""
+        if not self.wraps:
+            return False
+        left, right = self.wraps[dim]
+        start, stop = piece.dest[dim]
+        return stop <= left or start >= self.window_shape[dim] - right
 
     @property
     def has_fill(self) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from unisono.comm import Communicator, world
+from unisono.comm import Communicator, has_world, world
 from unisono.errors import PartitionError, compress_ranks
 from unisono.topology.decompose import (
     block,
@@ -364,7 +364,7 @@ class Partition:
 
 def _running_world(source: object) -> Communicator | None:
     """Return the world if torch.distributed runs and `source` stands for it."""
-    return world() if source is None and dist.is_initialized() else None
+    return world() if source is None and has_world() else None
 
 
 def _described(comm: Communicator) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import colorsys
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from unisono.errors import MissingExtra, PartitionError
 from unisono.topology.decompose import flat_index
 from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.scene import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,39 +25,10 @@ SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _FAINT, _PADDING = "#1f2937", "#6b7280", "#9ca3af"
 _CELL = (2.5, 1.8)
 """Inches of a block, across and down."""
+_RIM, _MARGIN, _WRAP_MARGIN = 0.07, 0.14, 0.3
+"""In block sizes: what stands beyond the ends of the tensor, and the room around it, with words."""
 _PANELS = 3
 """Grids beside each other, when more than two dims are split."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What is drawn, all of it computed before."""
-
-    title: str
-    grid: tuple[int, ...]
-    ranks: tuple[int, ...]
-    cuts: tuple[tuple[int, ...], ...] | None
-    plans: Mapping[tuple[int, ...], HaloPlan] | None
-    rows: int | None
-    """Dim that runs down; None: one row."""
-    columns: int | None
-    """Dim that runs across; None: one column."""
-    outer: tuple[int, ...]
-    """Dims that make one grid for each of their indices."""
-    itemsize: int
-
-    def size(self, dim: int | None) -> int:
-        """Return how many ranks a drawn dim has."""
-        return 1 if dim is None else self.grid[dim]
-
-    def index(self, fixed: Mapping[int, int], row: int, column: int) -> tuple[int, ...]:
-        """Return the index of a cell of the grid at `fixed` of the outer dims."""
-        places = dict(fixed)
-        if self.rows is not None:
-            places[self.rows] = row
-        if self.columns is not None:
-            places[self.columns] = column
-        return tuple(places[dim] for dim in range(len(self.grid)))
 
 
 def check_file(file: str | Path) -> Path:
@@ -134,8 +105,12 @@ class _Panel:
     def draw(self) -> None:
         """Draw blocks, then what they borrow, then words."""
         axes = self.axes
-        axes.set_xlim(-0.14, self.x[-1] + 0.14)
-        axes.set_ylim(self.y[-1] + 0.14, -0.14)
+        aside, above = (
+            _WRAP_MARGIN if self.picture.wraps(dim) else _MARGIN
+            for dim in (self.picture.columns, self.picture.rows)
+        )
+        axes.set_xlim(-aside, self.x[-1] + aside)
+        axes.set_ylim(self.y[-1] + above, -above)
         for side in axes.spines.values():
             side.set_visible(False)
         cells = [(r, c) for r in range(len(self.y) - 1) for c in range(len(self.x) - 1)]
@@ -203,7 +178,37 @@ class _Panel:
             for side, width in enumerate(plan.fills[dim]):
                 at_end = place == (0 if side == 0 else len(edges) - 2)
                 if width and at_end:
-                    self._padding((x0, y0, x1, y1), is_row, side)
+                    self._rim(self._box(row, column), is_row, side, _PADDING)
+            for side in (0, 1):
+                self._wrapped(index, (row, column), dim, is_row, side)
+
+    def _wrapped(
+        self, index: tuple[int, ...], cell: tuple[int, int], dim: int, is_row: bool, side: int
+    ) -> None:
+        """Draw beyond an end of the tensor the points of its other end, and say whose they are."""
+        pieces = self.picture.wrapped(index, dim, side)
+        own, size = index[dim], self.picture.grid[dim]
+        nearer = range(own) if side == 0 else range(own + 1, size)
+        beside = ((*index[:dim], i, *index[dim + 1 :]) for i in nearer)
+        if not pieces or any(self.picture.wrapped(other, dim, side) for other in beside):
+            return  # with large paddings several ranks read there; the outermost is drawn
+        end = 0 if side == 0 else size - 1
+        row, column = (end, cell[1]) if is_row else (cell[0], end)
+        owners = sorted({piece.owner for piece in pieces})
+        x0, y0, x1, y1 = box = self._box(row, column)
+        self._rim(box, is_row, side, _colours(owners[0])[1], is_solid=True)
+        me = flat_index(self.picture.grid, index)
+        sent = sum(piece.numel for piece in pieces if piece.owner != me) * self.picture.itemsize
+        named = ", ".join(str(self.picture.ranks[owner]) for owner in owners)
+        text = f"rank{'s' if len(owners) > 1 else ''} {named}"
+        out = (_RIM + _WRAP_MARGIN) / 2
+        x, y = (x0 - out if side == 0 else x1 + out), (y0 + y1) / 2
+        if is_row:
+            x, y = (x0 + x1) / 2, (y0 - out if side == 0 else y1 + out)
+        self.axes.text(
+            x, y, f"{text}: {_bytes(sent)}" if sent else text, size=7.5,
+            color=_colours(owners[0])[1], ha="center", va="center", rotation=0 if is_row else 90,
+        )  # fmt: skip
 
     def _reach(
         self, plan: HaloPlan, dim: int | None, edges: Sequence[float], place: int
@@ -225,21 +230,24 @@ class _Panel:
             found.append(room * min(max(share, 0.07), 0.9))
         return found[0], found[1]
 
-    def _padding(self, box: tuple[float, float, float, float], is_row: bool, side: int) -> None:
+    def _rim(
+        self, box: tuple[float, float, float, float], is_row: bool, side: int, colour: str,
+        *, is_solid: bool = False,
+    ) -> None:  # fmt: skip
+        """Draw what stands beyond an end of the tensor: hatched, or in a rank's colour."""
         from matplotlib.patches import Rectangle
 
         x0, y0, x1, y1 = box
-        depth = 0.07
         if is_row:
-            corner = (x0, y0 - depth if side == 0 else y1)
-            size = (x1 - x0, depth)
+            corner = (x0, y0 - _RIM if side == 0 else y1)
+            size = (x1 - x0, _RIM)
         else:
-            corner = (x0 - depth if side == 0 else x1, y0)
-            size = (depth, y1 - y0)
+            corner = (x0 - _RIM if side == 0 else x1, y0)
+            size = (_RIM, y1 - y0)
+        face = (*_rgb(colour), 0.45) if is_solid else "none"
+        hatch = None if is_solid else "/////"
         self.axes.add_patch(
-            Rectangle(
-                corner, *size, facecolor="none", edgecolor=_PADDING, hatch="/////", linewidth=0.0
-            )
+            Rectangle(corner, *size, facecolor=face, edgecolor=colour, hatch=hatch, linewidth=0.0)
         )
 
     def _words(self, row: int, column: int) -> None:
@@ -282,7 +290,8 @@ class _Panel:
         ):
             if to[0] >= len(self.y) - 1 or to[1] >= len(self.x) - 1:
                 continue
-            crossing = self._between(self._index(row, column), self._index(*to))
+            dim = self.picture.columns if to[0] == row else self.picture.rows
+            crossing = self.picture.between(self._index(row, column), self._index(*to), dim)
             if crossing:
                 self.axes.text(
                     x, y, f"\u21c4 {_bytes(crossing)}" if to[0] == row else _bytes(crossing),
@@ -290,16 +299,6 @@ class _Panel:
                     bbox={"boxstyle": "round,pad=0.25", "facecolor": "white",
                           "edgecolor": "#d1d5db", "linewidth": 0.8},
                 )  # fmt: skip
-
-    def _between(self, a: tuple[int, ...], b: tuple[int, ...]) -> int:
-        if self.picture.plans is None:
-            return 0
-        total = 0
-        for mine, other in ((a, b), (b, a)):
-            peer = flat_index(self.picture.grid, other)
-            sends = self.picture.plans[mine].sends
-            total += sum(message.numel for message in sends if message.peer == peer)
-        return total * self.picture.itemsize
 
     def _ruler(self) -> None:
         """Name the dims, and number their cuts."""
@@ -331,7 +330,9 @@ def _footnote(picture: Picture) -> str:
     if not messages:
         return "no messages"
     words = f"{messages} messages, {_bytes(sent)} in all; dashed: the points each rank reads"
-    return words + ("; hatched: padding" if any(plan.has_fill for plan in plans) else "")
+    words += "; hatched: padding" if any(plan.has_fill for plan in plans) else ""
+    around = picture.wraps(picture.rows) or picture.wraps(picture.columns)
+    return words + ("; coloured rims: points of the other end" if around else "")
 
 
 def _colours(place: int) -> tuple[str, str]:

@@ -60,7 +60,14 @@ def resample_length(x: int, *, size: int | None = None, scale: float | None = No
 
 
 def resample_taps(
-    j: int, x: int, y: int, mode: str, *, scale: float | None = None, align_corners: bool = False
+    j: int,
+    x: int,
+    y: int,
+    mode: str,
+    *,
+    scale: float | None = None,
+    align_corners: bool = False,
+    double: bool = False,
 ) -> Taps:
     """Return inputs and weights of output `j` when `x` points become `y`.
 
@@ -71,10 +78,11 @@ def resample_taps(
         mode: one of `RESAMPLE_MODES`.
         scale: the factor, if the user gave one; None stands for `y / x`.
         align_corners: first and last points fall on each other (linear and cubic only).
+        double: the nearest point as torch finds it for float64 values; else as for all others.
     """
     _check(x, y, mode, align_corners)
     if mode in ("nearest", "nearest-exact"):
-        return Taps((_nearest(j, x, y, mode, scale),), (1.0,))
+        return Taps((_nearest(j, x, y, mode, scale, double),), (1.0,))
     step = 1.0 / scale if scale else x / y
     if mode == "linear" and x == y:
         t = float(j)  # torch copies then, whatever the factor was
@@ -102,12 +110,15 @@ def resample_needed(
     *,
     scale: float | None = None,
     align_corners: bool = False,
+    double: bool = False,
 ) -> Interval:
     """Return the inputs from the first tap of output `y0` to the last of `y1 - 1`."""
     if y0 >= y1:
         return 0, 0
-    first = resample_taps(y0, x, y, mode, scale=scale, align_corners=align_corners)
-    last = resample_taps(y1 - 1, x, y, mode, scale=scale, align_corners=align_corners)
+    first, last = (
+        resample_taps(j, x, y, mode, scale=scale, align_corners=align_corners, double=double)
+        for j in (y0, y1 - 1)
+    )
     return first.points[0], last.points[-1] + 1
 
 
@@ -120,17 +131,26 @@ def resample_window(
     *,
     scale: float | None = None,
     align_corners: bool = False,
+    double: bool = False,
 ) -> tuple[Segment, ...]:
     """Return the window of outputs `[y0, y1)` as segments for `halo.plan_windows`: one copy."""
-    start, stop = resample_needed(y0, y1, x, y, mode, scale=scale, align_corners=align_corners)
+    start, stop = resample_needed(
+        y0, y1, x, y, mode, scale=scale, align_corners=align_corners, double=double
+    )
     return (Segment((0, stop - start), (start, stop), "copy"),) if start < stop else ()
 
 
-def _nearest(j: int, x: int, y: int, mode: str, scale: float | None) -> int:
-    """Return the source of `j`, rounded as torch rounds it: step and product are float32."""
-    step = _float32(1.0 / scale) if scale else _float32(x / y)
-    at = j if mode == "nearest" else j + 0.5
-    return min(math.floor(_float32(at * step)), x - 1)
+def _nearest(j: int, x: int, y: int, mode: str, scale: float | None, double: bool) -> int:
+    """Return the source of `j`, rounded as torch rounds it: in float32 unless values are float64.
+
+    The last step before the floor is in float32 in any case.
+    """
+    rounded = float if double else _float32
+    step = rounded(1.0 / scale if scale else x / y)
+    at = j * step
+    if mode == "nearest-exact":  # through the centres of points, with one rounding
+        at = max(0.0, rounded((j + 0.5) * step - 0.5)) + 0.5
+    return min(math.floor(_float32(at)), x - 1)
 
 
 def _cubic(distance: float) -> float:

@@ -1,0 +1,70 @@
+"""`DistributedSequential`: a chain of split layers that asks once for all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import PartitionError, UnisonoError
+from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, ask, chained
+from unisono.nn.joining import Join
+from unisono.nn.structure import Structure
+from unisono.topology import Partition
+
+__all__ = ["DistributedSequential"]
+
+
+class DistributedSequential(nn.Sequential):
+    """A chain of layers that agrees once for all of them whether an input has changed."""
+
+    def __init__(self, partition: Partition, layers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self._partition = partition
+        self._structure: Structure | None = None
+        self._join_before: str | None = None
+        self._join: tuple[Join, ...] = ()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Run the chain on this rank's block."""
+        comm = self._partition.comm if self._partition.active else None
+        is_tensor = isinstance(input, Tensor)
+        found = Structure.of(input) if is_tensor else None
+        question = ask(
+            comm if comm is not None and comm.size > 1 else None,
+            changed=found != self._structure,
+            gradients=self._wanted_gradients(input) if is_tensor else NO_GRAD,
+            problem=None if is_tensor else _no_tensor(input),
+        )
+        known, self._structure = self._structure, None  # and so it stays if the call fails
+        if known is None:
+            question.answer()  # layers that are not set up do not ask
+        x = input
+        if found is None and known is not None:  # take part once more before all raise
+            x = known.zeros()
+        with chained(question):
+            for name, layer in children_of(self):
+                if name == self._join_before:
+                    x = self._join[0](x)
+                x = layer(x)
+        self._structure = found
+        return x
+
+    def _wanted_gradients(self, x: Tensor) -> int:
+        if not torch.is_grad_enabled():
+            return NO_GRAD
+        if x.requires_grad:
+            return INPUTS
+        return PARAMETERS if any(p.requires_grad for p in self.parameters()) else NO_GRAD
+
+
+def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the children with their names; one that stands in two places, twice."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def _no_tensor(found: object) -> UnisonoError:
+    return PartitionError.because(
+        "forward of a split network", f"a {type(found).__name__}", None, "call it with tensors"
+    )
