@@ -128,6 +128,21 @@ def test_deltas_are_summed_or_averaged(average, factor):
     assert net.state_dict() == after
 
 
+@pytest.mark.ranks(2)
+def test_a_net_that_changes_its_dtype_keeps_learning_and_keeps_what_waits():
+    net = DDPSequential(build("conv"), AUTO, sync_norm_stats="running")
+    rows = world().rank + 2
+    x, y = data("conv", rows)
+    learn(net, x, y)
+    net.step()
+    net.model.double()
+    learn(net, x, y)  # deltas wait in the net's own memory
+    before = net.state_dict()
+    net.step()
+    assert net.state_dict() != before
+    net.check_sync()
+
+
 @pytest.mark.ranks([2, 3])
 def test_everybody_starts_from_rank_0():
     comm = world()

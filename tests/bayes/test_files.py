@@ -133,6 +133,27 @@ def test_lstm_states_travel_in_torch_files(tmp_path):
     assert np.array_equal(net([0.1])[0], other([0.1])[0])
 
 
+def test_a_state_that_no_call_starts_from_stays_out_of_files(tmp_path):
+    """Whole sequences start at zero in every call, so they do in the first after loading."""
+    net, other = (Sequential(LSTM(1, 2, 3), Linear(6, 1)) for _ in range(2))
+    x = np.arange(12.0).reshape(4, 3, 1)
+    want = net(x)[0]
+    net.save(tmp_path / "net.pt")
+    other(x[:2])
+    other.load(tmp_path / "net.pt")
+    assert np.array_equal(other(x)[0], want)
+
+
+def test_a_damaged_torch_file_is_refused(tmp_path):
+    net = Sequential(Linear(1, 1))
+    net.save(tmp_path / "net.pt")
+    whole = (tmp_path / "net.pt").read_bytes()
+    for content in (b"", b"text", whole[:300]):
+        (tmp_path / "net.pt").write_bytes(content)
+        with pytest.raises(UnisonoError, match=r"unisono\.bayes/1"):
+            net.load(tmp_path / "net.pt")
+
+
 def test_torch_files_need_no_trust(tmp_path):
     build().save(tmp_path / "net.pt")
     content = torch.load(tmp_path / "net.pt", weights_only=True)

@@ -148,6 +148,43 @@ CASES = {
     "norm": (lambda: Sequential(Linear(3, 4), bayes.BatchNorm2d(5)), ["4 != 5"]),
     "level": (lambda: bayes.metric.coverage([0.0], [1.0], [0.0], 1.5), ["0 < level < 1"]),
     "half": (lambda: net_of().to(torch.float16), ["float32 or float64"]),
+    "kernel size": (lambda: Conv2d(1, 1, -3), [r"Conv2d\(kernel_size=-3\)", "-3 < 1"]),
+    "conv stride": (lambda: Conv2d(1, 1, 3, stride=0, in_width=4, in_height=4), ["stride=0"]),
+    "conv padding": (lambda: ConvTranspose2d(1, 1, 3, padding=-1), ["padding=-1", "-1 < 0"]),
+    "pool size": (lambda: AvgPool2d(0), ["kernel_size=0", "0 < 1"]),
+    "pool stride": (lambda: bayes.MaxPool2d(2, 0), ["stride=0"]),
+    "norm size": (lambda: bayes.BatchNorm2d(0), ["features=0"]),
+    "norm dims": (lambda: bayes.LayerNorm([3, 4]), ["2 dims", r"LayerNorm\(\[12\]\)"]),
+    "steps": (lambda: bayes.LSTM(2, 3, 0), ["seq_len=0", "0 < 1"]),
+    "rows": (lambda: Embedding(0, 3), ["num_embeddings=0"]),
+    "padding row": (lambda: Embedding(4, 3, padding_idx=9), ["9 > 3", "HINT: padding_idx=-1"]),
+    "fraction": (lambda: bayes.LSTM(2, 2.5, 1), ["output_size=2.5", "whole numbers"]),
+    "block": (lambda: bayes.LayerBlock(Linear(2, 2), "x"), ["layer 1 = 'x'"]),
+    "branch": (lambda: bayes.ResNetBlock(torch.nn.Linear(2, 2)), ["from_torch"]),
+    "three parts": (
+        lambda: net_of().load_state_dict({"Linear.0": net_of().parameters()[0][:3]}),
+        ["Linear.0: 3 parts"],
+    ),
+    "negative state": (
+        lambda: net_of(1, 1).load_state_dict({"Linear.0": ([0.0], [-1.0], [0.0], [1.0])}),
+        [r"Linear\.0 part 1\[0\] = -1"],
+    ),
+    "variance": (lambda: setattr(Linear(1, 1), "var_w", [-2.0]), [r"Linear\.var_w\[0\] = -2"]),
+    "predict": (lambda: net_of().predict(np.ones(7), batch_size=-1), ["-1 < 1"]),
+    "device": (lambda: net_of().to("tpu"), ["'tpu'", "to_device"]),
+    "paired": (lambda: bayes.metric.rmse([1.0, 2.0], [1.0, 2.0, 3.0]), ["2 != 3"]),
+    "columns": (
+        lambda: bayes.Utils().create_rolling_window(np.ones((9, 2)), [0], 2, 1, 3, 1),
+        ["2 != 3"],
+    ),
+    "column": (
+        lambda: bayes.Utils().create_rolling_window(np.ones((9, 2)), [2], 2, 1, 2, 1),
+        ["from 0 to 1"],
+    ),
+    "idx file": (
+        lambda: bayes.Utils().load_mnist_images(__file__, __file__, 1),
+        ["idx file", "gunzip"],
+    ),
     "state": (lambda: Sequential(Linear(2, 2)).set_lstm_states({0: ([], [], [], [])}), ["layer 0"]),
 }
 

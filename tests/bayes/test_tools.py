@@ -40,6 +40,17 @@ def test_coverage_and_calibration_of_a_true_gaussian():
     assert (low[0], high[0]) == pytest.approx(stats.norm(1, 2).interval(0.5))
 
 
+def test_rows_and_columns_are_paired_and_not_spread_out():
+    """`predict` gives `[n, 1]`, a data set often has `[n]`: numpy would compare all with all."""
+    y, column = np.arange(4.0), np.zeros((4, 1))
+    for score in (metric.coverage, metric.crps):
+        assert score(column, column + 1, y) == score(column[:, 0], 1.0, y)
+    likely = metric.log_likelihood(column, y, column + 1)
+    assert likely == metric.log_likelihood(column[:, 0], y, 1.0)
+    assert metric.rmse(y[:, None], y) == 0.0
+    assert metric.mse(np.ones((4, 2)), 2 * np.ones(2)) == 1.0  # one row for all
+
+
 def test_crps_is_the_integral_of_its_definition():
     z = np.linspace(-12, 12, 200_001)
     integrand = (stats.norm(0.3, 1.5).cdf(z) - (z >= 1.0)) ** 2

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
+from unisono import bayes
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, PowerSGD
 from unisono.errors import CheckpointError
@@ -89,6 +90,28 @@ def test_values_generators_and_anything_with_a_state_come_back(tmp_path):
     assert counter.seen["n"] == 1
     assert torch.equal(torch.rand(3, generator=generator), expected)
     assert other.state_dict()["scale"] == 128.0
+
+
+def test_a_series_is_smoothed_over_the_steps_before_and_after_a_restart(tmp_path):
+    def taught(net, series):
+        updater = bayes.OutputUpdater(net.device)
+        for y in series:
+            net(np.array([[y - 0.1]]))
+            updater.update(net.output_z_buffer, [y], 0.1, net.input_delta_z_buffer)
+            net.backward()
+            net.step()
+
+    net, again = (bayes.Sequential(bayes.SLSTM(1, 3, 1), bayes.SLinear(3, 1)) for _ in range(2))
+    checkpoint, series = Checkpoint(tmp_path), np.sin(np.arange(6.0))
+    taught(net, series[:4])
+    checkpoint.save(4, net=net)
+    taught(net, series[4:])
+    taught(again, series[2:])  # a life of its own before
+    checkpoint.restore(net=again)
+    taught(again, series[4:])
+    for found, want in zip(again.smoother(), net.smoother(), strict=True):
+        assert found.tolist() == want.tolist()
+        assert len(want) == 6
 
 
 def test_random_states_are_left_alone_when_asked(tmp_path):
@@ -285,6 +308,9 @@ def test_ranks_that_disagree_are_told_so_on_all_ranks(tmp_path, rank_count):
         checkpoint.restore(model=other)
     with pytest.raises(CheckpointError, match="not the number of a step"):
         checkpoint.save("last", model=model())
+    for metric in ("low", torch.ones(2)):
+        with pytest.raises(CheckpointError, match=r"metric=(.|\n)*HINT: metric=loss"):
+            checkpoint.save(12, model=model(), metric=metric)
 
 
 @pytest.mark.ranks(2)

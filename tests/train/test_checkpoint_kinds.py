@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.functional import mse_loss
 
-from unisono.bayes import DDPConfig, DDPSequential, Linear, OutputUpdater, ReLU, Sequential
+from unisono.bayes import LSTM, DDPConfig, DDPSequential, Linear, OutputUpdater, ReLU, Sequential
 from unisono.comm import world
 from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
 from unisono.graph_parallel import GraphPartition, GraphPlan
@@ -128,10 +128,10 @@ class Graph:
 
 
 class Bayes:
-    """A net of means and variances."""
+    """A net of means and variances, over sequences that start at zero in each call."""
 
     def __init__(self):
-        net = Sequential(Linear(4, 8), ReLU(), Linear(8, 1))
+        net = Sequential(LSTM(1, 2, 4), Linear(8, 8), ReLU(), Linear(8, 1))
         config = DDPConfig([], backend="auto")
         self.model = DDPSequential(net, config, average=False, cap_batch="global", comm=world())
         self.updater = OutputUpdater(self.model.get_device_with_index())

@@ -70,6 +70,18 @@ def check_finite(values: Tensor, what: str, hint: str, *, missing: bool = False)
         )
 
 
+def check_sizes(layer: str, least: int = 1, **sizes: int) -> None:
+    """Refuse sizes of a layer that are no whole numbers of at least `least`."""
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer) or size < least:
+            raise PartitionError.because(
+                f"{layer}({name}={size})",
+                f"{name} counts in whole numbers from {least}",
+                f"{size} < {least}" if isinstance(size, int | np.integer) else None,
+                f"{name}={max(least, 1)}",
+            )
+
+
 def check_variance(var: Tensor, what: str) -> None:
     """Refuse negative and NaN variances, naming the first."""
     bad = ~(var.reshape(-1) >= 0)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unisono.bayes.arrays import ArrayLike, to_array, write_into
+from unisono.bayes.arrays import ArrayLike, check_variance, to_array, to_tensor, write_into
 from unisono.bayes.moments import Delta, Moments
 from unisono.bayes.parameters import Parameters
 from unisono.errors import PartitionError
@@ -39,7 +39,10 @@ class _Flat:
         return to_array(self._live(layer))
 
     def __set__(self, layer: BaseLayer, values: ArrayLike) -> None:
-        write_into(self._live(layer), values, f"{layer.get_layer_name()}.{self.name}")
+        live, what = self._live(layer), f"{layer.get_layer_name()}.{self.name}"
+        if self.field.startswith("var"):
+            check_variance(to_tensor(values, live.device, live.dtype), what)
+        write_into(live, values, what)
         if self.field.startswith("delta"):
             layer.deltas_written = True
 

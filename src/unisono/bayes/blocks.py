@@ -12,6 +12,18 @@ from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
 from unisono.errors import PartitionError
 
 
+def check_layers(layers: Sequence[object]) -> None:
+    """Refuse what is no layer of this package."""
+    for n, layer in enumerate(layers):
+        if not isinstance(layer, BaseLayer):
+            raise PartitionError.because(
+                f"layer {n} = {layer!r}",
+                f"a {type(layer).__name__}",
+                None,
+                "layers of unisono.bayes; from_torch(module) reads those of torch.nn",
+            )
+
+
 def forward_through(layers: Sequence[BaseLayer], x: Moments) -> Moments:
     """Return the moments behind these layers."""
     for layer in layers:
@@ -64,6 +76,7 @@ class LayerBlock(BaseLayer):
 
     def __init__(self, *layers: BaseLayer) -> None:
         super().__init__()
+        check_layers(layers)
         self.layers = list(layers)
         self.plan(None)
 
@@ -118,6 +131,7 @@ class ResNetBlock(BaseLayer):
 
     def __init__(self, main_block: BaseLayer, shortcut: BaseLayer | None = None) -> None:
         super().__init__()
+        check_layers((main_block,) if shortcut is None else (main_block, shortcut))
         self.main_block, self.shortcut = main_block, shortcut
         self.input_z, self.input_delta_z = BaseHiddenStates(), BaseDeltaStates()
         self.shortcut_output_z, self.shortcut_output_delta_z = BaseHiddenStates(), BaseDeltaStates()

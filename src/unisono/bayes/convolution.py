@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono.bayes.arrays import check_sizes
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.drawing import normal, start_scale
 from unisono.bayes.geometry import image_shape, spread_outputs, total_padding, window_outputs
@@ -33,6 +34,10 @@ class _Convolution(BaseLayer):
         init_method: str = "He",
     ) -> None:
         super().__init__()
+        name = self.get_layer_name()
+        check_sizes(name, in_channels=in_channels, out_channels=out_channels)
+        check_sizes(name, kernel_size=kernel_size, stride=stride)
+        check_sizes(name, 0, padding=padding, in_width=in_width, in_height=in_height)
         self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bias
         self.kernel_size, self.stride = kernel_size, stride
         self.padding, self.padding_type = padding, padding_type

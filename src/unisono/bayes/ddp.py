@@ -111,8 +111,11 @@ class DDPSequential:
         """Let the deltas live where the ranks add them up without a copy."""
         arena = self.model.arena
         extra = sum(2 * norm.num_features for norm in self._norms) if self._averages_running else 0
-        size = 2 * arena.size + TAIL + extra
-        arena.point_deltas(self.comm.shared_buffer((size,), self.model._dtype))
+        deltas = 2 * arena.size
+        bucket = self.comm.shared_buffer((deltas + TAIL + extra,), self.model._dtype)
+        bucket[:deltas] = arena.bucket[:deltas]
+        arena.point_deltas(bucket)
+        self._bucket = bucket
 
     @torch.no_grad()
     def _broadcast(self) -> None:
@@ -178,6 +181,8 @@ class DDPSequential:
         A rank that had no rows since the last step calls it all the same and adds zeros.
         """
         arena = self.model.arena
+        if arena.bucket is not self._bucket:  # the net has another dtype or device now
+            self._make_bucket()
         rows = self.model.take_pending()
         deltas, rest = arena.bucket[: 2 * arena.size], arena.bucket[2 * arena.size :]
         if not rows:

@@ -7,7 +7,6 @@ import os
 import sys
 
 import torch
-import torch.distributed as dist
 
 from unisono import launch
 from unisono.bayes.ddp_config import DDPConfig
@@ -16,6 +15,7 @@ from unisono.comm import (
     Environment,
     detect,
     groups,
+    has_world,
     start_world,
     stop_world,
     transports,
@@ -37,7 +37,7 @@ def join(config: DDPConfig, source: object, timeout_s: float | None) -> Communic
     if source is not None:
         comm = Communicator.of(source)
         config.check_agrees(comm.rank, comm.size, "the communicator")
-    elif dist.is_initialized():
+    elif has_world():
         comm = launch.world()
         config.check_agrees(comm.rank, comm.size, "the running world")
         comm = _on_backend(comm, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from unisono.bayes.arrays import check_sizes
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.drawing import normal
 from unisono.bayes.moments import Delta, Moments
@@ -34,6 +35,17 @@ class Embedding(BaseLayer):
         padding_idx: int = -1,
     ) -> None:
         super().__init__()
+        check_sizes("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        check_sizes("Embedding", 0, input_size=input_size)
+        if not -1 <= padding_idx < num_embeddings:
+            raise PartitionError.because(
+                f"Embedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx})",
+                f"rows 0 to {num_embeddings - 1}, and -1 for no padding",
+                f"{padding_idx} < -1"
+                if padding_idx < -1
+                else f"{padding_idx} > {num_embeddings - 1}",
+                "padding_idx=-1",
+            )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.input_size, self.scale, self.padding_idx = input_size, scale, padding_idx
         self.output_size = input_size * embedding_dim

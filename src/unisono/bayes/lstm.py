@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.bayes.arrays import check_sizes
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.drawing import normal, start_scale
 from unisono.bayes.lstm_cell import State, step
@@ -67,6 +68,8 @@ class LSTM(BaseLayer):
         stateful: bool | None = None,
     ) -> None:
         super().__init__()
+        name = self.get_layer_name()
+        check_sizes(name, input_size=input_size, output_size=output_size, seq_len=seq_len)
         self.input_size, self.output_size = input_size, output_size
         self.seq_len, self.bias = seq_len, bias
         self.gain_weight, self.gain_bias, self.init_method = gain_weight, gain_bias, init_method
@@ -115,6 +118,11 @@ class LSTM(BaseLayer):
             state = getattr(self, name)
             if state is not None:
                 setattr(self, name, State(*(t.to(device=device, dtype=dtype) for t in state)))
+
+    @property
+    def carried(self) -> State | None:
+        """What the next call of the same batch size starts from; None is zero."""
+        return self.state if self._start is None and self._carries_next else self._start
 
     def reset_state(self) -> None:
         """Let the next call start at zero."""

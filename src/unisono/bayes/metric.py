@@ -19,7 +19,8 @@ REDUCTIONS = ("mean", "sum", "none")
 
 def mse(prediction: ArrayLike, observation: ArrayLike) -> float:
     """Return the mean squared error."""
-    return float(np.nanmean(np.square(_floats(prediction) - _floats(observation))))
+    found, seen = _paired(prediction=prediction, observation=observation)
+    return float(np.nanmean(np.square(found - seen)))
 
 
 def rmse(prediction: ArrayLike, observation: ArrayLike) -> float:
@@ -45,8 +46,8 @@ def log_likelihood(
         raise PartitionError.because(
             f"reduction={reduction!r}", f"reductions are {', '.join(REDUCTIONS)}", None, '"mean"'
         )
-    s = _floats(std)
-    z = (_floats(observation) - _floats(prediction)) / s
+    found, seen, s = _paired(prediction=prediction, observation=observation, std=std)
+    z = (seen - found) / s
     each = -0.5 * np.square(z) - np.log(s) - 0.5 * math.log(2 * math.pi)
     if reduction == "none":
         return each
@@ -62,14 +63,15 @@ def prediction_interval(
     >>> round(float(high[0]), 2)
     1.96
     """
-    reach = _reach(level) * _floats(std)
-    return _floats(mean) - reach, _floats(mean) + reach
+    middle, s = _paired(mean=mean, std=std)
+    reach = _reach(level) * s
+    return middle - reach, middle + reach
 
 
 def coverage(mean: ArrayLike, std: ArrayLike, y: ArrayLike, level: float = 0.95) -> float:
     """Return the share of observations inside the central interval of `level`."""
-    low, high = prediction_interval(mean, std, level)
-    seen = _floats(y)
+    middle, s, seen = _paired(mean=mean, std=std, y=y)
+    low, high = prediction_interval(middle, s, level)
     known = ~np.isnan(seen)
     return float(((low <= seen) & (seen <= high))[known].mean())
 
@@ -87,8 +89,8 @@ def calibration_curve(
 
 def crps(mean: ArrayLike, std: ArrayLike, y: ArrayLike) -> float:
     """Return the mean continuous ranked probability score of Gaussian predictions."""
-    s = _floats(std)
-    z = (_floats(y) - _floats(mean)) / s
+    middle, s, seen = _paired(mean=mean, std=std, y=y)
+    z = (seen - middle) / s
     pdf = np.exp(-0.5 * np.square(z)) / math.sqrt(2 * math.pi)
     cdf = 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(z / math.sqrt(2)))
     return float(np.nanmean(s * (z * (2 * cdf - 1) + 2 * pdf - 1 / math.sqrt(math.pi))))
@@ -126,8 +128,25 @@ class HRCSoftmaxMetric:
         return classification_error(self.get_predicted_labels(m_pred, v_pred), label)
 
 
-def _floats(values: ArrayLike) -> Floats:
-    return np.asarray(values, dtype=np.float64)
+def _paired(**arrays: ArrayLike) -> list[Floats]:
+    """Return arrays that belong together entry by entry, in the shape of the largest.
+
+    `[n, 1]` and `[n]` are paired, not spread out to `[n, n]`; one number goes with all entries.
+    """
+    found = [np.asarray(values, dtype=np.float64) for values in arrays.values()]
+    shape = max(found, key=lambda a: a.size).shape
+    try:
+        return [
+            a.reshape(shape) if a.size == np.prod(shape) else np.broadcast_to(a, shape)
+            for a in found
+        ]
+    except ValueError:
+        raise PartitionError.because(
+            "a metric of arrays that belong together entry by entry",
+            ", ".join(f"{name} of shape {a.shape}" for name, a in zip(arrays, found, strict=True)),
+            " != ".join(str(a.size) for a in found),
+            "as many observations as predictions; one number goes with all",
+        ) from None
 
 
 def _reach(level: float) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from unisono.bayes.arrays import check_sizes
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.moments import Delta, Moments
 from unisono.errors import PartitionError
@@ -24,6 +25,7 @@ class _Norm(BaseLayer):
 
     def __init__(self, features: int, eps: float, bias: bool, gains: tuple[float, float]) -> None:
         super().__init__()
+        check_sizes(self.get_layer_name(), features=features)
         self.num_features, self.eps, self.bias = features, eps, bias
         self.gain_weight, self.gain_bias = gains
         self.init_weight_bias()
@@ -182,6 +184,15 @@ class LayerNorm(_Norm):
         self, normalized_shape: Sequence[int], eps: float = 1e-4, bias: bool = True
     ) -> None:
         self.normalized_shape = list(normalized_shape)
+        if len(self.normalized_shape) not in (1, 3):
+            raise PartitionError.because(
+                f"LayerNorm({self.normalized_shape})",
+                f"{len(self.normalized_shape)} dims",
+                "a shape has 1 dim, [features], or 3, [channels, width, height]",
+                f"LayerNorm([{math.prod(self.normalized_shape)}])",
+            )
+        for size in self.normalized_shape[1:]:
+            check_sizes("LayerNorm", side=size)
         super().__init__(self.normalized_shape[0], eps, bias, (1.0, 1.0))
 
     def fixed_input(self) -> int | None:

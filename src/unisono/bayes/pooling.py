@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono.bayes.arrays import check_sizes
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.geometry import image_shape, total_padding, window_outputs
 from unisono.bayes.moments import Delta, Moments
@@ -18,8 +19,10 @@ class _Pool(BaseLayer):
 
     def __init__(self, kernel_size: int, stride: int, padding: int, padding_type: int) -> None:
         super().__init__()
-        self.kernel_size = kernel_size
-        self.stride = kernel_size if stride == -1 else stride
+        stride = kernel_size if stride == -1 else stride
+        check_sizes(self.get_layer_name(), kernel_size=kernel_size, stride=stride)
+        check_sizes(self.get_layer_name(), 0, padding=padding)
+        self.kernel_size, self.stride = kernel_size, stride
         self.padding, self.padding_type = padding, padding_type
         self._image: tuple[int, int, int] | None = None
 

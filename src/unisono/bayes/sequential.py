@@ -278,6 +278,13 @@ class Sequential(StoredState, RecurrentStates, Described):
             x: input, as `forward` takes it.
             batch_size: samples at a time; None for all at once.
         """
+        if batch_size is not None and batch_size < 1:
+            raise PartitionError.because(
+                f"predict(x, batch_size={batch_size})",
+                "samples at a time are counted from 1",
+                f"{batch_size} < 1",
+                "batch_size=256, or None for all at once",
+            )
         with self._undisturbed():
             self.eval()
             whole = self._read(x, None)

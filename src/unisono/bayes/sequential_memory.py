@@ -59,6 +59,21 @@ class RecurrentStates(LayerStack):
             states = {n: _at(layer, time_step) for n, layer in self._smoothable().items()}
         return {n: _flat(state) for n, state in states.items() if state is not None}
 
+    def carried_lstm_states(self) -> dict[int, FlatState]:
+        """Return the states that the next call starts from; layers that start at zero have none."""
+        states = {n: layer.carried for n, layer in self._recurrent().items()}
+        return {n: _flat(state) for n, state in states.items() if state is not None}
+
+    def lstm_histories(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Return what SLSTM layers remember for the smoother, by layer index."""
+        return {n: layer.history_tensors() for n, layer in self._smoothable().items()}
+
+    def set_lstm_histories(self, histories: dict[int, dict[str, torch.Tensor]]) -> None:
+        """Let SLSTM layers remember what `lstm_histories` gave."""
+        for n, layer in self._smoothable().items():
+            if n in histories:
+                layer.set_history(histories[n])
+
     def set_lstm_states(self, states: dict[int, FlatState]) -> None:
         """Let the next call start from these states, as `get_lstm_states` gives them."""
         layers = self._recurrent()
@@ -82,7 +97,8 @@ class RecurrentStates(LayerStack):
                     f"four parts of batch*{units}",
                     "(mu_h, var_h, mu_c, var_c) as get_lstm_states() gives them",
                 )
-            read[n] = State(*(row.view(-1, units) for row in rows))
+            # units in rows, as a layer leaves its state: products then round alike
+            read[n] = State(*(row.view(-1, units).t().contiguous().t() for row in rows))
         for n, state in read.items():
             layers[n].set_state(state)
 

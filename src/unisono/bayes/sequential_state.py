@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.bayes import csv_files, pytagi_files, torch_files
-from unisono.bayes.arrays import ArrayLike, to_array, to_tensor
+from unisono.bayes.arrays import ArrayLike, check_variance, to_array, to_tensor
 from unisono.bayes.base_layer import BaseLayer
 from unisono.bayes.normalization import BatchNorm2d
 from unisono.bayes.stack import LayerStack
@@ -75,10 +75,15 @@ class StoredState(LayerStack):
         read: list[tuple[Tensor, Tensor]] = []
         wrong: list[str] = []
         for key, values in state.items():
-            for live, value in zip(_targets(layers, key), values, strict=False):
+            targets = _targets(layers, key)
+            if len(values) not in (4, len(targets)):
+                wrong.append(f"{key}: {len(values)} parts for mu_w, var_w, mu_b, var_b")
+            for n, (live, value) in enumerate(zip(targets, values, strict=False)):
                 flat = to_tensor(value, live.device, live.dtype).reshape(-1)
                 if flat.numel() != live.numel():
                     wrong.append(f"{key}: {flat.numel()} numbers for {live.numel()}")
+                elif n % 2:
+                    check_variance(flat, f"{key} part {n}")
                 read.append((live, flat))
         if wrong:
             raise PartitionError.because(

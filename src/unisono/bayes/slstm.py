@@ -85,6 +85,22 @@ class SLSTM(LSTM):
         super().reset_state()
         self.history = []
 
+    def history_tensors(self) -> dict[str, Tensor]:
+        """Return the history as tensors of `[steps, ...]`; empty ones where there is none."""
+        nothing = self._live.mean_w.new_empty(0)
+        steps = zip(*(_flattened(step) for step in self.history), strict=True)
+        found = dict(zip(_FIELDS, (torch.stack(part) for part in steps), strict=False))
+        return {name: found.get(name, nothing) for name in _FIELDS}
+
+    def set_history(self, tensors: dict[str, Tensor]) -> None:
+        """Take the history that `history_tensors` gave."""
+        like = self._live.mean_w
+        parts = (tensors[name].to(device=like.device, dtype=like.dtype) for name in _FIELDS)
+        self.history = [
+            Step(State(*prior), State(*posterior), cov_c, cov_h)
+            for prior, posterior, cov_c, cov_h in zip(*parts, strict=True)
+        ]
+
     def forward(self, x: Moments) -> Moments:
         """One step; in training it is written down."""
         if x.mean.shape[0] != 1:
@@ -145,6 +161,13 @@ class SLSTM(LSTM):
                 torch.stack([s.var_h for s in self.smoothed]),
             ]
         )
+
+
+_FIELDS = ("prior", "posterior", "cov_c", "cov_h")
+
+
+def _flattened(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.stack(step.prior), torch.stack(step.posterior), step.cov_c, step.cov_h
 
 
 def _positive(var: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.blocks import fixed_input, plan_through
+from unisono.bayes.blocks import check_layers, fixed_input, plan_through
 from unisono.bayes.parameters import Arena, Parameters
 from unisono.errors import PartitionError, PlatformError
 
@@ -17,14 +17,7 @@ class LayerStack:
     """Layers in a row, their parameters in one arena, on one device in one dtype."""
 
     def __init__(self, *layers: BaseLayer) -> None:
-        for n, layer in enumerate(layers):
-            if not isinstance(layer, BaseLayer):
-                raise PartitionError.because(
-                    f"layer {n} = {layer!r}",
-                    f"a {type(layer).__name__}",
-                    None,
-                    "layers of unisono.bayes; from_torch(module) reads those of torch.nn",
-                )
+        check_layers(layers)
         self.layers = list(layers)
         self._device = torch.device("cpu")
         self._dtype = torch.float32
@@ -125,7 +118,12 @@ class LayerStack:
 
 
 def _checked_device(name: str | torch.device) -> torch.device:
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise PlatformError.because(
+            f"a net on {name!r}", "no kind of device has that name", None, 'net.to_device("cpu")'
+        ) from None
     there = {
         "cpu": True,
         "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),

@@ -116,8 +116,10 @@ class Utils:
             X `[n, input_seq_len * num_features]` and Y `[n, output_seq_len * columns]` with
             `n = (time - input_seq_len - output_seq_len) // stride + 1`.
         """
-        series = np.asarray(data, dtype=np.float32).reshape(-1, num_features)
+        series = np.asarray(data, dtype=np.float32)
         columns = np.atleast_1d(np.asarray(output_col, dtype=np.int64))
+        _check_series(series.shape, columns, num_features, stride)
+        series = series.reshape(-1, num_features)
         free = len(series) - input_seq_len - output_seq_len
         if free < 0:
             raise PartitionError.because(
@@ -136,6 +138,22 @@ class Utils:
         """Return the upper triangle, row by row, of `sigma^2 I`, once for each of the batch."""
         matrix = np.eye(num_data, dtype=np.float32) * np.float32(sigma**2)
         return np.tile(matrix[np.triu_indices(num_data)], batch_size)
+
+
+def _check_series(
+    shape: tuple[int, ...], columns: NDArray[np.int64], num_features: int, stride: int
+) -> None:
+    """Refuse a series whose columns are not those that are asked for."""
+    width = shape[1] if len(shape) == 2 else num_features
+    if width != num_features or stride < 1 or not ((columns >= 0) & (columns < width)).all():
+        raise PartitionError.because(
+            f"windows of {num_features} features, columns {columns.tolist()}, stride {stride}",
+            f"a series of shape {shape}",
+            f"{width} != {num_features}"
+            if width != num_features
+            else f"columns count from 0 to {width - 1}, a stride from 1",
+            f"num_features={width}, output_col=[0], stride=1",
+        )
 
 
 def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
@@ -170,7 +188,14 @@ def _probabilities(
 
 def _idx_values(path: str | Path, count: int) -> NDArray[Any]:
     raw = Path(path).read_bytes()
-    dims = raw[3]
+    dims = raw[3] if raw[:3] == b"\0\0\x08" and len(raw) > 3 else 0
+    if not dims or len(raw) < 4 + 4 * dims:
+        raise PartitionError.because(
+            f"{count} records of {path}",
+            f"{len(raw)} bytes that start with {raw[:4]!r}",
+            "an idx file of bytes starts with 00 00 08 and its number of dims",
+            "the unpacked *-ubyte file (gunzip it first)",
+        )
     sizes = struct.unpack(f">{dims}I", raw[4 : 4 + 4 * dims])
     if sizes[0] < count:
         raise _too_short(path, count, sizes[0])

@@ -19,7 +19,7 @@ FORMAT = "unisono.bayes/1"
 def save(net: StoredState, path: str | Path) -> None:
     """Write `net`."""
     state = net.state_dict(tensors=True, running=True)
-    recurrent = getattr(net, "get_lstm_states", dict)()
+    recurrent = getattr(net, "carried_lstm_states", dict)()
     content = {
         "format": FORMAT,
         "state": {key: value for key, value in state.items() if not key.endswith(".running")},
@@ -33,7 +33,12 @@ def save(net: StoredState, path: str | Path) -> None:
 
 def load(net: StoredState, path: str | Path) -> None:
     """Read a file of `save` into `net`."""
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception:  # damaged files end torch's reader in many ways
+        content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PartitionError.because(
             f"load({str(path)!r})", f"not a file of format {FORMAT}", None, "a file of net.save()"
@@ -47,7 +52,8 @@ def load(net: StoredState, path: str | Path) -> None:
             "the same layers in the same order",
         )
     net.load_state_dict({**content["state"], **content["running"]})
-    if content["lstm"] and hasattr(net, "set_lstm_states"):
+    if hasattr(net, "set_lstm_states"):
+        net.reset_lstm_states()  # type: ignore[attr-defined]
         net.set_lstm_states(content["lstm"])  # type: ignore[attr-defined]
 
 

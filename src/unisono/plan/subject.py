@@ -132,8 +132,20 @@ def _arguments(make: Callable[..., Any]) -> list[str]:
 
 def _check_batch(subject: Subject, word: str) -> None:
     """Refuse a batch that the model cannot take, or an output that gives no loss."""
+    if not subject.batch[0].dim() or not subject.samples:
+        raise PlatformError.because(
+            f"--model {word}",
+            f"a batch of shape {list(subject.batch[0].shape)}, which has no samples to time",
+            hint="a batch of one rank, [samples, ...]",
+        )
     if isinstance(subject.model, Sequential):
         return
+    if not any(p.requires_grad for p in subject.model.parameters()):
+        raise PlatformError.because(
+            f"--model {word}",
+            f"{type(subject.model).__name__} has no parameter that is trained",
+            hint="return the model that you train, and its batch",
+        )
     try:
         with torch.no_grad():
             subject.loss(subject.model(*(x[:2] for x in subject.batch)))

@@ -147,6 +147,11 @@ class Checkpoint:
         check_equal(asked, "objects", names, "name the same objects on all ranks")
         if not isinstance(step, int) or step < 0:
             raise CheckpointError.because(asked, "not the number of a step", None, "save(100, ...)")
+        try:
+            metric = None if metric is None else float(metric)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last: several numbers
+            found = f"metric={metric!r}: {error}"
+            raise CheckpointError.because(asked, found, None, "metric=loss.item()") from None
         arrangement = arrange(everything)
         size = sum(
             everything[rank][name].bytes
@@ -179,7 +184,7 @@ class Checkpoint:
                     ranks=self.comm.size,
                     parts=kinds,
                     versions=arrangement.versions,
-                    metric=None if metric is None else float(metric),
+                    metric=metric,
                 ),
                 keep=self.keep,
                 best=self.keep_best,

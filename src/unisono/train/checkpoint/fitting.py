@@ -19,7 +19,8 @@ def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) ->
     parts, values = parts_of(objects)
     there = saved.manifest.parts
     asked = f"Checkpoint.restore({', '.join(f'{name}=' for name in objects)})"
-    found = f"step {saved.step} holds {', '.join(f'{n} ({kind})' for n, kind in there.items())}"
+    held = ", ".join(f"{n} ({kind})" for n, kind in there.items()) or "no object"
+    found = f"step {saved.step} holds {held}"
     if values:
         name = next(iter(values))
         raise CheckpointError.because(

@@ -84,11 +84,17 @@ class NetPart(ValuePart):
 
     def _state(self) -> dict[str, Any]:
         net = self._net
-        return {"state": net.state_dict(tensors=True, running=True), "lstm": net.get_lstm_states()}
+        return {
+            "state": net.state_dict(tensors=True, running=True),
+            "lstm": net.carried_lstm_states(),
+            "history": net.lstm_histories(),
+        }
 
     def _load(self, tree: dict[str, Any]) -> None:
         self._net.load_state_dict(tree["state"])
+        self._net.reset_lstm_states()
         self._net.set_lstm_states(tree["lstm"])
+        self._net.set_lstm_histories(tree.get("history", {}))
 
     def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
         """Compare layers and sizes."""

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from unisono.comm.environment import detect
+from unisono.comm.first_use import store_of_world
 from unisono.comm.tracing_report import clock_offset_ns
-from unisono.comm.watchdog import default_store
 
 
 def zero_of_run(started_ns: int) -> int:
@@ -22,10 +22,13 @@ def zero_of_run(started_ns: int) -> int:
         started_ns: the moment, as `time.time_ns` of the host that began the run.
     """
     own = time.perf_counter_ns() - (time.time_ns() - started_ns)
-    if not dist.is_initialized() or detect().nodes == 1:
+    whole, environment = store_of_world(), detect()
+    if whole is None or environment.nodes == 1:
         return own
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore("unisono/record", default_store())
+    rank, size = environment.rank, environment.size
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    store = PrefixStore("unisono/record", whole)
     store = PrefixStore(str((store.add("round", 1) - 1) // size), store)
     if rank == 0:
         store.set("zero", str(own))

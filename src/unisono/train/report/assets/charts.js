@@ -184,7 +184,7 @@ U.bars = (view, { rows, kinds }) => {
   const H = rows.length * row + 34;
   const longest = Math.max(...rows.map((r) => r.parts.reduce((a, b) => a + b, 0)), 1e-12);
   const X = (v) => L + (v / longest) * (W - L - R);
-  const svg = U.svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img" });
+  const svg = U.svg("svg", { class: "long", viewBox: `0 0 ${W} ${H}`, role: "img" });
   for (const tick of U.ticks(0, longest, 8)) {
     svg.append(U.svg("line", { class: "grid", x1: X(tick), x2: X(tick), y1: 0, y2: H - 28 }));
     svg.append(U.svg("text", { x: X(tick), y: H - 11, "text-anchor": "middle" }, tick ? U.time(tick) : "0"));
@@ -217,7 +217,7 @@ U.timeline = (view, { lanes, begin, end, full, onzoom }) => {
   const [spans, ops] = [names("spans"), names("events")];
   const tint = (name) => U.color(spans.indexOf(name));
   const shade = (name) => U.color(spans.length + ops.indexOf(name) + (spans.length ? 0 : 1));
-  const svg = U.svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", style: "touch-action:none;cursor:grab" });
+  const svg = U.svg("svg", { class: "long", viewBox: `0 0 ${W} ${H}`, role: "img", style: "touch-action:none;cursor:grab" });
   const clip = `inside${U.figures}-${Math.round(Math.random() * 1e9)}`;
   svg.append(U.svg("defs", {},
     U.svg("clipPath", { id: clip }, U.svg("rect", { x: L, y: 0, width: W - L - R, height: H })),
@@ -330,9 +330,9 @@ U.grid = (view, layout, places) => {
   view.plot.replaceChildren(svg);
 };
 
-U.table = (head, rows, numeric) => U.el("table", {},
+U.table = (head, rows, numeric) => U.el("div", { class: "scroll" }, U.el("table", {},
   U.el("tr", {}, head.map((h, i) => U.el("th", { class: numeric[i] ? "n" : null }, h))),
-  rows.map((row) => U.el("tr", {}, row.map((c, i) => U.el("td", { class: numeric[i] ? "n" : null }, c)))));
+  rows.map((row) => U.el("tr", {}, row.map((c, i) => U.el("td", { class: numeric[i] ? "n" : null }, c))))));
 U.theme = () => U.el("button", { title: "light or dark", onclick: () => {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
