@@ -52,8 +52,8 @@ def plot(truth, y, mean, std):
     axes.plot(time, mean, label="smoothed")
     axes.plot(time, truth[1:], "k--", lw=1, label="truth")
     axes.plot(time, y[1:], "k.", ms=4, label="observed")
-    axes.set(xlabel="time", title="Missing values, filled with an error bar")
-    axes.legend(loc="lower left", ncols=3, fontsize=8)
+    axes.set(xlabel="time", title="Missing values, filled with an error bar", ylim=(-2.0, 1.5))
+    axes.legend(loc="lower center", ncols=5, fontsize=8)
     figure.savefig("bayes_smoother.png", dpi=120)
     print("wrote bayes_smoother.png")
 

@@ -190,6 +190,11 @@ def test_the_command_prints_ways_and_assumptions(few_rounds, tmp_path, capsys):
         (["--model", "mlp", "--ranks", "4", "--link", "fast"], "HINT: write 10GB/s"),
         (["--model", "mlp", "--overlap", "2"], "not between 0 and 1"),
         (["--model", "mlp", "--batch", "0"], "--batch 0"),
+        (["--model", "mlp", "--batch", "inf"], "not a finite number above 0"),
+        (["--model", "mlp", "--rank-speed", "nan"], "not a finite number above 0"),
+        (["--model", "mlp", "--cores", "-2"], "--cores -2"),
+        (["--model", "mlp", "--max-ranks", "0"], "HINT: --max-ranks 8"),
+        (["--model", "mlp", "--ranks", "8", "--team", "3"], "8 = 3 * 2 + 2"),
     ],
 )
 def test_bad_options_are_explained(words, message, capsys):
@@ -215,13 +220,21 @@ def needs(width, depth=2):
 
 def wide():
     return nn.Linear(4, 2), torch.ones(8, 5)
+
+def empty():
+    return nn.Linear(4, 2), torch.ones(0, 4)
+
+def fixed():
+    return nn.ReLU(), torch.ones(8, 4)
 """
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--model", "{file}:mak"], "{file}:make; also there: needs, wide"),
+        (["--model", "{file}:mak"], "{file}:make; also there: needs, wide, empty, fixed"),
+        (["--model", "{file}:empty"], "[0, 4], which has no samples"),
+        (["--model", "{file}:fixed"], "ReLU has no parameter that is trained"),
         (["--model", "{file}:needs"], "needs(width=...)"),
         (["--model", "{file}:wide"], "batch of [8, 5]"),
         (["--plot", "x.foo"], "--plot x.png"),
