@@ -16,6 +16,7 @@ import torch
 
 import unisono
 from unisono.launch import local, server, warm
+from unisono.testing.leaks import Holdings
 
 QUIET = unisono.Logs(console="none")
 
@@ -34,6 +35,7 @@ def test_one_server_forks_all_ranks_until_it_is_idle_killed_or_shut_down(monkeyp
     (second,) = parents()
     assert second != first
     assert has_ended(second)  # by itself
+    assert str(second) not in str(Holdings.now(["processes"]).found)  # and is no one's zombie
     monkeypatch.undo()
     (third,) = parents()
     assert third != second

@@ -66,7 +66,7 @@ class Setting:
         """Take over what is set in Python: the warning filters and the modes of torch."""
         warnings.filters[:] = self.filters  # pyright: ignore[reportIndexIssue]
         warnings._filters_mutated()  # pyright: ignore[reportAttributeAccessIssue]
-        if self.modes:
+        if self.modes and self.modes != _modes_of_torch():  # setting them loads torch's compiler
             import torch
 
             torch.set_default_dtype(self.modes["dtype"])

@@ -106,12 +106,20 @@ def _threads() -> dict[str, str]:
 def _processes() -> dict[str, str]:
     if not _PROC.exists():
         return {f"pid:{p.pid}": f"{p.pid} {p.name}" for p in multiprocessing.active_children()}
+    _collect_server()
     found: dict[str, str] = {}
     for pid in _children():
         command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
         if not any(word in command for word in _LASTING_COMMANDS):
             found[f"pid:{pid}"] = f"{pid} ({command[:80] or 'ended, but not waited for'})"
     return found
+
+
+def _collect_server() -> None:
+    """Collect a warm server that has left, idle; else that is done when the next run begins."""
+    server = getattr(sys.modules.get("unisono.launch.warm"), "_server", None)
+    if server is not None:
+        _ = server.is_usable
 
 
 def _children() -> list[int]:
