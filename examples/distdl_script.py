@@ -28,6 +28,9 @@ except ImportError:  # the same verbs over torch.distributed
     from unisono.comm.mpi_style import MPI
 
 
+EPOCHS = 3  # after as many, four of five digits are right
+
+
 def networks():
     """Return the partition of all ranks, the split network, and the plain one with its weights."""
     P_world = distdl.backend.backend.Partition(MPI.COMM_WORLD)
@@ -102,13 +105,13 @@ def main(epochs):
     if P_world.rank == 0:
         print(f"largest difference of a loss from one process: {largest:.1e}", flush=True)
         assert largest < 1e-2
-        assert hits > 0.8
+        assert hits > 0.8 or epochs < EPOCHS
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=None, help="start so many ranks here")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
     arguments = parser.parse_args()
     if arguments.ranks is None:
         main(arguments.epochs)

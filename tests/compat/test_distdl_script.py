@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,12 @@ def test_a_training_script_gives_the_same_in_one_process_and_under_mpiexec(mpiex
     alone, ranks = run_script()
     assert (len(alone), ranks) == (3, {1})
     assert run_script(mpiexec, "-n", "2") == (alone, {2})
+
+
+def test_the_script_runs_for_as_few_epochs_as_its_user_wants(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # ranks by torch.distributed: one, here
+    runpy.run_path(str(EXAMPLE), run_name="script")["main"](1)
+    assert capsys.readouterr().out.count("epoch") == 1
 
 
 PARTITIONS = """\

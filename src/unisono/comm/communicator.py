@@ -101,14 +101,15 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
                 None,
                 "leave axis out, or pass the Mesh or DeviceMesh",
             )
+        kind = cls
         if isinstance(source, Communicator):
-            entry = source._entry
+            kind, entry = type(source), source._entry
             device = source.device if device is None else device
             timeout_s = source._own_timeout_s if timeout_s is None else timeout_s
         else:
             entry = _entry_from(source, axis)
         where = entry.default_device() if device is None else torch.device(device)
-        return cls(entry, device=where, timeout_s=timeout_s)
+        return kind(entry, device=where, timeout_s=timeout_s)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -28,6 +28,7 @@ from unisono.nn.conv_transpose import (
 )
 from unisono.nn.distribute import DistributedSequential, distribute
 from unisono.nn.embedding import DistributedEmbedding
+from unisono.nn.gradient_norm import clip_grad_norm_
 from unisono.nn.halo_layers import DistributedPad, HaloExchange
 from unisono.nn.layer_norm import DistributedLayerNorm
 from unisono.nn.linear import (
@@ -118,6 +119,7 @@ __all__ = [
     "Shard",
     "SumReduce",
     "check_replicas",
+    "clip_grad_norm_",
     "distribute",
     "full_state_dict",
     "no_sync",

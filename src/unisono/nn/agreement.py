@@ -85,6 +85,11 @@ class Question:
         """Whether this rank can take part in the current plan with zeros only."""
         return self.word[0] != SAME
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether this rank's own input is bad: the answer will raise."""
+        return self._problem is not None
+
     def answer(self) -> Agreement:
         """Return what all ranks agree on; raise alike on all if one has a problem."""
         if self._answer is None and self.comm is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, ask, chained
 from unisono.nn.joining import Join
 from unisono.nn.structure import Structure
+from unisono.nn.uncompiled import runs_uncompiled
 from unisono.topology import Partition
 
 __all__ = ["DistributedSequential"]
@@ -26,6 +29,40 @@ class DistributedSequential(nn.Sequential):
         self._join_before: str | None = None
         self._join: tuple[Join, ...] = ()
 
+    def __getitem__(self, idx: slice | int) -> Any:
+        """Return a layer, or some of them as a chain that gathers where this one does."""
+        if not isinstance(idx, slice):
+            return super().__getitem__(idx)
+        part = DistributedSequential(self._partition, dict(children_of(self)[idx]))
+        if self._join_before in part._modules:
+            part._join_before, part._join = self._join_before, self._join
+        return part
+
+    def __delitem__(self, idx: slice | int) -> None:
+        """Refuse: layers behind would change their names, and the gathering its place."""
+        self._refuse_edit()
+
+    def insert(self, index: int, module: nn.Module) -> NoReturn:  # noqa: ARG002
+        """Refuse, as `del` does."""
+        self._refuse_edit()
+
+    def __add__(self, other: object) -> NoReturn:
+        """Refuse: a plain chain of these layers would not gather."""
+        self._refuse_edit()
+
+    def __mul__(self, other: object) -> NoReturn:
+        """Refuse, as `+` does."""
+        self._refuse_edit()
+
+    def _refuse_edit(self) -> NoReturn:
+        raise PartitionError.because(
+            "a change of a split chain",
+            f"{len(self)} layers, whose places are fixed",
+            None,
+            "change the torch network, then distribute it; nn.Sequential(net, more) adds to it",
+        )
+
+    @runs_uncompiled
     def forward(self, input: Tensor) -> Tensor:
         """Run the chain on this rank's block."""
         comm = self._partition.comm if self._partition.active else None

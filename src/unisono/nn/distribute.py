@@ -7,76 +7,41 @@ needs whole samples the tensor is gathered (or re-cut by batch) and the rest run
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unisono.errors import PartitionError
-from unisono.nn.batch_norm import DistributedBatchNorm
 from unisono.nn.chain import DistributedSequential, children_of
-from unisono.nn.conv_feature import (
-    DistributedFeatureConv1d,
-    DistributedFeatureConv2d,
-    DistributedFeatureConv3d,
-)
-from unisono.nn.conv_transpose import (
-    DistributedFeatureConvTranspose1d,
-    DistributedFeatureConvTranspose2d,
-    DistributedFeatureConvTranspose3d,
+from unisono.nn.distribute_checks import (
+    check_carries_nothing,
+    check_copies,
+    check_keeps_samples_apart,
+    refuse,
+    torch_base,
+    torch_kind,
 )
 from unisono.nn.dropout import OwnDropout
 from unisono.nn.global_pool import GlobalAvgPool
 from unisono.nn.gradient_sums import sum_gradients
 from unisono.nn.joining import Join
 from unisono.nn.layer_norm import DistributedLayerNorm
-from unisono.nn.pooling import (
-    DistributedAvgPool1d,
-    DistributedAvgPool2d,
-    DistributedAvgPool3d,
-    DistributedMaxPool1d,
-    DistributedMaxPool2d,
-    DistributedMaxPool3d,
-)
-from unisono.nn.upsampling import DistributedUpsample
+from unisono.nn.module import Module
+from unisono.nn.same_network import check_same_network
+from unisono.nn.state import own_block
+from unisono.nn.twins import ELEMENTWISE, NORMS, SPATIAL, twin_of
 from unisono.topology import Partition
 
 __all__ = ["DistributedSequential", "distribute"]
 
 Head = Literal["replicate", "batch"]
-_CONVS: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    nn.Conv1d: DistributedFeatureConv1d,
-    nn.Conv2d: DistributedFeatureConv2d,
-    nn.Conv3d: DistributedFeatureConv3d,
-}
-_TRANSPOSED: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    nn.ConvTranspose1d: DistributedFeatureConvTranspose1d,
-    nn.ConvTranspose2d: DistributedFeatureConvTranspose2d,
-    nn.ConvTranspose3d: DistributedFeatureConvTranspose3d,
-}
-_MAX_POOLS: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    nn.MaxPool1d: DistributedMaxPool1d,
-    nn.MaxPool2d: DistributedMaxPool2d,
-    nn.MaxPool3d: DistributedMaxPool3d,
-}
-_AVG_POOLS: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    nn.AvgPool1d: DistributedAvgPool1d,
-    nn.AvgPool2d: DistributedAvgPool2d,
-    nn.AvgPool3d: DistributedAvgPool3d,
-}
-_ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_ELEMENTWISE = (
-    nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU,
-    nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh,
-    nn.Hardshrink, nn.Softshrink, nn.Softplus, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
-)  # fmt: skip
+_TRUSTED_BASES = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.PReLU, *ELEMENTWISE)
+"""What a forward of its own may be written on: nothing of these looks at neighbours by itself."""
+_TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 _FLATTENING = (nn.Flatten, nn.Linear)
-_SPATIAL: frozenset[type[nn.Module]] = frozenset(
-    {*_CONVS, *_TRANSPOSED, *_MAX_POOLS, *_AVG_POOLS, *_ADAPTIVE, *_NORMS, nn.Upsample}
-) - {nn.BatchNorm1d}
 
 
 @dataclass
@@ -90,8 +55,12 @@ class _Walk:
     custom: str
     is_split: bool = True
     """False once the tensor has been gathered."""
-    seen: dict[int, nn.Module] = field(default_factory=dict)
-    """Modules and parameters that were met already: what was shared stays shared."""
+    seen: dict[tuple[int, bool, Partition], nn.Module] = field(default_factory=dict)
+    """What stands for a module of the source at a stage: what was shared stays shared."""
+    blocks: dict[int, Tensor] = field(default_factory=dict)
+    """Own blocks of parameters of the source that this rank does not hold whole."""
+    uses: set[tuple[int, bool]] = field(default_factory=set)
+    """Parameters of the source, and whether they are cut over ranks."""
 
     @property
     def stage(self) -> tuple[bool, Partition]:
@@ -107,6 +76,10 @@ class _Walk:
         if self.is_split and self.partition != at:
             return at.index[0]
         return at.rank or 0
+
+    def keeps(self, parameters: Iterable[Tensor | None]) -> None:
+        """Note parameters of the source that are used whole."""
+        self.uses |= {(id(p), False) for p in parameters}
 
     def leave_space(self) -> None:
         """Go on behind a mean over space: ranks that shared a sample hold the same values."""
@@ -124,13 +97,22 @@ def distribute(
 ) -> nn.Module:
     """Return a split copy of a torch module with the weights of rank 0. Collective.
 
+    Shared layers and tied parameters stay so. Work that the class of a layer does not tell is
+    refused in the split part: hooks, parametrizations, a forward replaced on the object.
+    `torch.compile` leaves what is split as it is and compiles around it.
+
     Args:
-        module: a tree of torch layers; it is not changed.
+        module: a tree of torch layers, and of layers on `unisono.nn.Module`, which are kept; it is
+            not changed.
         partition: `[batch, 1, space...]`: how the input `(N, C, ...)` is cut.
         head: what happens at the first Flatten or Linear: "replicate" gathers the tensor on every
             rank, and every rank computes the rest; "batch" re-cuts it by samples.
         custom: "recurse" replaces the children of modules with a forward of their own and trusts
-            that forward; "refuse" raises.
+            that forward, which runs on own blocks: it may call its children and elementwise
+            functions, and cut or join tensors in dims that are not split. A crop such as
+            `a[:, :, : b.shape[2]] + b` in a split dim adds rows of different places without a
+            word: crop with a child `DistributedPad(partition, (0, 0, 0, -1), balance=True)`, or
+            bring `b` to the size of `a` with `nn.Upsample(size=...)`. "refuse" raises.
 
     Raises:
         PartitionError: a layer that cannot be split, with its path and the reason.
@@ -143,6 +125,18 @@ def distribute(
         raise PartitionError.because(
             f"distribute(custom={custom!r})", 'choices: "refuse", "recurse"', None, '"refuse"'
         )
+    if not isinstance(module, nn.Module):
+        raise PartitionError.because(
+            "distribute(module, partition)", f"a {type(module).__name__}", None, "a torch.nn.Module"
+        )
+    if not isinstance(partition, Partition):
+        sizes = list(partition) if isinstance(partition, tuple | list) else [1, 1, 2, 1]
+        raise PartitionError.because(
+            f"distribute(module, {partition!r})",
+            f"a {type(partition).__name__} for the partition",
+            None,
+            f"distribute(module, unisono.Partition({sizes}))",
+        )
     if partition.dim < 3 or partition.shape[1] != 1:
         raise PartitionError.because(
             f"distribute(module, {partition!r})",
@@ -150,111 +144,107 @@ def distribute(
             "needs batch, 1 for channels, and one size for each spatial dim",
             "Partition([1, 1, 2, 2])",
         )
+    check_copies(module)
     source = copy.deepcopy(module)
     _share_weights(source, partition)
+    walk = _Walk(partition, partition, head, custom)
     with torch.random.fork_rng(devices=[]):  # layers draw weights that are then replaced
-        return _converted(source, "", _Walk(partition, partition, head, custom), in_chain=True)
+        made = _converted(source, "", walk, in_chain=True)
+    _check_ties(source, walk)
+    return made
 
 
-def _converted(module: nn.Module, path: str, walk: _Walk, *, in_chain: bool = False) -> nn.Module:
+def _converted(
+    module: nn.Module, path: str, walk: _Walk, *, in_chain: bool = False, dims: int = 0
+) -> nn.Module:
     """Return what stands for `module`, remembering what was met before.
 
-    `in_chain`: its result goes to the next module of a chain, and nowhere else.
+    The head keeps the modules of the source; in the split part others take their place, with the
+    same parameters. `in_chain`: its result goes to the next module of a chain, and nowhere else.
+    `dims`: how many dims its input has, where that is known.
     """
-    if id(module) in walk.seen:
-        return walk.seen[id(module)]
+    key = (id(module), *walk.stage)
+    if key in walk.seen:
+        return walk.seen[key]
     if walk.is_split:
+        check_carries_nothing(module, path)
         made = _replacement(module, path, walk)
     else:
-        made = _fit_for_head(copy.deepcopy(module), walk, {})
+        if walk.head == "batch":
+            trusts = walk.custom == "recurse"
+            check_keeps_samples_apart(module, path, trusts=trusts, dim=dims)
+        walk.keeps(module.parameters())
+        made = _fit_for_head(module, walk, {})
         if walk.head == "batch":
             sum_gradients(made, walk.everyone)
     if isinstance(made, GlobalAvgPool) and not in_chain:
         _refuse_gathering(f"{path} is a {type(module).__name__}")
     made.training = module.training
-    walk.seen[id(module)] = made
+    walk.seen[key] = made
     return made
 
 
 def _replacement(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
-    kind, P = type(module), walk.partition
-    if isinstance(module, nn.Sequential):
-        return _chain(module, path, walk)
-    if isinstance(module, nn.ModuleList):
-        return nn.ModuleList(
-            _converted(child, f"{path}.{name}".lstrip("."), walk)
-            for name, child in children_of(module)
-        )
-    if isinstance(module, nn.ModuleDict):
-        return nn.ModuleDict(
-            {
-                name: _converted(c, f"{path}.{name}".lstrip("."), walk)
-                for name, c in children_of(module)
-            }
-        )
-    if isinstance(module, _ELEMENTWISE):
-        return copy.deepcopy(module)
-    if isinstance(module, nn.PReLU):
-        made = copy.deepcopy(module)
+    kind, P = torch_kind(module), walk.partition
+    if isinstance(module, Module) or kind in ELEMENTWISE:
+        return module
+    if kind is nn.Sequential:
+        return _chain(cast("nn.Sequential", module), path, walk)
+    if kind in (nn.ModuleList, nn.ModuleDict):
+        made = _shell(module)
+        for name, child in children_of(module):
+            made._modules[name] = _converted(child, f"{path}.{name}".lstrip("."), walk)
+        return made
+    if kind is nn.PReLU:
+        walk.keeps(module.parameters())
+        made = _shell(module)
         sum_gradients(made, P)
         return made
-    if isinstance(module, nn.Softmax | nn.LogSoftmax):
+    if kind in (nn.Softmax, nn.LogSoftmax):
         return _kept_softmax(module, path, P)
     if kind is nn.Dropout:
         return OwnDropout(cast("nn.Dropout", module).p, walk.everyone, walk.place)
-    made = _layer(module, P)
-    return _custom(module, path, walk) if made is None else _like(module, made)
+    made = twin_of(module, P)
+    return _custom(module, path, walk) if made is None else _like(module, made, walk)
 
 
-def _like(module: nn.Module, made: nn.Module) -> nn.Module:
-    """Return the split twin with the values and the frozen parameters of a layer."""
-    made.load_state_dict(module.state_dict())
-    for (_, new), (_, old) in zip(made.named_parameters(), module.named_parameters(), strict=True):
-        new.requires_grad_(old.requires_grad)
+def _shell(module: nn.Module) -> nn.Module:
+    """Return a module with the same parameters, for other children and hooks."""
+    made = copy.copy(module)
+    for name in _TABLES:
+        made.__dict__[name] = vars(module)[name].copy()
+    return made
+
+
+def _like(module: nn.Module, made: nn.Module, walk: _Walk) -> nn.Module:
+    """Return the split twin with the very parameters of a layer, or own blocks of them."""
+    is_cut = isinstance(made, DistributedLayerNorm) and not made._is_unsplit
+    walk.uses |= {(id(p), is_cut) for p in module._parameters.values()}
+    for table in ("_parameters", "_buffers"):
+        mine, theirs = vars(made)[table], vars(module)[table]
+        for name, value in theirs.items():
+            if value is not None and mine[name].shape != value.shape:
+                block = walk.blocks.setdefault(id(value), _block(value, made, name))
+                mine[name] = block
+            else:
+                mine[name] = value
     made.training = module.training
     return made
 
 
-def _layer(module: nn.Module, P: Partition) -> nn.Module | None:
-    """Return the split twin of a layer, or None if there is none."""
-    m = cast("Any", module)
-    kind = type(module)
-    parameters = next(module.parameters(), None)
-    like: dict[str, Any] = {}
-    if parameters is not None:
-        like = {"device": parameters.device, "dtype": parameters.dtype}
-    if kind in _CONVS:
-        return _CONVS[kind](
-            P, m.in_channels, m.out_channels, m.kernel_size, m.stride, m.padding, m.padding_mode,
-            m.dilation, m.groups, m.bias is not None, **like,
-        )  # fmt: skip
-    if kind in _TRANSPOSED:
-        return _TRANSPOSED[kind](
-            P, m.in_channels, m.out_channels, m.kernel_size, m.stride, m.padding,
-            m.output_padding, m.groups, m.bias is not None, m.dilation, **like,
-        )  # fmt: skip
-    if kind in _MAX_POOLS:
-        return _MAX_POOLS[kind](
-            P, m.kernel_size, m.stride, m.padding, m.dilation, m.return_indices, m.ceil_mode
-        )
-    if kind in _AVG_POOLS:
-        more = {} if kind is nn.AvgPool1d else {"divisor_override": m.divisor_override}
-        return _AVG_POOLS[kind](
-            P, m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad, **more
-        )
-    if kind in _ADAPTIVE and _is_one(m.output_size):
-        return GlobalAvgPool(P)
-    if kind in _NORMS:
-        return DistributedBatchNorm(
-            P, m.num_features, m.eps, m.momentum, m.affine, m.track_running_stats, **like
-        )
-    if kind is nn.LayerNorm:
-        return DistributedLayerNorm(
-            P, m.normalized_shape, m.eps, m.elementwise_affine, m.bias is not None, **like
-        )
-    if isinstance(module, nn.Upsample):
-        return DistributedUpsample(P, m.size, m.scale_factor, m.mode, m.align_corners)
-    return None
+def _block(value: Tensor, made: nn.Module, name: str) -> Tensor:
+    """Return what this rank holds of a parameter or buffer."""
+    block = own_block(value.detach(), cast("Any", made)._holdings[name], name).clone()
+    return nn.Parameter(block, value.requires_grad) if isinstance(value, nn.Parameter) else block
+
+
+def _check_ties(source: nn.Module, walk: _Walk) -> None:
+    """Refuse a parameter that is cut for one layer and whole for another."""
+    for path, layer in source.named_modules():
+        for name, p in layer._parameters.items():
+            if p is not None and {(id(p), True), (id(p), False)} <= walk.uses:
+                reason = f"its {name}, cut here, is needed whole by another layer that shares it"
+                refuse(path, layer, reason, "parameters of their own: copy.deepcopy(layer)")
 
 
 def _chain(module: nn.Sequential, path: str, walk: _Walk) -> DistributedSequential:
@@ -267,7 +257,8 @@ def _chain(module: nn.Sequential, path: str, walk: _Walk) -> DistributedSequenti
             walk.is_split = False
             join_before = name
             join = (Join(walk.partition, walk.everyone, cuts_batch=walk.head == "batch"),)
-        layers[name] = _converted(child, where, walk, in_chain=True)
+        dims = walk.everyone.dim if name == join_before else 0
+        layers[name] = _converted(child, where, walk, in_chain=True, dims=dims)
         if walk.is_split and isinstance(layers[name], GlobalAvgPool):
             walk.leave_space()
     made = DistributedSequential(walk.everyone, layers)
@@ -277,21 +268,17 @@ def _chain(module: nn.Sequential, path: str, walk: _Walk) -> DistributedSequenti
 
 def _custom(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
     """Replace the children of a module with a forward of its own, if that is asked for."""
-    has_children = any(True for _ in module.children())
-    if walk.custom == "refuse" or not has_children:
-        reason = "it has a forward of its own" if has_children else "no split twin of it is known"
-        hint = (
-            'custom="recurse" if its forward only calls its children and elementwise functions'
-            if has_children
-            else "write a layer on unisono.nn.Module, or move it behind the Flatten"
-        )
-        raise PartitionError.because(
-            f"distribute: {path or 'the module'} is a {type(module).__name__}", reason, None, hint
-        )
-    made = copy.copy(module)
-    made._modules = {}
-    made._parameters = dict(copy.deepcopy(module._parameters))
-    made._buffers = dict(copy.deepcopy(module._buffers))
+    base = torch_base(module)
+    if torch_kind(module) is not None and base is not nn.Module:
+        hint = "write a layer on unisono.nn.Module, or move it behind the Flatten"
+        refuse(path, module, "no split twin of it is known", hint)
+    if base not in _TRUSTED_BASES:
+        hint = f"hold a {base.__name__} and call it, in a class that is derived from nn.Module"
+        refuse(path, module, f"its forward is written on that of {base.__name__}", hint)
+    if walk.custom == "refuse":
+        hint = 'custom="recurse" if its forward only calls its children and elementwise functions'
+        refuse(path, module, "it has a forward of its own", hint)
+    made = _shell(module)
     gathered: str | None = None
     for name, child in children_of(module):
         where, before = f"{path}.{name}".lstrip("."), walk.stage
@@ -303,13 +290,17 @@ def _custom(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
             if path:  # what it returns may go anywhere, to split layers too
                 _refuse_gathering(f"{where} gathers whole samples")
     if made._parameters:  # used on own points alone
+        if gathered is not None:
+            reason = f"it has parameters of its own, for before or behind {gathered}, which gathers"
+            refuse(path, module, reason, "give them to a module that stands on one side")
+        walk.keeps(made._parameters.values())
         sum_gradients(made, walk.partition, deep=False)
     return made
 
 
 def _check_behind(child: nn.Module, where: str, gathered: str) -> None:
     """Refuse layers that look at space, where `forward` may call them on either kind of tensor."""
-    if any(type(layer) in _SPATIAL for layer in child.modules()):
+    if any(torch_kind(layer) in SPATIAL for layer in child.modules()):
         _refuse_gathering(f"{where} stands behind {gathered}, which gathers whole samples")
 
 
@@ -333,21 +324,21 @@ def _kept_softmax(module: nn.Module, path: str, P: Partition) -> nn.Module:
             None,
             "softmax over an unsplit dim, such as dim=1",
         )
-    return copy.deepcopy(module)
+    return module
 
 
 def _fit_for_head(module: nn.Module, walk: _Walk, done: dict[int, nn.Module]) -> nn.Module:
     """Return a layer of the head with masks, and statistics, that suit what each rank holds."""
     if id(module) in done:
         return done[id(module)]
-    made = module
-    if type(module) is nn.Dropout:
-        made = OwnDropout(module.p, walk.everyone, walk.place)
+    made, kind = module, torch_kind(module)
+    if kind is nn.Dropout:
+        made = OwnDropout(cast("nn.Dropout", module).p, walk.everyone, walk.place)
         made.training = module.training
-    elif walk.head == "batch" and type(module) in _NORMS:
-        space = 0 if isinstance(module, nn.BatchNorm1d) else 1 + isinstance(module, nn.BatchNorm2d)
+    elif walk.head == "batch" and kind in NORMS:
+        space = {nn.BatchNorm1d: 0, nn.BatchNorm3d: 3}.get(kind, 2)
         rows = walk.everyone.reshape((walk.everyone.size, 1, *(1,) * space))
-        made = _like(module, cast("nn.Module", _layer(module, rows)))
+        made = _like(module, cast("nn.Module", twin_of(module, rows)), walk)
     else:
         for name, child in children_of(module):
             module._modules[name] = _fit_for_head(child, walk, done)
@@ -360,11 +351,14 @@ def _share_weights(module: nn.Module, P: Partition) -> None:
     comm = P.root
     if comm.size == 1:
         return
+    check_same_network(module, comm, "distribute(module, partition)")
+    split = {
+        id(value)
+        for layer in module.modules()
+        if isinstance(layer, Module)
+        for value in (*layer.parameters(), *layer.buffers())
+    }
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.numel():
+            if tensor.numel() and id(tensor) not in split:
                 tensor.copy_(comm.broadcast(tensor.detach(), 0))
-
-
-def _is_one(size: object) -> bool:
-    return size == 1 or (isinstance(size, tuple | list) and all(n == 1 for n in size))

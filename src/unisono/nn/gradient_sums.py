@@ -14,6 +14,7 @@ from torch import nn
 
 from unisono.nn.parameters import summed_gradients
 from unisono.nn.state import HoldingModule
+from unisono.nn.uncompiled import runs_uncompiled
 from unisono.topology import Partition
 
 
@@ -44,6 +45,7 @@ class _StandIns:
                     if p is not None:
                         yield owner, name, p
 
+    @runs_uncompiled
     def begin(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
         """Put the stand-ins where attributes are looked up first."""
         if not self.partition.active:
@@ -55,6 +57,7 @@ class _StandIns:
             if isinstance(owner, nn.RNNBase):
                 owner._flat_weights[owner._flat_weights_names.index(name)] = value
 
+    @runs_uncompiled
     def end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         """Take them away; called after an error too."""
         for owner, name, p in self.held(module):

@@ -13,7 +13,8 @@ from unisono.operators import Repartition
 from unisono.operators.repartition import RepartitionOnGroup
 from unisono.operators.slice import concat_replicated, slice_replicated
 from unisono.topology import Partition
-from unisono.topology.overlap import OverlapPlan, repartition_plan
+from unisono.topology.decompose import split_cuts
+from unisono.topology.overlap import OverlapPlan, overlaps
 
 
 class Join(PlannedModule[tuple[Cuts, OverlapPlan | None]]):
@@ -41,9 +42,10 @@ class Join(PlannedModule[tuple[Cuts, OverlapPlan | None]]):
         cuts = table.cuts(self.P_x)
         if not self.cuts_batch or self.P_x.size < self.everyone.size:
             return cuts, None
-        by_batch = (self.P_x.size, *(1,) * (self.P_x.dim - 1))
+        samples, *rest = (own[-1] for own in cuts)  # fewer than ranks: some get none
+        by_batch = [split_cuts(samples, self.P_x.size), *((0, size) for size in rest)]
         me = self.P_x.root.rank
-        return cuts, repartition_plan(cuts, self.P_x.ranks, by_batch, self.P_x.ranks, me)
+        return cuts, overlaps(cuts, self.P_x.ranks, by_batch, self.P_x.ranks, me)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return whole samples."""

@@ -16,6 +16,7 @@ from unisono.errors import CollectiveMismatch, UnisonoError
 from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, Question, ask
 from unisono.nn.notices import Notices
 from unisono.nn.structure import current_mode
+from unisono.nn.uncompiled import runs_uncompiled
 from unisono.topology import Partition
 
 __all__ = ["Module"]
@@ -42,6 +43,13 @@ class Module(nn.Module):
         self.register_forward_pre_hook(self._distdl_forward_pre_hook, with_kwargs=True)
         self.register_forward_hook(_check_notices)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep `torch.compile` out of the forward of every layer."""
+        super().__init_subclass__(**kwargs)
+        written: Any = vars(cls).get("forward")
+        if getattr(written, "__qualname__", None) == f"{cls.__qualname__}.forward":  # not another's
+            runs_uncompiled(written)
+
     def partitions(self) -> tuple[Partition, ...]:
         """Return the partitions over which set-up is collective: those among the attributes."""
         return tuple(value for value in self.__dict__.values() if isinstance(value, Partition))
@@ -66,6 +74,7 @@ class Module(nn.Module):
         return agreement.changed
 
     @staticmethod
+    @runs_uncompiled
     def _distdl_forward_pre_hook(
         module: Module,
         input: tuple[Any, ...],
@@ -159,6 +168,7 @@ class Module(nn.Module):
         return state
 
 
+@runs_uncompiled
 def _check_notices(module: nn.Module, input: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
     if isinstance(module, Module) and module._notices is not None:
         module._notices.check()

@@ -95,7 +95,7 @@ class Broadcast(_Between):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's block on `P_y`."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(x, preserve_batch=self.preserve_batch)
         return spread(self._tied(x), self._plan)
 
 
@@ -126,7 +126,7 @@ class SumReduce(_Between):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's sum on `P_y`."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(x, preserve_batch=self.preserve_batch)
         return collect(self._tied(x), self._plan)
 
 

@@ -1,45 +1,33 @@
-"""`plan_report`: what a split network will send, computed from shapes before anything runs."""
+"""`plan_report`: what a split network will send, from shapes, before anything runs.
+
+The network is split on paper, run once on tensors without data to learn which layer is called with
+what, and every split layer is asked for the plan that it would make.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from unisono.errors import PartitionError
-from unisono.nn.conv_feature import _FeatureConv
-from unisono.nn.conv_transpose import _FeatureConvTranspose
-from unisono.nn.pooling import _Pool
-from unisono.nn.upsampling import DistributedUpsample
-from unisono.topology import Partition, halo
-from unisono.topology.decompose import split_cuts
+from unisono.nn.chain import DistributedSequential, children_of
+from unisono.nn.distribute import distribute
+from unisono.nn.dropout import OwnDropout
+from unisono.nn.global_pool import GlobalAvgPool
+from unisono.nn.joining import Join
+from unisono.nn.planned import PlannedModule
+from unisono.nn.rehearsal import on_paper
+from unisono.nn.traffic import Traffic, partition_of, traffic, whole_output
+from unisono.topology import Partition
+from unisono.topology.decompose import block
 from unisono.topology.halo_plan import HaloPlan
-from unisono.topology.resample import resample_length
-from unisono.topology.transposed import transposed_length
-from unisono.topology.window import per_dim
 
 _COLUMNS = ("layer", "kind", "own output", "halo", "messages", "bytes sent", "boundary")
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, _FeatureConv)
-_POOLS = (
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, _Pool,
-)  # fmt: skip
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, _FeatureConvTranspose)
-_GATHERING = (nn.Flatten, nn.Linear)
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """The arguments of a layer that reads a window."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: Any
-    dilation: tuple[int, ...]
-    mode: str = "zeros"
-    ceil_mode: bool = False
 
 
 def plan_report(
@@ -51,15 +39,23 @@ def plan_report(
 ) -> str:
     """Return a table of the layers: own shapes, halo widths, messages and bytes of the worst rank.
 
-    Local; no world is needed.
+    Layers stand in the order in which one forward calls them, with what that forward sends; a
+    collective is named in the column of halos, and its bytes are this rank's contribution. Besides,
+    each chain of layers, or layer outside of one, sends a word of a few bytes by which ranks agree
+    that no shape has changed. Local; no world is needed.
 
     Args:
-        net: an ordinary network, or one made by `distribute`; layers are taken in order.
+        net: an ordinary network, or one made by `distribute`.
         input_shape: of the whole input.
-        partition: how it is cut; default that of the first distributed layer.
+        partition: how the input of an ordinary network is to be cut; the other has its own.
         itemsize: bytes of an element.
+
+    Raises:
+        PartitionError: what `distribute`, or a layer called with such an input, refuses.
     """
-    cut = partition or _partition_of(net)
+    split_layers = (layer for layer in net.modules() if isinstance(layer, PlannedModule))
+    known = next(map(partition_of, split_layers), None)
+    cut = known or partition
     if cut is None or cut.dim != len(input_shape):
         raise PartitionError.because(
             f"plan_report(net, {list(input_shape)})",
@@ -67,122 +63,124 @@ def plan_report(
             None,
             "plan_report(net, shape, Partition([1, 1, 2, 2])), one size for each tensor dim",
         )
-    shape = tuple(input_shape)
-    rows: list[tuple[str, ...]] = []
-    for path, layer in _leaves(net):
-        if isinstance(layer, _GATHERING):
-            share = math.prod(shape) - math.prod(_balanced(shape, cut))
-            rows.append(_row(path, layer, "whole", "-", cut.size - 1, share * itemsize, "-"))
-            break
-        window = _window_of(layer)
-        if window is not None:
-            plans = _plans(shape, cut, window)
-            channels = getattr(getattr(layer, "settings", layer), "out_channels", shape[1])
-            first = plans[0]
-            own = (first.output_shape[0], channels, *first.output_shape[2:])
-            worst = max(plans, key=lambda plan: sum(m.numel for m in plan.sends))
-            sent = sum(message.numel for message in worst.sends)
-            widths = ", ".join(f"{a}/{b}" for a, b in _widths(worst))
-            rows.append(
-                _row(path, layer, _sizes(own), widths, len(worst.sends), sent * itemsize,
-                     f"{100 * _boundary(worst):.0f}%")
-            )  # fmt: skip
-            shape = (shape[0], channels, *_output_space(shape, window))
-        else:
-            shape = _resized(layer, shape)
-            rows.append(_row(path, layer, _sizes(_balanced(shape, cut)), "-", 0, 0, "-"))
-    return _table(rows)
+    split = copy.deepcopy(net).to("meta")
+    if known is None:
+        everyone = Partition(cut.shape, comm=on_paper(range(cut.size), 0))
+        split = distribute(split, everyone, custom="recurse")
+        cut = everyone
+    kinds = {
+        path: type(layer).__name__ for path, layer in net.named_modules(remove_duplicate=False)
+    }
+    rehearsal = _Rehearsal(cut, kinds, itemsize)
+    stage = rehearsal.staged(split, "")
+    dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+    with torch.no_grad(), torch.device("meta"):
+        stage(torch.empty(tuple(input_shape), dtype=dtype))
+    return _table(rehearsal.rows)
 
 
-def _partition_of(net: nn.Module) -> Partition | None:
-    """Return the partition of the first distributed layer."""
-    for layer in net.modules():
-        held = getattr(layer, "P_x", None)
-        if isinstance(held, Partition):
-            return held
-    return None
+class _Rehearsal:
+    """One forward of a split network on tensors without data, and the rows it gives."""
+
+    def __init__(self, cut: Partition, kinds: dict[str, str], itemsize: int) -> None:
+        self.rows: list[tuple[str, ...]] = []
+        self._kinds = kinds
+        self._itemsize = itemsize
+        self._own: Callable[[tuple[int, ...]], tuple[int, ...]] = _blocks_of(cut)
+        """From the shape of a whole tensor to that of the own part, at this point of the walk."""
+
+    def staged(self, module: nn.Module, path: str) -> nn.Module:
+        """Return a module for whole tensors in place of a split one."""
+        if isinstance(module, PlannedModule):
+            return _OnWhole(self, module, path)
+        if isinstance(module, OwnDropout):
+            return self._watched(nn.Identity(), path)
+        if not any(True for _ in module.children()):
+            return self._watched(module, path)
+        if isinstance(module, DistributedSequential):
+            chain = nn.Sequential()
+            for name, child in children_of(module):
+                if name == module._join_before:
+                    chain.append(_OnWhole(self, module._join[0], f"{path}.{name}".lstrip(".")))
+                chain.append(self.staged(child, f"{path}.{name}".lstrip(".")))
+            return chain
+        made = copy.copy(module)  # it may stand in two places
+        made._modules = {
+            name: self.staged(child, f"{path}.{name}".lstrip("."))
+            for name, child in children_of(module)
+        }
+        return made
+
+    def _watched(self, layer: nn.Module, path: str) -> nn.Module:
+        def note(_: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+            if isinstance(output, Tensor):
+                self._add(path, self._own(tuple(output.shape)), Traffic(0, 0))
+
+        made = copy.copy(layer)
+        made._forward_hooks = layer._forward_hooks.copy()
+        made.register_forward_hook(note)
+        return made
+
+    def called(
+        self, layer: PlannedModule[Any], path: str, shape: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Take down a call of a split layer; return the shape of its whole output."""
+        after = whole_output(layer, shape)
+        P = partition_of(layer)
+        every = [traffic(layer, shape, place, self._itemsize) for place in range(P.size)]
+        worst = max(every, key=lambda sent: (sent.sent, sent.messages))
+        if isinstance(layer, Join):
+            self._own = _samples_of(layer.everyone.size) if layer.cuts_batch else _everything
+            self._add(path, self._own(after), worst, "Join")
+            return after
+        if isinstance(layer, GlobalAvgPool):
+            self._own = _blocks_of(P.sub(0, rank=0))
+        own = self._own(after) if len(after) == P.dim else after
+        self._add(path, own, worst)
+        return after
+
+    def _add(self, path: str, own: Sequence[int], sent: Traffic, kind: str | None = None) -> None:
+        widths, boundary = sent.verb, "-"
+        if sent.halo is not None:
+            widths = ", ".join(f"{a}/{b}" for a, b in _widths(sent.halo))
+            boundary = f"{100 * _boundary(sent.halo):.0f}%"
+        self.rows.append(
+            (path or "-", kind or self._kinds.get(path, "-"), "x".join(map(str, own)), widths,
+             str(sent.messages), f"{sent.sent:,}", boundary)
+        )  # fmt: skip
 
 
-def _leaves(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, layer in net.named_modules():
-        if not any(True for _ in layer.children()):
-            yield path or "-", layer
+class _OnWhole(nn.Module):
+    """Stands for a split layer where whole tensors without data pass."""
 
-
-def _window_of(layer: nn.Module) -> _Windows | None:
-    """Return the window arguments of a layer, ours or torch's; None if it reads no neighbours."""
-    m = cast("Any", layer)
-    if isinstance(layer, _FeatureConv):
-        s = layer.settings
-        return _Windows(s.kernel_size, s.stride, s.padding, s.dilation, s.padding_mode)
-    if isinstance(layer, _CONVS):
-        return _Windows(m.kernel_size, m.stride, m.padding, m.dilation, m.padding_mode)
-    if isinstance(layer, _POOLS):
-        dims = int(type(layer).__name__[-2])
-        kernel = per_dim(m.kernel_size, dims, "kernel_size")
-        return _Windows(
-            kernel,
-            per_dim(m.stride, dims, "stride"),
-            per_dim(m.padding, dims, "padding"),
-            per_dim(getattr(m, "dilation", 1), dims, "dilation"),
-            ceil_mode=m.ceil_mode,
+    def __init__(self, rehearsal: _Rehearsal, layer: PlannedModule[Any], path: str) -> None:
+        super().__init__()
+        self._called: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: rehearsal.called(
+            layer, path, shape
         )
-    return None
+        self._gives_indices = getattr(layer, "return_indices", False)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return a tensor of the whole output's shape."""
+        y = x.new_empty(self._called(tuple(x.shape)))
+        return (y, y.long()) if self._gives_indices else y
 
 
-def _plans(shape: Sequence[int], cut: Partition, window: _Windows) -> list[HaloPlan]:
-    cuts = [split_cuts(n, parts) for n, parts in zip(shape, cut.shape, strict=True)]
-    return [
-        halo.plan(
-            cuts, cut.index_of(place), window.kernel, window.stride, window.padding,
-            window.dilation, window.mode, ceil_mode=window.ceil_mode,
-        )
-        for place in range(cut.size)
-    ]  # fmt: skip
+def _blocks_of(P: Partition) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    return lambda shape: P.local_shape(shape, rank=0) if len(shape) == P.dim else shape
 
 
-def _output_space(shape: Sequence[int], window: _Windows) -> tuple[int, ...]:
-    whole = [(0, n) for n in shape]
-    plan = halo.plan(
-        whole, (0,) * len(whole), window.kernel, window.stride, window.padding, window.dilation,
-        window.mode, ceil_mode=window.ceil_mode,
-    )  # fmt: skip
-    return plan.output_shape[2:]
+def _samples_of(ranks: int) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    return lambda shape: (block(shape[0], ranks, 0)[1], *shape[1:])
 
 
-def _resized(layer: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape behind a layer that changes sizes without a window of its own."""
-    m = cast("Any", layer)
-    space = shape[2:]
-    if isinstance(layer, _TRANSPOSED):
-        arguments = (m.kernel_size, m.stride, m.padding, m.dilation, m.output_padding)
-        sizes = [transposed_length(x, *own) for x, *own in zip(space, *arguments, strict=True)]
-        return (shape[0], m.out_channels, *sizes)
-    if isinstance(layer, nn.Upsample | DistributedUpsample):
-        sizes = _each(m.size, len(space))
-        scales = _each(m.scale_factor, len(space))
-        found = (
-            resample_length(x, size=None if s is None else int(s), scale=f)
-            for x, s, f in zip(space, sizes, scales, strict=True)
-        )
-        return (*shape[:2], *found)
+def _everything(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
-
-
-def _each(value: Any, count: int) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,) * count
-
-
-def _balanced(shape: Sequence[int], cut: Partition) -> tuple[int, ...]:
-    return cut.local_shape(shape, rank=0)
 
 
 def _widths(plan: HaloPlan) -> list[tuple[int, int]]:
     """Return how far the window reaches beyond the own block, for each spatial dim."""
-    return [
-        (max(0, own[0] - needed[0]), max(0, needed[1] - own[1]))
-        for own, needed in zip(plan.own[2:], plan.needed[2:], strict=True)
-    ]
+    return [(max(0, left), max(0, right)) for left, right in plan.widths[2:]]
 
 
 def _boundary(plan: HaloPlan) -> float:
@@ -190,16 +188,6 @@ def _boundary(plan: HaloPlan) -> float:
     every = math.prod(plan.output_shape[2:])
     inside = math.prod(stop - start for start, stop in plan.interior[2:])
     return 1 - inside / every if every else 0.0
-
-
-def _row(
-    path: str, layer: nn.Module, own: str, widths: str, messages: int, sent: int, boundary: str
-) -> tuple[str, ...]:
-    return (path, type(layer).__name__, own, widths, str(messages), f"{sent:,}", boundary)
-
-
-def _sizes(values: Sequence[int]) -> str:
-    return "x".join(map(str, values))
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

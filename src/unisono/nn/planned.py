@@ -79,10 +79,18 @@ class PlannedModule(Module, Generic[P]):
         """Return what this rank does for inputs of these structures."""
 
     def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:
-        wrong = next((x for x in input if not isinstance(x, Tensor)), None)
-        if wrong is None and input:
+        wrong = [x for x in input if not isinstance(x, Tensor)]
+        expected = len(self._structures) if self._distdl_is_setup else len(input)
+        is_hollow = self._agreeing is not None and any(
+            x.device.type == "meta" for x in input if isinstance(x, Tensor)
+        )
+        if input and not wrong and not is_hollow and len(input) == expected:
             return None
-        found = "nothing" if not input else f"a {type(wrong).__name__}"
+        found = f"{len(input)} tensors, {expected} expected" if input else "nothing"
+        if is_hollow:
+            found = "a tensor on meta, without data to send"
+        if wrong:
+            found = "None" if wrong[0] is None else f"a {type(wrong[0]).__name__}"
         return PartitionError.because(
             f"forward of {type(self).__name__}", found, None, "call it with tensors"
         )
@@ -93,6 +101,8 @@ class PlannedModule(Module, Generic[P]):
         question = self._ask(input, is_sent=self._word_travels == "beside")
         if question.is_open and (self._word_travels == "beside" or not question.is_inner):
             self._question = question
+            if question.is_refused:  # forward may not even be callable; all ranks raise
+                self._stand_in()
             return False
         self._gradients = question.answer().gradients
         return question.answer().changed
@@ -208,13 +218,16 @@ class PlannedModule(Module, Generic[P]):
             return x
         return attach(x, torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True))
 
-    def _outside(self, x: Tensor) -> Tensor:
-        """Return what a rank that takes no part gets: its input, tied to the graph in grad mode.
+    def _outside(self, x: Tensor, *, preserve_batch: bool = True) -> Tensor:
+        """Return what a rank that takes no part gets: no elements, tied to the graph in grad mode.
 
         Such a rank cannot know whether the others need gradients; a tie without use costs nothing.
         """
         self._gradients = INPUTS if torch.is_grad_enabled() else NO_GRAD
-        return self._tied(x.view_as(x))
+        if x.numel() == 0:
+            return self._tied(x.view_as(x))
+        rows = zero_volume(x, preserve_batch=preserve_batch)[:-1]
+        return self._tied(x.reshape(*rows, -1)[..., :0])
 
     def _nothing(self, number: int = 0) -> Tensor:
         """Return zeros like the input for which the current plan was made."""

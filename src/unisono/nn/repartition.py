@@ -106,7 +106,7 @@ class Repartition(PlannedModule[_Moved]):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's block on `P_y`."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(x, preserve_batch=self.preserve_batch)
 
         def start(fits: bool) -> Flight:
             moved = self._plan

@@ -7,10 +7,12 @@ one, on three, and into plain torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,12 @@ class HoldingModule(PlannedModule[P]):
         self._holdings: dict[str, Holding] = {}
         self._replicated: dict[str, bool] = {}
         self._sums_gradients = True
+        _living.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take part among the living layers, as a copy too."""
+        super().__setstate__(state)
+        _living.add(self)
 
     def _hold(self, name: str, holding: Holding, *, replicated: bool) -> None:
         """Note what this rank holds of a parameter; `replicated`: all ranks have it whole."""
@@ -74,6 +82,11 @@ class HoldingModule(PlannedModule[P]):
             if key in state_dict:
                 state_dict[key] = own_block(state_dict[key], holding, key)
         super()._load_from_state_dict(state_dict, prefix, *rest, **kwargs)
+
+
+def living_layers() -> list[HoldingModule[Any]]:
+    """Return all layers of this process that hold blocks: who has only a parameter asks them."""
+    return list(_living)
 
 
 def join_blocks(block: Tensor, holding: Holding, comm: Communicator | None) -> Tensor:
@@ -221,9 +234,16 @@ def _compare(name: str, value: Tensor, holding: Holding, comm: Communicator) -> 
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Leave gradients of replicated parameters local inside the block; sum them once at its end.
 
-    For accumulation over several backwards. Collective at its end.
+    For accumulation over several backwards. Collective at its end. Layers that share a parameter
+    sum in every backward: each has its own ranks.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, HoldingModule)]
+    holders = Counter(id(p) for each in module.modules() for p in each.parameters(recurse=False))
+    layers = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, HoldingModule)
+        and all(holders[id(p)] == 1 for p in layer.parameters(recurse=False))
+    ]
     before = [(layer, layer._sums_gradients) for layer in layers]
     stashed = [
         (layer, name, p, p.grad)
@@ -254,3 +274,4 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 _mode: StateMode = "full"
+_living: WeakSet[HoldingModule[Any]] = WeakSet()

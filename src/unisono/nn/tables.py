@@ -19,14 +19,18 @@ _DEVICES = ("cpu", "cuda", "mps", "meta")
 _FIELDS = len(pack_shape((), torch.float32)) + 1
 _MOST_INPUTS = 2
 """Tensors that a layer takes at most; a record has room for as many."""
-_ALIKE = {1: "structure_check mode", 2: "arguments of the layer", 3: "number of inputs"}
-"""Fields of a record that must be equal on all ranks."""
+_ALIKE = {
+    1: ("structure_check mode", "structure_check(...) alike on every rank"),
+    2: ("arguments of the layer", "build the layer alike on every rank"),
+    3: ("number of inputs", "call it with as many tensors on every rank"),
+}
+"""Fields of a record that must be equal on all ranks: what they are, and what to do."""
 
 
 def gather_tables(
     comm: Communicator | None,
     tensors: Sequence[Tensor],
-    arguments: object,
+    arguments: tuple[object, ...],
     problem: UnisonoError | None,
     gradients: int,
     ranks: Sequence[int],
@@ -39,7 +43,7 @@ def gather_tables(
     Args:
         comm: all ranks of the layer, or None for one process alone.
         tensors: own inputs; equally many on all ranks.
-        arguments: description of the layer that must be equal on all ranks.
+        arguments: name and description of the layer, which must be equal on all ranks.
         problem: an error this rank has found in its input.
         gradients: whose gradients this rank needs.
         ranks: for each rank of `comm`, its rank in the root communicator.
@@ -47,7 +51,7 @@ def gather_tables(
     own = [Structure.of(x) for x in tensors]
     if problem is None and len(own) > _MOST_INPUTS:
         problem = PartitionError.because(
-            f"forward of {arguments}", f"{len(own)} tensors", f"{len(own)} > {_MOST_INPUTS}"
+            f"forward of {arguments[0]}", f"{len(own)} tensors", f"{len(own)} > {_MOST_INPUTS}"
         )
     if comm is None:
         if problem is not None:
@@ -79,17 +83,25 @@ def gather_tables(
     return tables, max(record[4] for record in records)
 
 
-def _check_alike(comm: Communicator, records: Sequence[tuple[int, ...]], arguments: object) -> None:
-    for field, name in _ALIKE.items():
-        odd = [r for r, record in enumerate(records) if record[field] != records[0][field]]
-        if odd:
+def _check_alike(
+    comm: Communicator, records: Sequence[tuple[int, ...]], arguments: tuple[object, ...]
+) -> None:
+    for field, (name, hint) in _ALIKE.items():
+        values = [record[field] for record in records]
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if not odd:
+            continue
+        said = [f"{value} tensor{'s' * (value != 1)}" for value in values]
+        if field == 1:
+            said = [_MODES[value] for value in values]
+        elif field == 2:
             said = comm.all_gather_object(repr(arguments))
-            raise CollectiveMismatch.because(
-                "set-up of a layer",
-                "\n".join(f"rank {comm.ranks[r]}: {said[r]}" for r in (0, odd[0])),
-                f"{name}: not equal on ranks {compress_ranks([comm.ranks[r] for r in odd])}",
-                "build the layer alike on every rank",
-            )
+        raise CollectiveMismatch.because(
+            f"set-up of {arguments[0]}",
+            "\n".join(f"rank {comm.ranks[rank]}: {said[rank]}" for rank in (0, odd[0])),
+            f"{name}: not equal on ranks {compress_ranks([comm.ranks[rank] for rank in odd])}",
+            hint,
+        )
 
 
 def _packed(structure: Structure) -> tuple[int, ...]:
