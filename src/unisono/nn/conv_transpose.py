@@ -49,7 +49,7 @@ class _TransposePlan:
 
 
 class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
-    _word_travels = "beside"
+    _word_travels = "behind"
     dims: ClassVar[int]
 
     def __init__(

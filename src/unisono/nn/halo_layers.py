@@ -30,7 +30,7 @@ _PAD_MODES = {
 class _Windowed(PlannedModule[HaloPlan]):
     """A layer that fills a window from the blocks under it."""
 
-    _word_travels = "beside"
+    _word_travels = "behind"
     P_x: Partition
 
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:

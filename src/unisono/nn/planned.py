@@ -51,9 +51,10 @@ class PlannedModule(Module, Generic[P]):
     on inputs that went through `self._tied`.
     """
 
-    _word_travels: ClassVar[Literal["before", "beside", "inside"]] = "before"
-    """When ranks agree on a call: before it; while its first messages travel, which `forward` then
-    starts through `_under_way`; or inside its first collective (`_take_question`)."""
+    _word_travels: ClassVar[Literal["before", "beside", "behind", "inside"]] = "before"
+    """When ranks agree on a call: before it; beside its first messages, which `forward` starts
+    through `_under_way` and computes meanwhile; behind them, where there is nothing to compute; or
+    inside its first collective (`_take_question`)."""
     _plan: P
 
     def __init__(self) -> None:
@@ -98,14 +99,21 @@ class PlannedModule(Module, Generic[P]):
     def _distdl_module_requires_reset(self, input: tuple[Any, ...]) -> bool:
         if self._word_travels == "before" or not self._distdl_is_setup:
             return super()._distdl_module_requires_reset(input)
-        question = self._ask(input, is_sent=self._word_travels == "beside")
-        if question.is_open and (self._word_travels == "beside" or not question.is_inner):
+        question = self._ask(input, is_sent=self._sends_its_word_first)
+        if question.is_open and (self._word_travels != "inside" or not question.is_inner):
             self._question = question
             if question.is_refused:  # forward may not even be callable; all ranks raise
                 self._stand_in()
             return False
         self._gradients = question.answer().gradients
         return question.answer().changed
+
+    @property
+    def _sends_its_word_first(self) -> bool:
+        """Whether the word is on its way while messages are posted; gloo has threads for it."""
+        if self._word_travels == "behind":
+            return self._agreeing is not None and self._agreeing.backend == "gloo"
+        return self._word_travels == "beside"
 
     def _distdl_input_changed(self, input: tuple[Any, ...]) -> bool:
         return _structures(input) != self._structures

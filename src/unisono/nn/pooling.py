@@ -44,7 +44,7 @@ class _PoolPlan:
 class _Pool(PlannedModule[_PoolPlan]):
     """What the pooling layers share."""
 
-    _word_travels = "beside"
+    _word_travels = "behind"
     dims: ClassVar[int]
     ceil_mode: bool
 

@@ -46,7 +46,7 @@ class Repartition(PlannedModule[_Moved]):
         preserve_batch: a rank outside of `P_y` gets shape `(B, 0)` instead of `(0,)`.
     """
 
-    _word_travels = "beside"
+    _word_travels = "behind"
 
     def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
         align_corners: as in torch; not for the nearest modes.
     """
 
-    _word_travels = "beside"
+    _word_travels = "behind"
 
     def __init__(
         self,
