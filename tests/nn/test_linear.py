@@ -80,7 +80,7 @@ def test_unbalanced_features_are_balanced_on_the_way():
     )  # fmt: skip
 
 
-@pytest.mark.ranks([2, 3])
+@pytest.mark.ranks([2, 3], backend=["gloo", "shm"])
 def test_column_and_row_parallel_layers_equal_torch():
     size = unisono.world().size
     P = Partition([1, 1, size])
@@ -172,3 +172,10 @@ def test_tangents_travel_as_values_do():
     with forward_ad.dual_level():
         y = layer(forward_ad.make_dual(x, t.contiguous()))
         torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, 2 * t)
+    loss, target, here = unisono.nn.DistributedMSELoss(P), drawn(3, 6) + 1, P.local_slices((3, 6))
+    with forward_ad.dual_level():
+        y = loss(forward_ad.make_dual(x[here].contiguous(), t[here].contiguous()), target[here])
+        z = F.mse_loss(forward_ad.make_dual(x, t.contiguous()), target)
+        torch.testing.assert_close(
+            forward_ad.unpack_dual(y).tangent, forward_ad.unpack_dual(z).tangent
+        )
