@@ -26,12 +26,16 @@ _SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Deal out whole files (`pytest -n 2`); all that need the SLURM cluster go to one process."""
+    """Deal out whole files (`pytest -n 2`); all that share the SLURM cluster go to one process.
+
+    So do those of `testing/`: their sessions in the background are no leak of other tests then.
+    """
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "slurm" if "/slurm/" in nodeid else nodeid.partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return next((part for part in ("/slurm/", "tests/testing/") if part in file), file)
 
     return Files(config, log)
 

@@ -29,6 +29,7 @@ PREFIXES = ("unisono",)
 
 _SHM = Path("/dev/shm")
 _PROC = Path("/proc/self/fd")
+_ENDED = "ended, but not waited for"
 _LASTING_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
 _LASTING_THREADS = ("TMonitor", "pytest_timeout")
 _LASTING_COMMANDS = (
@@ -75,7 +76,7 @@ class Holdings:
             texts = [
                 text
                 for key, text in after.items()
-                if key not in ignore and (key not in before or before[key] != text)
+                if key not in ignore and _is_new(kind, text, before.get(key))
             ]
             if kind == "environment":
                 texts += [f"{key} (removed)" for key in before if key not in after]
@@ -84,6 +85,11 @@ class Holdings:
             if texts:
                 leaks[kind] = sorted(texts)
         return leaks
+
+
+def _is_new(kind: str, text: str, before: str | None) -> bool:
+    """Whether a thing is another than `before`; a child that has ended since is still the same."""
+    return before is None or (before != text and not (kind == "processes" and _ENDED in text))
 
 
 def describe(leaks: dict[str, list[str]]) -> str:
@@ -111,7 +117,7 @@ def _processes() -> dict[str, str]:
     for pid in _children():
         command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
         if not any(word in command for word in _LASTING_COMMANDS):
-            found[f"pid:{pid}"] = f"{pid} ({command[:80] or 'ended, but not waited for'})"
+            found[f"pid:{pid}"] = f"{pid} ({command[:80] or _ENDED})"
     return found
 
 
