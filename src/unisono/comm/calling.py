@@ -187,16 +187,24 @@ class Caller:
     ) -> T:
         """Wait for a transfer that was started before, and finish it."""
         began = time.perf_counter_ns()
-        with torch.no_grad():
-            with self._translating(call, deadline):
-                if ticket is not None:
-                    calls.set_waited(call)
-                    try:
-                        ticket.wait(deadline)
-                    finally:
-                        calls.set_waited(None)
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            if ticket is not None:
+                calls.set_waited(call)
+                try:
+                    ticket.wait(deadline)
+                except Exception as error:
+                    told = self._told(call, error, deadline)
+                    if told is error:
+                        raise
+                    raise told from None
+                finally:
+                    calls.set_waited(None)
             call.wait_ns = time.perf_counter_ns() - began
             return self._ended(call, finish())
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
 
     def _ended(self, call: Call, result: T) -> T:
         """Take down that `call` has ended."""

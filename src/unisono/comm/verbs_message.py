@@ -18,6 +18,7 @@ from unisono.comm.arguments import (
     check_tensor,
 )
 from unisono.comm.calling import Caller, Like, contiguous, detached
+from unisono.comm.engine import NoteTicket
 from unisono.comm.pending import Pending
 from unisono.errors import PartitionError
 
@@ -210,9 +211,11 @@ class MessageVerbs(Caller):
         """Send integers to all ranks and return at once; the answer is `all_gather_ints`'s.
 
         Called by all ranks, with equally many integers. Nobody is met before `wait()`, and there
-        only ranks that have not posted yet: each pair has a message of its own, so this is for
-        small groups.
+        only ranks that have not posted yet. Where memory is shared a few integers are left there
+        for all to read; else each pair has a message of its own, so this is for small groups.
         """
+        if 0 < len(values) <= self._engine.note_ints:
+            return self._post_note(values, timeout_s)
         mine = torch.tensor(values, dtype=torch.int64, device=self.device)
         others = [rank for rank in range(self.size) if rank != self.rank]
         outs = {rank: torch.empty_like(mine) for rank in others}
@@ -223,6 +226,25 @@ class MessageVerbs(Caller):
 
         sends = dict.fromkeys(others, mine)
         pending = self._messages("post_ints", sends, outs, EXCHANGE_TAG, finish, True, timeout_s)
+        return cast("Pending[list[tuple[int, ...]]]", pending)
+
+    def _post_note(
+        self, values: Sequence[int], timeout_s: float | None
+    ) -> Pending[list[tuple[int, ...]]]:
+        call = self._begin("post_ints", None, async_op=True, timeout_s=timeout_s, collective=False)
+        others = tuple(rank for rank in range(self.size) if rank != self.rank)
+        call.sends_to = call.receives_from = others
+        call.sent = call.received = len(others) * len(values) * 8
+        deadline = self._deadline(timeout_s)
+        posted: list[NoteTicket] = []
+
+        def start() -> NoteTicket:
+            posted.append(self._engine.post_note(values, timeout_s=deadline))
+            return posted[0]
+
+        pending = self._run(
+            call, start, lambda: posted[0].rows or [], True, deadline, collective=False
+        )
         return cast("Pending[list[tuple[int, ...]]]", pending)
 
     @overload

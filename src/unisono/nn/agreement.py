@@ -93,10 +93,8 @@ class Question:
     def answer(self) -> Agreement:
         """Return what all ranks agree on; raise alike on all if one has a problem."""
         if self._answer is None and self.comm is not None:
-            if self._sent is None:
-                word = torch.tensor(self.word, dtype=torch.int32)
-                self.settle(self.comm.all_reduce_(word, "max").tolist())
-            elif isinstance(heard := self._sent.wait(), Tensor):
+            heard = _meet(self.comm, self.word) if self._sent is None else self._sent.wait()
+            if isinstance(heard, Tensor):
                 self.settle(heard.tolist())
             else:
                 self.settle([max(column) for column in zip(*heard, strict=True)])
@@ -131,6 +129,13 @@ def _send(
     if comm.backend == "shm" and comm.size <= MOST_NOTES:
         return comm.post_ints(word)
     return None
+
+
+def _meet(comm: Communicator, word: Word) -> Tensor | list[tuple[int, ...]]:
+    """Hear all ranks now; in shared memory notes cost less than a maximum of tensors."""
+    if comm.backend == "shm" and comm.size <= MOST_NOTES:
+        return comm.post_ints(word).wait()
+    return comm.all_reduce_(torch.tensor(word, dtype=torch.int32), "max")
 
 
 class _Inner(Question):

@@ -186,7 +186,7 @@ def _by_patches(
             kept += [(piece.source, gathered(g, piece)) for piece in patch.local]
             for came in patch.received:
                 target = home[came.message][came.number]
-                target[_slices(came.piece.source)] += gathered(g, came.piece)
+                target[came.piece.source_slices] += gathered(g, came.piece)
     flight = Flight()
     if needs_x:
         packed = [torch.cat([part.reshape(-1) for part in parts]) for parts in home]
@@ -204,7 +204,7 @@ def _by_patches(
             dx[_slices(box)] += values
         for message, parts in arrived(exchange, flight, exchange.halo.sends):
             for piece, values in zip(message.pieces, parts, strict=True):
-                dx[_slices(piece.source)] += values
+                dx[piece.source_slices] += values
     return dx, dw, db
 
 
@@ -258,10 +258,10 @@ def _window(patch: Patch, x: Tensor, found: Sequence[Sequence[Tensor]]) -> Tenso
     """Return the window of a patch: own points and what has arrived, zeros elsewhere."""
     window = x.new_zeros(patch.window_shape)
     for piece in patch.local:
-        place(window, piece, x[_slices(piece.source)])
+        place(window, piece, x[piece.source_slices])
     for came in patch.received:
         values = found[came.message][came.number]
-        place(window, came.piece, values[_slices(came.piece.source)])
+        place(window, came.piece, values[came.piece.source_slices])
     return window
 
 

@@ -18,7 +18,7 @@ from unisono.errors import PartitionError
 from unisono.operators.flight import Flight
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import check_comm
-from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
+from unisono.topology.halo_plan import HaloPlan, Message, Piece
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class HaloExchange(LinearMap):
             halo.window_shape, dtype=x.dtype, device=x.device, memory_format=_layout_of(x)
         )
         for piece in halo.local:
-            place(window, piece, x[_slices(piece.source)])
+            place(window, piece, x[piece.source_slices])
         _fill_edges(window, halo.fills, plan.fill)
         for message, values in arrived(plan, flight, halo.recvs):
             for piece, part in zip(message.pieces, values, strict=True):
@@ -102,7 +102,7 @@ class HaloAdd(LinearMap):
                 _add_local(total, x, halo.local)
                 added = True
             for piece, part in zip(message.pieces, values, strict=True):
-                total[_slices(piece.source)] += part
+                total[piece.source_slices] += part
         if not added:
             _add_local(total, x, halo.local)
         return total
@@ -273,18 +273,18 @@ def _fill_edges(window: Tensor, fills: Sequence[tuple[int, int]], value: float) 
 
 def _packed(x: Tensor, message: Message) -> Tensor:
     """Return the points of a message as one row."""
-    parts = [x[_slices(piece.source)].reshape(-1) for piece in message.pieces]
+    parts = [x[piece.source_slices].reshape(-1) for piece in message.pieces]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def place(window: Tensor, piece: Piece, values: Tensor) -> None:
     """Write a piece into the window, reversed or repeated as it says."""
-    window[_slices(piece.dest)] = values.flip(piece.flips) if piece.flips else values
+    window[piece.dest_slices] = values.flip(piece.flips) if piece.flips else values
 
 
 def gathered(window: Tensor, piece: Piece) -> Tensor:
     """Return what stands for the points of a piece in the window, in the order of the points."""
-    values = window[_slices(piece.dest)]
+    values = window[piece.dest_slices]
     if piece.repeats:
         values = values.sum(piece.repeats, keepdim=True, dtype=values.dtype)
     return values.flip(piece.flips) if piece.flips else values
@@ -292,7 +292,7 @@ def gathered(window: Tensor, piece: Piece) -> Tensor:
 
 def _add_local(total: Tensor, window: Tensor, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
-        total[_slices(piece.source)] += gathered(window, piece)
+        total[piece.source_slices] += gathered(window, piece)
 
 
 def _may_start_here(halo: HaloPlan) -> bool:
@@ -304,10 +304,6 @@ def _may_start_here(halo: HaloPlan) -> bool:
         return False
     lower = sum(len(message.pieces) for message in halo.sends if message.peer < halo.rank)
     return lower == 0 or (lower == 1 and len(halo.local) == 1)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 def _layout_of(x: Tensor) -> torch.memory_format:

@@ -1,6 +1,7 @@
 """What a halo plan says: pieces, messages and the plan of one rank, as frozen values of integers.
 
-Made by `halo.py`, consumed by the halo operators and drawn by `draw.py`. No torch here.
+Made by `halo.py`, consumed by the halo operators and drawn by `draw.py`. No torch here. What
+follows from the values is computed once: a layer asks for it in every call.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from unisono.topology.decompose import Interval
 from unisono.topology.window import Kind, Segment
@@ -18,7 +20,7 @@ Box = tuple[Interval, ...]
 """One half-open range a dim."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """A box of one rank's block and the box of another rank's window it fills."""
 
@@ -31,28 +33,38 @@ class Piece:
     kinds: tuple[Kind, ...]
     """For each dim: "copy", "flip" (reversed) or "repeat" (one point, many times)."""
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the source box, which is what travels."""
         return tuple(stop - start for start, stop in self.source)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of points that travel."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def flips(self) -> tuple[int, ...]:
         """Dims that are reversed on their way."""
         return tuple(dim for dim, kind in enumerate(self.kinds) if kind == "flip")
 
-    @property
+    @cached_property
+    def source_slices(self) -> tuple[slice, ...]:
+        """The source box as an index."""
+        return tuple(slice(start, stop) for start, stop in self.source)
+
+    @cached_property
+    def dest_slices(self) -> tuple[slice, ...]:
+        """The box in the window as an index."""
+        return tuple(slice(start, stop) for start, stop in self.dest)
+
+    @cached_property
     def repeats(self) -> tuple[int, ...]:
         """Dims in which one point fills the whole of `dest`."""
         return tuple(dim for dim, kind in enumerate(self.kinds) if kind == "repeat")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
     """All pieces between two ranks in one direction, in the order in which they are packed."""
 
@@ -61,13 +73,13 @@ class Message:
     pieces: tuple[Piece, ...]
     """The same pieces in the same order at both ends."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of points of the message."""
         return sum(piece.numel for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HaloPlan:
     """What one rank does to fill its window; read backwards, how window gradients go home."""
 
@@ -101,12 +113,12 @@ class HaloPlan:
     """For each dim, window positions left and right that hold points of the tensor's other end;
     nothing where no dim is padded so."""
 
-    @property
+    @cached_property
     def block_shape(self) -> tuple[int, ...]:
         """Sizes of the own block: the shape of the tensor that goes in."""
         return tuple(stop - start for start, stop in self.own)
 
-    @property
+    @cached_property
     def widths(self) -> tuple[tuple[int, int], ...]:
         """For each dim, points needed left and right of the own block; negative: own, unused."""
         return tuple(
@@ -114,7 +126,7 @@ class HaloPlan:
             for own, need in zip(self.own, self.needed, strict=True)
         )
 
-    @property
+    @cached_property
     def fills(self) -> tuple[tuple[int, int], ...]:
         """For each dim, window positions left and right that hold the constant."""
         return tuple(_fills(parts) for parts in self.segments)
@@ -127,12 +139,12 @@ class HaloPlan:
         start, stop = piece.dest[dim]
         return stop <= left or start >= self.window_shape[dim] - right
 
-    @property
+    @cached_property
     def has_fill(self) -> bool:
         """Whether some position of the window is outside the tensor and holds the constant."""
         return any(left or right for left, right in self.fills)
 
-    @property
+    @cached_property
     def keeps_block(self) -> bool:
         """Whether the window is the own block, untouched (others may still need points of it)."""
         if self.window_shape != self.block_shape or self.recvs:
@@ -145,7 +157,7 @@ class HaloPlan:
             for piece in self.local
         )
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """Whether nothing is to be done: the window is the own block and nobody asks for it."""
         return self.keeps_block and not self.sends

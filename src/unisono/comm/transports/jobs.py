@@ -15,6 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 _BACKGROUND_NAP_S = 2e-3
+_LOOK_S = 2e-2
+_LOOKS = 50
+"""So often the background thread looks for chores by itself before it sleeps until it is woken."""
 
 
 class Job:
@@ -77,6 +80,7 @@ class JobQueue:
         self._runner: int | None = None
         self._thread: threading.Thread | None = None
         self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._sleeps = True
 
     def run(self, call: Callable[..., Any], *args: Any) -> None:
         """Run `call` now, after everything issued before it; raises what it raises."""
@@ -109,6 +113,15 @@ class JobQueue:
             self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
             self._thread.start()
         self._tokens.put(True)
+
+    def mention(self) -> None:
+        """Let the background thread look for chores before long; they are not urgent.
+
+        A thread that is woken takes the interpreter from its caller, for longer than most chores
+        would have lasted; one that looks now and then does not.
+        """
+        if self._sleeps:
+            self.wake()
 
     def finish(self, job: Job, timeout_s: float) -> None:
         """Wait until `job` has ended, running queued calls here if nobody else does.
@@ -172,13 +185,23 @@ class JobQueue:
 
     def _loop(self) -> None:
         me = threading.get_ident()
-        nap_s = _BACKGROUND_NAP_S
+        nap_s, looks = _BACKGROUND_NAP_S, 0
         while True:
-            chores = self.has_chores is not None and self.has_chores()
+            if self.has_chores is None:
+                rest_s = None
+            elif self.has_chores():
+                rest_s, looks = nap_s, _LOOKS
+            else:
+                self._sleeps = looks == 0
+                # Who mentions something after this look finds the thread asleep, and wakes it.
+                rest_s = 0.0 if self.has_chores() else _LOOK_S if looks else None
+                looks = max(looks - 1, 0)
             try:
-                goes_on = self._tokens.get(timeout=nap_s) if chores else self._tokens.get()
+                goes_on = self._tokens.get(timeout=rest_s)
+                looks = _LOOKS
             except queue.Empty:
                 goes_on = True
+            self._sleeps = False
             while self._jobs:
                 with self._busy:
                     if not self._jobs:

@@ -18,8 +18,9 @@ from unisono.comm.transports.shm import moves, sums
 from unisono.comm.transports.shm.allocation import make_shared_buffer
 from unisono.comm.transports.shm.board import Board
 from unisono.comm.transports.shm.control import Control
-from unisono.comm.transports.shm.layout import FAILED, GAVE_UP, Layout
+from unisono.comm.transports.shm.layout import FAILED, GAVE_UP, NOTE_INTS, Layout
 from unisono.comm.transports.shm.messages import Messages, Transfer
+from unisono.comm.transports.shm.notes import Note, Notes
 from unisono.comm.transports.shm.segment import Segment
 from unisono.comm.transports.shm.waiting import CounterSync, SemaphoreSync
 from unisono.comm.transports.shm.watch import Watch
@@ -47,6 +48,28 @@ class MessageTicket:
         """See `SourceTicket`."""
         peer = self._transfers[0].peer
         return -1 if peer is None else peer
+
+
+class PostedNote:
+    """A note, as the verbs see it: a wait in vain breaks the group."""
+
+    def __init__(self, engine: ShmEngine, note: Note) -> None:
+        self._engine = engine
+        self._note = note
+
+    @property
+    def rows(self) -> list[tuple[int, ...]] | None:
+        """See `NoteTicket`."""
+        return self._note.rows
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Ticket`."""
+        if self._note.rows is None:
+            self._engine.read_note(self._note, timeout_s)
+
+    def done(self) -> bool:
+        """See `Ticket`."""
+        return self._note.done()
 
 
 class ShmEngine(QueuedEngine):
@@ -89,6 +112,8 @@ class ShmEngine(QueuedEngine):
         self.sync = kind(self.control, self.watch)
         self.board = Board(segment, layout, self.control, self.sync, ranks)
         self.messages = Messages(self.control, self.watch, semaphores=semaphores)
+        self.notes = Notes(self.control, self.watch, self.messages.progress)
+        self.note_ints = 0 if semaphores else NOTE_INTS
         self.sync.idle = self.messages.progress
         jobs.chore = self.messages.progress
         jobs.has_chores = self._has_chores
@@ -229,8 +254,15 @@ class ShmEngine(QueuedEngine):
     def start_messages(self) -> None:
         """See to it that messages posted so far move on while nobody waits for them."""
         self.messages.progress()
+        self._leave_messages()
+
+    def _leave_messages(self) -> None:
+        """Hand what is still under way to the background thread, at once only if a peer waits."""
         if self.messages.under_way:
-            self.jobs.wake()
+            if self.messages.overflows:
+                self.jobs.wake()
+            else:
+                self.jobs.mention()
 
     def finish_messages(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
         """Wait for messages of this rank."""
@@ -243,8 +275,22 @@ class ShmEngine(QueuedEngine):
         except BaseException as error:
             self.fail(error)
             raise
-        if self.messages.under_way:
-            self.jobs.wake()  # which went to sleep while this thread moved all messages on
+        self._leave_messages()  # the background thread rested while this one moved them on
+
+    def post_note(self, values: Sequence[int], *, timeout_s: float) -> PostedNote:
+        """See `Engine`."""
+        self.check_usable()
+        return PostedNote(self, self.notes.post(values, timeout_s))
+
+    def read_note(self, note: Note, timeout_s: float) -> None:
+        """Wait for the notes of all ranks."""
+        self.check_usable()
+        self.watch.doing = "post_ints"
+        try:
+            note.wait(timeout_s)
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     # -- life -----------------------------------------------------------------------------------
 

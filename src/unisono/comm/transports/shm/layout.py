@@ -14,11 +14,15 @@ from unisono.errors import UnisonoError
 PAGE = 4096
 WORD = 8
 MAGIC = 0x756E69736F6E6F  # "unisono"
-VERSION = 1
+VERSION = 2
 
-CONTROL_BYTES = 256
+CONTROL_BYTES = 512
 COUNTER, WANTED, DOORBELL, DOORBELL_WANTED, STATE, CULPRIT = 0, 1, 8, 9, 16, 17
 """Words of a control block. Words polled by others have a cache line of their own."""
+
+NOTE, NOTE_PLACES, NOTE_INTS = 24, 4, 6
+NOTE_WORDS = 2 + NOTE_INTS
+"""Places for notes in a control block: number, count, integers."""
 
 JOINING, ALIVE, FAILED, CLOSED, GAVE_UP = 0, 1, 2, 3, 4
 """Values of the STATE word. A rank gives up when its deadline passes."""

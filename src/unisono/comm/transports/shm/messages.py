@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm.transports.shm.control import Control
-from unisono.comm.transports.shm.layout import DOORBELL, DOORBELL_WANTED
+from unisono.comm.transports.shm.layout import CELLS, DOORBELL, DOORBELL_WANTED
 from unisono.comm.transports.shm.libc import Timespec, futex_wait, has_futex, memmove, sched_yield
 from unisono.comm.transports.shm.rings import Fragment, Reader, Writer
 from unisono.comm.transports.shm.waiting import cores
@@ -99,6 +99,17 @@ class Messages:
     def needs_background(self) -> bool:
         """Whether transfers are under way that nobody waits for."""
         return self.under_way > 0 and not self._attended
+
+    @property
+    def overflows(self) -> bool:
+        """Whether messages under way may be more than rings hold: then a peer waits for this rank.
+
+        Where they are not, the peer is done with them whatever this rank does meanwhile.
+        """
+        if self._arriving or any(self._outgoing.values()):
+            return True
+        cell_bytes = self._control.layout.cell_bytes
+        return sum(-(-t.nbytes // cell_bytes) for t in list(self._expected)) > CELLS
 
     def post_send(self, dst: int, tag: int, x: Tensor) -> Transfer:
         """Send the bytes of `x` to `dst`."""
