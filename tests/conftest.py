@@ -1,12 +1,14 @@
 """What all tests share: how they are dealt out to two processes, and the fixture `interpreter`.
 
-The fixture runs scripts as `python` would, without loading torch again.
+The fixture runs scripts as `python` would, without loading torch again. `interpreter.python` is the
+same for commands in which others start python: mpiexec, torchrun, a process on another host.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -20,6 +22,7 @@ from typing import IO, Any
 import pytest
 
 _SERVER = Path(__file__).with_name("warm_interpreter.py")
+_COMMAND = Path(__file__).with_name("warm_python.py")
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set while the process loads its libraries only: no thread may be lost by a fork."""
 
@@ -53,6 +56,30 @@ class Interpreter:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+
+    @property
+    def python(self) -> str:
+        """The name of a program to say instead of `sys.executable`, wherever processes start.
+
+        Its processes are forks of the warm one, with the variables, descriptors, directory and
+        namespaces of whoever started them. `sys.executable` in them is the real one.
+        """
+        if sys.platform != "linux":
+            return sys.executable
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
+            door, program = self._folder / "door", self._folder / "python"
+            words = [sys.executable, "-IS", str(_COMMAND), str(door), sys.executable]
+            program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+            program.chmod(0o755)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+                listening.bind(str(door))
+                listening.listen(64)
+                request = json.dumps({"listen": str(door)}).encode()
+                socket.send_fds(self._connection(), [request], [listening.fileno()])
+                self._answer(60.0)
+        return str(self._folder / "python")
 
     def run(
         self, words: Sequence[str], *, cwd: Path, timeout_s: float = 100.0
@@ -79,6 +106,8 @@ class Interpreter:
         if self._process is not None:
             self._control.close()
             self._process.wait(30.0)
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
 
     def _connection(self) -> socket.socket:
         """Return the socket to the process, which is started at the first need."""

@@ -3,11 +3,16 @@
 Started by `conftest.py`, with a socket on which requests come. For each it forks two processes: one
 is the script, the other the script's warm server, which a plain process would start by exec. So a
 script costs what it does itself, and not the loading of torch, twice.
+
+The request to listen gives a socket with a name instead: there `warm_python.py` asks, a command
+that stands for `python` where others (mpiexec, torchrun) start the processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -16,12 +21,14 @@ import os
 import random
 import runpy
 import select
+import selectors
 import signal
 import socket
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +37,14 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "torch._dynamo",  # what the first optimizer of a process imports, for seconds
+    "torch._inductor.lowering",  # what the first compilation imports, whatever its backend
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "pytest",
     "sklearn.datasets",
     "matplotlib.figure",
     "unisono.comm",
@@ -41,16 +56,32 @@ PRELOAD = (
 def serve(control: socket.socket) -> Callable[[], None]:
     """Answer requests until the tests are over; in a forked process, return what it is to do."""
     control.send(b"{}")
+    listeners: list[tuple[int, socket.socket]] = []
     while True:
         message, fds, _, _ = socket.recv_fds(control, 1 << 18, 2)
         if not message:
+            for pid, leash in listeners:
+                leash.close()
+                os.waitpid(pid, 0)
             os._exit(0)
         request = json.loads(message)
+        if "listen" in request:
+            leash, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                for end in (control, leash, *(other for _, other in listeners)):
+                    end.close()
+                return listen(socket.socket(fileno=fds[0]), theirs)
+            theirs.close()
+            os.close(fds[0])
+            listeners.append((pid, leash))
+            control.send(b"{}")
+            continue
         launcher, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         me = os.getpid()
         server_pid = os.fork()
         if server_pid == 0:
-            for end in (control, launcher):
+            for end in (control, launcher, *(leash for _, leash in listeners)):
                 end.close()
             for fd in fds:
                 os.close(fd)
@@ -58,7 +89,8 @@ def serve(control: socket.socket) -> Callable[[], None]:
         server.close()
         script_pid = os.fork()
         if script_pid == 0:
-            control.close()
+            for end in (control, *(leash for _, leash in listeners)):
+                end.close()
             return functools.partial(be_script, request, fds, launcher, server_pid)
         launcher.close()
         for fd in fds:
@@ -67,6 +99,61 @@ def serve(control: socket.socket) -> Callable[[], None]:
         _, status = os.waitpid(script_pid, 0)
         os.waitpid(server_pid, 0)  # it leaves when the script's end of their socket closes
         control.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def listen(door: socket.socket, leash: socket.socket) -> Callable[[], None]:
+    """Fork a process for each command that comes to the door, and end with the end of the leash.
+
+    In a forked process, return what it is to do.
+    """
+    selector = selectors.DefaultSelector()
+    selector.register(door, selectors.EVENT_READ)
+    selector.register(leash, selectors.EVENT_READ)
+    running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of the process
+    while True:
+        ready = [key for key, _ in selector.select()]
+        if any(key.fileobj is leash for key in ready):
+            for pid, _ in running.values():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            os._exit(0)
+        for key in ready:
+            if key.fileobj is door:
+                line, _ = door.accept()
+                message, fds, _, _ = socket.recv_fds(line, 1 << 18, 250)
+                if not message:
+                    line.close()
+                    continue
+                pid = os.fork()
+                if pid == 0:
+                    selector.close()
+                    for end in (door, leash, line, *(other for _, other in running.values())):
+                        end.close()
+                    for fd in running:
+                        os.close(fd)
+                    return functools.partial(be_python, json.loads(message), fds)
+                for fd in fds:
+                    os.close(fd)
+                process = os.pidfd_open(pid)
+                running[process] = pid, line
+                selector.register(process, selectors.EVENT_READ, process)
+                selector.register(line, selectors.EVENT_READ, process)
+            elif key.fd == key.data:  # it has ended
+                pid, line = running.pop(key.fd)
+                _, status = os.waitpid(pid, 0)
+                with contextlib.suppress(OSError):  # nobody waits for it
+                    line.send(b"%d" % os.waitstatus_to_exitcode(status))
+                selector.unregister(key.fd)
+                with contextlib.suppress(KeyError):
+                    selector.unregister(line)
+                line.close()
+                os.close(key.fd)
+            elif key.data in running:
+                pid, line = running[key.data]
+                number = line.recv(100)  # a signal to pass on; nothing if the command was killed
+                if not number:
+                    selector.unregister(line)
+                os.kill(pid, int(number or signal.SIGKILL))
 
 
 def be_server(control: socket.socket, launcher_pid: int) -> None:
@@ -82,12 +169,51 @@ def be_script(
 ) -> None:
     """Become `python WORDS` in the directory and with the variables of the request."""
     os.setsid()
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["env"])
     for fd, target in zip(fds, (1, 2), strict=True):
         os.dup2(fd, target)
         os.close(fd)
+    settle(request)
+    hand_over(control, server_pid)
+    run(request["words"])
+
+
+def be_python(request: dict[str, Any], fds: list[int]) -> None:
+    """Become the process that `warm_python.py` stands for."""
+    os.setsid()
+    # Out of the way of their targets first.
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1000) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    targets: list[int] = request["targets"]
+    for fd, target in zip(high, targets, strict=False):
+        os.dup2(fd, target)
+    enter(high[len(targets) :])
+    for fd in high:
+        os.close(fd)
+    settle(request)
+    if request["unbuffered"]:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)
+    for action in request["warnings"]:
+        warnings.simplefilter(action)
+    run(request["words"])
+
+
+def enter(spaces: Sequence[int]) -> None:
+    """Go to the namespaces behind these descriptors, where they are others than ours."""
+    for name, fd in zip(("net", "uts", "mnt"), spaces, strict=True):
+        if os.fstat(fd).st_ino == Path(f"/proc/self/ns/{name}").stat().st_ino:
+            continue
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(fd, 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {name}")
+
+
+def settle(request: dict[str, Any]) -> None:
+    """Take over directory and variables of the request; forget what is the warm process's own."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -95,16 +221,23 @@ def be_script(
     random.seed()
     importlib.import_module("numpy").random.seed()
     importlib.invalidate_caches()
-    hand_over(control, server_pid)
-    words: list[str] = request["words"]
+
+
+def run(words: list[str]) -> None:
+    """Do what `python WORDS` does."""
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path.insert(0, "")
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).absolute().parent))
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
         main.__file__ = words[0]
         exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
 

@@ -1,4 +1,8 @@
-"""Worlds over two hosts: a master on localhost, or a name that nobody knows, does not pass here."""
+"""Worlds over two hosts: a master on localhost, or a name that nobody knows, does not pass here.
+
+Ranks are forks of the warm interpreter that enter the namespaces of their host, except where our
+own mpiexec starts them, and in `doctor`.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +64,11 @@ def variables(rank, *, master, port, per_host=2):
     }
 
 
-def start_world(lab, script, *, master, port, per_host=2):
+def start_world(lab, python, script, *, master, port, per_host=2):
     """Start ranks on both hosts, which do not know their names; return exit codes and outputs."""
     processes = [
         host.start(
-            sys.executable,
+            python,
             script,
             env=variables(rank, master=master, port=port, per_host=per_host),
             hosts="poor",
@@ -91,17 +95,18 @@ def check_results(ends):
     assert shared[2]
 
 
-def test_ranks_of_two_hosts_share_memory_inside_and_use_gloo_between(lab, script):
+def test_ranks_of_two_hosts_share_memory_inside_and_use_gloo_between(lab, interpreter, script):
     # Where hosts files know both names, torchrun's c10d below has the same ranks.
-    check_results(start_world(lab, script, master=lab.a.address, port=29611))
+    check_results(start_world(lab, interpreter.python, script, master=lab.a.address, port=29611))
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_a_script_under_torchrun_on_two_hosts(lab, script, rendezvous):
+def test_a_script_under_torchrun_on_two_hosts(lab, interpreter, script, rendezvous):
+    python = interpreter.python
     port = 29612 if rendezvous == "static" else 29613
 
     def words(node, host):
-        common = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+        common = [python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
         if rendezvous == "static":
             meet = [
                 f"--node-rank={node}",
@@ -113,7 +118,7 @@ def test_a_script_under_torchrun_on_two_hosts(lab, script, rendezvous):
             meet += [f"--local-addr={host.address}", "--rdzv-id=two"]
         return [*common, *meet, script]
 
-    env = {"OMP_NUM_THREADS": "1"}
+    env = {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}  # torchrun's word for its workers
     hosts = "poor" if rendezvous == "static" else "rich"  # c10d itself asks for the own host name
     processes = [
         host.start(*words(node, host), env=env, hosts=hosts)
@@ -135,11 +140,12 @@ for master in ("host-a", "localhost"):
 """
 
 
-def test_a_meeting_point_that_cannot_work_is_explained_at_once(lab, tmp_path):
+def test_a_meeting_point_that_cannot_work_is_explained_at_once(lab, interpreter, tmp_path):
     path = tmp_path / "nowhere.py"
     path.write_text(NO_MEETING)
+    python = interpreter.python
     begin = time.monotonic()
-    ends = start_world(lab, path, master="host-a", port=29614, per_host=1)
+    ends = start_world(lab, python, path, master="host-a", port=29614, per_host=1)
     assert time.monotonic() - begin < 80  # not the deadline of the store
     for code, output in ends:
         assert code == 0, output
@@ -194,10 +200,10 @@ def test_our_own_mpiexec_starts_ranks_on_two_hosts(lab, script, over_mpi, tmp_pa
 
 
 @pytest.mark.mpi
-def test_a_script_under_the_users_mpiexec_on_two_hosts(lab, script, over_mpi):
+def test_a_script_under_the_users_mpiexec_on_two_hosts(lab, interpreter, script, over_mpi):
     pytest.importorskip("mpi4py")
     path, words = over_mpi
-    words = (path, "-n", 4, "-ppn", 2, *words, sys.executable, script)
+    words = (path, "-n", 4, "-ppn", 2, *words, interpreter.python, script)
     ends = lab.finish([lab.a.start(*words, env={"OMP_NUM_THREADS": "1"}, hosts="poor")])
     check_results(ends)
 

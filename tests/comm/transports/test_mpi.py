@@ -1,7 +1,8 @@
 """The MPI transport, on ranks that `mpiexec` starts.
 
 A start costs seconds, so one job of 2 and one of 4 ranks run all checks (`mpi_ranks/`), and each
-test here looks at what they reported about one of them.
+test here looks at what they reported about one of them. The ranks are forks of the warm interpreter
+(`tests/conftest.py`), which has not loaded MPI; `test_mpi_style_mpi.py` has ranks of their own.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class Job:
         return dict(words)
 
 
-def run_job(ranks, script, *arguments, threads="multiple"):
+def run_job(python, ranks, script, *arguments, threads="multiple"):
     """Run a script on some ranks to its end."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": threads}
     began = time.monotonic()
-    command = [mpiexec(), "-n", str(ranks), sys.executable, "-W", "ignore", str(HERE / script)]
+    command = [mpiexec(), "-n", str(ranks), python, "-W", "ignore", str(HERE / script)]
     process = subprocess.Popen(
         [*command, *arguments],
         stdin=subprocess.DEVNULL,
@@ -92,9 +93,9 @@ def run_job(ranks, script, *arguments, threads="multiple"):
 
 
 @pytest.fixture(scope="module")
-def jobs():
+def jobs(interpreter):
     """The jobs that run all checks, by their number of ranks."""
-    return {ranks: run_job(ranks, "main.py") for ranks in (2, 4)}
+    return {ranks: run_job(interpreter.python, ranks, "main.py") for ranks in (2, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +130,18 @@ def test_the_job_ends_well_without_clean_up_and_ran_no_check_that_is_not_listed(
     assert set(reports) == set(CHECKS)
 
 
-def test_an_exception_on_one_rank_ends_the_job_and_is_known_to_the_others():
-    job = run_job(2, "endings.py", "by_an_exception", threads="serialized")
+def test_an_exception_on_one_rank_ends_the_job_and_is_known_to_the_others(interpreter):
+    job = run_job(interpreter.python, 2, "endings.py", "by_an_exception", threads="serialized")
     assert job.code != 0
     assert job.seen[0] == ["level 2 warnings 0", "background True", "failed 1 True True"]
     assert "ValueError: raised on purpose" in job.output
     assert "aborted" not in job.output
 
 
-def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_refused():
-    job = run_job(2, "endings.py", "by_an_exception_and_clean_up", threads="funneled")
+def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_refused(interpreter):
+    job = run_job(
+        interpreter.python, 2, "endings.py", "by_an_exception_and_clean_up", threads="funneled"
+    )
     assert job.code != 0
     assert job.seen[0] == [
         "level 1 warnings 1",
@@ -149,8 +152,8 @@ def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_re
     assert "aborted" not in job.output
 
 
-def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report():
-    job = run_job(2, "endings.py", "beside_a_hung_rank")
+def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(interpreter):
+    job = run_job(interpreter.python, 2, "endings.py", "beside_a_hung_rank")
     assert job.code != 0
     assert "not arrived: rank 1" in job.output
     assert "time.sleep(300)" in job.output  # where rank 1 was

@@ -30,17 +30,19 @@ def main():
     for name, check in programs.cases(everybody.size):
         if wanted and not any(word in name for word in wanted):
             continue
-        began = time.monotonic()
+        began, spent = time.monotonic(), time.process_time()
         error = None
         try:
             check()
         except BaseException:
             error = traceback.format_exc()
         errors = everybody.gather(error)
+        costs = everybody.gather(time.process_time() - spent)
         if everybody.rank == 0:
             found = {rank: text for rank, text in enumerate(errors) if text is not None}
             seconds = round(time.monotonic() - began, 3)
-            line = json.dumps({"name": name, "errors": found, "seconds": seconds})
+            spent = round(sum(costs), 3)
+            line = json.dumps({"name": name, "errors": found, "seconds": seconds, "cpu": spent})
             print(f"CHECK {line}", flush=True)
         if everybody.bcast(any(text is not None for text in errors or [])):
             everybody.Abort(1)
