@@ -100,7 +100,8 @@ def test_reductions_and_scans_of_every_op_and_dtype_equal_numpy():
                     found = found != 0
                 return torch.from_numpy(np.asarray(found)).to(dtype)
 
-            for make in (torch.clone, strided):
+            # Where memory lies is nothing to an operation: one for each dtype shows it.
+            for make in (torch.clone, strided) if op is ops[0] else (torch.clone,):
                 mine = make(blocks[comm.rank])
                 for verb, ranks in (
                     ("Allreduce", comm.size),
@@ -147,8 +148,9 @@ def test_half_precision_sums_are_sums_and_in_place_numpy_and_shapes_of_one_size_
 def test_bcast_gathers_and_scatters_along_every_axis_equal_numpy():
     comm = MPI_WORLD
     size, rank, root = comm.size, comm.rank, comm.size // 2
+    ways = {torch.float32: (torch.clone, strided), torch.bfloat16: (strided,)}
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
-        for make in (torch.clone, strided):
+        for make in ways.get(dtype, (torch.clone,)):
             blocks = [block(r, SHAPE, dtype) for r in range(size)]
             mine = make(blocks[rank])
             for call in both(comm, "Bcast"):
@@ -247,14 +249,15 @@ def test_gathers_in_place_take_the_own_block_from_the_receive_buffer():
 def test_alltoall_turns_an_array_split_along_one_axis_into_one_split_along_another():
     comm = MPI_WORLD
     whole = torch.arange(5 * 6 * 7).reshape(5, 6, 7)
-    for dtype in (torch.float32, torch.bfloat16):
+    ways = {torch.float32: (torch.clone, strided), torch.bfloat16: (torch.clone,)}
+    for dtype, makes in ways.items():
         for send_axis in range(3):
             for recv_axis in range(3):
                 if send_axis == recv_axis:
                     continue
                 before = whole[comm.chunk(whole.shape, recv_axis)[2]].to(dtype)
                 after = whole[comm.chunk(whole.shape, send_axis)[2]].to(dtype)
-                for make in (torch.clone, strided):
+                for make in makes:
                     for call in both(comm, "Alltoall"):
                         out = make(torch.zeros(after.shape, dtype=dtype))
                         call(make(before), out, send_axis=send_axis, recv_axis=recv_axis)

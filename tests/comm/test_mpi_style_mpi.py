@@ -1,4 +1,7 @@
-"""The MPI-style communicator on ranks that `mpiexec` starts."""
+"""The MPI-style communicator on ranks that `mpiexec` starts.
+
+One test has interpreters of its own, as a user has; the others fork them from the warm one.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +63,10 @@ def mpiexec():
     return found
 
 
-def run_job(ranks, *arguments):
+def run_job(python, ranks, *arguments):
     """Run Python with some arguments on some ranks; return what it printed."""
     done = subprocess.run(
-        [mpiexec(), "-n", str(ranks), sys.executable, "-W", "ignore", *arguments],
+        [mpiexec(), "-n", str(ranks), python, "-W", "ignore", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -77,8 +80,8 @@ def run_job(ranks, *arguments):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_verb_over_the_mpi_transport(ranks):
-    output = run_job(ranks, str(HERE / "mpi_style_ranks.py"))
+def test_every_verb_over_the_mpi_transport(interpreter, ranks):
+    output = run_job(interpreter.python, ranks, str(HERE / "mpi_style_ranks.py"))
     passed = re.findall(r"^PASSED (\w+)", output, re.MULTILINE)
     assert len(passed) >= 10, output
 
@@ -86,15 +89,13 @@ def test_every_verb_over_the_mpi_transport(ranks):
 def test_the_world_is_found_at_first_use_under_mpiexec_and_closed_at_the_end(tmp_path):
     script = tmp_path / "lazy.py"
     script.write_text(LAZY)
-    seen = re.findall(r"SEEN (\d) 2 (\w+)", run_job(2, str(script)))
+    seen = re.findall(r"SEEN (\d) 2 (\w+)", run_job(sys.executable, 2, str(script)))
     assert sorted(rank for rank, _ in seen) == ["0", "1"]
     assert len({backend for _, backend in seen}) == 1
 
 
-def test_the_world_is_found_in_a_process_of_its_own(tmp_path):
+def test_the_world_is_found_in_a_process_of_its_own(interpreter, tmp_path):
     script = tmp_path / "alone.py"
     script.write_text("from unisono.comm.mpi_style import MPI_WORLD\nprint(MPI_WORLD.size)\n")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout == "1\n"
+    done = interpreter.run([str(script)], cwd=tmp_path)
+    assert done.stdout == "1\n", done.stderr

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -234,17 +233,18 @@ comm.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_rank_that_ends_by_an_exception_tells_the_others_before_it_goes(backend):
+def test_a_rank_that_ends_by_an_exception_tells_the_others_before_it_goes(interpreter, backend):
     """It keeps the store: were it gone at once, the others would know of a lost connection only."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     local = {"LOCAL_WORLD_SIZE": "2", "UNISONO_BACKEND": backend}
+    python = interpreter.python
     began = time.monotonic()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RAISES_ON_RANK_0],
+            [python, "-c", RAISES_ON_RANK_0],
             env={**os.environ, **common, **local, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import threading
 
 import pytest
@@ -38,10 +41,9 @@ def block(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
 
 
 @pytest.mark.ranks(RANKS, backend=BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_reduce_sums_every_dtype_and_size(dtype):
+def test_all_reduce_sums_every_dtype_and_size():
     comm = world()
-    for shape in [(0,), (1,), (7, 3), (), (40_000,)]:
+    for dtype, shape in itertools.product(DTYPES, [(0,), (1,), (7, 3), (), (40_000,)]):
         mine = block(comm.rank, shape, dtype)
         before = mine.clone()
         total = comm.all_reduce(mine)
@@ -50,25 +52,22 @@ def test_all_reduce_sums_every_dtype_and_size(dtype):
         expected = torch.stack(blocks).any(0) if dtype == torch.bool else sum(blocks)
         assert torch.equal(
             total, expected.to(dtype) if dtype.is_complex else expected.real.to(dtype)
-        )
+        ), (dtype, shape)
         assert torch.equal(mine, before)
         assert total.shape == mine.shape
         assert total.dtype == dtype
 
 
 @pytest.mark.ranks(RANKS, backend=BACKENDS)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.int16, torch.uint64, torch.bool], ids=str
-)
-@pytest.mark.parametrize("op", ["min", "max", "product"])
-def test_all_reduce_with_other_ops(dtype, op):
+def test_all_reduce_with_other_ops():
     comm = world()
-    stacked = torch.stack([block(r, (5,), dtype).to(torch.float64) + 1 for r in range(comm.size)])
-    if dtype == torch.bool:
-        stacked = torch.stack([block(r, (5,), dtype).to(torch.float64) for r in range(comm.size)])
-    mine = stacked[comm.rank].to(dtype)
-    expected = {"min": stacked.amin(0), "max": stacked.amax(0), "product": stacked.prod(0)}[op]
-    assert torch.equal(comm.all_reduce(mine, op), expected.to(dtype))
+    for dtype in (torch.float32, torch.float16, torch.int16, torch.uint64, torch.bool):
+        blocks = [block(r, (5,), dtype).to(torch.float64) for r in range(comm.size)]
+        stacked = torch.stack(blocks) + (dtype != torch.bool)
+        mine = stacked[comm.rank].to(dtype)
+        expected = {"min": stacked.amin(0), "max": stacked.amax(0), "product": stacked.prod(0)}
+        for op, values in expected.items():
+            assert torch.equal(comm.all_reduce(mine, op), values.to(dtype)), (dtype, op)
 
 
 @pytest.mark.ranks([2, 3], backend=BACKENDS)
@@ -82,15 +81,12 @@ def test_unsigned_64_bit_order_has_no_sign():
 
 
 @pytest.mark.ranks([1, 3], backend=BACKENDS)
-@pytest.mark.parametrize("op", ["and", "or", "xor"])
-def test_bitwise_reductions(op):
+def test_bitwise_reductions():
     comm = world()
-    mine = torch.tensor([0b1100 >> comm.rank, 5])
-    expected = torch.tensor([0b1100, 5])
-    for r in range(1, comm.size):
-        other = torch.tensor([0b1100 >> r, 5])
-        expected = {"and": expected & other, "or": expected | other, "xor": expected ^ other}[op]
-    assert torch.equal(comm.all_reduce(mine, op), expected)
+    blocks = [torch.tensor([0b1100 >> r, 5]) for r in range(comm.size)]
+    for op, apply in {"and": operator.and_, "or": operator.or_, "xor": operator.xor}.items():
+        expected = functools.reduce(apply, blocks)
+        assert torch.equal(comm.all_reduce(blocks[comm.rank], op), expected), op
 
 
 @pytest.mark.ranks([2, 4], backend=BACKENDS)
@@ -151,18 +147,16 @@ def test_reduce_gives_the_result_to_one_rank_only():
 
 
 @pytest.mark.ranks(RANKS, backend=BACKENDS)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bool, torch.int16, torch.float8_e5m2, torch.complex64], ids=str
-)
-@pytest.mark.parametrize("rows", [3, 30_000])
-def test_all_gather_joins_uneven_blocks(dtype, rows):
+def test_all_gather_joins_uneven_blocks():
     comm = world()
-    sizes = [(rows + r) if r != 1 else 0 for r in range(comm.size)]
-    mine = block(comm.rank, (sizes[comm.rank], 2), dtype)
-    expected = torch.cat([block(r, (sizes[r], 2), dtype) for r in range(comm.size)])
-    for given in (None, sizes):
-        joined = comm.all_gather(mine, sizes=given)
-        assert torch.equal(joined.view(torch.uint8), expected.view(torch.uint8))
+    dtypes = (torch.float32, torch.bool, torch.int16, torch.float8_e5m2, torch.complex64)
+    for dtype, rows in itertools.product(dtypes, (3, 30_000)):
+        sizes = [(rows + r) if r != 1 else 0 for r in range(comm.size)]
+        mine = block(comm.rank, (sizes[comm.rank], 2), dtype)
+        expected = torch.cat([block(r, (sizes[r], 2), dtype) for r in range(comm.size)])
+        for given in (None, sizes):
+            joined = comm.all_gather(mine, sizes=given)
+            assert torch.equal(joined.view(torch.uint8), expected.view(torch.uint8)), (dtype, rows)
 
 
 @pytest.mark.ranks(RANKS, backend=BACKENDS)
@@ -190,17 +184,17 @@ def test_gather_and_scatter_are_inverse():
 
 
 @pytest.mark.ranks(RANKS, backend=BACKENDS)
-@pytest.mark.parametrize("rows", [2, 5, 50_000])
-def test_reduce_scatter_gives_each_rank_its_block(rows):
+def test_reduce_scatter_gives_each_rank_its_block():
     comm = world()
-    mine = block(comm.rank, (3, rows), torch.float64)
-    total = sum(block(r, (3, rows), torch.float64) for r in range(comm.size))
-    part = comm.reduce_scatter(mine, dim=1)
-    assert torch.equal(part, total.tensor_split(comm.size, dim=1)[comm.rank])
-    sizes = [0] * comm.size
-    sizes[-1] = rows
-    part = comm.reduce_scatter(mine, dim=1, sizes=sizes, op="max")
-    assert part.shape == (3, sizes[comm.rank])
+    for rows in (2, 5, 50_000):
+        mine = block(comm.rank, (3, rows), torch.float64)
+        total = sum(block(r, (3, rows), torch.float64) for r in range(comm.size))
+        part = comm.reduce_scatter(mine, dim=1)
+        assert torch.equal(part, total.tensor_split(comm.size, dim=1)[comm.rank]), rows
+        sizes = [0] * comm.size
+        sizes[-1] = rows
+        part = comm.reduce_scatter(mine, dim=1, sizes=sizes, op="max")
+        assert part.shape == (3, sizes[comm.rank])
 
 
 @pytest.mark.ranks(RANKS, backend=BACKENDS)

@@ -1,14 +1,13 @@
 """Worlds over two hosts: a master on localhost, or a name that nobody knows, does not pass here.
 
-Ranks are forks of the warm interpreter that enter the namespaces of their host, except where our
-own mpiexec starts them, and in `doctor`.
+Processes are forks of the warm interpreter that enter the namespaces of their host, except those
+that we start ourselves: the ranks of our own mpiexec, and those of `doctor`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 
 import pytest
@@ -192,9 +191,9 @@ def over_mpi(lab, tmp_path):
 
 
 @pytest.mark.mpi
-def test_our_own_mpiexec_starts_ranks_on_two_hosts(lab, script, over_mpi, tmp_path):
+def test_our_own_mpiexec_starts_ranks_on_two_hosts(lab, interpreter, script, over_mpi, tmp_path):
     (tmp_path / "launcher.py").write_text(OVER_MPI)
-    words = ("env", "-C", tmp_path, sys.executable, "launcher.py", script, *over_mpi[1])
+    words = ("env", "-C", tmp_path, interpreter.python, "launcher.py", script, *over_mpi[1])
     check_results(lab.finish([lab.a.start(*words, hosts="poor")]))
     assert list((tmp_path / ".output" / "logs").iterdir()) == []
 
@@ -208,8 +207,8 @@ def test_a_script_under_the_users_mpiexec_on_two_hosts(lab, interpreter, script,
     check_results(ends)
 
 
-def test_doctor_starts_ranks_on_a_host_that_does_not_know_itself_and_says_so(lab):
-    words = (sys.executable, "-m", "unisono", "doctor")
+def test_doctor_starts_ranks_on_a_host_that_does_not_know_itself_and_says_so(lab, interpreter):
+    words = (interpreter.python, "-m", "unisono", "doctor")
     ((code, output),) = lab.finish([lab.a.start(*words, hosts="poor", env={"COLUMNS": "200"})])
     assert code == 0, output
     assert "warn  host name    host-a does not resolve" in output

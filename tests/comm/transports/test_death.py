@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,10 @@ KILLED = [
 
 
 @pytest.fixture(scope="module")
-def mortal_world():
+def mortal_world(interpreter):
     """Run a case of `mortal_ranks.py` and return what its ranks report."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(SCRIPT)],
+        [interpreter.python, "-W", "ignore", str(SCRIPT)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -190,10 +190,12 @@ print(repr(transports.available()["mpi"]), "mpi4py.MPI" in sys.modules)
 """
 
 
-def test_mpi_is_loaded_only_when_it_is_used_and_what_is_missing_is_named_with_its_cure():
+def test_mpi_is_loaded_only_when_it_is_used_and_what_is_missing_is_named_with_its_cure(
+    interpreter,
+):
     mpiexec()
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MPI], capture_output=True, text=True, check=False
+        [interpreter.python, "-c", WITHOUT_MPI], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     imported, registered, without_library, without_package, state = done.stdout.splitlines()
