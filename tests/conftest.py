@@ -63,7 +63,8 @@ class Interpreter:
         """The name of a program to say instead of `sys.executable`, wherever processes start.
 
         Its processes are forks of the warm one, with the variables, descriptors, directory and
-        namespaces of whoever started them. `sys.executable` in them is the real one.
+        namespaces of whoever started them. `sys.executable` in them is the real one, or what the
+        variable WARM_PYTHON says: with this program there, what they start is a fork, too.
         """
         if sys.platform != "linux":
             return sys.executable

@@ -10,6 +10,7 @@ that stands for `python` where others (mpiexec, torchrun) start the processes.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -26,6 +27,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -174,7 +176,7 @@ def be_script(
         os.close(fd)
     settle(request)
     hand_over(control, server_pid)
-    run(request["words"])
+    live(functools.partial(run, request["words"]))
 
 
 def be_python(request: dict[str, Any], fds: list[int]) -> None:
@@ -191,12 +193,13 @@ def be_python(request: dict[str, Any], fds: list[int]) -> None:
     for fd in high:
         os.close(fd)
     settle(request)
+    sys.executable = os.environ.get("WARM_PYTHON", sys.executable)
     if request["unbuffered"]:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)
     for action in request["warnings"]:
         warnings.simplefilter(action)
-    run(request["words"])
+    live(functools.partial(run, request["words"]))
 
 
 def enter(spaces: Sequence[int]) -> None:
@@ -221,6 +224,34 @@ def settle(request: dict[str, Any]) -> None:
     random.seed()
     importlib.import_module("numpy").random.seed()
     importlib.invalidate_caches()
+
+
+def live(work: Callable[[], None]) -> None:
+    """Do the work and end as an interpreter does, but without unloading torch, for half a second.
+
+    Where MPI was entered, only a real end is like one: there it is left to the interpreter.
+    """
+    code: object = None
+    try:
+        work()
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or "mpi4py.MPI" in sys.modules:
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    if "mpi4py.MPI" in sys.modules:
+        raise SystemExit(code)
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 def run(words: list[str]) -> None:

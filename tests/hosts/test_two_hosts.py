@@ -1,7 +1,7 @@
 """Worlds over two hosts: a master on localhost, or a name that nobody knows, does not pass here.
 
-Processes are forks of the warm interpreter that enter the namespaces of their host, except those
-that we start ourselves: the ranks of our own mpiexec, and those of `doctor`.
+Processes are forks of the warm interpreter that enter the namespaces of their host, except the
+ranks of `doctor`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -193,8 +194,11 @@ def over_mpi(lab, tmp_path):
 @pytest.mark.mpi
 def test_our_own_mpiexec_starts_ranks_on_two_hosts(lab, interpreter, script, over_mpi, tmp_path):
     (tmp_path / "launcher.py").write_text(OVER_MPI)
-    words = ("env", "-C", tmp_path, interpreter.python, "launcher.py", script, *over_mpi[1])
-    check_results(lab.finish([lab.a.start(*words, hosts="poor")]))
+    path, words = over_mpi
+    words = ("env", "-C", tmp_path, interpreter.python, "launcher.py", script, *words)
+    search = f"{Path(path).parent}:{os.environ['PATH']}"  # mpiexec is not beside this python
+    env = {"WARM_PYTHON": interpreter.python, "PATH": search}
+    check_results(lab.finish([lab.a.start(*words, env=env, hosts="poor")]))
     assert list((tmp_path / ".output" / "logs").iterdir()) == []
 
 
