@@ -229,18 +229,14 @@ def settle(request: dict[str, Any]) -> None:
 def live(work: Callable[[], None]) -> None:
     """Do the work and end as an interpreter does, but without unloading torch, for half a second.
 
-    Where MPI was entered, only a real end is like one: there it is left to the interpreter.
+    After an exception, and where MPI was entered, only a real end is like one: that is left to the
+    interpreter.
     """
     code: object = None
     try:
         work()
     except SystemExit as end:
         code = end.code
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or "mpi4py.MPI" in sys.modules:
-            raise
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
     if "mpi4py.MPI" in sys.modules:
         raise SystemExit(code)
     if not isinstance(code, int | None):
