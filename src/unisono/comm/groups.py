@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -157,6 +158,7 @@ _made: dict[tuple[tuple[int, ...], str, float | None], GroupEntry] = {}
 _wrapped: dict[str, GroupEntry] = {}
 _generation: dict[tuple[tuple[int, ...], str], int] = {}
 _world_seen: weakref.ref[dist.ProcessGroup] | None = None
+_forgetting: list[Callable[[], None]] = []
 _alone = GroupEntry(None, (0,), made_by_us=False)
 
 
@@ -284,12 +286,23 @@ def forget_ended() -> None:
         _wrapped.clear()
         _generation.clear()
         calls.set_latest(None)
+        for forget in _forgetting:
+            forget()
         _world_seen = None if world is None else weakref.ref(world)
         return
     for key in [key for key, entry in _made.items() if not entry.is_alive()]:
         del _made[key]
     for name in [name for name, entry in _wrapped.items() if not entry.is_alive()]:
         del _wrapped[name]
+
+
+def when_forgotten(forget: Callable[[], None]) -> Callable[[], None]:
+    """Call `forget` whenever a world has ended: for names that outlive worlds. Local.
+
+    Whatever still refers to a group of an ended world keeps its connections open.
+    """
+    _forgetting.append(forget)
+    return forget
 
 
 def accounts() -> dict[str, dict[str, int]]:

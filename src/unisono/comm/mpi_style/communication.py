@@ -12,12 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm import transports
+from unisono.comm import groups, transports
 from unisono.comm.communicator import Communicator, world
 from unisono.comm.environment import detect
 from unisono.comm.first_use import has_world
 from unisono.comm.groups import GroupEntry
-from unisono.comm.mpi_style import chunking
+from unisono.comm.mpi_style import chunking, progress
 from unisono.comm.mpi_style.constants import is_undefined
 from unisono.comm.mpi_style.mailbox import Mailbox
 from unisono.comm.mpi_style.request import Request
@@ -31,6 +31,14 @@ from unisono.errors import MeshError, explain
 
 _boxes: weakref.WeakKeyDictionary[GroupEntry, dict[int, Mailbox]] = weakref.WeakKeyDictionary()
 _contexts: weakref.WeakKeyDictionary[GroupEntry, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+@groups.when_forgotten
+def _forget_boxes() -> None:
+    """Let go of mailboxes of groups that have ended: each holds the group it is kept for."""
+    for entry in [entry for entry in _boxes if not entry.is_alive()]:
+        for box in _boxes.pop(entry).values():
+            progress.attend(box, False)
 
 
 class Communication(ABC):
@@ -93,11 +101,15 @@ class MPICommunication(
                 None,
                 "if comm.rank is not None: ...",
             )
-        current = dist.group.WORLD
-        if self._found is None or self._found_world is not current:
-            self._found = self._find()
+        found = self._found
+        if found is None or self._found_world is not dist.group.WORLD:
+            found = self._found = self._find()
             self._found_world = dist.group.WORLD
-        return self._found
+        return found
+
+    def _forget(self) -> None:
+        """Let go of a world that has ended; the next use looks again."""
+        self._found = self._found_world = None
 
     def _find(self) -> Communicator:
         return world_from_environment() if self._handle is None else Communicator.of(self._handle)

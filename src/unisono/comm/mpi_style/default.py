@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unisono.comm import groups
 from unisono.comm.mpi_style.communication import MPICommunication, SelfCommunication
 
 MPI_WORLD = MPICommunication()
 """All ranks; looked up at first use, and again when a new world has been started."""
 MPI_SELF = SelfCommunication()
 """This rank alone."""
+
+for _lasting in (MPI_WORLD, MPI_SELF):
+    groups.when_forgotten(_lasting._forget)
 
 _default: MPICommunication = MPI_WORLD
 
