@@ -71,7 +71,7 @@ def test_a_run_continues_bit_for_bit_from_any_batch(options, rank_count):
     uninterrupted, other = make(options)
     advance(uninterrupted, other, 0, total)
     assert torch.equal(flat_of(other), flat_of(model)), "saving changed the run"
-    for step in range(0, total, 5 if rank_count == 4 else 1):
+    for step in range(0, total, 1 if rank_count == 2 else 5):
         resumed, again = make(options)
         again.module.load_state_dict(states[step]["model"])
         resumed.load_state_dict(states[step]["daso"])

@@ -42,60 +42,6 @@ def weighted(mesh, loss, rows):
     return loss * rows * mesh.axes["data"] / ROWS
 
 
-def convolutions():
-    torch.manual_seed(1)
-    head = [nn.Flatten(), nn.Linear(27, 2)]
-    return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), *head).double()
-
-
-def one_process(x, y):
-    net = convolutions()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    for a, b in zip(x, y, strict=True):
-        optimizer.zero_grad()
-        mse_loss(net(a), b).backward()
-        optimizer.step()
-    return net.state_dict()
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", ["blocking", "owed", "fsdp2"])
-def test_strips_of_images_inside_of_data_parallel_equal_one_process(kind, tmp_path):
-    x, y = normal(STEPS, ROWS, 1, 7, 6), normal(STEPS, ROWS, 2)
-    expected = one_process(x, y)
-    mesh = Mesh(data=2, space=2)
-    strips = Partition([1, 1, 2, 1], comm=mesh.comm("space"))
-    split = distribute(convolutions(), strips)
-    if kind == "fsdp2":
-        fully_shard(split, mesh=mesh.device_mesh["data"])
-    optimizer = torch.optim.SGD(split.parameters(), 0.1, momentum=0.9)
-    model = split
-    if kind == "owed":
-        optimizer = DataParallelOptimizer(optimizer)
-        model = DataParallel(split, mesh.comm("data"), optimizer)
-    elif kind == "blocking":
-        model = DataParallel(split, mesh.comm("data"))
-    for a, b in zip(x, y, strict=True):
-        optimizer.zero_grad()
-        mine = share(mesh, a)
-        out = model(mine[strips.local_slices(mine.shape)])
-        weighted(mesh, mse_loss(out, share(mesh, b)), len(mine)).backward()
-        optimizer.step()
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.save(STEPS, model=model, optimizer=optimizer)
-    # Read back by a plain network: the state knows neither axis.
-    plain = convolutions()
-    nn.init.zeros_(plain[0].weight)
-    checkpoint.restore(model=plain, partial=True)
-    for name, value in plain.state_dict().items():
-        assert torch.allclose(value, expected[name], atol=1e-10), name
-    restored = distribute(convolutions(), strips)
-    again = torch.optim.SGD(restored.parameters(), 0.1, momentum=0.9)
-    checkpoint.restore(model=restored, optimizer=again)
-    for name, value in full_state_dict(restored).items():
-        assert torch.equal(value, plain.state_dict()[name])
-
-
 class Messages(nn.Module):
     def __init__(self):
         super().__init__()
@@ -161,6 +107,60 @@ def bayesian(mesh):
 def test_a_bayesian_net_on_one_axis_of_a_mesh_equals_one_process():
     expected = bayesian(Mesh(data=1, comm=world().sub([world().rank])))
     assert torch.allclose(bayesian(Mesh(data=2, space=2)), expected, atol=1e-5)
+
+
+def convolutions():
+    torch.manual_seed(1)
+    head = [nn.Flatten(), nn.Linear(27, 2)]
+    return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), *head).double()
+
+
+def one_process(x, y):
+    net = convolutions()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    for a, b in zip(x, y, strict=True):
+        optimizer.zero_grad()
+        mse_loss(net(a), b).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["blocking", "owed", "fsdp2"])
+def test_strips_of_images_inside_of_data_parallel_equal_one_process(kind, tmp_path):
+    x, y = normal(STEPS, ROWS, 1, 7, 6), normal(STEPS, ROWS, 2)
+    expected = one_process(x, y)
+    mesh = Mesh(data=2, space=2)
+    strips = Partition([1, 1, 2, 1], comm=mesh.comm("space"))
+    split = distribute(convolutions(), strips)
+    if kind == "fsdp2":
+        fully_shard(split, mesh=mesh.device_mesh["data"])
+    optimizer = torch.optim.SGD(split.parameters(), 0.1, momentum=0.9)
+    model = split
+    if kind == "owed":
+        optimizer = DataParallelOptimizer(optimizer)
+        model = DataParallel(split, mesh.comm("data"), optimizer)
+    elif kind == "blocking":
+        model = DataParallel(split, mesh.comm("data"))
+    for a, b in zip(x, y, strict=True):
+        optimizer.zero_grad()
+        mine = share(mesh, a)
+        out = model(mine[strips.local_slices(mine.shape)])
+        weighted(mesh, mse_loss(out, share(mesh, b)), len(mine)).backward()
+        optimizer.step()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(STEPS, model=model, optimizer=optimizer)
+    # Read back by a plain network: the state knows neither axis.
+    plain = convolutions()
+    nn.init.zeros_(plain[0].weight)
+    checkpoint.restore(model=plain, partial=True)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(value, expected[name], atol=1e-10), name
+    restored = distribute(convolutions(), strips)
+    again = torch.optim.SGD(restored.parameters(), 0.1, momentum=0.9)
+    checkpoint.restore(model=restored, optimizer=again)
+    for name, value in full_state_dict(restored).items():
+        assert torch.equal(value, plain.state_dict()[name])
 
 
 def perceptron():
