@@ -59,15 +59,19 @@ class Holdings:
         """
         deadline = time.monotonic() + patience_s
         pause_s = 0.001
-        while True:
+        leaks = self._difference(ignore)
+        if leaks:
+            gc.collect()  # here and at the end only: it takes longer than all the looks
+        while leaks and set(leaks) != {"environment"}:
+            is_late = time.monotonic() > deadline
+            if is_late:
+                gc.collect()
             leaks = self._difference(ignore)
-            if not leaks or time.monotonic() > deadline:
-                return leaks
-            gc.collect()
-            if set(leaks) == {"environment"}:
-                return leaks
+            if is_late or not leaks:
+                break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
+        return leaks
 
     def _difference(self, ignore: Collection[str]) -> dict[str, list[str]]:
         leaks: dict[str, list[str]] = {}
