@@ -6,6 +6,8 @@ import http.client
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -50,15 +52,6 @@ for step in range(3):
     train.log(step=step, loss=1.0 / (step + 1))
 print("through")
 """
-WATCHED = """
-import os
-import sys
-
-from unisono.cli import main
-
-os.dup2(os.open("stderr", os.O_WRONLY), 2)  # to be read while the run goes on
-sys.exit(main(["run", "--watch", "--ranks", "2", "work.py"]))
-"""
 
 
 class FakeJob:
@@ -84,15 +77,6 @@ def get(url, path="", *, host=None):
         return answer.status, answer.read().decode()
     finally:
         connection.close()
-
-
-def wait_for(look, seconds=80):
-    """Return what `look` gives as soon as that is something."""
-    end = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    return found
 
 
 @pytest.mark.usefixtures("hygiene")
@@ -167,35 +151,39 @@ def test_an_open_page_sees_the_end_and_the_server_goes(a_run):
     assert not [thread for thread in threading.enumerate() if thread.name == "unisono-watch"]
 
 
-def test_a_run_is_watched_from_its_start_to_its_end(chromium, interpreter, tmp_path):
+def test_a_run_is_watched_from_its_start_to_its_end(chromium, tmp_path):
     (tmp_path / "work.py").write_text(SCRIPT)
-    (tmp_path / "watched.py").write_text(WATCHED)
-    (tmp_path / "stderr").touch()
-    ended = []
-    running = threading.Thread(
-        target=lambda: ended.append(interpreter.run(["watched.py"], cwd=tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unisono", "run", "--watch", "--ranks", "2", "work.py"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    running.start()
     try:
-        url = wait_for(lambda: re.search(r"watch at (\S+)\n", (tmp_path / "stderr").read_text()))[1]
-
-        def stalled():
+        url = next(line.split()[-1] for line in process.stderr if "watch at" in line)
+        end = time.monotonic() + 80
+        while time.monotonic() < end:
             with urllib.request.urlopen(f"{url}state", timeout=20) as answer:
                 ranks = json.load(answer)["ranks"]
-            return [rank["state"] for rank in ranks] == ["waiting", "stalled"] and ranks
-
-        ranks = wait_for(stalled)
+            states = [rank["state"] for rank in ranks]
+            if states == ["waiting", "stalled"]:
+                break
+            time.sleep(0.3)
+        assert states == ["waiting", "stalled"]
         assert ranks[0]["where"].startswith("waits in all_reduce, work.py:21")
         assert re.match(r"at work.py:1\d in load", ranks[1]["where"])
         dom, complaints = chromium.dom(url, wait_ms=1500)
         assert complaints == []
         assert 'class="card stalled" id="rank-1"' in dom
-    finally:
         (tmp_path / "go").touch()
-        running.join()
-    (done,), err = ended, (tmp_path / "stderr").read_text()
-    assert done.returncode == 0, err
-    assert sorted(done.stdout.splitlines()) == ["[0] through", "[1] through"]
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[0] through", "[1] through"]
     assert "report in runs/work/report.html" in err
     assert (tmp_path / "runs" / "work" / "report.html").is_file()
     with pytest.raises(ConnectionError):
