@@ -112,6 +112,35 @@ def test_forked_child_neither_answers_for_its_rank_nor_hides_its_death(rank_pool
     assert rank_pool.run(dist.get_rank, world=2) == [0, 1]
 
 
+class CountsCopies:
+    """Tells how often it was pickled and unpickled."""
+
+    pickled = 0
+    unpickled = 0
+
+    def __getstate__(self):
+        CountsCopies.pickled += 1
+        return {"there": True}
+
+    def __setstate__(self, state):
+        dist.unpickled = getattr(dist, "unpickled", 0) + 1
+
+
+def test_what_stays_the_same_between_drawn_calls_is_packed_and_unpacked_once(rank_pool):
+    def total(lasting, n):
+        found = (dist.unpickled, n)
+        if n == 2:
+            del dist.unpickled
+        return found
+
+    CountsCopies.pickled = 0
+    with rank_pool.open(2) as ranks:
+        lasting = {"lasting": CountsCopies()}
+        found = [ranks.call(total, (), lasting, drawn={"n": n}) for n in range(3)]
+    assert found == [[(1, n)] * 2 for n in range(3)]
+    assert CountsCopies.pickled == 1
+
+
 def test_value_that_cannot_travel_is_told(rank_pool):
     with pytest.raises(RankFailure, match="rank 0 returned a lock that cannot travel"):
         rank_pool.run(threading.Lock, world=1)

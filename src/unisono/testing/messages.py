@@ -39,6 +39,8 @@ class Call:
     """`(function, args, kwargs)`, pickled by cloudpickle."""
     seed: int
     """Seed of torch, numpy and random at the start of the call."""
+    drawn: bytes = b""
+    """More of `kwargs`, a dict pickled by cloudpickle; empty for none."""
     remake: tuple[str, ...] = ()
     """Names of keyword arguments that are pytest fixtures to be made in the rank."""
     keep: bool = True

@@ -15,7 +15,7 @@ import pickle
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
@@ -87,6 +87,7 @@ class _RankProcess:
         self.rank = rank
         self.stacks = stacks
         self.filters = b""
+        self.kept: tuple[bytes, Any] | None = None
         torch.set_num_threads(1)
 
     def answer(self, command: Command) -> Reply:
@@ -123,13 +124,23 @@ class _RankProcess:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_warnings_filtered(self.filters))
             stack.enter_context(show_comparisons(command.verbosity))
-            function, args, kwargs = cloudpickle.loads(command.payload)
+            function, args, kwargs = self.unpacked(command)
             for name in command.remake:
                 kwargs[name] = stack.enter_context(_FIXTURES[name]())
             value = function(*args, **kwargs)
         return Returned(payload=_pickled(value if command.keep else None, self.rank))
 
+    def unpacked(self, command: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return what to call; between examples of one test, function and fixtures are kept."""
+        if not command.drawn:
+            return cloudpickle.loads(command.payload)
+        if self.kept is None or self.kept[0] != command.payload:
+            self.kept = command.payload, cloudpickle.loads(command.payload)
+        function, args, kwargs = self.kept[1]
+        return function, args, {**kwargs, **cloudpickle.loads(command.drawn)}
+
     def close(self) -> Closed:
+        self.kept = None
         _leave_group()
         leaks = self.holdings.new()
         changed = self.state.restore()

@@ -22,7 +22,7 @@ from unisono.testing.messages import Call, Close, Closed, Command, Open, Returne
 from unisono.testing.nursery import absolute_path
 from unisono.testing.rank_files import STACK_SIGNAL, output_file, stack_file
 from unisono.testing.report import Findings, RankFailure
-from unisono.testing.shipping import pack
+from unisono.testing.shipping import pack, pack_drawn
 from unisono.testing.stacks import readable_stacks
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class RankWorld:
         self._backend = backend
         self._ranks: list[Rank] = []
         self._store: Path | None = None
+        self._packed: tuple[Callable[..., Any], bytes] | None = None
 
     def open(self) -> None:
         """Join a fresh process group on all ranks; `call` does it when needed."""
@@ -101,6 +102,7 @@ class RankWorld:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
+        drawn: Mapping[str, Any] | None = None,
         remake: tuple[str, ...] = (),
         keep: bool = True,
         kind: str = "argument",
@@ -112,6 +114,8 @@ class RankWorld:
             function: what to run.
             args: positional arguments, the same for all.
             kwargs: keyword arguments, the same for all.
+            drawn: keyword arguments that change from call to call. With them, the function and its
+                other arguments are pickled and unpickled once, which takes far longer.
             remake: pytest fixtures that each rank makes itself.
             keep: whether what it returns is sent back; None stands for it otherwise.
             kind: what an argument is called in messages.
@@ -123,10 +127,25 @@ class RankWorld:
             CannotTravel: the function or an argument cannot be sent.
         """
         __tracebackhide__ = True
-        payload = pack(function, args, kwargs or {}, by_value=self._pool.by_value(), kind=kind)
+        by_value = self._pool.by_value()
+        changing = b""
+        if drawn is not None:
+            changing = pack_drawn(function, drawn, by_value=by_value, kind=kind)
+        if drawn is not None and self._packed is not None and self._packed[0] is function:
+            payload = self._packed[1]
+        else:
+            payload = pack(function, args, kwargs or {}, by_value=by_value, kind=kind)
+            self._packed = None if drawn is None else (function, payload)
         if not self.is_open:
             self.open()
-        command = Call(payload=payload, seed=0, remake=remake, keep=keep, verbosity=verbosity)
+        command = Call(
+            payload=payload,
+            drawn=changing,
+            seed=0,
+            remake=remake,
+            keep=keep,
+            verbosity=verbosity,
+        )
         harvest = self._command(command, self._timeout_s)
         if (wish := harvest.unanimous()) is not None:
             raise UnanimousOutcome(wish.outcome, wish.reason)

@@ -52,8 +52,19 @@ def run_on_ranks(
 
     def call(body: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         __tracebackhide__ = True
+        lasting = {name: value for name, value in kwargs.items() if name in fixtures}
+        changing = {name: value for name, value in kwargs.items() if name not in fixtures}
         try:
-            world.call(body, (), kwargs, remake=remake, keep=False, kind=kind, verbosity=verbosity)
+            world.call(
+                body,
+                (),
+                lasting,
+                drawn=changing if is_drawn(function) else None,
+                remake=remake,
+                keep=False,
+                kind=kind,
+                verbosity=verbosity,
+            )
         except UnanimousOutcome as wish:
             _pass_on(wish)
 

@@ -56,6 +56,28 @@ def pack(
             raise _blame(function, args, kwargs, kind, error) from None
 
 
+def pack_drawn(
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    *,
+    by_value: Iterable[types.ModuleType] = (),
+    kind: str = "argument",
+) -> bytes:
+    """Pickle keyword arguments alone, for a function that was packed before.
+
+    Args: see `pack`.
+
+    Raises:
+        CannotTravel: names the argument that cannot be pickled.
+    """
+    modules = list(by_value)
+    with _registered(modules):
+        try:
+            return _dumps(dict(kwargs), modules)
+        except Exception as error:
+            raise _blame(function, (), kwargs, kind, error) from None
+
+
 class _Pickler(cloudpickle.CloudPickler):
     """Leaves behind what pytest and hypothesis hung on test code and what ranks do not need."""
 
