@@ -44,7 +44,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each of several processes a temporary directory, which some tests look into."""
+    """Give each of several processes a temporary directory, which some tests look into.
+
+    Bytecode is written as Python does by itself, whatever the environment says: hundreds of
+    interpreters would else compile the package anew, a second each.
+    """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if hasattr(config, "workerinput"):
         folder = tempfile.mkdtemp(prefix="tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
