@@ -75,7 +75,7 @@ def shares(rows, size, split):
 def test_summed_deltas_equal_one_process_on_the_whole_batch():
     comm = world()
     for kind, split, steps in (
-        ("mlp", "even", 20),
+        ("mlp", "even", 8),
         ("mlp", "uneven", 5),
         ("mlp", "empty", 5),
         ("conv", "even", 5),
@@ -301,23 +301,29 @@ def test_it_runs_inside_unisono_run_and_a_raising_rank_ends_all(tmp_path, monkey
 
 
 SCRIPT = """
+import os
 import sys
-import tempfile
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+child = os.fork()  # a second process, which has no launcher either
 from unisono.bayes import DDPConfig, DDPSequential, Linear, Sequential
-rank = int(sys.argv[1])
-net = DDPSequential(Sequential(Linear(2, 2)), DDPConfig([], "gloo", rank, 2))
+net = DDPSequential(Sequential(Linear(2, 2)), DDPConfig([], "gloo", int(child == 0), 2))
 net.check_sync()
-print("agreed", net.rank, net.world_size)
+print(f"agreed {net.rank} {net.world_size}\\n", end="", flush=True)
+if child:
+    sys.exit(os.waitpid(child, 0)[1] != 0)
 """
 
 
-def test_it_starts_a_world_by_itself_where_an_address_is_known(tmp_path):
+def test_it_starts_a_world_by_itself_where_an_address_is_known(tmp_path, monkeypatch, interpreter):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "train.py").write_text(SCRIPT)
     for _ in range(3):  # a port that is free now may be taken a moment later
-        codes, texts = two_ranks_at(free_port(), tmp_path)
-        if codes == [0, 0]:
+        done = interpreter.run(["train.py", str(free_port())], cwd=tmp_path)
+        if done.returncode == 0:
             break
-    assert codes == [0, 0], texts
-    assert all(f"agreed {rank} 2" in text for rank, text in enumerate(texts))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "agreed 0 2", "agreed 1 2"]
 
 
 def free_port():
@@ -326,39 +332,24 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def two_ranks_at(port, tmp_path):
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name in ("RANK", "WORLD_SIZE"):
-        env.pop(name, None)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank)],
-            env=env,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    texts = [process.communicate(timeout=100)[0] for process in ranks]
-    return [process.returncode for process in ranks], texts
-
-
 UNDER_A_LAUNCHER = """
 import sys
 import numpy as np
 from unisono.bayes import DDPConfig, DDPSequential, Linear, OutputUpdater, Sequential, manual_seed
-net = DDPSequential(Sequential(Linear(2, 2)), DDPConfig([], backend=sys.argv[1]))
-net(np.ones((net.rank + 1, 2)))
-OutputUpdater("cpu").update(
-    net.output_z_buffer, np.ones(2 * net.rank + 2), 0.1, net.input_delta_z_buffer
-)
-net.backward()
-net.step()
-net.check_sync()
-with open(f"rank{net.rank}.txt", "w") as file:  # two ranks may print into one line
-    file.write(f"agreed {net.rank} {net.world_size} {net.comm.backend}")
+from unisono.comm import close_world
+for backend in sys.argv[1:]:
+    net = DDPSequential(Sequential(Linear(2, 2)), DDPConfig([], backend=backend))
+    net(np.ones((net.rank + 1, 2)))
+    OutputUpdater("cpu").update(
+        net.output_z_buffer, np.ones(2 * net.rank + 2), 0.1, net.input_delta_z_buffer
+    )
+    net.backward()
+    net.step()
+    net.check_sync()
+    with open(f"{backend}{net.rank}.txt", "w") as file:  # two ranks may print into one line
+        file.write(f"agreed {net.rank} {net.world_size} {net.comm.backend}")
+    if backend != sys.argv[-1]:
+        close_world()  # the next one starts a world, as the first did
 """
 
 
@@ -375,17 +366,18 @@ def launched(tmp_path, *command):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [path.read_text() for path in sorted(tmp_path.glob("rank*.txt"))]
+    return {path.stem: path.read_text() for path in tmp_path.glob("*[01].txt")}
 
 
 def test_a_script_runs_under_unisono_run(tmp_path):
     command = [sys.executable, "-m", "unisono", "run", "--ranks", "2", "train.py", "--", "auto"]
-    assert launched(tmp_path, *command) == ["agreed 0 2 shm", "agreed 1 2 shm"]
+    found = launched(tmp_path, *command)
+    assert found == {"auto0": "agreed 0 2 shm", "auto1": "agreed 1 2 shm"}
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize(("backend", "used"), [("auto", "shm"), ("mpi", "mpi4py")])
-def test_a_script_runs_under_mpiexec(tmp_path, backend, used):
+@pytest.fixture(scope="module")
+def under_mpiexec(tmp_path_factory):
+    """What each rank of one MPI job said of each backend."""
     beside = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     why = mpi.unavailable() or ("mpiexec is not installed" if mpiexec is None else None)
@@ -393,5 +385,12 @@ def test_a_script_runs_under_mpiexec(tmp_path, backend, used):
         if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
             pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
         pytest.skip(why)
-    found = launched(tmp_path, mpiexec, "-n", "2", sys.executable, "train.py", backend)
+    words = [mpiexec, "-n", "2", sys.executable, "train.py", "mpi", "auto"]
+    return launched(tmp_path_factory.mktemp("mpi"), *words)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("backend", "used"), [("auto", "shm"), ("mpi", "mpi4py")])
+def test_a_script_runs_under_mpiexec(under_mpiexec, backend, used):
+    found = [under_mpiexec[f"{backend}{rank}"] for rank in (0, 1)]
     assert found == [f"agreed 0 2 {used}", f"agreed 1 2 {used}"]
