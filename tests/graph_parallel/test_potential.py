@@ -131,10 +131,11 @@ def partitions(pos, edges, parts):
 def test_outputs_forces_and_gradients_equal_one_process():
     comm = world()
     with gp.use_groups(gp.graph_groups(comm.size)):
-        for atoms in (1, comm.size - 1, 9):
+        # with fewer atoms than ranks, partitions hardly differ
+        for atoms, some in ((1, slice(1)), (comm.size - 1, slice(1, 2)), (9, slice(3))):
             sample = molecule(atoms, atoms)
             ((loss, energy, force),), grads = expected([sample])
-            for part in partitions(*sample[:2], comm.size):
+            for part in list(partitions(*sample[:2], comm.size))[some]:
                 for mode, cut in (("halo", "nodes"), ("gather", "nodes")):
                     model = Potential()
                     found = parallel_loss(model, sample, part, mode, cut)

@@ -45,7 +45,8 @@ def compare(make, P, x, case):
     for overlap in (True, False):
         torch.manual_seed(0)
         layer = make(P, overlap=overlap, dtype=x.dtype, **case)
-        probe = torch.linspace(-1, 1, layer(own).numel(), dtype=x.dtype).view_as(layer(own))
+        like = layer(own)
+        probe = torch.linspace(-1, 1, like.numel(), dtype=x.dtype).view_as(like)
         found.append(derivatives(layer, own, probe))
         assert layer._setups == 1
     for a, b in zip(*found, strict=True):
@@ -54,18 +55,19 @@ def compare(make, P, x, case):
 
 @pytest.mark.ranks([1, 2, 3, 4], backend="gloo", timeout=60)
 def test_overlap_changes_no_result_in_one_dim():
-    P = Partition([1, 1, unisono.world().size])
+    size = unisono.world().size
+    P = Partition([1, 1, size])
+    length = 11 if size in (1, 4) else 23  # narrower than the halo, or wide enough for patches
     for case in CASES:
-        for length in (23, 11):
-            make = lambda P, **kw: DistributedFeatureConv1d(P, 4, 6, **kw)  # noqa: E731
-            compare(make, P, drawn(2, 4, length), case)
+        make = lambda P, **kw: DistributedFeatureConv1d(P, 4, 6, **kw)  # noqa: E731
+        compare(make, P, drawn(2, 4, length), case)
 
 
 @pytest.mark.ranks(4, backend="shm", timeout=60)
 def test_overlap_changes_no_result_in_two_dims():
     x = drawn(2, 2, 13, 12)
-    for shape in ([1, 1, 2, 2], [2, 1, 2, 1]):
-        for case in CASES:
+    for shape, cases in (([1, 1, 2, 2], CASES), ([2, 1, 2, 1], CASES[::2])):
+        for case in cases:
             make = lambda P, **kw: DistributedFeatureConv2d(P, 2, 4, **kw)  # noqa: E731
             compare(make, Partition(shape), x, case)
 

@@ -97,19 +97,19 @@ def compare_with_torch(simulate: Any, case: dict[str, Any], batch: list[int]) ->
     torch.testing.assert_close(left, right)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=convolutions(1), batch=st.sampled_from([[2], [1, 1], [3, 0]]))
 def test_conv1d_of_the_windows_is_conv1d_of_the_tensor(simulate, case, batch) -> None:
     compare_with_torch(simulate, case, batch)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=convolutions(2))
 def test_conv2d_of_the_windows_is_conv2d_of_the_tensor(simulate, case) -> None:
     compare_with_torch(simulate, case, [1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=convolutions(2))
 def test_both_ends_of_a_message_list_the_same_pieces(simulate, case) -> None:
     cuts = [decompose.bounds(s) for s in case["sizes"]]
@@ -129,7 +129,7 @@ def test_both_ends_of_a_message_list_the_same_pieces(simulate, case) -> None:
             assert covered.min() == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=shards,
     k=st.integers(1, 4),
@@ -161,7 +161,7 @@ def test_max_pool_of_the_windows_is_max_pool_of_the_tensor(
     assert torch.equal(torch.cat(outputs, -1), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=convolutions(1))
 def test_interior_outputs_read_own_points_only(case) -> None:
     args = case["args"]

@@ -31,7 +31,7 @@ from unisono.topology.window import output_length
 shards = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=shards,
     k=st.integers(1, 5),
@@ -89,7 +89,7 @@ def test_transposed_lengths_that_cannot_be_are_refused() -> None:
         transposed_length(4, 3, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     x=st.integers(1, 20),
     k=st.integers(1, 5),
@@ -167,7 +167,7 @@ def torch_resample(x: torch.Tensor, mode: str, align: bool, **size: Any) -> torc
     return F.interpolate(image, mode="bicubic", align_corners=align, **size)[0, 0, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=shards,
     y=st.integers(1, 40),
