@@ -6,7 +6,7 @@ two ranks see differently gives wrong numbers here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 
 from unisono.topology.halo_plan import HaloPlan, Message, Piece
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small convolutions of many workers do not fight over cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def slices(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
