@@ -128,8 +128,9 @@ def start_session(directory: Path, names: tuple[str, ...], *options: str) -> Inn
     work.mkdir()
     for name in names:
         shutil.copytree(SESSIONS / name, work / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(SESSIONS / "lean.py", work)
     (work / "pytest.ini").write_text(INI)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-ra"]
+    command = [sys.executable, "-m", "pytest", "-p", "lean", "-p", "no:cacheprovider", "-q", "-ra"]
     with (work / "output").open("wb") as output:
         process = subprocess.Popen(
             [*command, "--basetemp", str(directory / "base"), "--junitxml", "report.xml", *options],
