@@ -89,12 +89,25 @@ class Interpreter:
         return str(self._folder / "python")
 
     def run(
-        self, words: Sequence[str], *, cwd: Path, timeout_s: float = 100.0
+        self,
+        words: Sequence[str],
+        *,
+        cwd: Path,
+        timeout_s: float = 100.0,
+        unload: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python *words` in `cwd`, which is its TMPDIR too; return what it said."""
+        """Run `python *words` in `cwd`, which is its TMPDIR too; return what it said.
+
+        `unload` ends it to the last destructor of torch, as long as that takes.
+        """
         control = self._connection()
         env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-        request = {"words": list(words), "cwd": str(cwd), "env": {**env, "TMPDIR": str(cwd)}}
+        request = {
+            "words": list(words),
+            "cwd": str(cwd),
+            "env": {**env, "TMPDIR": str(cwd)},
+            "unload": unload,
+        }
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             fds = [out.fileno(), err.fileno()]
             socket.send_fds(control, [json.dumps(request).encode()], fds)

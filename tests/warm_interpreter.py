@@ -19,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import random
 import runpy
 import select
@@ -49,10 +50,10 @@ PRELOAD = (
     "pytest",
     "sklearn.datasets",
     "matplotlib.figure",
-    "unisono.comm",
-    "unisono.launch.rank",
-    "unisono.launch.warm",
+    "matplotlib.pyplot",
 )
+"""Everything of unisono is loaded behind these."""
+LEAN = Path(__file__).parent / "testing" / "sessions" / "lean.py"
 
 
 def serve(control: socket.socket) -> Callable[[], None]:
@@ -176,7 +177,8 @@ def be_script(
         os.close(fd)
     settle(request)
     hand_over(control, server_pid)
-    live(functools.partial(run, request["words"]))
+    runpy.run_path(str(LEAN))  # for pools of ranks that it starts
+    live(functools.partial(run, request["words"]), unload=request["unload"])
 
 
 def be_python(request: dict[str, Any], fds: list[int]) -> None:
@@ -226,10 +228,10 @@ def settle(request: dict[str, Any]) -> None:
     importlib.invalidate_caches()
 
 
-def live(work: Callable[[], None]) -> None:
+def live(work: Callable[[], None], *, unload: bool = False) -> None:
     """Do the work and end as an interpreter does, but without unloading torch, for half a second.
 
-    After an exception, and where MPI was entered, only a real end is like one: that is left to the
+    With `unload`, after an exception, and where MPI was entered, only a real end is like one: that is left to the
     interpreter.
     """
     code: object = None
@@ -237,7 +239,7 @@ def live(work: Callable[[], None]) -> None:
         work()
     except SystemExit as end:
         code = end.code
-    if "mpi4py.MPI" in sys.modules:
+    if unload or "mpi4py.MPI" in sys.modules:
         raise SystemExit(code)
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
@@ -309,7 +311,10 @@ def start() -> Callable[[], None]:
     control = socket.socket(fileno=int(sys.argv[1]))
     del sys.path[0]  # the directory of this file, which is no place to import from
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in PRELOAD:
+    import unisono
+
+    own = pkgutil.walk_packages(unisono.__path__, "unisono.")
+    for name in (*PRELOAD, *(module.name for module in own if module.name != "unisono.__main__")):
         with contextlib.suppress(ImportError):  # then the script that wants it says so
             importlib.import_module(name)
     threads = len(list(Path("/proc/self/task").iterdir()))

@@ -1,4 +1,4 @@
-"""Plugin of the inner sessions, which make no optimizer: what only that needs is not loaded."""
+"""Plugin of inner sessions, which make no optimizer: their ranks load nothing for one ahead."""
 
 from __future__ import annotations
 
