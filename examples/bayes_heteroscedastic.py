@@ -26,7 +26,7 @@ def truth(x):
     return x**3 - 0.5 * x, 0.03 + 0.35 * (x + 1) / 2
 
 
-def train(x, y, epochs=40):
+def train(x, y, epochs=20):
     manual_seed(0)
     net = Sequential(
         Linear(1, 64, gain_weight=0.5, gain_bias=0.5),

@@ -62,7 +62,7 @@ def main():
     truth, y = observed(np.random.default_rng(0))
     manual_seed(2)
     net = Sequential(SLSTM(1, 12, 1), SLinear(12, 1))
-    for epoch in range(8):
+    for epoch in range(5):
         one_pass(net, y, max(NOISE, 0.6 * 0.75**epoch))
         mean, var = net.smoother()
     std = np.sqrt(np.maximum(var, 0) + NOISE**2)

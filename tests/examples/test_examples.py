@@ -7,11 +7,25 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+SHORTER = {
+    "digits_data_parallel": ["--epochs", "3"],
+    "dp_transformer_amp_clip": ["--epochs", "2"],
+    "forces_graph_parallel": ["--steps", "30", "--atoms", "300"],
+    "heat_mnist": ["--epochs", "2"],
+    "morse_potential": ["--atoms", "150"],
+    "potential_gp": ["--steps", "40", "--check-serial"],
+    "spatial_cnn": ["--epochs", "2"],
+}
+"""What an example claims of its ranks, and checks itself, it shows in a shorter training too."""
+UNLOADED = ("bayes_ddp", "checkpoint_resume", "composed", "launch_hello", "mpi_style")
+"""Those that have a world in their own process, and a plain one, end to the last destructor."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(example, interpreter, tmp_path):
-    done = interpreter.run([str(example), "--ranks", "2"], cwd=tmp_path, timeout_s=110.0)
+    words = [str(example), "--ranks", "2", *SHORTER.get(example.stem, [])]
+    unload = example.stem in UNLOADED
+    done = interpreter.run(words, cwd=tmp_path, timeout_s=110.0, unload=unload)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.strip(), "an example shows something"
     assert list(tmp_path.glob("unisono-*")) == []
