@@ -100,7 +100,6 @@ class Interpreter:
 
         `unload` ends it to the last destructor of torch, as long as that takes.
         """
-        control = self._connection()
         env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
         request = {
             "words": list(words),
@@ -110,24 +109,40 @@ class Interpreter:
         }
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             fds = [out.fileno(), err.fileno()]
-            socket.send_fds(control, [json.dumps(request).encode()], fds)
-            pid = self._answer(60.0)["pid"]
             try:
-                code = self._answer(timeout_s)["code"]
-            except TimeoutError:
-                os.killpg(pid, signal.SIGKILL)
-                self._answer(60.0)
-                code = -signal.SIGKILL
+                socket.send_fds(self._connection(), [json.dumps(request).encode()], fds)
+                code = self._code(timeout_s)
+            except BaseException:  # pytest-timeout: an answer is due that is not the next test's
+                self.close()
+                raise
             texts = [_text(file) for file in (out, err)]
         return subprocess.CompletedProcess(list(words), code, *texts)
 
+    def _code(self, timeout_s: float) -> int:
+        """Wait for the script, which has `timeout_s` from its start on; return how it ended."""
+        pid = self._answer(60.0)["pid"]
+        try:
+            return self._answer(timeout_s)["code"]
+        except BaseException as error:
+            os.killpg(pid, signal.SIGKILL)
+            self._answer(60.0)
+            if not isinstance(error, TimeoutError):
+                raise
+            return -signal.SIGKILL
+
     def close(self) -> None:
-        """End the process."""
+        """End the process; the next script starts another."""
         if self._process is not None:
             self._control.close()
-            self._process.wait(30.0)
+            try:
+                self._process.wait(30.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
         if self._folder is not None:
             shutil.rmtree(self._folder)
+            self._folder = None
 
     def _connection(self) -> socket.socket:
         """Return the socket to the process, which is started at the first need."""

@@ -231,8 +231,8 @@ def settle(request: dict[str, Any]) -> None:
 def live(work: Callable[[], None], *, unload: bool = False) -> None:
     """Do the work and end as an interpreter does, but without unloading torch, for half a second.
 
-    With `unload`, after an exception, and where MPI was entered, only a real end is like one: that is left to the
-    interpreter.
+    With `unload`, after an exception, and where MPI was entered, only a real end is like one: that
+    is left to the interpreter.
     """
     code: object = None
     try:
