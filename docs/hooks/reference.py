@@ -7,6 +7,7 @@ live. `site_pages.py` puts the pages into the site, and a test looks for every n
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -139,18 +140,23 @@ def members(cls: type) -> Iterator[tuple[str, object]]:
 
 def documented_fields(cls: type) -> Iterator[tuple[str, str]]:
     """Yield the annotated names of a class body that have a docstring under them."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):
-        return
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    for pair in itertools.pairwise(body):
+    for pair in itertools.pairwise(_class_bodies(cls.__module__).get(cls.__qualname__, [])):
         match pair:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
                 ast.Expr(value=ast.Constant(value=str(doc))),
             ) if not name.startswith("_"):
                 yield name, inspect.cleandoc(doc)
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """Return what stands in each top-level class of a module; `inspect` parses it all for each."""
+    try:
+        tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    except (OSError, TypeError):
+        return {}
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def signature(name: str, value: object) -> str:
