@@ -176,3 +176,9 @@ def interpreter() -> Iterator[Interpreter]:
     warm = Interpreter()
     yield warm
     warm.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python(interpreter: Interpreter) -> str:
+    """`interpreter.python`, for tests of which loading torch is no part."""
+    return interpreter.python

@@ -30,10 +30,10 @@ def mpiexec():
     return found
 
 
-def run_script(*before):
+def run_script(python, *before):
     """Run the script as a DistDL user does; return the accuracy of each epoch and the ranks."""
     done = subprocess.run(
-        [*before, sys.executable, str(EXAMPLE)],
+        [*before, python, str(EXAMPLE)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -49,10 +49,10 @@ def run_script(*before):
 
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
-def test_a_training_script_gives_the_same_in_one_process_and_under_mpiexec(mpiexec):
-    alone, ranks = run_script()
+def test_a_training_script_gives_the_same_in_one_process_and_under_mpiexec(warm_python, mpiexec):
+    alone, ranks = run_script(warm_python)
     assert (len(alone), ranks) == (3, {1})
-    assert run_script(mpiexec, "-n", "2") == (alone, {2})
+    assert run_script(warm_python, mpiexec, "-n", "2") == (alone, {2})
 
 
 def test_the_script_runs_for_as_few_epochs_as_its_user_wants(monkeypatch, capsys):
@@ -102,10 +102,10 @@ P.print_sequential(f"rank {P.rank} of {P.size} is done")
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
-def test_partitions_over_mpi_are_real_communicators(tmp_path, mpiexec):
+def test_partitions_over_mpi_are_real_communicators(warm_python, tmp_path, mpiexec):
     (tmp_path / "partitions.py").write_text(PARTITIONS)
     done = subprocess.run(
-        [mpiexec, "-n", "3", sys.executable, "partitions.py"],
+        [mpiexec, "-n", "3", warm_python, "partitions.py"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,

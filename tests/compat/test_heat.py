@@ -241,12 +241,12 @@ def test_an_array_of_heat_is_taken_by_its_local_part():
     assert torch.equal(everything.sort().values, expected)
 
 
-def run_script(tmp_path, *before):
+def run_script(python, tmp_path, *before):
     """Run the script as a HeAT user does; return the lines of each rank."""
     script = tmp_path / "mnist.py"
     script.write_text(re.sub(r"\bheat\b", "unisono.compat.heat", SCRIPT))
     done = subprocess.run(
-        [*before, sys.executable, str(script)],
+        [*before, python, str(script)],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -260,8 +260,8 @@ def run_script(tmp_path, *before):
 
 
 @pytest.mark.timeout(300)
-def test_a_training_script_runs_in_one_process(tmp_path):
-    lines = run_script(tmp_path)
+def test_a_training_script_runs_in_one_process(warm_python, tmp_path):
+    lines = run_script(warm_python, tmp_path)
     assert [(line[1], line[2]) for line in lines] == [
         ("1", "daso"),
         ("1", "dp-False"),
@@ -272,7 +272,7 @@ def test_a_training_script_runs_in_one_process(tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
-def test_a_training_script_runs_under_mpiexec_and_ranks_end_equal(tmp_path):
+def test_a_training_script_runs_under_mpiexec_and_ranks_end_equal(warm_python, tmp_path):
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     why = library.unavailable() or ("mpiexec is not installed" if found is None else None)
@@ -280,7 +280,7 @@ def test_a_training_script_runs_under_mpiexec_and_ranks_end_equal(tmp_path):
         if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
             pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
         pytest.skip(why)
-    lines = run_script(tmp_path, found, "-n", "2")
+    lines = run_script(warm_python, tmp_path, found, "-n", "2")
     assert len(lines) == 6
     first, second = lines[:3], lines[3:]
     assert [line[1:] for line in first] == [line[1:] for line in second]

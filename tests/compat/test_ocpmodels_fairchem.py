@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,14 +139,14 @@ def test_configurations_for_workers():
     v2.set_gp_config(None)
 
 
-def test_the_trees_can_stand_on_the_search_path():
+def test_the_trees_can_stand_on_the_search_path(warm_python):
     where = Path(unisono.compat.__file__).parent
     code = f"import sys; sys.path.insert(0, {str(where)!r})\n"
     code += "from ocpmodels.common import gp_utils as a\n"
     code += "from fairchem.core.common import gp_utils as b\n"
     code += "a.setup_gp({'gp_gpus': 1}); print(b.initialized())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+        [warm_python, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.strip() == "True"
 

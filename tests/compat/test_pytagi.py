@@ -113,7 +113,7 @@ assert metric.rmse(m, y) < 0.25
 """
 
 
-def test_a_program_runs_where_the_tree_is_registered_as_pytagi(tmp_path):
+def test_a_program_runs_where_the_tree_is_registered_as_pytagi(warm_python, tmp_path):
     alias = (
         "import sys, importlib, pkgutil\n"
         "import unisono.compat.pytagi as tree\n"
@@ -124,7 +124,7 @@ def test_a_program_runs_where_the_tree_is_registered_as_pytagi(tmp_path):
     )
     (tmp_path / "program.py").write_text(alias + PROGRAM)
     done = subprocess.run(
-        [sys.executable, "program.py"],
+        [warm_python, "program.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -213,7 +213,7 @@ def test_spawned_workers_of_a_loader_find_the_library(tmp_path, capfd, untouched
     assert "[0, 1, 4, 9] {'unisono.compat.heat'}" in said.out
 
 
-def test_other_launchers_serve_by_the_search_path(tmp_path):
+def test_other_launchers_serve_by_the_search_path(warm_python):
     words = [sys.executable, "-m", "unisono.compat"]
     found = subprocess.run([*words, "heat", "pytagi"], capture_output=True, text=True, check=True)
     code = (
@@ -224,7 +224,7 @@ def test_other_launchers_serve_by_the_search_path(tmp_path):
     )
     env = {**os.environ, "PYTHONPATH": found.stdout.strip()}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100
+        [warm_python, "-c", code], env=env, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     assert "import pytagi.hmm\n  found: `import pytagi` is served by" in done.stdout

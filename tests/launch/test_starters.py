@@ -14,12 +14,12 @@ SHOW = Path(__file__).parents[2] / "examples" / "launch_everywhere.sh"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-def test_one_script_under_every_starter_gives_the_same_result(tmp_path):
+def test_one_script_under_every_starter_gives_the_same_result(warm_python, tmp_path):
     beside = str(Path(sys.executable).parent)
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
-        "PYTHON": sys.executable,
+        "PYTHON": warm_python,  # each interpreter is a fork of the warm one
         "TMPDIR": str(tmp_path),
     }
     done = subprocess.run(
