@@ -25,6 +25,7 @@ def test_operators_compile_into_one_graph():
     comm = world()
     sizes = tuple(range(1, comm.size + 1))
     back = tuple(sizes[comm.rank] for _ in sizes)
+    steps = torch.arange(7.0).double()
     cases = {
         "all_gather": lambda t: all_gather(t, 0, sizes, comm=comm) ** 2,
         "all_gather dim 1": lambda t: all_gather(t.t(), 1, sizes, comm=comm) ** 2,
@@ -34,7 +35,7 @@ def test_operators_compile_into_one_graph():
         "all_sum_reduce": lambda t: all_sum_reduce(t.sum(), comm=comm) ** 2,
         "copy": lambda t: copy(t.sum(), comm=comm) ** 2,
         "sum_to_replicated": lambda t: sum_to_replicated(t.sum(), comm=comm) ** 2,
-        "slice_replicated": lambda t: slice_replicated(t.sum().repeat(7), 0, comm=comm) ** 2,
+        "slice_replicated": lambda t: slice_replicated(t.sum() * steps, 0, comm=comm) ** 2,
         "concat_replicated": lambda t: concat_replicated(t, 0, sizes, comm=comm) ** 2,
         "all_to_all": lambda t: all_to_all(t.repeat(comm.size, 1), back, sizes, comm=comm) ** 2,
     }
