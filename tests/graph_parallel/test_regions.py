@@ -27,17 +27,9 @@ def block(x, dim, sizes, rank):
 
 
 def cases(comm):
-    """Shapes, dims and block lengths: fewer rows than ranks, none, one more, and given ones.
-
-    Over shm each length in one dim only: the blocks are the same.
-    """
+    """Shapes, dims and block lengths: fewer rows than ranks, none, one more, and given ones."""
     ranks = comm.size
-    lengths, dims = (0, 1, ranks - 1, ranks, ranks + 1, 10), (0, 1, -1)
-    if comm.backend == "shm":
-        chosen = zip(lengths, itertools.cycle(dims), strict=False)
-    else:
-        chosen = itertools.product(lengths, dims)
-    for n, dim in chosen:
+    for n, dim in itertools.product((0, 1, ranks - 1, ranks, ranks + 1, 10), (0, 1, -1)):
         shape = [3, 2, 2]
         shape[dim] = n
         yield shape, dim, sizes_of(n, ranks), None
