@@ -81,6 +81,28 @@ def test_a_rank_that_has_returned_is_not_waited_for():
         comm.barrier()
 
 
+@pytest.mark.ranks(3, backend="shm")
+def test_a_message_that_a_returned_rank_never_sent_is_not_waited_for():
+    comm = world()
+    others = [rank for rank in range(3) if rank != comm.rank]
+    word = torch.ones(2)
+    comm.exchange(dict.fromkeys(others, word), dict.fromkeys(others, word))
+    if comm.rank == 2:
+        comm.send(torch.zeros(0), 0)  # nothing travels, so nothing is counted
+        comm.send(word, 0, tag=5)
+        say_returned()
+        return
+    if comm.rank == 0:
+        time.sleep(1.0)
+        assert torch.equal(comm.recv(word, 2, tag=5), word)  # sent before the return
+    started = time.monotonic()
+    with pytest.raises(CollectiveMismatch, match="rank 2 will not send") as caught:
+        comm.exchange(dict.fromkeys(others, word), dict.fromkeys(others, word))
+    assert time.monotonic() - started < 5
+    told = f"rank 2 returned after 1 messages to rank {comm.rank}, which waits for message 2"
+    assert told in str(caught.value)
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_shapes_that_disagree_end_in_an_error_that_names_the_mismatch(
     monkeypatch, tmp_path, backend

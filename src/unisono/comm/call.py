@@ -47,6 +47,8 @@ class Call:
     """Ranks of the group that get a message."""
     receives_from: tuple[int, ...] = ()
     """Ranks of the group of which a message is expected."""
+    awaits: tuple[tuple[int, int, int], ...] = ()
+    """World rank, tag and number of each of these messages, from 1 for every rank and tag."""
     is_checked: bool = False
     """Whether it was compared with the other ranks' calls (check mode)."""
     sent: int = 0
@@ -90,6 +92,11 @@ class Call:
         if self.dtype is not None and self.shape is not None:
             text += f", {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
         return text
+
+
+def sent_to(rank: int, tag: int) -> str:
+    """Return the name in what a rank has made of the messages to a world rank."""
+    return f"messages to {rank}, tag {tag}"
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

@@ -59,6 +59,10 @@ class GroupEntry:
         """Collectives of the group that this rank has begun."""
         self.counted: dict[str, int] = {}
         """What else users of the group count."""
+        self.sent: dict[tuple[int, int], int] = {}
+        """Messages that this rank has begun to send, by world rank and tag."""
+        self.awaited: dict[tuple[int, int], int] = {}
+        """Messages that it has begun to receive."""
         self._counter = itertools.count(1)
         self._engines: dict[str, Engine] = {}
         self.name = self._name()
@@ -308,7 +312,11 @@ def when_forgotten(forget: Callable[[], None]) -> Callable[[], None]:
 def accounts() -> dict[str, dict[str, int]]:
     """Return for each group, by its key, what this rank has made and counted in it. Local."""
     return {
-        key: {"collectives": entry.collectives, **entry.counted}
+        key: {
+            "collectives": entry.collectives,
+            **entry.counted,
+            **{calls.sent_to(*to): number for to, number in entry.sent.items()},
+        }
         for key, entry in _wrapped.items()
         if entry.is_alive()
     }

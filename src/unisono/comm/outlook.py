@@ -1,8 +1,9 @@
 """Whether a wait can still end, from what the other ranks have said in the world's store.
 
 A rank that has waited for long says in which collective; one whose function has returned says how
-many it has made. So ranks in different calls, and a rank that makes none any more, are named long
-before the deadline. Asked in long waits only: a quick collective pays for counting, nothing else.
+many calls it has made and messages it has sent. So ranks in different calls, and a rank that makes
+none any more, are named long before the deadline. Asked in long waits only: a quick collective pays
+for counting, nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from unisono.comm import call as calls
 from unisono.comm import watchdog
-from unisono.comm.call import Call
+from unisono.comm.call import Call, sent_to
 from unisono.comm.watchdog import Watchdog
 from unisono.errors import CollectiveMismatch, UnisonoError, compress_ranks
 
@@ -30,8 +31,10 @@ def hopeless() -> UnisonoError | None:
     if dog is None:
         return None
     try:
-        if call is None or call.number == 0 or dog.has_returned:
+        if call is None or dog.has_returned:
             return dog.poll_failure()
+        if call.number == 0:
+            return dog.poll_failure() or _never_sent(call, dog)
         # A rank that fails of a mismatch posts that: all are to raise the mismatch itself. One that
         # returns early may do so because of a failure, which is then the better reason.
         return _unlike_calls(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
@@ -89,6 +92,32 @@ def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     lines += [f"  rank {rank} {text} of {call.group}" for rank, text in sorted(told.items())]
     lines.append(f"  rank {dog.rank} is in call {call.number}")
     lines.append("  HINT: all ranks must make the same collectives before they return")
+    return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)
+
+
+def _never_sent(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look for ranks that have returned before they sent a message that this call waits for."""
+    awaited = {rank: (tag, number) for rank, tag, number in call.awaits}
+    late = {}
+    for item in dog.news():
+        if "returned" not in item or (rank := item["returned"]) not in awaited:
+            continue
+        made, (tag, number) = item["accounts"].get(call.key), awaited[rank]
+        if made is not None and made.get(sent_to(dog.rank, tag), 0) < number:
+            late[rank] = made
+    if not late:
+        return None
+    here = f"{call.describe()} at {call.site}"
+    told = {}
+    for rank, made in late.items():
+        tag, number = awaited[rank]
+        told[rank] = (
+            f"returned after {made.get(sent_to(dog.rank, tag), 0)} messages to rank {dog.rank}, "
+            f"which waits for message {number}"
+        )
+    lines = [f"{here} waits in vain: rank {compress_ranks(list(late))} will not send"]
+    lines += [f"  rank {rank} {text}" for rank, text in sorted(told.items())]
+    lines.append("  HINT: all ranks must make the same calls before they return")
     return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)
 
 

@@ -17,6 +17,7 @@ from unisono.comm.arguments import (
     check_target,
     check_tensor,
 )
+from unisono.comm.call import Call
 from unisono.comm.calling import Caller, Like, contiguous, detached
 from unisono.comm.engine import NoteTicket
 from unisono.comm.pending import Pending
@@ -315,6 +316,8 @@ class MessageVerbs(Caller):
             check_not_transformed(x, op)
         call = self._begin(op, None, async_op=async_op, timeout_s=timeout_s, collective=False)
         call.sends_to, call.receives_from = tuple(sends), tuple(recvs)
+        if tag <= EXCHANGE_TAG:  # others are announced before they are waited for
+            self._number(call, sends, recvs, tag)
         call.sent = sum(x.numel() * x.element_size() for x in sends.values())
         call.received = sum(x.numel() * x.element_size() for x in recvs.values())
         deadline = self._deadline(timeout_s)
@@ -332,6 +335,23 @@ class MessageVerbs(Caller):
             deadline,
             collective=False,
         )
+
+    def _number(
+        self, call: Call, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int
+    ) -> None:
+        """Count messages, so that one which will never be sent is told from a late one."""
+        sent, awaited, ranks = self._entry.sent, self._entry.awaited, self.ranks
+        for peer, x in sends.items():
+            if x.numel():
+                to = (ranks[peer], tag)
+                sent[to] = sent.get(to, 0) + 1
+        numbers = []
+        for peer, x in recvs.items():
+            if x.numel():
+                of = (ranks[peer], tag)
+                awaited[of] = number = awaited.get(of, 0) + 1
+                numbers.append((*of, number))
+        call.awaits = tuple(numbers)
 
 
 def _kind(x: Tensor | None) -> str:
