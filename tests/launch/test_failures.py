@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -37,6 +38,22 @@ def fail(function, tmp_path, *, timeout_s=60.0, ranks=2, spawn_method="auto"):
 both_starts = pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
 sizes_of_starts = pytest.mark.parametrize(("spawn_method", "ranks"), [("auto", 2), ("spawn", 1)])
 """Where nobody has to wait, one fresh interpreter does."""
+
+
+def test_a_child_that_ends_during_the_report_does_not_take_its_place(tmp_path):
+    def step(mark):
+        def complain(*_):
+            raise RuntimeError("a worker has ended")  # as torch's DataLoader does
+
+        class OwnError(Exception):
+            def __str__(self):
+                return f"told, {subprocess.run(['true'], check=False).returncode}"
+
+        signal.signal(signal.SIGCHLD, complain)
+        raise OwnError
+
+    error, _ = fail(step, tmp_path, ranks=1)
+    assert "OwnError: told, 0" in str(error).splitlines()[0]
 
 
 @both_starts

@@ -285,6 +285,8 @@ def _threads(text: str) -> int:
 def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
     """Tell launcher and ranks about `error`, and stay until the launcher has seen to the others."""
     lifeline.leave()
+    # Workers end now, and a DataLoader's handler for that would raise in the midst of the report.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         send_message(report_fd, describe(error))
         with contextlib.suppress(Exception):
