@@ -103,6 +103,19 @@ def test_a_message_that_a_returned_rank_never_sent_is_not_waited_for():
     assert told in str(caught.value)
 
 
+@pytest.mark.ranks(2, backend="shm")
+def test_a_note_that_a_returned_rank_never_posted_is_not_waited_for():
+    comm = world()
+    assert comm.post_ints([comm.rank]).wait() == [(0,), (1,)]
+    if comm.rank == 1:
+        say_returned()
+        return
+    started = time.monotonic()
+    with pytest.raises(CollectiveMismatch, match="rank 1 returned after 1 messages to rank 0"):
+        comm.post_ints([2]).wait()
+    assert time.monotonic() - started < 5
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_shapes_that_disagree_end_in_an_error_that_names_the_mismatch(
     monkeypatch, tmp_path, backend

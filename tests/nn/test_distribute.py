@@ -297,6 +297,40 @@ def test_layers_without_a_split_twin_are_refused_with_their_path(layer):
         distribute(nn.Sequential(layer), P)
 
 
+class Thinned(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.AlphaDropout(0.5),
+        nn.RReLU(),
+        nn.TransformerEncoderLayer(64, 2, 8, dropout=0.5, batch_first=True),
+        Thinned(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_every_random_layer_of_a_replicated_head_draws_the_same_on_all_ranks(layer):
+    comm, x = unisono.world(), -torch.ones(3, 64)
+    net = distribute(nn.Sequential(nn.Flatten(), layer), Partition([1, 1, 2]))
+    torch.manual_seed(comm.rank)
+    own = torch.get_rng_state()
+    seen = [net[1](x) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), own)  # the ranks' own draws are as without it
+    assert not torch.equal(*seen)
+    assert all(comm.all_equal(y) for y in seen)
+    again = copy.deepcopy(net)
+    assert torch.equal(again[1](x), net[1](x))
+    net.eval()
+    assert torch.equal(net[1](x), net[1](x))
+    with pytest.raises(TypeError):
+        net.train()[1](None, None, None, None, None, None)
+    assert torch.equal(torch.get_rng_state(), own)
+
+
 @pytest.mark.ranks(2)
 def test_dropout_differs_where_points_differ_and_agrees_in_the_head():
     P = Partition([1, 1, 2])

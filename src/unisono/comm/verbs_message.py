@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 EXCHANGE_TAG = 1 << 20
 """Tag of `exchange`, out of the way of the user's own tags."""
+NOTE_TAG = -1
+"""Under which notes are counted."""
 
 
 class MessageVerbs(Caller):
@@ -235,6 +237,7 @@ class MessageVerbs(Caller):
         call = self._begin("post_ints", None, async_op=True, timeout_s=timeout_s, collective=False)
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
         call.sends_to = call.receives_from = others
+        self._number(call, others, others, NOTE_TAG)
         call.sent = call.received = len(others) * len(values) * 8
         deadline = self._deadline(timeout_s)
         posted: list[NoteTicket] = []
@@ -317,7 +320,8 @@ class MessageVerbs(Caller):
         call = self._begin(op, None, async_op=async_op, timeout_s=timeout_s, collective=False)
         call.sends_to, call.receives_from = tuple(sends), tuple(recvs)
         if tag <= EXCHANGE_TAG:  # others are announced before they are waited for
-            self._number(call, sends, recvs, tag)
+            sent = [peer for peer, x in sends.items() if x.numel()]
+            self._number(call, sent, [peer for peer, x in recvs.items() if x.numel()], tag)
         call.sent = sum(x.numel() * x.element_size() for x in sends.values())
         call.received = sum(x.numel() * x.element_size() for x in recvs.values())
         deadline = self._deadline(timeout_s)
@@ -336,21 +340,17 @@ class MessageVerbs(Caller):
             collective=False,
         )
 
-    def _number(
-        self, call: Call, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int
-    ) -> None:
+    def _number(self, call: Call, to: Sequence[int], of: Sequence[int], tag: int) -> None:
         """Count messages, so that one which will never be sent is told from a late one."""
         sent, awaited, ranks = self._entry.sent, self._entry.awaited, self.ranks
-        for peer, x in sends.items():
-            if x.numel():
-                to = (ranks[peer], tag)
-                sent[to] = sent.get(to, 0) + 1
-        numbers = []
-        for peer, x in recvs.items():
-            if x.numel():
-                of = (ranks[peer], tag)
-                awaited[of] = number = awaited.get(of, 0) + 1
-                numbers.append((*of, number))
+        for peer in to:
+            key = (ranks[peer], tag)
+            sent[key] = sent.get(key, 0) + 1
+        numbers: list[tuple[int, int, int]] = []
+        for peer in of:
+            key = (ranks[peer], tag)
+            awaited[key] = number = awaited.get(key, 0) + 1
+            numbers.append((*key, number))
         call.awaits = tuple(numbers)
 
 

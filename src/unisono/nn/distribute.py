@@ -25,6 +25,7 @@ from unisono.nn.distribute_checks import (
     torch_kind,
 )
 from unisono.nn.dropout import OwnDropout
+from unisono.nn.equal_draws import EqualDraws, may_draw
 from unisono.nn.global_pool import GlobalAvgPool
 from unisono.nn.gradient_sums import sum_gradients
 from unisono.nn.joining import Join
@@ -177,6 +178,8 @@ def _converted(
         made = _fit_for_head(module, walk, {})
         if walk.head == "batch":
             sum_gradients(made, walk.everyone)
+        elif may_draw(made):
+            EqualDraws(made, walk.everyone)
     if isinstance(made, GlobalAvgPool) and not in_chain:
         _refuse_gathering(f"{path} is a {type(module).__name__}")
     made.training = module.training
