@@ -200,6 +200,7 @@ def test_words_are_read_as_python_where_they_can_be():
     ("words", "message"),
     [
         (["run", "nothere.py"], "no such file"),
+        (["run", "."], "that is a directory"),
         (["run"], "no script, module or function"),
         (["run", "-m", "json.tool", "x.py"], "a script and a module"),
         (["run", "--ranks", "0", "json:dumps", "--", "1"], "unisono run --ranks 0\n"),

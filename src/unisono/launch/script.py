@@ -22,10 +22,12 @@ def check_script(path: str) -> str:
     """Return the absolute path of a script, or raise `PlatformError` if there is none."""
     script = Path(path)
     if not script.is_file():
-        scripts = nearest_first(path, sorted(str(p) for p in script.parent.glob("*.py")))
+        is_folder = script.is_dir()
+        folder = script if is_folder else script.parent
+        scripts = nearest_first(path, sorted(str(p) for p in folder.glob("*.py")))
         raise PlatformError.because(
             f"unisono run {path}",
-            f"no such file from {Path.cwd()}",
+            "that is a directory" if is_folder else f"no such file from {Path.cwd()}",
             None,
             f"scripts there: {', '.join(scripts[:8])}" if scripts else "the path of a script",
         )
