@@ -32,13 +32,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Deal out whole files (`pytest -n 2`); all that share the SLURM cluster go to one process.
 
     So do those of `testing/`: their sessions in the background are no leak of other tests then.
+    And those of `quality/`: what has many tests begins first, and types are checked in one long one.
     """
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return next((part for part in ("/slurm/", "tests/testing/") if part in file), file)
+            together = ("/slurm/", "tests/testing/", "tests/quality/")
+            return next((part for part in together if part in file), file)
 
     return Files(config, log)
 
@@ -77,7 +79,8 @@ class Interpreter:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
             door, program = self._folder / "door", self._folder / "python"
-            words = [sys.executable, "-IS", str(_COMMAND), str(door), sys.executable]
+            search_path = os.environ.get("PYTHONPATH", "")
+            words = [sys.executable, "-IS", str(_COMMAND), str(door), sys.executable, search_path]
             program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
             program.chmod(0o755)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:

@@ -1,8 +1,9 @@
-"""Stands for `python` in a command: `python -IS warm_python.py SOCKET PYTHON words...`.
+"""Stands for `python` in a command: `python -IS warm_python.py SOCKET PYTHON SEARCH_PATH words...`.
 
 The process that runs is a fork of the warm interpreter (`warm_interpreter.py`), which gets our
 descriptors, variables, directory and namespaces. This one passes signals on and ends as it ends.
-What it cannot express, and any trouble, is left to the real PYTHON.
+What it cannot express, another PYTHONPATH than SEARCH_PATH, and any trouble, is left to the real
+PYTHON.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def _is_open(fd: int) -> bool:
 
 def main() -> None:
     """Be the process, as far as anybody outside can tell."""
-    path, python, *words = sys.argv[1:]
-    request = understood(words)
+    path, python, search_path, *words = sys.argv[1:]
+    is_like_it = os.environ.get("PYTHONPATH", "") == search_path
+    request = understood(words) if is_like_it else None
     try:
         line = None if request is None else ask(path, request)
     except OSError:
