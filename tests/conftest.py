@@ -32,7 +32,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Deal out whole files (`pytest -n 2`); all that share the SLURM cluster go to one process.
 
     So do those of `testing/`: their sessions in the background are no leak of other tests then.
-    And those of `quality/`: what has many tests begins first, and types are checked in one long one.
+    And those of `quality/`: what has many tests begins first, and one of these takes a minute.
     """
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
