@@ -203,3 +203,22 @@ def test_use_after_destroy_names_the_cause():
         options.asyncOp = async_op
         with pytest.raises(Exception, match="closed by destroy_process_group"):
             group.allreduce([torch.ones(1)], options)
+
+
+def test_chores_that_are_only_mentioned_are_done_before_long(jobs):
+    waiting: list[int] = []
+    done: list[int] = []
+
+    def chore() -> bool:
+        done.append(waiting.pop())
+        return True
+
+    jobs.has_chores, jobs.chore = (lambda: bool(waiting)), chore
+    for number, idle_s in enumerate((0.0, 0.0, 0.05, 1.5)):  # awake, looking, asleep
+        time.sleep(idle_s)
+        waiting.append(number)
+        jobs.mention()
+        give_up = time.monotonic() + 5
+        while number not in done:
+            assert time.monotonic() < give_up, f"chore {number} is not done after {idle_s} s"
+            time.sleep(0.001)
