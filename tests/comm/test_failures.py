@@ -116,6 +116,40 @@ def test_a_note_that_a_returned_rank_never_posted_is_not_waited_for():
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.ranks(3, backend="shm")
+def test_a_message_and_a_collective_that_wait_for_each_other_are_told_apart():
+    comm = world()
+    pair = comm.sub([0, 1])  # of all ranks, and of the two alone
+    word = torch.ones(2)
+    comm.barrier()
+    started = time.monotonic()
+    own = (lambda: pair.recv(word, 1)) if comm.rank == 0 else (lambda: comm.all_reduce(word))
+    with pytest.raises(CollectiveMismatch, match="wait for each other in different calls") as got:
+        own()
+    assert time.monotonic() - started < 5
+    assert "recv(from 1) #1 on ranks 0,1" in got.value.calls[0]
+    assert "all_reduce(sum)" in got.value.calls[1]
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_messages_and_collectives_in_an_order_that_ends_are_left_alone():
+    comm = world()
+    word = torch.ones(2)
+    comm.barrier()
+    other = threading.Thread(target=lambda: comm.send(word, 0, tag=3)) if comm.rank else None
+    if comm.rank == 0:
+        time.sleep(1.2)
+        assert comm.recv(word, 1).tolist() == [1, 1]  # sent before the collective
+        late = comm.recv(word, 1, tag=3, async_op=True)
+        assert comm.all_reduce(word).tolist() == [2, 2]
+        assert late.wait().tolist() == [1, 1]
+        return
+    comm.send(word, 0, async_op=True)
+    assert comm.all_reduce(word).tolist() == [2, 2]
+    other.start()
+    other.join()
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_shapes_that_disagree_end_in_an_error_that_names_the_mismatch(
     monkeypatch, tmp_path, backend

@@ -6,6 +6,7 @@ stands. Keeping it costs one assignment a call.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -105,6 +106,7 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 _latest: Call | None = None
 _waited: Call | None = None
+_blocked: tuple[Call, int] | None = None
 
 
 def set_latest(call: Call | None) -> None:
@@ -129,3 +131,14 @@ def waited() -> Call | None:
     if _waited is not None:
         return _waited
     return _latest if _latest is not None and not _latest.done else None
+
+
+def set_blocked(call: Call | None) -> None:
+    """Remember that this thread is inside a backend until `call` has ended; None when it is out."""
+    global _blocked
+    _blocked = None if call is None else (call, threading.get_ident())
+
+
+def blocked() -> tuple[Call, int] | None:
+    """Return the call in which a thread cannot look around, and the thread's identity."""
+    return _blocked

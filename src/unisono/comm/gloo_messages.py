@@ -15,6 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from unisono.comm import call as calls
+
 
 class MessageTicket:
     """Messages of one call.
@@ -33,10 +35,14 @@ class MessageTicket:
     def wait(self, timeout_s: float) -> None:
         """Wait for all messages; raise `TimeoutError` at the deadline."""
         self._is_attended = True
-        if self._waiter is None:
-            _wait_for(self._works, timeout_s)
-        else:
-            self._waiter.finish(timeout_s)
+        calls.set_blocked(calls.waited())
+        try:
+            if self._waiter is None:
+                _wait_for(self._works, timeout_s)
+            else:
+                self._waiter.finish(timeout_s)
+        finally:
+            calls.set_blocked(None)
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""

@@ -322,6 +322,11 @@ def accounts() -> dict[str, dict[str, int]]:
     }
 
 
+def collectives_begun() -> dict[str, int]:
+    """Return how many collectives of each group this rank has begun. Local, from any thread."""
+    return {key: entry.collectives for key, entry in list(_wrapped.items()) if entry.is_alive()}
+
+
 def is_broken() -> bool:
     """Whether a group of this rank has failed, so that ranks may not meet any more. Local."""
     return any(

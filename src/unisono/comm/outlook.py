@@ -1,6 +1,6 @@
 """Whether a wait can still end, from what the other ranks have said in the world's store.
 
-A rank that has waited for long says in which collective; one whose function has returned says how
+A rank that has waited for long says in which call; one whose function has returned says how
 many calls it has made and messages it has sent. So ranks in different calls, and a rank that makes
 none any more, are named long before the deadline. Asked in long waits only: a quick collective pays
 for counting, nothing else.
@@ -9,12 +9,14 @@ for counting, nothing else.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from unisono.comm import call as calls
 from unisono.comm import watchdog
 from unisono.comm.call import Call, sent_to
+from unisono.comm.standoff import find_receiver, tell_senders
 from unisono.comm.watchdog import Watchdog
 from unisono.errors import CollectiveMismatch, UnisonoError, compress_ranks
 
@@ -34,7 +36,8 @@ def hopeless() -> UnisonoError | None:
         if call is None or dog.has_returned:
             return dog.poll_failure()
         if call.number == 0:
-            return dog.poll_failure() or _never_sent(call, dog)
+            tell_senders(call, dog, threading.get_ident(), call.site)
+            return _stands_off(call, dog) or dog.poll_failure() or _never_sent(call, dog)
         # A rank that fails of a mismatch posts that: all are to raise the mismatch itself. One that
         # returns early may do so because of a failure, which is then the better reason.
         return _unlike_calls(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
@@ -69,9 +72,24 @@ def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     if theirs is None or theirs["number"] < call.number:
         dog.put(key, json.dumps(mine))
     elif theirs["number"] == call.number and any(theirs[k] != mine[k] for k in _COMPARED):
-        pair = [theirs, mine]
-        dog.publish({"group": call.key, "number": call.number, "calls": pair})
-        return _unlike(pair, call)
+        return _reveal([theirs, mine], call, dog)
+    receiver = find_receiver(call, dog)
+    return None if receiver is None else _reveal([receiver, mine], call, dog)
+
+
+def _reveal(pair: list[dict[str, Any]], call: Call, dog: Watchdog) -> CollectiveMismatch:
+    """Return the error for two calls that cannot end; let the other ranks raise it too."""
+    dog.publish({"group": call.key, "number": call.number, "calls": pair})
+    return _unlike(pair, call)
+
+
+def _stands_off(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look whether a rank that this message should come from waits in a collective for this one."""
+    mine = [dog.rank, call.key, [list(words) for words in call.awaits]]
+    for item in dog.news():
+        for said in item.get("calls", ()):
+            if [said["rank"], said.get("key"), said.get("awaits")] == mine:
+                return _unlike(item["calls"], call)
     return None
 
 

@@ -42,7 +42,15 @@ def call_site(depth: int = 1) -> str:
 
     `depth` frames above this one are known to be ours; each one not looked at saves time.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    return _innermost(sys._getframe(depth))
+
+
+def thread_site(ident: int) -> str:
+    """Return the same for a thread of this process, which must not have gone on."""
+    return _innermost(sys._current_frames().get(ident))
+
+
+def _innermost(frame: FrameType | None) -> str:
     last = frame
     while frame is not None:
         name = frame.f_code.co_filename
