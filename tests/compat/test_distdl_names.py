@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -361,6 +362,20 @@ def test_inputs_under_outputs_of_an_upsampling():
     # Cubic: four points, from floor(1.75) - 1 on.
     assert start((0, 0, 4), x, y, None, "cubic", False)[2] == 0
     assert stop((0, 0, 4), x, y, None, "cubic", False)[2] == 4
+
+
+def test_nearest_points_of_an_upsampling_are_those_of_the_dtype():
+    """Output 41 of 82 lies at point 1 of 2, or a rounding of float32 before it."""
+    right = SimpleNamespace(active=True, shape=np.array([1, 1, 2]), index=np.array([0, 0, 1]))
+    for kind, halo in ((torch.float64, [0, 0]), (torch.float32, [1, 0])):
+        line = torch.arange(2, dtype=kind).reshape(1, 1, 2)
+        y = torch.nn.functional.interpolate(line, size=82)
+        assert y[0, 0, 41].item() == 1 - halo[0]
+        both = structures.TensorStructure(line), structures.TensorStructure(y)
+        found = mixins.InterpolateMixin()._compute_exchange_info(
+            right, *both, None, "nearest", False
+        )
+        assert found[0][2].tolist() == halo
 
 
 def test_a_tensor_without_elements_becomes_a_number_to_call_backward_on():

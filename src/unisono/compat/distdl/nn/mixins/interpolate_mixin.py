@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from unisono.topology.resample import Taps, resample_taps
 
@@ -29,11 +30,14 @@ class InterpolateMixin:
         scale_factor: Scale,
         mode: str,
         align_corners: bool,
+        double: bool = False,
     ) -> np.ndarray:
-        """Return the first input that the output at `y_global_idx` reads, in each dim."""
-        taps = _taps(
-            y_global_idx, x_global_shape, y_global_shape, scale_factor, mode, align_corners
-        )
+        """Return the first input that the output at `y_global_idx` reads, in each dim.
+
+        `double` is for values of float64, of which torch may take another nearest point.
+        """
+        sizes = y_global_idx, x_global_shape, y_global_shape
+        taps = _taps(*sizes, scale_factor, mode, align_corners, double)
         return np.array([own.points[0] for own in taps])
 
     def _compute_needed_stop(
@@ -44,11 +48,11 @@ class InterpolateMixin:
         scale_factor: Scale,
         mode: str,
         align_corners: bool,
+        double: bool = False,
     ) -> np.ndarray:
         """Return the input after the last one that the output at `y_global_idx` reads."""
-        taps = _taps(
-            y_global_idx, x_global_shape, y_global_shape, scale_factor, mode, align_corners
-        )
+        sizes = y_global_idx, x_global_shape, y_global_shape
+        taps = _taps(*sizes, scale_factor, mode, align_corners, double)
         return np.array([own.points[-1] + 1 for own in taps])
 
     def _compute_exchange_info(
@@ -68,6 +72,8 @@ class InterpolateMixin:
         if not P_x.active or P_x.index is None:
             return None, None, None, None
         x, y = (np.array(s.shape, dtype=np.int64) for s in (x_structure, y_structure))
+        # Named only where it matters, for classes with DistDL's own signature of the two.
+        double = {"double": True} if x_structure.dtype == torch.float64 else {}
 
         def signed_halo(index: np.ndarray) -> np.ndarray:
             first = compute_start_index(P_x.shape, index, y)
@@ -76,8 +82,8 @@ class InterpolateMixin:
             stop = compute_stop_index(P_x.shape, index, x)
             idle = first == after
             rest = (x, y, scale_factor, mode, align_corners)
-            low = self._compute_needed_start(np.where(idle, 0, first), *rest)
-            high = self._compute_needed_stop(np.where(idle, 0, after - 1), *rest)
+            low = self._compute_needed_start(np.where(idle, 0, first), *rest, **double)
+            high = self._compute_needed_stop(np.where(idle, 0, after - 1), *rest, **double)
             left = np.where(idle, start - stop, start - low)
             return np.stack([left, np.where(idle, 0, high - stop)], axis=1)
 
@@ -87,7 +93,13 @@ class InterpolateMixin:
 
 
 def _taps(
-    index: Any, x: Any, y: Any, scale_factor: Scale, mode: str, align_corners: bool
+    index: Any,
+    x: Any,
+    y: Any,
+    scale_factor: Scale,
+    mode: str,
+    align_corners: bool,
+    double: bool,
 ) -> list[Taps]:
     """Return inputs and weights of one output in each dim."""
     dims = len(x)
@@ -97,5 +109,6 @@ def _taps(
     for dim in range(2, dims):
         sizes = int(index[dim]), int(x[dim]), int(y[dim])
         aligned = align_corners and not kind.startswith("nearest")
-        found.append(resample_taps(*sizes, kind, scale=given[dim - 2], align_corners=aligned))
+        scale = given[dim - 2]
+        found.append(resample_taps(*sizes, kind, scale=scale, align_corners=aligned, double=double))
     return found
