@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import unisono
 from unisono import nn
 from unisono.comm import trace
+from unisono.comm.closing import say_returned
 from unisono.errors import CollectiveMismatch, PartitionError
 from unisono.topology import Partition
 
@@ -161,6 +162,22 @@ def test_in_mode_on_change_a_change_that_some_ranks_see_raises_on_all():
             assert "[2, 3, 5] float32, as before" in text
     whole = drawn(2, 3, 5 * size)  # nothing was left behind
     torch.testing.assert_close(layers["conv"][0](cut(whole, P)), cut(layers["conv"][1](whole), P))
+
+
+@pytest.mark.ranks(2, backend="shm", timeout=20)
+def test_in_mode_on_change_a_rank_that_has_returned_is_not_waited_for():
+    P = Partition([1, 1, 2])
+    layer = nn.DistributedMaxPool1d(P, 2)
+    with nn.structure_check("on_change"):
+        layer(torch.ones(2, 3, 4))
+        if P.root.rank == 0:
+            del layer  # as at the end of a function
+            say_returned()
+            return
+        began = time.monotonic()
+        with pytest.raises(CollectiveMismatch, match="rank 0 will not come"):
+            layer(torch.ones(2, 3, 5))
+        assert time.monotonic() - began < 5
 
 
 @pytest.mark.ranks(2)

@@ -67,7 +67,7 @@ class Notices:
         nap_s = _FIRST_NAP_S
         kept = self._said(dog, "kept", number, number)
         while len(kept) + len(self._said(dog, "changed", number, number)) < self.comm.size - 1:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._has_lost_somebody(dog):
                 break  # what follows will say who is missing, and where everybody stands
             time.sleep(nap_s)
             nap_s = min(1.5 * nap_s, _LAST_NAP_S)
@@ -92,6 +92,11 @@ class Notices:
         self._error = self._mismatch(changed, {self.comm.rank: (number, shape)})
         self._changed_at = number  # said once
         self._put(dog, "kept", number, shape)
+
+    def _has_lost_somebody(self, dog: Watchdog) -> bool:
+        """Whether a rank of the layer has failed or returned, and so may have nothing to say."""
+        gone = {item["returned"] for item in dog.news() if "returned" in item}
+        return dog.poll_failure() is not None or not gone.isdisjoint(self.comm.ranks)
 
     def _put(self, dog: Watchdog, what: str, call: int, text: str) -> None:
         record = {"layer": self.number, "call": call, "text": text}
