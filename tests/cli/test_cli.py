@@ -224,6 +224,12 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "--set", 'env="x"', "json:dumps", "--", "1"], "--set env='{"),
         (["run", "--set", "mpiexec_args=-v -x", "json:dumps", "--", "1"], "args='['-v', '-x']'"),
         (["run", "--on", "inline", "--ranks", "2", "os:getpid"], "HINT: --on cpu --ranks 2"),
+        (["doctor", "--on", "moon"], "unisono doctor --on moon\n"),
+        (["topo", "--ranks", "0"], "unisono topo --ranks 0\n"),
+        (["run", "--partition", "x", "os:getpid"], "unisono run --partition x --on cpu\n"),
+        (["run", "--partition", "x", "os:getpid"], "only\n  HINT: --on slurm\n"),
+        (["run", "--set", "timeout_min=5", "os:getpid"], "--set timeout_min=5 --on cpu\n"),
+        (["run", "--set", "mpiexec=mpirun", "os:getpid"], "HINT: --on mpi\n"),
         (["doctor", "--on", "moon"], "'cpu', 'gpu', 'mps', 'mpi', 'slurm', 'inline'"),
         (["job", "status", "nothing-here"], "no such job"),
     ],
@@ -231,6 +237,16 @@ def test_words_are_read_as_python_where_they_can_be():
 def test_bad_usage_is_exit_code_2_with_a_message(words, message, capsys):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_settings_of_a_cluster_may_wait_in_variables_and_worlds(monkeypatch, capsys):
+    words = ["--check", "os:getpid"]
+    monkeypatch.setenv("UNISONO_PARTITION", "x")
+    monkeypatch.setenv("UNISONO_TIMEOUT_MIN", "5")
+    assert main(["run", *words]) == 0
+    monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
+    assert main(["run", "--on", "slurm", "--partition", "x", *words]) == 0
+    assert capsys.readouterr().out.count("2 ranks on cpu can be started") == 2
 
 
 def test_a_misspelt_script_is_answered_with_the_nearest_name(tmp_path, monkeypatch, capsys):

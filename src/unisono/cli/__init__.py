@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(_explanation(args, unknown, own, parser))
     args.forwarded = forwarded
     args.words = words[1:]
-    return exit_code_of(lambda: args.execute(args), debug=getattr(args, "debug", False))
+    debug = getattr(args, "debug", False)
+    return exit_code_of(lambda: args.execute(args), name=words[0], debug=debug)
 
 
 def _explanation(

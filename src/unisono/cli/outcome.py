@@ -12,8 +12,8 @@ from unisono.errors import MissingExtra, PlatformError, RankTimeout, RemoteError
 OK, FAILED, USAGE, DEADLINE, INTERRUPTED = 0, 1, 2, 124, 130
 
 
-def exit_code_of(command: Callable[[], int], *, debug: bool = False) -> int:
-    """Run `command`; return its exit code, or the one that its exception means."""
+def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool = False) -> int:
+    """Run `command`, typed as `name`; return its exit code, or the one its exception means."""
     try:
         return command()
     except KeyboardInterrupt:
@@ -23,7 +23,7 @@ def exit_code_of(command: Callable[[], int], *, debug: bool = False) -> int:
         if debug:
             traceback.print_exc()
         else:
-            print(_block(error), file=sys.stderr)
+            print(_block(error, name), file=sys.stderr)
         match error:
             case PlatformError() | MissingExtra():
                 return USAGE
@@ -33,9 +33,9 @@ def exit_code_of(command: Callable[[], int], *, debug: bool = False) -> int:
                 return FAILED
 
 
-def _block(error: UnisonoError) -> str:
+def _block(error: UnisonoError, name: str) -> str:
     """Return the message, with the remote traceback where only the cause has it."""
-    text = str(error) if _is_of_script(error) else as_typed(str(error))
+    text = str(error) if _is_of_script(error) else as_typed(str(error), name)
     parts = [f"unisono: {text}", *getattr(error, "__notes__", ())]
     if isinstance(error.__cause__, RemoteError):
         parts.insert(0, str(error.__cause__).rstrip())

@@ -6,9 +6,10 @@ import argparse
 import ast
 import contextlib
 import functools
+import os
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,14 @@ examples:
   unisono run --ranks 2 -m package.train -- --epochs 3
   unisono run --ranks 2 package.module:train -- 3 lr=0.1
 """
+
+_ONLY_AT = {
+    **dict.fromkeys(("partition", "mem_per_node", "ram", "timeout_min", "submitter"), ("slurm",)),
+    **dict.fromkeys(("slurm_additional_parameters", "srun_args"), ("slurm",)),
+    **dict.fromkeys(("mpiexec", "mpiexec_args"), ("mpi",)),
+    "console_logs": ("slurm", "mpi"),
+}
+"""Fields that mean something at some places only."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -159,7 +168,7 @@ def _request(
     logs = None
     if directory is not None or console != "auto" or args.supervise:
         logs = Logs(dir=directory, console=console)
-    return checked_request(
+    request = checked_request(
         function,
         (),
         {},
@@ -173,6 +182,27 @@ def _request(
         title=args.module or Path(args.target.rpartition(":")[2]).stem,
         is_script=is_script,
     )
+    _check_uses(fields, request)
+    return request
+
+
+def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
+    """Refuse a field that nobody would look at; files and variables may have it for other places.
+
+    A world that is there already and UNISONO_FORCE_ON decide the place in the user's stead.
+    """
+    from unisono.launch.detection import is_in_world
+
+    if os.environ.get("UNISONO_FORCE_ON") or (request.platform.detect and is_in_world()):
+        return
+    for name, value in fields.items():
+        places = _ONLY_AT.get(name, (request.place,))
+        if request.place not in places:
+            raise PlatformError.because(
+                f"unisono.run(..., {name}={value!r}, on={request.place!r})",
+                f"{name} is used on {' and '.join(places)} only",
+                hint=f"on={places[0]!r}",
+            )
 
 
 def _show(args: argparse.Namespace, request: Request) -> int:

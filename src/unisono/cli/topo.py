@@ -58,8 +58,9 @@ def execute(args: argparse.Namespace) -> int:
             "no --mesh",
             hint="unisono topo --mesh 2x2 --shape 64x64",
         )
+    ranks = _ranks(args)
     print(_machine())
-    print(_ranks(args))
+    print(ranks)
     return OK
 
 

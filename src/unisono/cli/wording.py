@@ -26,8 +26,10 @@ _OF_A_SCRIPT = "Traceback (most recent call last)"
 _PAIR = re.compile(rf"(?<![\w.\[{{\"'])([a-z_]+)=({_VALUE})")
 
 
-def as_typed(message: str) -> str:
+def as_typed(message: str, command: str = "run") -> str:
     """Return a message with what was asked, and its hints, as they are typed in a shell.
+
+    `command` is the one that was typed; others than `run` check places and ranks as it does.
 
     Example:
         >>> as_typed("unisono.run(..., ranks=0)")
@@ -36,14 +38,14 @@ def as_typed(message: str) -> str:
     first, *rest = message.split("\n")
     if _OF_A_SCRIPT in message:  # what the script did is told in its own words
         return "\n".join([first, *(_pairs(x) if x.startswith("HINT:") else x for x in rest)])
-    lines = [_asked(first)]
+    lines = [_asked(first, command)]
     lines += [_pairs(line) if line.lstrip().startswith("HINT:") else line for line in rest]
     return "\n".join(lines)
 
 
-def _asked(line: str) -> str:
+def _asked(line: str, command: str) -> str:
     if (call := _CALL.search(line)) is not None:
-        return f"{line[: call.start()]}unisono run {_pairs(call[1])}{line[call.end() :]}"
+        return f"{line[: call.start()]}unisono {command} {_pairs(call[1])}{line[call.end() :]}"
     if (made := _MADE.search(line)) is not None:
         return f"{_pairs(made[1])}{line[made.end() :]}"
     return line
