@@ -66,6 +66,17 @@ def test_averages_agree_first_who_has_a_gradient():
     assert module.bias.grad is None
 
 
+@pytest.mark.ranks(2)
+def test_a_sparse_gradient_on_one_rank_is_refused_on_all_and_changes_nothing():
+    table = nn.Embedding(3, 2, sparse=True)
+    nn.init.constant_(table.weight, float(world().rank))
+    if world().rank == 1:
+        table(torch.tensor([1])).sum().backward()
+    with pytest.raises(PlatformError, match="a sparse gradient"):
+        F.average_params_grads(table, grads=True)
+    assert table.weight.unique().tolist() == [float(world().rank)]
+
+
 def test_a_module_without_parameters_or_world_is_only_moved():
     module = nn.ReLU()
     assert F.to(module, 0) is module

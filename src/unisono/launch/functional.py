@@ -68,23 +68,22 @@ def average_params_grads(
         return
     weights = list(module.parameters())
     with torch.no_grad():
-        if params:
-            _average([p.data for p in weights], comm)
-        if grads:
-            _average(_agreed_gradients(weights, comm), comm)
+        gradients = _agreed_gradients(weights, comm) if grads else []
+        _average([*(p.data for p in weights if params), *gradients], comm)
 
 
 def _agreed_gradients(weights: list[nn.Parameter], comm: Communicator) -> list[Tensor]:
     """Return the gradients that any rank has; a rank without one gets zeros."""
-    if any(p.grad is not None and p.grad.is_sparse for p in weights):
+    kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in weights]
+    mine = torch.tensor(kinds, dtype=torch.int32)
+    anywhere = comm.with_device("cpu").all_reduce(mine, op="max").tolist()
+    if 2 in anywhere:  # on any rank: all of them raise
         raise PlatformError.because(
             "average_params_grads(..., grads=True)",
             "a sparse gradient",
             None,
             "nn.Embedding(..., sparse=False)",
         )
-    mine = torch.tensor([p.grad is not None for p in weights], dtype=torch.int32)
-    anywhere = comm.with_device("cpu").all_reduce(mine, op="max").tolist()
     gradients: list[Tensor] = []
     for weight, is_there in zip(weights, anywhere, strict=True):
         if is_there:
