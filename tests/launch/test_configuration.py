@@ -76,6 +76,9 @@ def test_one_variable_goes_before_an_explicit_platform(monkeypatch):
     two_nodes = unisono.Platform(device="slurm", n_nodes=2, n_gpus_per_node=2)
     assert request(on=two_nodes).ranks == 4
     assert request(on="gpu", ranks=2).place == "cpu"
+    assert (request(on="slurm", nodes=3).place, request(on="slurm", nodes=3).ranks) == ("cpu", 3)
+    assert request(on="mpi", nodes=2, ranks=6).ranks == 6
+    assert request(on=two_nodes, nodes=4, ranks=8).ranks == 8
 
 
 def test_each_setting_knows_its_source(monkeypatch, project):

@@ -17,6 +17,7 @@ from unisono.launch.platform_checks import check_machine, check_platform
 
 PLACES = ("cpu", "gpu", "mps", "mpi", "slurm", "inline")
 """Places where ranks can be started."""
+_OF_ONE_HOST = ("cpu", "gpu", "cuda", "mps")
 DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "inline": 1}
 
 
@@ -38,20 +39,25 @@ def resolve(
         fields: more fields of the platform that the caller gives.
     """
     forced = os.environ.get("UNISONO_FORCE_ON")
+    fields = fields or {}
     if isinstance(on, Platform):
         platform = on.copy()
         platform.fill(configuration.fields())
-        for name, value in (fields or {}).items():
+        for name, value in fields.items():
             setattr(platform, name, value)
         place = platform.kind.value
-        if forced:
-            place = _force(platform, forced)
+        keeps_size = bool(forced)
     else:
-        place, platform = _from_word(forced or on, configuration, ranks, fields or {})
+        spread = nodes or {**configuration.fields(), **fields}.get("n_nodes", 1)
+        keeps_size = forced in _OF_ONE_HOST and isinstance(spread, int) and spread > 1
+        word = on if keeps_size else forced or on
+        place, platform = _from_word(word, configuration, ranks, fields)
     if ranks is not None:
         platform.ranks = ranks
     if nodes is not None:
         platform.n_nodes = nodes
+    if forced and keeps_size:
+        place = _force(platform, forced)
     check_platform(platform)
     if not (platform.detect and is_in_world()):  # else that world counts, whatever is asked for
         check_machine(platform)
