@@ -58,6 +58,9 @@ def test_stacks_show_the_users_code_and_not_ours():
     assert "rank.py" not in text
     assert text.splitlines()[-1] == '  File "/home/me/train.py", line 30 in train'
     assert outside_collectives({0: text, 1: 'File "/home/me/train.py", line 3 in f'}) == [1]
+    bottom = [line for line in DUMP.splitlines() if "barrier" not in line and "train" not in line]
+    text = user_threads("\n".join(bottom))  # run(time.sleep, 60)
+    assert text.splitlines()[1:] == ["  in a function that is not written in Python"]
 
 
 def test_the_innermost_user_line_skips_installed_packages():

@@ -35,7 +35,12 @@ def user_threads(dump: str) -> str:
         return dump.strip()
     blocks = [dump[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
     kept = [block for block in blocks if not any(own in block for own in _OWN_THREADS)]
-    return "\n\n".join(kept or blocks)
+    return "\n\n".join(map(_with_frames, kept or blocks))
+
+
+def _with_frames(block: str) -> str:
+    """Return the stack of a thread; one that has no frame of its own says so."""
+    return block if "\n" in block else f"{block}\n  in a function that is not written in Python"
 
 
 def user_line(dump: str) -> str:
