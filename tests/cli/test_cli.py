@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -247,6 +248,12 @@ def test_settings_of_a_cluster_may_wait_in_variables_and_worlds(monkeypatch, cap
     monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
     assert main(["run", "--on", "slurm", "--partition", "x", *words]) == 0
     assert capsys.readouterr().out.count("2 ranks on cpu can be started") == 2
+
+
+def test_the_launchers_own_frames_are_shown_on_demand_only(capsys):
+    for option, is_shown in ((), False), (["--debug"], True):
+        assert main(["run", *option, "nothere.py"]) == 2
+        assert ("Traceback" in capsys.readouterr().err) is is_shown
 
 
 def test_a_misspelt_script_is_answered_with_the_nearest_name(tmp_path, monkeypatch, capsys):
@@ -525,10 +532,23 @@ def test_an_mpiexec_of_another_mpi_than_mpi4py_is_a_warning(monkeypatch, tmp_pat
     assert doctor_mpi.check_mpi().status == "skip"
 
 
+def test_shared_memory_of_the_killed_is_counted_and_that_in_use_is_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "SHM", tmp_path)
+    used = tmp_path / "unisono-used"
+    used.write_bytes(b"x")
+    with used.open("rb") as file, mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ):
+        assert doctor.check_shared_memory().status == "ok"
+        (tmp_path / "mpich_shm_1_0").touch()
+        check = doctor.check_shared_memory()
+    assert "; 1 file of processes that were killed" in check.found
+    assert check.fix.startswith(f"rm {tmp_path}/mpich_shm_* once")
+
+
 def test_a_host_name_that_does_not_resolve_is_a_warning_with_a_fix(monkeypatch):
     def refuse(*_args):
         raise OSError("unknown host")
 
+    assert "interfaces: lo 127.0.0.1" in doctor.check_host_name().found
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     check = doctor.check_host_name()
     assert check.status == "warn"

@@ -24,6 +24,7 @@ from unisono.cli.wording import as_typed
 from unisono.errors import PlatformError
 
 MIN_SHM_MB = 64
+SHM = Path("/dev/shm")
 _PIP = f"{Path(sys.executable).name} -m pip install --force-reinstall"
 _EXTRAS = {
     "mpi": "mpi4py",
@@ -192,9 +193,9 @@ def check_cores() -> Check:
 
 
 def check_shared_memory() -> Check:
-    """/dev/shm is there and has room."""
+    """/dev/shm is there and has room; nothing is left there of processes that were killed."""
     try:
-        space = os.statvfs("/dev/shm")
+        space = os.statvfs(SHM)
     except OSError as error:
         fix = "mount -t tmpfs tmpfs /dev/shm, or UNISONO_BACKEND=gloo"
         return Check("/dev/shm", "warn", f"{error.strerror}", fix)
@@ -202,18 +203,32 @@ def check_shared_memory() -> Check:
     found = f"{free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / 2**20:,.0f} MB"
     if free_mb < MIN_SHM_MB:
         return Check("/dev/shm", "warn", found, "docker run --shm-size=1g, or UNISONO_BACKEND=gloo")
+    from unisono.launch.leftovers import unused_memory
+
+    kinds = [f"{SHM}/{start}*" for start in ("unisono-", "mpich_shm_")]
+    left = {kind: unused_memory(SHM.glob(Path(kind).name)) for kind in kinds}
+    if count := sum(map(len, left.values())):
+        found += f"; {count} file{'' if count == 1 else 's'} of processes that were killed"
+        fix = f"rm {' '.join(kind for kind in kinds if left[kind])} once none of your ranks runs"
+        return Check("/dev/shm", "warn", found, fix)
     return Check("/dev/shm", "ok", found)
 
 
 def check_host_name() -> Check:
-    """The own host name resolves. Needed between hosts only."""
+    """The own host name resolves, and which interfaces there are. Needed between hosts only."""
+    from unisono.comm.addresses import interfaces
+
     name = socket.gethostname()
+    at = ", ".join(f"{interface} {address}" for interface, address in interfaces().items())
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
     except OSError as error:
         fix = f"add '127.0.1.1 {name}' to /etc/hosts; one host works without"
-        return Check("host name", "warn", f"{name} does not resolve ({error})", fix)
-    return Check("host name", "ok", f"{name} is {', '.join(sorted(map(str, addresses)))}")
+        return Check(
+            "host name", "warn", f"{name} does not resolve ({error}); interfaces: {at}", fix
+        )
+    found = f"{name} is {', '.join(sorted(map(str, addresses)))}; interfaces: {at}"
+    return Check("host name", "ok", found)
 
 
 def check_loopback() -> Check:

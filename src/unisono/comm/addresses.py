@@ -34,7 +34,7 @@ def own_addresses() -> list[str]:
     named: list[str] = []
     with contextlib.suppress(OSError):
         named = resolve(socket.gethostname())
-    found = dict.fromkeys([*named, *_interfaces().values()])
+    found = dict.fromkeys([*named, *interfaces().values()])
     return [address for address in found if not is_loopback(address)]
 
 
@@ -55,7 +55,7 @@ def interface_towards(host: str) -> str | None:
         source = _source_address(host)
     except OSError:
         return None
-    return next((name for name, address in _interfaces().items() if address == source), None)
+    return next((name for name, address in interfaces().items() if address == source), None)
 
 
 def _source_address(host: str) -> str:
@@ -67,7 +67,7 @@ def _source_address(host: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _interfaces() -> dict[str, str]:
+def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each interface that has one."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

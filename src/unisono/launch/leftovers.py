@@ -12,6 +12,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +43,22 @@ def _marked(run_id: str, rank: str) -> list[int]:
             if pid != os.getpid() and wanted <= set((path / "environ").read_bytes().split(b"\0")):
                 found.append(pid)
     return found
+
+
+def unused_memory(segments: Iterable[Path]) -> list[Path]:
+    """Return the files of shared memory of this user that no process has mapped."""
+    if not (candidates := list(segments)):
+        return []
+    maps: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # gone, or another user's
+            maps.append(path.read_text())
+    unused: list[Path] = []
+    for segment in candidates:
+        with suppress(OSError):
+            if segment.stat().st_uid == os.getuid() and not any(str(segment) in m for m in maps):
+                unused.append(segment)
+    return unused
 
 
 def make_temporary_directory(parent: Path | None) -> Path:

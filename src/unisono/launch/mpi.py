@@ -19,6 +19,7 @@ from unisono.errors import JobCancelled, PlatformError
 from unisono.launch import file_outcome, job_files, rank_files
 from unisono.launch.console import Console
 from unisono.launch.following import LogFollower
+from unisono.launch.leftovers import unused_memory
 from unisono.launch.local import pack_payload
 from unisono.launch.mpiexec import clean_environment, command, find_mpiexec
 from unisono.launch.oversight import Oversight
@@ -81,7 +82,9 @@ def run_mpi(
         ending = oversight.run()
     finally:
         watch.close()
-        _remove_unused(_segments() - segments)
+        for segment in unused_memory(_segments() - segments):
+            with suppress(OSError):
+                segment.unlink()
     if ending.state == "cancelled":
         raise JobCancelled(f"the run in {job_dir} was cancelled")
     if ending.state not in ("done", "requeued"):
@@ -101,20 +104,6 @@ def run_mpi(
 def _segments() -> set[Path]:
     """Return the shared memory of MPICH: ranks that do not finalize MPI leave theirs behind."""
     return set(Path("/dev/shm").glob("mpich_shm_*"))
-
-
-def _remove_unused(segments: set[Path]) -> None:
-    """Remove shared memory of this user that no process has mapped."""
-    if not segments:
-        return
-    maps: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            maps.append(path.read_text())
-    for segment in segments:
-        with suppress(OSError):
-            if segment.stat().st_uid == os.getuid() and not any(str(segment) in m for m in maps):
-                segment.unlink()
 
 
 def _value(job_dir: Path, rank: int) -> bytes:
