@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 from unisono.errors import PlatformError
-from unisono.launch import Platform
+from unisono.launch import Platform, Wrapper, wrapper
 from unisono.launch.conventions import choose_convention
 from unisono.launch.here import Here
+from unisono.launch.io import IO
 
 HERE = Here(
     rank=3, local_rank=1, platform=Platform(device="cpu"), device=torch.device("cpu"), group=None
@@ -87,3 +90,17 @@ def test_everything_else_is_called_plainly_and_a_wish_goes_before_the_rules():
     assert called(lambda a, b, c, d: a, asked="seed") == 3
     with pytest.raises(PlatformError, match="'ddpw6'"):
         called(greedy, asked="ddpw7")
+
+
+def test_a_wrapper_keeps_its_platform_and_a_decorated_function_its_name(monkeypatch):
+    monkeypatch.setattr(IO, "verbose", True)
+    platform = Platform(device="cpu", n_gpus_per_node=2, verbose=False)
+    assert Wrapper(platform).platform is platform
+    assert IO.verbose is False
+
+    def train(a, b=2):
+        """Train."""
+
+    decorated = wrapper(platform)(train)
+    assert (decorated.__name__, decorated.__doc__) == ("train", "Train.")
+    assert inspect.signature(decorated) == inspect.signature(train)

@@ -245,6 +245,23 @@ def test_a_call_that_holds_the_interpreter_lock_is_ended_at_the_deadline_and_sho
     assert error.rank == 1
 
 
+def test_a_call_that_holds_the_interpreter_lock_does_not_hold_up_anothers_error(tmp_path):
+    def stuck(mark):
+        import ctypes
+
+        if unisono.world().rank == 1:
+            time.sleep(0.3)
+            mark.touch()
+            raise ValueError("no such file")
+        ctypes.PyDLL(None).sleep(600)
+
+    error, seconds = fail(stuck, tmp_path)
+    assert seconds < AT_ONCE_S
+    assert isinstance(error, RankFailed)
+    assert (error.rank, type(error.__cause__)) == (1, ValueError)
+    assert "in stuck" in error.waiting[0]
+
+
 def stop_here(path):
     if os.environ["RANK"] == "1":
         path.write_text(str(os.getpid()))

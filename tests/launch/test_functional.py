@@ -116,6 +116,10 @@ def test_the_state_of_an_optimiser_moves_but_its_step_stays(make):
     }
     assert places
     assert all((kind == "cpu") == (name == "step") for name, kind in places.items()), places
+    optimiser.param_groups[0]["capturable"] = True  # which wants its counter on the device
+    F.optimiser_to(optimiser, "meta")
+    step = optimiser.state[weight].get("step")
+    assert not isinstance(step, torch.Tensor) or step.device.type == "meta"
 
 
 def test_a_seed_sets_all_generators():

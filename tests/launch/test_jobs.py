@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -161,6 +162,25 @@ def test_a_preempted_run_saves_and_goes_on_where_it_was(tmp_path, on_rank):
     results = unisono.run(train, tmp_path / "state", 6, 2, on_rank, on="cpu", ranks=2, logs=QUIET)
     assert list(results) == [([0, 1, 2, 3, 4, 5], 1)] * 2
     assert results.restarts == 1
+
+
+def test_the_user_may_choose_the_signal_and_the_time():
+    def wait():
+        begin = time.monotonic()
+        if unisono.restart_count() == 0 and unisono.world().rank == 1:
+            os.kill(os.getpid(), signal.SIGALRM)
+        if unisono.restart_count() == 1 and unisono.world().rank == 0:
+            simulate_preemption(after_s=0.2)
+        while not unisono.should_stop():
+            time.sleep(0.01)
+        if unisono.restart_count() == 0:
+            unisono.requeue()
+        return time.monotonic() - begin
+
+    platform = unisono.Platform(device="cpu", ranks=2, stop_signals=("SIGALRM",))
+    results = unisono.run(wait, on=platform, logs=QUIET, timeout_s=60)
+    assert results.restarts == 1
+    assert results[0] >= 0.2
 
 
 def test_preemption_can_be_rehearsed_in_this_process(tmp_path):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import multiprocessing
 import os
 import pty
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +24,7 @@ import unisono
 from unisono.errors import PlatformError, RankFailed, RankTimeout
 from unisono.launch import payload, terminal
 from unisono.launch.cores import usable_cores
+from unisono.launch.interrupts import termination_as_exception
 from unisono.launch.results import Elsewhere, Results
 
 QUIET = unisono.Logs(console="none")
@@ -229,3 +235,55 @@ def test_ranks_take_over_what_the_script_has_set_in_torch():
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
     assert list(unisono.run(modes, on="cpu", ranks=1, logs=QUIET)) == [(torch.float32, False)]
+
+
+def test_ranks_of_one_host_listen_on_loopback_only():
+    def listening():
+        unisono.world().barrier()
+        folder = Path("/proc/self/fd")
+        mine = {str(fd.readlink()) for fd in folder.iterdir() if fd.is_symlink()}
+        rows = [
+            line.split()
+            for table in ("tcp", "tcp6")
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]
+        ]
+        return [r[1].partition(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in mine]
+
+    platform = unisono.Platform(device="cpu", ranks=2, backend="gloo")
+    first, second = unisono.run(listening, on=platform, logs=QUIET)
+    assert first  # rank 0 has the store
+    assert {*first, *second} == {"0100007F"}
+
+
+def test_a_rank_that_crashes_after_it_returned_is_a_warning_and_its_result_counts():
+    def crashes_late():
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+        return 5
+
+    with pytest.warns(RuntimeWarning, match="rank 0 returned its result, then was killed by SIGSE"):
+        assert list(unisono.run(crashes_late, on="cpu", ranks=1, logs=QUIET)) == [5]
+
+
+def test_a_hang_up_of_the_terminal_ends_a_launcher_as_an_exception_first(tmp_path):
+    def launcher():
+        with termination_as_exception():
+            try:
+                os.kill(os.getpid(), signal.SIGHUP)
+                time.sleep(60)
+            finally:
+                (tmp_path / "finally").touch()
+
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(launcher, on="cpu", ranks=1, logs=QUIET)
+    assert (caught.value.signal, (tmp_path / "finally").exists()) == ("SIGHUP", True)
+
+
+def test_the_users_multiprocessing_is_left_alone():
+    def state():
+        method = multiprocessing.get_start_method(allow_none=True)
+        return method, dict(vars(forkserver._forkserver)), dict(vars(tracker))
+
+    tracker = resource_tracker._resource_tracker
+    before = state()
+    unisono.run(os.getpid, on="cpu", ranks=1, logs=QUIET)
+    assert state() == before
