@@ -287,7 +287,7 @@ def test_layers_stay_in_the_mode_they_were_in():
     assert [layer.training for layer in net] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("layer", [nn.InstanceNorm1d(2), nn.LSTM(2, 2), nn.Softmax(2)])
+@pytest.mark.parametrize("layer", [nn.InstanceNorm2d(2), nn.LSTM(2, 2), nn.Softmax(2)])
 def test_layers_without_a_split_twin_are_refused_with_their_path(layer):
     P = Partition([1, 1, 1])
     if isinstance(layer, nn.Softmax):

@@ -27,6 +27,14 @@ PAIRS = {
         lambda P, w: unn.DistributedBatchNorm(P, 2, **KW, weights=w).eval(),
         lambda: nn.BatchNorm1d(2, **KW).eval(),
     ),
+    "group norm": (
+        lambda P, w: unn.DistributedGroupNorm(P, 1, 2, **KW, weights=w),
+        lambda: nn.GroupNorm(1, 2, **KW),
+    ),
+    "instance norm": (
+        lambda P, w: unn.DistributedInstanceNorm(P, 2, affine=True, **KW, weights=w),
+        lambda: nn.InstanceNorm1d(2, affine=True, **KW),
+    ),
     "layer norm": (
         lambda P, w: unn.DistributedLayerNorm(P, (2, 2), **KW, weights=w),
         lambda: nn.LayerNorm((2, 2), **KW),

@@ -63,8 +63,8 @@ def test_what_distribute_or_a_layer_refuses_is_refused():
     P, alone = Partition([1, 1, 2, 1]), Partition([1, 1])
     with pytest.raises(PartitionError, match="no partition"):
         plan_report(nn.Conv1d(1, 1, 3), (1, 1, 8))
-    with pytest.raises(PartitionError, match="0 is a GroupNorm"):
-        plan_report(nn.Sequential(nn.GroupNorm(1, 4)), (1, 4, 8, 8), P)
+    with pytest.raises(PartitionError, match="0 is a LSTM"):
+        plan_report(nn.Sequential(nn.LSTM(4, 4)), (1, 4, 8, 8), P)
     with pytest.raises(PartitionError, match="with a DistributedLinear"):
         plan_report(DistributedLinear(alone, alone, alone, 2, 2), (1, 2))
     with pytest.raises(PartitionError, match="1 channels != 3"):
@@ -91,6 +91,10 @@ NETS = {
     "batch norm": nn.BatchNorm2d(2),
     "batch norm of running statistics": nn.BatchNorm2d(2).eval(),
     "layer norm": nn.LayerNorm([2, 9, 8]),
+    "group norm": nn.GroupNorm(1, 2),
+    "instance norm": nn.InstanceNorm2d(2),
+    "tracked instance norm": nn.InstanceNorm2d(2, track_running_stats=True),
+    "tracked instance norm in eval": nn.InstanceNorm2d(2, track_running_stats=True).eval(),
     "pool": nn.MaxPool2d(3, padding=1),
     "mean": nn.AdaptiveAvgPool2d(1),
     "gathered": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3)),

@@ -261,8 +261,7 @@ def test_things_that_are_no_tensors_on_one_rank():
     ("layer", "words"),
     [
         (torch.nn.Dropout2d(), "Dropout2d"),
-        (torch.nn.GroupNorm(1, 2), "GroupNorm"),
-        (torch.nn.InstanceNorm1d(2), "InstanceNorm1d"),
+        (torch.nn.InstanceNorm2d(2), "InstanceNorm2d"),
         (torch.nn.GRU(2, 2), "GRU"),
         (torch.nn.MultiheadAttention(2, 1), "MultiheadAttention"),
         (torch.nn.Softmax(2), "splits that dim"),

@@ -29,7 +29,9 @@ from unisono.nn.conv_transpose import (
 from unisono.nn.distribute import DistributedSequential, distribute
 from unisono.nn.embedding import DistributedEmbedding
 from unisono.nn.gradient_norm import clip_grad_norm_
+from unisono.nn.group_norm import DistributedGroupNorm
 from unisono.nn.halo_layers import DistributedPad, HaloExchange
+from unisono.nn.instance_norm import DistributedInstanceNorm
 from unisono.nn.layer_norm import DistributedLayerNorm
 from unisono.nn.linear import (
     DistributedLinear,
@@ -95,6 +97,8 @@ __all__ = [
     "DistributedGeneralConv1d",
     "DistributedGeneralConv2d",
     "DistributedGeneralConv3d",
+    "DistributedGroupNorm",
+    "DistributedInstanceNorm",
     "DistributedKLDivLoss",
     "DistributedL1Loss",
     "DistributedLayerNorm",

@@ -20,6 +20,7 @@ from unisono.nn.distribute_checks import (
     check_carries_nothing,
     check_copies,
     check_keeps_samples_apart,
+    check_takes_samples,
     refuse,
     torch_base,
     torch_kind,
@@ -169,6 +170,7 @@ def _converted(
         return walk.seen[key]
     if walk.is_split:
         check_carries_nothing(module, path)
+        check_takes_samples(module, path, walk.partition.dim)
         made = _replacement(module, path, walk)
     else:
         if walk.head == "batch":

@@ -29,7 +29,12 @@ _STATE_HOOKS = {
 }
 _HARMLESS = frozenset({"extra_repr", "reset_parameters"})
 _SOFTMAXES = (nn.Softmax, nn.LogSoftmax, nn.Softmin)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+INSTANCE_NORMS: dict[type[nn.Module], int] = {
+    nn.InstanceNorm1d: 3,
+    nn.InstanceNorm2d: 4,
+    nn.InstanceNorm3d: 5,
+}
+"""With the dims of an input of several samples."""
 
 
 def refuse(path: str, module: nn.Module, reason: str, hint: str) -> NoReturn:
@@ -83,6 +88,15 @@ def check_carries_nothing(module: nn.Module, path: str) -> None:
     _check_hooks(module, path, _CALL_HOOKS | _STATE_HOOKS)
 
 
+def check_takes_samples(module: nn.Module, path: str, dims: int) -> None:
+    """Refuse a layer that takes a tensor of so many dims for a single sample, or not at all."""
+    wanted = INSTANCE_NORMS.get(torch_kind(module) or nn.Module, dims)
+    if wanted != dims:
+        reason = f"it takes samples of {wanted} dims, batch and channels too, and {dims} are cut"
+        hint = f"{torch_base(module).__name__[:-2]}{dims - 2}d, or a partition of {wanted} dims"
+        refuse(path, module, reason, hint)
+
+
 def _check_hooks(module: nn.Module, path: str, hooks: dict[str, str]) -> None:
     for attribute, kind in hooks.items():
         if getattr(module, attribute, None):
@@ -130,7 +144,7 @@ def _mixing(module: nn.Module, dim: int) -> str | None:
     if isinstance(module, nn.Unflatten):
         known = isinstance(m.dim, int) and (m.dim >= 1 or m.dim == -1)
         return None if known else f"dim {m.dim} may be the samples"
-    if isinstance(module, _INSTANCE_NORMS) and m.track_running_stats:
+    if isinstance(module, tuple(INSTANCE_NORMS)) and m.track_running_stats:
         return "its running statistics are those of all samples"
     for layer in module.modules():
         if getattr(layer, "batch_first", True) is False:

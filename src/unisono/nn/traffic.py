@@ -18,6 +18,8 @@ from unisono.nn.batch_norm import DistributedBatchNorm
 from unisono.nn.conv_feature import _FeatureConv
 from unisono.nn.conv_transpose import _FeatureConvTranspose
 from unisono.nn.global_pool import GlobalAvgPool
+from unisono.nn.group_norm import DistributedGroupNorm
+from unisono.nn.instance_norm import DistributedInstanceNorm
 from unisono.nn.joining import Join
 from unisono.nn.layer_norm import DistributedLayerNorm
 from unisono.nn.planned import PlannedModule
@@ -37,6 +39,7 @@ _KNOWN = (
     DistributedUpsample,
     DistributedBatchNorm,
     DistributedLayerNorm,
+    DistributedGroupNorm,
     GlobalAvgPool,
     Join,
 )
@@ -108,6 +111,8 @@ def traffic(layer: PlannedModule[Any], shape: Sequence[int], place: int, itemsiz
         places = math.prod(block[: -len(layer.normalized_shape)])
         at_least_single = max(itemsize, 4)
         return _collective(plan.comm.size, 2 * places * at_least_single, "all_gather")
+    if isinstance(layer, DistributedGroupNorm):
+        return _of_group_norm(layer, plan, P, block[0], max(itemsize, 4))
     if isinstance(layer, GlobalAvgPool):
         size = math.prod(P.shape[2:])
         return _collective(size, math.prod(block[:2]) * itemsize, "all_reduce")
@@ -116,6 +121,20 @@ def traffic(layer: PlannedModule[Any], shape: Sequence[int], place: int, itemsiz
 
 def _collective(size: int, sent: int, verb: str) -> Traffic:
     return Traffic(1, sent, verb) if size > 1 else Traffic(0, 0)
+
+
+def _of_group_norm(
+    layer: DistributedGroupNorm, plan: Any, P: Partition, samples: int, itemsize: int
+) -> Traffic:
+    tracks = isinstance(layer, DistributedInstanceNorm) and layer.track_running_stats
+    if tracks and not layer.training:
+        return Traffic(0, 0)
+    moments = _collective(plan.comm.size, 2 * samples * plan.groups * itemsize, "all_gather")
+    if not tracks or P.shape[0] == 1:
+        return moments
+    sent = moments.sent + 2 * plan.groups * itemsize
+    verb = "all_gather, all_reduce" if moments.messages else "all_reduce"
+    return Traffic(moments.messages + 1, sent, verb)
 
 
 def _of_join(P: Partition, block: Sequence[int], plan: Any, itemsize: int) -> Traffic:

@@ -18,8 +18,10 @@ from unisono.nn.conv_transpose import (
     DistributedFeatureConvTranspose2d,
     DistributedFeatureConvTranspose3d,
 )
-from unisono.nn.distribute_checks import torch_kind
+from unisono.nn.distribute_checks import INSTANCE_NORMS, torch_kind
 from unisono.nn.global_pool import GlobalAvgPool
+from unisono.nn.group_norm import DistributedGroupNorm
+from unisono.nn.instance_norm import DistributedInstanceNorm
 from unisono.nn.layer_norm import DistributedLayerNorm
 from unisono.nn.pooling import (
     DistributedAvgPool1d,
@@ -60,8 +62,10 @@ ELEMENTWISE = (
     nn.Hardshrink, nn.Softshrink, nn.Softplus, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
 )  # fmt: skip
 SPATIAL: frozenset[type[nn.Module]] = frozenset(
-    {*_CONVS, *_TRANSPOSED, *_MAX_POOLS, *_AVG_POOLS, *_ADAPTIVE, *NORMS, nn.Upsample}
-) - {nn.BatchNorm1d}
+    kind
+    for kinds in (_CONVS, _TRANSPOSED, _MAX_POOLS, _AVG_POOLS, _ADAPTIVE, NORMS, INSTANCE_NORMS)
+    for kind in kinds
+) - {nn.BatchNorm1d} | {nn.GroupNorm, nn.Upsample}
 
 
 def twin_of(module: nn.Module, P: Partition) -> nn.Module | None:
@@ -100,6 +104,12 @@ def twin_of(module: nn.Module, P: Partition) -> nn.Module | None:
     if kind is nn.LayerNorm:
         return DistributedLayerNorm(
             P, m.normalized_shape, m.eps, m.elementwise_affine, m.bias is not None, **like
+        )
+    if kind is nn.GroupNorm:
+        return DistributedGroupNorm(P, m.num_groups, m.num_channels, m.eps, m.affine, **like)
+    if kind in INSTANCE_NORMS:
+        return DistributedInstanceNorm(
+            P, m.num_features, m.eps, m.momentum, m.affine, m.track_running_stats, **like
         )
     if issubclass(kind, nn.Upsample):
         return DistributedUpsample(P, m.size, m.scale_factor, m.mode, m.align_corners)
