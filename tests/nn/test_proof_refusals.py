@@ -260,7 +260,7 @@ def test_things_that_are_no_tensors_on_one_rank():
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (torch.nn.Dropout2d(), "Dropout2d"),
+        (torch.nn.AlphaDropout(), "AlphaDropout"),
         (torch.nn.InstanceNorm2d(2), "InstanceNorm2d"),
         (torch.nn.GRU(2, 2), "GRU"),
         (torch.nn.MultiheadAttention(2, 1), "MultiheadAttention"),

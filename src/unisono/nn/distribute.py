@@ -25,7 +25,7 @@ from unisono.nn.distribute_checks import (
     torch_base,
     torch_kind,
 )
-from unisono.nn.dropout import OwnDropout
+from unisono.nn.dropout import OwnChannelDropout, OwnDropout
 from unisono.nn.equal_draws import EqualDraws, may_draw
 from unisono.nn.global_pool import GlobalAvgPool
 from unisono.nn.gradient_sums import sum_gradients
@@ -44,6 +44,7 @@ _TRUSTED_BASES = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.PRe
 """What a forward of its own may be written on: nothing of these looks at neighbours by itself."""
 _TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 _FLATTENING = (nn.Flatten, nn.Linear)
+_CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 @dataclass
@@ -79,6 +80,12 @@ class _Walk:
             return at.index[0]
         return at.rank or 0
 
+    @property
+    def samples(self) -> int:
+        """A number that ranks of the split part share where they hold parts of the same samples."""
+        at = self.everyone
+        return at.index[0] if at.active and at.index is not None else 0
+
     def keeps(self, parameters: Iterable[Tensor | None]) -> None:
         """Note parameters of the source that are used whole."""
         self.uses |= {(id(p), False) for p in parameters}
@@ -113,8 +120,8 @@ def distribute(
             that forward, which runs on own blocks: it may call its children and elementwise
             functions, and cut or join tensors in dims that are not split. A crop such as
             `a[:, :, : b.shape[2]] + b` in a split dim adds rows of different places without a
-            word: crop with a child `DistributedPad(partition, (0, 0, 0, -1), balance=True)`, or
-            bring `b` to the size of `a` with `nn.Upsample(size=...)`. "refuse" raises.
+            word: crop with a child `nn.ZeroPad2d((0, 0, 0, -1))`, or bring `b` to the size of `a`
+            with `nn.Upsample(size=...)`. "refuse" raises.
 
     Raises:
         PartitionError: a layer that cannot be split, with its path and the reason.
@@ -209,6 +216,8 @@ def _replacement(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
         return _kept_softmax(module, path, P)
     if kind is nn.Dropout:
         return OwnDropout(cast("nn.Dropout", module).p, walk.everyone, walk.place)
+    if kind in _CHANNEL_DROPOUTS:
+        return OwnChannelDropout(cast("nn.Dropout2d", module).p, walk.everyone, walk.samples)
     made = twin_of(module, P)
     return _custom(module, path, walk) if made is None else _like(module, made, walk)
 

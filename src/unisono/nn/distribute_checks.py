@@ -90,7 +90,8 @@ def check_carries_nothing(module: nn.Module, path: str) -> None:
 
 def check_takes_samples(module: nn.Module, path: str, dims: int) -> None:
     """Refuse a layer that takes a tensor of so many dims for a single sample, or not at all."""
-    wanted = INSTANCE_NORMS.get(torch_kind(module) or nn.Module, dims)
+    kind = torch_kind(module) or nn.Module
+    wanted = 5 if kind is nn.Dropout3d and dims == 4 else INSTANCE_NORMS.get(kind, dims)
     if wanted != dims:
         reason = f"it takes samples of {wanted} dims, batch and channels too, and {dims} are cut"
         hint = f"{torch_base(module).__name__[:-2]}{dims - 2}d, or a partition of {wanted} dims"

@@ -33,5 +33,23 @@ class OwnDropout(nn.Module):
             return x
         if self.p == 1.0:
             return x * 0.0
-        kept = torch.rand(x.shape, generator=self._generator) >= self.p
+        kept = torch.rand(self._mask_shape(x), generator=self._generator) >= self.p
         return x * kept.to(device=x.device, dtype=x.dtype) / (1.0 - self.p)
+
+    def _mask_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return how many numbers are drawn: one for each element."""
+        return tuple(x.shape)
+
+
+class OwnChannelDropout(OwnDropout):
+    """`torch.nn.Dropout1d/2d/3d` of `(N, C, ...)`: ranks with parts of a sample draw the same.
+
+    Args:
+        p: probability of a zero.
+        partition: the ranks.
+        place: a number that ranks share where they hold the same samples.
+    """
+
+    def _mask_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return how many numbers are drawn: one for each channel of a sample."""
+        return (*x.shape[:2], *(1,) * (x.dim() - 2))
