@@ -19,6 +19,7 @@ from unisono.nn.conv_feature import _FeatureConv
 from unisono.nn.conv_transpose import _FeatureConvTranspose
 from unisono.nn.global_pool import GlobalAvgPool
 from unisono.nn.group_norm import DistributedGroupNorm
+from unisono.nn.halo_layers import DistributedPad
 from unisono.nn.instance_norm import DistributedInstanceNorm
 from unisono.nn.joining import Join
 from unisono.nn.layer_norm import DistributedLayerNorm
@@ -37,6 +38,7 @@ _KNOWN = (
     _FeatureConvTranspose,
     _Pool,
     DistributedUpsample,
+    DistributedPad,
     DistributedBatchNorm,
     DistributedLayerNorm,
     DistributedGroupNorm,
@@ -62,7 +64,8 @@ class Traffic:
 
 def partition_of(layer: PlannedModule[Any]) -> Partition:
     """Return the partition of a layer's input; refuse layers that `distribute` does not make."""
-    if isinstance(layer, _KNOWN) and getattr(layer, "weights", "replicated") == "replicated":
+    is_as_made = getattr(layer, "weights", "replicated") == "replicated"
+    if isinstance(layer, _KNOWN) and is_as_made and getattr(layer, "balance", True):
         return layer.P_x
     raise PartitionError.because(
         f"plan_report of a network with a {type(layer).__name__}",
@@ -81,6 +84,8 @@ def whole_output(layer: PlannedModule[Any], shape: Sequence[int]) -> tuple[int, 
     halo = _halo_of(plan)
     if halo is None:
         return tuple(shape)
+    if isinstance(layer, DistributedPad):
+        return tuple(halo.output_shape)
     channels = getattr(getattr(layer, "settings", layer), "out_channels", shape[1])
     return (shape[0], channels, *halo.output_shape[2:])
 
@@ -153,7 +158,7 @@ def _of_join(P: Partition, block: Sequence[int], plan: Any, itemsize: int) -> Tr
 
 
 def _halo_of(plan: Any) -> HaloPlan | None:
-    found = getattr(getattr(plan, "exchange", plan), "halo", None)
+    found = getattr(getattr(plan, "exchange", plan), "halo", plan)
     return found if isinstance(found, HaloPlan) else None
 
 

@@ -21,6 +21,7 @@ from unisono.nn.conv_transpose import (
 from unisono.nn.distribute_checks import INSTANCE_NORMS, torch_kind
 from unisono.nn.global_pool import GlobalAvgPool
 from unisono.nn.group_norm import DistributedGroupNorm
+from unisono.nn.halo_layers import DistributedPad
 from unisono.nn.instance_norm import DistributedInstanceNorm
 from unisono.nn.layer_norm import DistributedLayerNorm
 from unisono.nn.pooling import (
@@ -55,6 +56,23 @@ _AVG_POOLS: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.AvgPool3d: DistributedAvgPool3d,
 }
 _ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+_PADS: dict[type[nn.Module], str] = {
+    nn.ZeroPad1d: "constant",
+    nn.ZeroPad2d: "constant",
+    nn.ZeroPad3d: "constant",
+    nn.ConstantPad1d: "constant",
+    nn.ConstantPad2d: "constant",
+    nn.ConstantPad3d: "constant",
+    nn.ReflectionPad1d: "reflect",
+    nn.ReflectionPad2d: "reflect",
+    nn.ReflectionPad3d: "reflect",
+    nn.ReplicationPad1d: "replicate",
+    nn.ReplicationPad2d: "replicate",
+    nn.ReplicationPad3d: "replicate",
+    nn.CircularPad1d: "circular",
+    nn.CircularPad2d: "circular",
+    nn.CircularPad3d: "circular",
+}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ELEMENTWISE = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU,
@@ -63,7 +81,10 @@ ELEMENTWISE = (
 )  # fmt: skip
 SPATIAL: frozenset[type[nn.Module]] = frozenset(
     kind
-    for kinds in (_CONVS, _TRANSPOSED, _MAX_POOLS, _AVG_POOLS, _ADAPTIVE, NORMS, INSTANCE_NORMS)
+    for kinds in (
+        *(_CONVS, _TRANSPOSED, _MAX_POOLS, _AVG_POOLS, _ADAPTIVE),
+        *(NORMS, INSTANCE_NORMS, _PADS),
+    )
     for kind in kinds
 ) - {nn.BatchNorm1d} | {nn.GroupNorm, nn.Upsample}
 
@@ -111,6 +132,9 @@ def twin_of(module: nn.Module, P: Partition) -> nn.Module | None:
         return DistributedInstanceNorm(
             P, m.num_features, m.eps, m.momentum, m.affine, m.track_running_stats, **like
         )
+    if kind in _PADS:  # balanced, as behind a convolution: a skip of that size then fits
+        value = getattr(m, "value", 0.0)
+        return DistributedPad(P, m.padding, _PADS[kind], value, balance=True)
     if issubclass(kind, nn.Upsample):
         return DistributedUpsample(P, m.size, m.scale_factor, m.mode, m.align_corners)
     return None
