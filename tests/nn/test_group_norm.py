@@ -50,6 +50,40 @@ def test_group_norm_equals_torch(shape, proof):
                 torch.testing.assert_close(value, theirs.state_dict()[name])
 
 
+@pytest.mark.ranks([1, 3])
+def test_a_scale_without_a_shift_counts(proof):
+    """`bias=False` must leave out the shift alone."""
+    P = Partition([1, 1, unisono.world().size])
+    for weights in ("replicated", "root"):
+        theirs = scrambled(nn.GroupNorm(2, 4, bias=False, **DOUBLE))
+        ours = unn.DistributedGroupNorm(P, 2, 4, bias=False, weights=weights, **DOUBLE)
+        ours.load_state_dict(theirs.state_dict())
+        proof.compare(ours, theirs, proof.drawn(2, 4, 7), P)
+    for plain in (theirs, scrambled(nn.InstanceNorm1d(4, affine=True, bias=False, **DOUBLE))):
+        net, x = unn.distribute(nn.Sequential(plain), P), proof.drawn(2, 4, 7)
+        torch.testing.assert_close(
+            net(x[P.local_slices(x.shape)]), plain(x)[P.local_slices(x.shape)]
+        )
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_gradients_are_summed_at_the_end_and_clipped_as_in_one_process(proof):
+    P = Partition([1, 1, unisono.world().size])
+    plain = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True))
+    plain = plain.double()
+    net = unn.distribute(plain, P)
+    with unn.no_sync(net):
+        for seed in range(2):
+            x = proof.drawn(2, 2, 9, seed=seed)
+            y, z = net(x[P.local_slices(x.shape)]), plain(x)
+            y.pow(3).sum().backward()
+            z.pow(3).sum().backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    norm = unn.clip_grad_norm_(net, 0.1)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+
+
 @pytest.mark.ranks([2, 4])
 def test_channels_may_be_cut_between_groups(proof):
     size = unisono.world().size

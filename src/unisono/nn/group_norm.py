@@ -53,6 +53,7 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
         num_channels: channels of the whole tensor.
         eps: added to the variance.
         affine: learn a scale and a shift for each channel.
+        bias: False leaves out the shift.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
         eps: float = 1e-5,
         affine: bool = True,
         *,
+        bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         weights: Weights = "replicated",
@@ -85,7 +87,8 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
         self.weight = self.bias = None
         if affine:
             self.weight = nn.Parameter(torch.ones(stored.shape, dtype=dtype, device=device))
-            self.bias = nn.Parameter(torch.zeros(stored.shape, dtype=dtype, device=device))
+            if bias:
+                self.bias = nn.Parameter(torch.zeros(stored.shape, dtype=dtype, device=device))
         for name in ("weight", "bias"):
             is_whole = self._is_everywhere and weights == "replicated"
             self._hold(name, stored, replicated=is_whole)
@@ -124,7 +127,7 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
             )
 
     def _describe(self) -> tuple[object, ...]:
-        flags = (self.eps, self.affine, self.weights)
+        flags = (self.eps, self.weight is not None, self.bias is not None, self.weights)
         return (self.P_x, self.num_groups, self.num_channels, *flags)
 
     def _make_plan(self, tables: Sequence[Table]) -> GroupNormPlan:
@@ -197,12 +200,13 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
 
     def _scaled(self, y: Tensor) -> Tensor:
         """Return a normalised block with scale and shift of its channels."""
-        weight, bias = self.weight, self.bias
-        if weight is None or bias is None:
+        held = [p for p in (self.weight, self.bias) if p is not None]
+        if not held:
             return y
         shape = (1, -1, *(1,) * (y.dim() - 2))
         held = replicated_or_root(
-            self._users(), self.weights, [self._block] * 2, [weight, bias],
+            self._users(), self.weights, [self._block] * len(held), held,
             sums=self._sums_gradients,
         )  # fmt: skip
-        return y * held[0].view(shape) + held[1].view(shape)
+        y = y * held[0].view(shape)
+        return y + held[1].view(shape) if len(held) > 1 else y

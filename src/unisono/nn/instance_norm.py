@@ -23,6 +23,7 @@ class DistributedInstanceNorm(DistributedGroupNorm):
         eps: added to the variance.
         momentum: weight of a new batch in the running statistics; None: they stay.
         affine: learn a scale and a shift.
+        bias: False leaves out the shift.
         track_running_stats: keep means of the samples' statistics, used in eval mode.
     """
 
@@ -39,6 +40,7 @@ class DistributedInstanceNorm(DistributedGroupNorm):
         affine: bool = False,
         track_running_stats: bool = False,
         *,
+        bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         weights: Weights = "replicated",
@@ -52,7 +54,7 @@ class DistributedInstanceNorm(DistributedGroupNorm):
             )
         super().__init__(
             P_x, num_features, num_features, eps, affine,
-            device=device, dtype=dtype, weights=weights,
+            bias=bias, device=device, dtype=dtype, weights=weights,
         )  # fmt: skip
         self.num_features = num_features
         self.momentum = momentum

@@ -127,11 +127,14 @@ def twin_of(module: nn.Module, P: Partition) -> nn.Module | None:
             P, m.normalized_shape, m.eps, m.elementwise_affine, m.bias is not None, **like
         )
     if kind is nn.GroupNorm:
-        return DistributedGroupNorm(P, m.num_groups, m.num_channels, m.eps, m.affine, **like)
+        return DistributedGroupNorm(
+            P, m.num_groups, m.num_channels, m.eps, m.affine, bias=m.bias is not None, **like
+        )
     if kind in INSTANCE_NORMS:
         return DistributedInstanceNorm(
-            P, m.num_features, m.eps, m.momentum, m.affine, m.track_running_stats, **like
-        )
+            P, m.num_features, m.eps, m.momentum, m.affine, m.track_running_stats,
+            bias=m.bias is not None, **like,
+        )  # fmt: skip
     if kind in _PADS:  # balanced, as behind a convolution: a skip of that size then fits
         value = getattr(m, "value", 0.0)
         return DistributedPad(P, m.padding, _PADS[kind], value, balance=True)
