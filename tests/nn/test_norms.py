@@ -9,6 +9,7 @@ from torch import nn
 import unisono
 from unisono.errors import PartitionError
 from unisono.nn.batch_norm import DistributedBatchNorm
+from unisono.nn.distribute import distribute
 from unisono.nn.layer_norm import DistributedLayerNorm
 from unisono.topology import Partition
 
@@ -147,3 +148,24 @@ def test_scale_and_shift_stored_on_first_ranks_get_the_gradients_of_all():
     layer.load_state_dict(plain.state_dict())
     compare(layer, plain, P, x)
     assert (layer.weight.numel() > 0) == (P.index[:2] == (0, 0))
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_batch_norm_with_a_scale_and_no_shift():
+    """It took the scale for absent, too."""
+    size = unisono.world().size
+    x = drawn(4, 6, 7)
+    for P in (Partition([size, 1, 1]), Partition([1, 1, size])):
+        for weights in ("replicated", "root"):
+            plain = nn.BatchNorm1d(6, bias=False, dtype=torch.float64)
+            layer = DistributedBatchNorm(P, 6, bias=False, dtype=torch.float64, weights=weights)
+            state = scrambled(plain)
+            plain.load_state_dict(state)
+            layer.load_state_dict(state)
+            compare(layer, plain, P, x)
+            plain.zero_grad()
+            layer.zero_grad()
+            compare(layer.eval(), plain.eval(), P, x)
+        net = distribute(nn.Sequential(plain.train()), P)
+        y, z = net(x[P.local_slices(x.shape)]), plain(x)
+        torch.testing.assert_close(y, z[P.local_slices(x.shape)])

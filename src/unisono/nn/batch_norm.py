@@ -64,6 +64,7 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         momentum: weight of a new batch in the running statistics; None: their plain average.
         affine: learn a scale and a shift.
         track_running_stats: keep running statistics, used in eval mode.
+        bias: False leaves out the shift.
     """
 
     _word_travels = "inside"
@@ -80,6 +81,7 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         affine: bool = True,
         track_running_stats: bool = True,
         *,
+        bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         weights: Weights = "replicated",
@@ -109,7 +111,8 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         self.weight = self.bias = None
         if affine:
             self.weight = nn.Parameter(torch.ones(stored.shape, dtype=dtype, device=device))
-            self.bias = nn.Parameter(torch.zeros(stored.shape, dtype=dtype, device=device))
+            if bias:
+                self.bias = nn.Parameter(torch.zeros(stored.shape, dtype=dtype, device=device))
         tracked = track_running_stats
         mean = torch.zeros(count, dtype=dtype, device=device) if tracked else None
         var = torch.ones(count, dtype=dtype, device=device) if tracked else None
@@ -125,7 +128,7 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
 
     def _describe(self) -> tuple[object, ...]:
         flags = (self.eps, self.momentum, self.affine, self.track_running_stats, self.weights)
-        return (self.P_x, self.num_features, *flags)
+        return (self.P_x, self.num_features, *flags, self.bias is not None)
 
     def _make_plan(self, tables: Sequence[Table]) -> _NormPlan:
         (table,) = tables
@@ -186,25 +189,19 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         weight, bias = self._affine(sums=True)
         if x.numel() == 0:  # torch takes no empty block; backwards of any order run all the same
             y = identity(self._tied(x))
-            if weight is None or bias is None:
-                return y
-            shape = (1, -1, *(1,) * (x.dim() - 2))
-            return (y * weight.view(shape) + bias.view(shape)).to(x.dtype)
+            return _scaled(y, weight, bias).to(x.dtype)
         return F.batch_norm(
             self._tied(x), self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps
         )
 
     def _affine(self, *, sums: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias of the own channels; with `sums` their gradients are summed."""
-        weight, bias = self.weight, self.bias
-        if weight is None or bias is None:
-            return None, None
         plan = self._plan
-        if not plan.is_stored_once and not sums:
-            return weight, bias
-        shape = (plan.channels,)
-        held = replicated_or_root(plan.same, self.weights, [shape, shape], [weight, bias])
-        return held[0], held[1]
+        held = [p for p in (self.weight, self.bias) if p is not None]
+        if held and (plan.is_stored_once or sums):
+            shapes = [(plan.channels,)] * len(held)
+            held = replicated_or_root(plan.same, self.weights, shapes, held)
+        return held[0] if held else None, held[1] if len(held) > 1 else None
 
     @torch.no_grad()
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,19 +300,25 @@ def _composed_gradients(
     inputs = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
     with torch.enable_grad():
         held = [t for t in (weight, bias) if t is not None]
-        w, b = weight, bias
-        if len(held) == 2 and not plan.is_stored_once:
-            w, b = summed_gradients(plan.comm, *held)
+        if held and not plan.is_stored_once:
+            held = summed_gradients(plan.comm, *held)
+        w, b = held[0] if held else None, held[1] if len(held) > 1 else None
         mean, squares = own_moments(_wide(x), _other_dims(x))
         mean, squares = merged_moments(mean, squares, plan.counts, plan.comm)
         shape = (1, -1, *(1,) * (x.dim() - 2))
         inverse = torch.rsqrt(squares / plan.total + ctx.eps)
         y = (_wide(x) - mean.view(shape)) * inverse.view(shape)
-        if w is not None and b is not None:
-            y = y * _wide(w).view(shape) + _wide(b).view(shape)
-        y = y.to(x.dtype)
+        wide = [None if t is None else _wide(t) for t in (w, b)]
+        y = _scaled(y, wide[0], wide[1]).to(x.dtype)
     found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
+
+
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return a normalised block with the scale and the shift that there are."""
+    shape = (1, -1, *(1,) * (y.dim() - 2))
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -120,8 +120,9 @@ def twin_of(module: nn.Module, P: Partition) -> nn.Module | None:
         return GlobalAvgPool(P)
     if kind in NORMS:
         return DistributedBatchNorm(
-            P, m.num_features, m.eps, m.momentum, m.affine, m.track_running_stats, **like
-        )
+            P, m.num_features, m.eps, m.momentum, m.affine, m.track_running_stats,
+            bias=m.bias is not None, **like,
+        )  # fmt: skip
     if kind is nn.LayerNorm:
         return DistributedLayerNorm(
             P, m.normalized_shape, m.eps, m.elementwise_affine, m.bias is not None, **like
