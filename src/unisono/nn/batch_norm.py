@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
+from unisono.nn.channels import balanced_channels
 from unisono.nn.parameters import (
     Holding,
     Weights,
@@ -32,7 +33,7 @@ from unisono.nn.statistics import (
 from unisono.nn.structure import Table
 from unisono.operators.linear import identity
 from unisono.topology import Partition
-from unisono.topology.decompose import block, split_cuts
+from unisono.topology.decompose import block
 
 __all__ = ["DistributedBatchNorm"]
 
@@ -134,21 +135,7 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        if cuts[1][-1] != self.num_features:
-            raise PartitionError.because(
-                f"DistributedBatchNorm(num_features={self.num_features})",
-                f"an input of global shape {[own[-1] for own in cuts]}",
-                f"{cuts[1][-1]} channels != {self.num_features}",
-                f"num_features={cuts[1][-1]}",
-            )
-        balanced = split_cuts(self.num_features, self.P_x.shape[1])
-        if tuple(cuts[1]) != tuple(balanced):
-            raise PartitionError.because(
-                f"DistributedBatchNorm on {self.P_x!r}",
-                f"channels cut at {list(cuts[1])}",
-                f"balanced cuts are {list(balanced)}",
-                "Repartition(P_x, P_x) first",
-            )
+        balanced = balanced_channels(type(self).__name__, self.num_features, self.P_x, cuts)
         same = self.P_x.sub(tuple(dim for dim in range(self.P_x.dim) if dim != 1))
         counts = [
             math.prod(n for dim, n in enumerate(table.of(rank).shape) if dim != 1)

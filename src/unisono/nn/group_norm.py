@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
+from unisono.nn.channels import balanced_channels
 from unisono.nn.parameters import (
     Holding,
     Weights,
@@ -135,22 +136,7 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
         shape = tuple(own[-1] for own in cuts)
-        name = type(self).__name__
-        if shape[1] != self.num_channels:
-            raise PartitionError.because(
-                f"{name} of {self.num_channels} channels",
-                f"an input of global shape {list(shape)}",
-                f"{shape[1]} channels != {self.num_channels}",
-                f"a {name} of {shape[1]} channels",
-            )
-        balanced = split_cuts(self.num_channels, self.P_x.shape[1])
-        if tuple(cuts[1]) != tuple(balanced):
-            raise PartitionError.because(
-                f"{name} on {self.P_x!r}",
-                f"channels cut at {list(cuts[1])}",
-                f"balanced cuts are {list(balanced)}",
-                "Repartition(P_x, P_x) first",
-            )
+        balanced = balanced_channels(type(self).__name__, self.num_channels, self.P_x, cuts)
         same = self.P_x.sub(tuple(range(2, self.P_x.dim)))
         width = self.num_channels // self.num_groups
         counts = [width * math.prod(table.of(rank).shape[2:]) for rank in same.ranks]
