@@ -266,6 +266,7 @@ def test_a_rank_that_crashes_after_it_returned_is_a_warning_and_its_result_count
 
 def test_a_hang_up_of_the_terminal_ends_a_launcher_as_an_exception_first(tmp_path):
     def launcher():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
         with termination_as_exception():
             try:
                 os.kill(os.getpid(), signal.SIGHUP)

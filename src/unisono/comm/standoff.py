@@ -21,6 +21,8 @@ from unisono.comm.watchdog import Watchdog
 
 _MOST_SENDERS = 64
 """Senders that are told, so that a message from each of very many ranks costs the store little."""
+_MAKES_NO_CALLS = ("unisono", "tqdm_monitor", "pytest_timeout")
+"""Starts of the names of threads that only look after things."""
 
 
 def tell_senders(call: Call, dog: Watchdog, ident: int, site: str) -> None:
@@ -67,7 +69,7 @@ def _needs_everybody(call: Call) -> bool:
 def _is_alone(ident: int) -> bool:
     """Whether thread `ident` is the only one of this process that may make calls of its own."""
     return all(
-        thread.ident == ident or thread.name.startswith("unisono")
+        thread.ident == ident or thread.name.startswith(_MAKES_NO_CALLS)
         for thread in threading.enumerate()
     )
 

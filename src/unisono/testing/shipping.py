@@ -152,7 +152,7 @@ class TestModules:
 
     def current(self) -> list[types.ModuleType]:
         """Return the modules loaded by now that a rank could not import in the same form."""
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():  # a list could meet an import half-way
             if self._seen.get(name) is module:  # a name may get another module: conftest does
                 continue
             self._seen[name] = module
