@@ -278,7 +278,7 @@ def test_a_running_job_is_seen_from_another_process_and_can_be_cancelled(cluster
         time.sleep(600)
 
     job = unisono.submit(sleepy, on=platform(), logs=tmp_path / "kept")
-    wait_for(lambda: job.logs(1).count("\n") == 3)
+    wait_for(lambda: all(job.logs(rank).count("\n") == 3 for rank in (0, 1)))
     assert (job.status(), job.done(), job.id.isdigit()) == ("running", False, True)
     assert job.logs(0, tail=1) == "c\n"
     stacks = job.stacks()
