@@ -7,9 +7,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import unisono
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.distribute import distribute
 from unisono.nn.state import check_replicas, full_state_dict, no_sync
 from unisono.topology import Partition
@@ -302,6 +303,11 @@ class Thinned(nn.Module):
         return nn.functional.dropout(x, 0.5, self.training)
 
 
+class Plain(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "layer",
@@ -317,18 +323,48 @@ def test_every_random_layer_of_a_replicated_head_draws_the_same_on_all_ranks(lay
     comm, x = unisono.world(), -torch.ones(3, 64)
     net = distribute(nn.Sequential(nn.Flatten(), layer), Partition([1, 1, 2]))
     torch.manual_seed(comm.rank)
-    own = torch.get_rng_state()
     seen = [net[1](x) for _ in range(2)]
-    assert torch.equal(torch.get_rng_state(), own)  # the ranks' own draws are as without it
+    after = torch.rand(3)
+    torch.manual_seed(comm.rank)
+    torch.randint(2**62, (2,))  # one number a call
+    assert torch.equal(torch.rand(3), after)
     assert not torch.equal(*seen)
     assert all(comm.all_equal(y) for y in seen)
     again = copy.deepcopy(net)
     assert torch.equal(again[1](x), net[1](x))
+    own = torch.get_rng_state()
     net.eval()
     assert torch.equal(net[1](x), net[1](x))
     with pytest.raises(TypeError):
         net.train()[1](None, None, None, None, None, None)
-    assert torch.equal(torch.get_rng_state(), own)
+    assert torch.equal(torch.get_rng_state(), own)  # nothing was drawn in either
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("which", [0, 1, 3])
+def test_random_layers_that_are_computed_again_draw_what_they_drew(which, reentrant):
+    plain = nn.Sequential(nn.Dropout(0.5), nn.Dropout1d(0.5), nn.Flatten(), nn.AlphaDropout(0.5))
+    net = distribute(plain, Partition([1, 1, 2]))[which]
+    xs = [torch.ones(3, 4, 8, requires_grad=True) for _ in range(2)]
+    ys = [checkpoint(net, x, use_reentrant=reentrant) for x in xs]  # before any backward
+    for x, y in zip(reversed(xs), reversed(ys), strict=True):
+        y.sum().backward()
+        value, is_kept = y.detach().reshape(x.shape), x.grad != 0
+        assert len(value[is_kept].unique()) == len(value[~is_kept].unique()) == 1
+        assert value[is_kept][0] != value[~is_kept][0]
+    y = checkpoint(net, xs[0], use_reentrant=reentrant, preserve_rng_state=False)
+    torch.rand(1)
+    with pytest.raises(UnisonoError, match=r"HINT: .*preserve_rng_state=True"):
+        y.sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_a_head_of_ones_own_that_draws_nothing_leaves_the_generator_alone():
+    net = distribute(nn.Sequential(nn.Flatten(), Plain()), Partition([1, 1, 2]))
+    x, before = torch.ones(3, 4, requires_grad=True), torch.get_rng_state()
+    checkpoint(net[1], x, use_reentrant=False).sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.ranks(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from unisono.nn.parameters import shared_generator
+from unisono.nn.drawing import Draws
 from unisono.topology import Partition
 
 
@@ -21,11 +21,7 @@ class OwnDropout(nn.Module):
     def __init__(self, p: float, partition: Partition, place: int) -> None:
         super().__init__()
         self.p = p
-        comm = partition.comm if partition.active and partition.root.size > 1 else None
-        with shared_generator(comm) as generator:
-            seed = int(torch.randint(2**62, (), generator=generator))
-        self._generator = torch.Generator()
-        self._generator.manual_seed(seed + place)
+        self._draws = Draws(partition, place)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` with elements zeroed in training, scaled to keep its mean."""
@@ -33,7 +29,8 @@ class OwnDropout(nn.Module):
             return x
         if self.p == 1.0:
             return x * 0.0
-        kept = torch.rand(self._mask_shape(x), generator=self._generator) >= self.p
+        generator = self._draws.generator(self._draws.next_call())
+        kept = torch.rand(self._mask_shape(x), generator=generator) >= self.p
         return x * kept.to(device=x.device, dtype=x.dtype) / (1.0 - self.p)
 
     def _mask_shape(self, x: Tensor) -> tuple[int, ...]:

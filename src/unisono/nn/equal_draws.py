@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unisono.nn.drawing import Draws
 from unisono.nn.dropout import OwnDropout
-from unisono.nn.parameters import shared_generator
 from unisono.nn.uncompiled import runs_uncompiled
 from unisono.topology import Partition
 
+_CPU = torch.device("cpu")
 _RANDOM = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
@@ -36,10 +38,20 @@ def may_draw(module: nn.Module) -> bool:
     )
 
 
+@dataclass
+class _Loan:
+    """A state lent for one call."""
+
+    before: Tensor
+    """The rank's own state at first, to which it goes back if nothing was drawn."""
+    own: dict[torch.device, Tensor]
+    lent: dict[torch.device, Tensor]
+
+
 class EqualDraws:
     """Lends a module a state of torch's generators that is equal on all ranks, in training.
 
-    What the ranks' own generators give meanwhile and afterwards does not change.
+    Afterwards the rank's own generators are as they were, but for one number if any was drawn.
 
     Args:
         module: gets hooks around its forward.
@@ -47,36 +59,35 @@ class EqualDraws:
     """
 
     def __init__(self, module: nn.Module, partition: Partition) -> None:
-        comm = partition.comm if partition.active and partition.root.size > 1 else None
-        with shared_generator(comm) as generator:
-            self._seed = int(torch.randint(2**62, (), generator=generator))
-        self._lent: dict[torch.device, Tensor] = {}
-        self._own: list[dict[torch.device, Tensor]] = []
+        self._draws = Draws(partition)
+        self._loans: list[_Loan | None] = []
         module.register_forward_pre_hook(self._lend)
         module.register_forward_hook(self._take_back, always_call=True)
 
     @runs_uncompiled
     def _lend(self, module: nn.Module, input: tuple[Any, ...]) -> None:
-        if not module.training:
-            self._own.append({})
+        if not any(layer.training for layer in module.modules()):
+            self._loans.append(None)
             return
+        before = torch.get_rng_state()
+        number = self._draws.next_call()
         found = {x.device for x in input if isinstance(x, Tensor) and x.device.type == "cuda"}
-        own = {device: _state(device) for device in (torch.device("cpu"), *found)}
-        for device in own:
-            if device in self._lent:
-                _set_state(device, self._lent[device])
-            else:
-                seeded = torch.Generator(device).manual_seed(self._seed)
-                _set_state(device, seeded.get_state())
-        self._own.append(own)
+        own = {device: _state(device) for device in (_CPU, *found)}
+        lent = {device: self._draws.generator(number, device).get_state() for device in own}
+        for device, state in lent.items():
+            _set_state(device, state)
+        self._loans.append(_Loan(before, own, lent))
 
     @runs_uncompiled
     def _take_back(self, module: nn.Module, input: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
-        if not self._own:  # the forward did not get as far as the first hook
+        loan = self._loans.pop() if self._loans else None
+        if loan is None:
             return
-        for device, state in self._own.pop().items():
-            self._lent[device] = _state(device)
+        is_used = any(not torch.equal(_state(at), state) for at, state in loan.lent.items())
+        for device, state in loan.own.items():
             _set_state(device, state)
+        if not is_used:
+            torch.set_rng_state(loan.before)
 
 
 def _state(device: torch.device) -> Tensor:
