@@ -7,7 +7,6 @@ further planning is arithmetic on it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, cast, get_args
@@ -20,6 +19,7 @@ from unisono.errors import CollectiveMismatch, PartitionError
 from unisono.topology import Partition
 
 Mode = Literal["always", "on_change", "off"]
+_MODES: tuple[str, ...] = get_args(Mode)
 Cuts = tuple[tuple[int, ...], ...]
 """For each dim, the cuts of a tensor's blocks."""
 
@@ -151,10 +151,9 @@ def current_mode() -> Mode:
 
 
 def _check(mode: str) -> Mode:
-    modes: Sequence[str] = get_args(Mode)
-    if mode not in modes:
+    if mode not in _MODES:
         raise PartitionError.because(
-            f"structure_check({mode!r})", f"modes: {', '.join(map(repr, modes))}", None, '"always"'
+            f"structure_check({mode!r})", f"modes: {', '.join(map(repr, _MODES))}", None, '"always"'
         )
     return cast("Mode", mode)
 
