@@ -45,6 +45,20 @@ def trained(net, size=16, steps=2):
     return net
 
 
+@pytest.mark.parametrize("place", [1, 3, 5])
+def test_a_binary_file_with_a_negative_variance_is_refused(tmp_path, place):
+    net = trained(Sequential(BatchNorm2d(1)), 1)
+    net.save(tmp_path / "n.bin")
+    before = net.state_dict(running=True)
+    raw = bytearray((tmp_path / "n.bin").read_bytes())
+    at = 8 + len("BatchNorm2d()") + 4 * place
+    raw[at : at + 4] = struct.pack("<f", -1.0)
+    (tmp_path / "n.bin").write_bytes(raw)
+    with pytest.raises(UnisonoError, match=rf"BatchNorm2d\(\) part {place}\[0\] = -1"):
+        net.load(tmp_path / "n.bin")
+    assert net.state_dict(running=True) == before
+
+
 def test_keys_tell_the_place_of_a_layer():
     assert list(build().state_dict()) == [
         "Conv2d.0",

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.bayes import LSTM, SLSTM, Linear, OutputUpdater, Sequential, SLinear
+from unisono.bayes import (
+    LSTM,
+    SLSTM,
+    BatchNorm2d,
+    LayerBlock,
+    Linear,
+    OutputUpdater,
+    ResNetBlock,
+    Sequential,
+    SLinear,
+)
 from unisono.errors import UnisonoError
 
 
@@ -157,6 +167,81 @@ def test_limits_of_smoothing_are_told():
         net(np.zeros(2))
     with pytest.raises(UnisonoError, match="5 != 1"):
         SLSTM(1, 2, 5)
+
+
+def nested(kind):
+    return Sequential(LayerBlock(kind(1, 4, 1), kind(4, 3, 1)), Linear(3, 2))
+
+
+def test_layers_in_a_block_carry_and_travel_as_plain_ones(tmp_path):
+    net, plain = nested(LSTM), Sequential(LSTM(1, 4, 1), LSTM(4, 3, 1), Linear(3, 2))
+    for kept, taken in zip(plain.leaves(), net.leaves(), strict=True):
+        for name, tensor in taken[1].tensors().items():
+            tensor.copy_(kept[1].tensors()[name])
+    for one in (net, plain):
+        one([1.0])
+        condition(one, [1.0, 2.0])
+    states = net.get_lstm_states()
+    assert list(states) == ["0.0", "0.1"]
+    assert list(states.values()) == list(plain.get_lstm_states().values())
+    net.save(tmp_path / "net.pt")
+    other = nested(LSTM)
+    other.load(tmp_path / "net.pt")
+    want = net.predict([0.5])[0]
+    assert np.array_equal(other.predict([0.5])[0], want)
+    net.reset_lstm_states()
+    assert net.get_lstm_states() == {}
+    assert not np.array_equal(net.predict([0.5])[0], want)
+    net.set_lstm_states(states)
+    assert np.array_equal(net.predict([0.5])[0], want)
+
+
+def test_a_layer_in_a_branch_has_the_path_of_its_key():
+    net = Sequential(Linear(1, 2), ResNetBlock(LayerBlock(LSTM(2, 2, 1), Linear(2, 2))))
+    net([1.0])
+    assert list(net.get_lstm_states()) == ["main.1.0"]
+    assert "LSTM.main.1.0" in net.state_dict()
+
+
+def test_smoothing_reaches_into_blocks():
+    net, plain = nested(SLSTM), Sequential(SLSTM(1, 4, 1), SLSTM(4, 3, 1), Linear(3, 2))
+    for kept, taken in zip(plain.leaves(), net.leaves(), strict=True):
+        for name, tensor in taken[1].tensors().items():
+            tensor.copy_(kept[1].tensors()[name])
+    net.num_samples = 4
+    assert net.num_samples == 4
+    for t in range(4):
+        for one in (net, plain):
+            one([np.sin(t)])
+            condition(one, [np.cos(t), 1.0])
+    with pytest.raises(UnisonoError, match="5 > 4"):
+        net([0.0])
+    assert np.array_equal(net.smoother(), plain.smoother())
+    assert net.get_lstm_states(2)["0.1"] == plain.get_lstm_states(2)[1]
+
+
+def test_norms_in_blocks_behind_the_last_layer_are_not_trained_by_the_smoother():
+    net = Sequential(SLSTM(1, 3, 1), LayerBlock(BatchNorm2d(3), Linear(3, 1)))
+    for t in range(3):
+        net([np.sin(t)])
+        condition(net, [1.0])
+    before = net.state_dict(running=True)
+    net.smoother()
+    assert net.state_dict(running=True) == before
+
+
+def test_a_series_may_change_its_dtype_on_the_way():
+    net, double = smoothable(), smoothable().double()
+    double.params_from(net)
+    for t in range(6):
+        if t == 3:
+            net.double()
+        for one in (net, double):
+            one([np.sin(t)])
+            condition(one, [np.cos(t), 1.0])
+    assert np.allclose(net.smoother(), double.smoother(), atol=1e-5)
+    net.float()
+    assert np.float32(net.get_lstm_states(2)[0][0][0]) == net.get_lstm_states(2)[0][0][0]
 
 
 def test_a_forecast_of_a_sine_is_good_and_knows_its_error():

@@ -28,9 +28,9 @@ def net_of(inputs=7, outputs=2):
     return Sequential(Linear(inputs, outputs))
 
 
-def updated(outputs, y, var_y=1.0, method="update", **more):
+def updated(outputs, y, var_y=1.0, method="update", rows=3, **more):
     net = net_of(2, outputs)
-    net(np.ones((3, 2)))
+    net(np.ones((rows, 2)))
     arguments = {"mu_obs": y, "var_obs": var_y, **more}
     if method == "update_heteros":
         del arguments["var_obs"]
@@ -50,6 +50,12 @@ def forwarded():
     net = net_of()
     net(np.ones(7))
     return net
+
+
+def smoothed_branch():
+    net = Sequential(bayes.ResNetBlock(bayes.SLSTM(1, 1, 1)))
+    net([1.0])
+    net.smoother()
 
 
 CASES = {
@@ -130,7 +136,26 @@ CASES = {
         lambda: updated(2, np.ones(2), method="update_using_indices", selected_idx=[1, 2, 1]),
         ["2 != 3"],
     ),
-    "heteros": (lambda: updated(1, np.ones(1), method="update_heteros"), ["3 % 2 = 1"]),
+    "heteros": (lambda: updated(1, np.ones(1), method="update_heteros"), ["1 % 2 = 1"]),
+    "heteros of an even batch": (
+        lambda: updated(3, np.ones(6), rows=4, method="update_heteros"),
+        ["3 outputs a sample", "3 % 2 = 1"],
+    ),
+    "norm channels": (
+        lambda: Sequential(
+            Conv2d(1, 4, 3, padding=1, in_width=2, in_height=2), bayes.LayerNorm([2, 4, 2])
+        ),
+        ["4 != 2", r"HINT: LayerNorm\(\[4, 2, 2\]\)"],
+    ),
+    "norm pixels": (
+        lambda: Sequential(Linear(1, 16), bayes.LayerNorm([2, 2, 2])),
+        [r"16 != 2 \* 2 \* 2 = 8"],
+    ),
+    "state nan": (
+        lambda: Sequential(bayes.LSTM(1, 1, 1)).set_lstm_states({0: ([0], [np.nan], [0], [0])}),
+        [r"var_h of layer 0\[0\] = nan"],
+    ),
+    "other branch": (lambda: smoothed_branch(), ["branch of ResNetBlock", "HINT"]),
     "no forward": (lambda: net_of().backward(), [r"HINT: net\.train\(\)"]),
     "eval": (lambda: evaluated().backward(), [r"HINT: net\.train\(\)"]),
     "no deltas": (lambda: forwarded().backward(), ["HINT: OutputUpdater"]),
@@ -268,3 +293,8 @@ def test_a_device_that_is_not_there_is_told():
         pytest.skip("a CUDA device is there")
     with pytest.raises(PlatformError, match="cuda"):
         net_of().to_device("cuda")
+    layer, block = Linear(1, 1), bayes.LayerBlock(Linear(1, 1))
+    for moves in (layer.to_cuda, lambda: setattr(layer, "device", "cuda"), block.switch_to_cuda):
+        with pytest.raises(PlatformError, match=r"(Linear|LayerBlock).* on cuda"):
+            moves()
+    assert layer.device == block.device == "cpu"

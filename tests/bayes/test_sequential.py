@@ -429,3 +429,31 @@ def test_a_net_goes_to_torch_and_back():
     again.eval()
     assert torch.allclose(again(x)[0], model(x), atol=1e-5)
     assert np.allclose(again[0].var_w, 0.01)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_attention_takes_a_batch_without_rows(heads):
+    net = Sequential(MultiheadAttention(8, *heads, use_rope=True), Linear(24, 1))
+    trained(net, np.ones((2, 3, 8)), [1.0, 2.0])
+    before = net.state_dict()
+    trained(net, np.ones((0, 3, 8)), [])
+    assert net.state_dict() == before
+    assert net.predict(np.ones((0, 3, 8)))[0].shape == (0, 1)
+
+
+def test_a_shortcut_before_a_convolution_padded_on_one_side_goes_back():
+    def net(size, padding_type):
+        kernel = Conv2d(1, 1, size, True, 1, 1, padding_type, in_width=4, in_height=4)
+        return Sequential(Linear(3, 16), ResNetBlock(Linear(16, 16)), kernel)
+
+    one_sided, both = net(2, 2), net(3, 1)
+    for kept, taken in zip(one_sided.leaves(), both.leaves(), strict=True):
+        for name, tensor in taken[1].tensors().items():
+            value = kept[1].tensors()[name]
+            if value.dim() == 4:  # the same kernel, with zeros on the left and on top
+                value = torch.nn.functional.pad(value, (1, 0, 1, 0))
+            tensor.copy_(value)
+    for one in (one_sided, both):
+        trained(one, np.random.default_rng(0).normal(size=(2, 3)), np.ones(32))
+    for kept, taken in list(zip(one_sided.parameters(), both.parameters(), strict=True))[:2]:
+        assert np.allclose(np.concatenate(kept), np.concatenate(taken), atol=1e-6)

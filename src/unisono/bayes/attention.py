@@ -6,7 +6,7 @@ Scores pass through Remax, the normalisation for which Gaussian moments are know
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ class MultiheadAttention(BaseLayer):
         batch = x.mean.shape[0]
         self.projection.training = self.training
         rows = self.projection.forward(x)
-        tokens = rows.mean.shape[0] // max(batch, 1)
+        tokens = math.prod(x.mean.shape[1:]) // self.embed_dim  # known without rows too
         q, k, v = self._heads(rows, batch, tokens)
         if self.use_rope:
             q, k = self._rotated(q, tokens), self._rotated(k, tokens)
@@ -126,8 +126,11 @@ class MultiheadAttention(BaseLayer):
     def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
         """Carry the correction through the mix, the scores and the projection."""
         q, k, v, share, slope, batch, tokens = self._memory
+        groups = self.num_heads // self.num_kv_heads
         mean, var = (
-            d.reshape(batch, tokens, self.num_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)
+            d.reshape(batch, tokens, self.num_kv_heads, groups, self.head_dim).permute(
+                0, 2, 3, 1, 4
+            )
             for d in delta
         )
         scale = 1 / math.sqrt(self.head_dim)
@@ -154,6 +157,16 @@ class MultiheadAttention(BaseLayer):
         """Drop what `forward` remembered."""
         super().forget()
         self.projection.forget()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a forward pass may change, here and in the projection."""
+        return {**super().snapshot(), "projection": (self.projection, self.projection.snapshot())}
+
+    def put_back(self, values: dict[str, Any]) -> None:
+        """Become what `snapshot` saw."""
+        projection, inner = values["projection"]
+        projection.put_back(inner)
+        super().put_back({**values, "projection": projection})
 
     def _heads(self, rows: Moments, batch: int, tokens: int) -> list[_Gaussian]:
         """Split projected rows into q, k, v of `[batch, kv heads, group, tokens, units]`."""

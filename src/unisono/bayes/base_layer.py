@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.bayes.arrays import ArrayLike, check_variance, to_array, to_tensor, write_into
+from unisono.bayes.devices import checked_device
 from unisono.bayes.moments import Delta, Moments
 from unisono.bayes.parameters import Parameters
 from unisono.errors import PartitionError
@@ -127,7 +128,7 @@ class BaseLayer(ABC):
 
     def to_cuda(self) -> BaseLayer:
         """Move the layer to the current CUDA device and return it."""
-        self.move(torch.device("cuda"))
+        self.move(checked_device("cuda", self.get_layer_info()))
         return self
 
     @property
@@ -137,7 +138,7 @@ class BaseLayer(ABC):
 
     @device.setter
     def device(self, value: str) -> None:
-        self.move(torch.device(value))
+        self.move(checked_device(value, self.get_layer_info()))
 
     @property
     def _cpp_backend(self) -> BaseLayer:
@@ -160,11 +161,11 @@ class BaseLayer(ABC):
 
     def move(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Put all tensors of the layer on another device or in another dtype."""
-        self._device = device
         if self.params is not None:
             self.params.move(device, dtype)
         for layer in self.children():
             layer.move(device, dtype)
+        self._device = device
         self.forget()
 
     def forget(self) -> None:
@@ -172,6 +173,15 @@ class BaseLayer(ABC):
         self._memory = None
         for layer in self.children():
             layer.forget()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all that a forward pass may change, for `put_back`."""
+        return dict(vars(self))
+
+    def put_back(self, values: dict[str, Any]) -> None:
+        """Become what `snapshot` saw."""
+        vars(self).clear()
+        vars(self).update(values)
 
     def _remember(self, *values: Any) -> None:
         self._memory = values if self.training else None

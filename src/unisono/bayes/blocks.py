@@ -82,7 +82,7 @@ class LayerBlock(BaseLayer):
 
     def switch_to_cuda(self) -> None:
         """Move all layers to the current CUDA device."""
-        self.move(torch.device("cuda"))
+        self.to_cuda()
 
     def get_layer_info(self) -> str:
         """Return name and sizes."""
@@ -208,9 +208,8 @@ class ResNetBlock(BaseLayer):
             other = backward_through([self.shortcut], other, to_input=to_input)
         if back is None or other is None or not to_input:
             return None
-        total = Delta(
-            back.mean + other.mean.view_as(back.mean), back.var + other.var.view_as(back.var)
-        )
+        other = other.reshaped(*back.mean.shape)
+        total = Delta(back.mean + other.mean, back.var + other.var)
         self.input_delta_z.hold(total)
         return total
 

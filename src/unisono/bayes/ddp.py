@@ -72,9 +72,8 @@ class DDPSequential:
         self._check_architecture()
         self._norms = [leaf for _, leaf in model.leaves() if isinstance(leaf, BatchNorm2d)]
         self._averages_running = sync_norm_stats == "running"
-        if sync_norm_stats in (True, "batch"):
-            for norm in self._norms:
-                norm.sum_over_ranks = self.comm.all_reduce
+        self._shares_batches = sync_norm_stats in (True, "batch")
+        self._link_norms()
         self._make_bucket()
         self._broadcast()
 
@@ -106,6 +105,12 @@ class DDPSequential:
             None,
             "the same dtype on all ranks",
         )
+
+    def _link_norms(self) -> None:
+        """Let batch norms add their sums over ranks, if asked to."""
+        if self._shares_batches:
+            for norm in self._norms:
+                norm.sum_over_ranks = self.comm.all_reduce
 
     def _make_bucket(self) -> None:
         """Let the deltas live where the ranks add them up without a copy."""
@@ -168,6 +173,7 @@ class DDPSequential:
 
         Local; collective in training with `sync_norm_stats="batch"`.
         """
+        self._link_norms()  # a copy of this object has norms that forgot it
         return self.model.forward(mu_x, var_x)
 
     def backward(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,6 +119,10 @@ class BatchNorm2d(_Norm):
         for name in ("running_mean", "running_var", "batch_mean", "batch_var"):
             setattr(self, name, getattr(self, name).to(device=device, dtype=dtype))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are plain layers: only the net of a data-parallel run talks to ranks."""
+        return {**vars(self), "sum_over_ranks": None}
+
     def note_loaded_statistics(self) -> None:
         """Tell, after running values were written, whether they stem from data."""
         untouched = bool((self.running_mean == 0).all() and (self.running_var == 1).all())
@@ -204,9 +209,31 @@ class LayerNorm(_Norm):
         own = self.normalized_shape
         if shape is None and len(own) == 3:
             shape = (own[0], own[2], own[1])
-        if shape is not None:
+        if shape is not None and len(own) == 3:
+            self._check_image(shape)
+        elif shape is not None:
             _check_pieces(self, shape, math.prod(own))
         return self._set_shapes(shape, shape)
+
+    def _check_image(self, shape: Shape) -> None:
+        """Refuse images of other channels or another number of pixels."""
+        channels, width, height = self.normalized_shape
+        size, wanted = math.prod(shape), channels * width * height
+        image = len(shape) == 3
+        if size != wanted or (image and shape[0] != channels):
+            raise PartitionError.because(
+                f"LayerNorm({self.normalized_shape}): {channels} channels, {width} wide, "
+                f"{height} high",
+                f"an image of {shape[0]} channels, {shape[2]} wide, {shape[1]} high"
+                if image
+                else f"a sample of {size} numbers",
+                f"{size} != {channels} * {width} * {height} = {wanted}"
+                if size != wanted
+                else f"{shape[0]} != {channels}",
+                f"LayerNorm([{shape[0]}, {shape[2]}, {shape[1]}])"
+                if image
+                else f"LayerNorm([{size}])",
+            )
 
     def forward(self, x: Moments) -> Moments:
         """Normalise."""

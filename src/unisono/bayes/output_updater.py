@@ -116,11 +116,12 @@ class OutputUpdater:
             delta_states: the net's `input_delta_z_buffer`.
         """
         mean, var, slope = output_states.live.values()
-        if mean.numel() % 2:
+        outputs = output_states.actual_size
+        if outputs % 2:
             raise PartitionError.because(
                 "update_heteros reads pairs (mean, noise variance)",
-                f"{mean.numel()} outputs",
-                f"{mean.numel()} % 2 = 1",
+                f"{outputs} outputs a sample",
+                f"{outputs} % 2 = 1",
                 "a last layer of 2 outputs for each target, then EvenExp()",
             )
         m, v, slope_m = mean[0::2], var[0::2], slope[0::2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ class Parameters:
             setattr(self, f"delta_{name}", moved.new_empty(0))
         self.home = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without the arena: a copy of each view, not of the whole buffer for each."""
+        parts = {k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return {**parts, "home": None}
+
     def ensure_deltas(self) -> None:
         """Give a layer outside of any net deltas of zero."""
         if self.delta_mean_w.shape != self.mean_w.shape:
@@ -89,6 +95,7 @@ class Arena:
         self.bucket = torch.zeros(2 * self.size + TAIL, device=device, dtype=dtype)
         self.floored = torch.zeros(len(self.members), dtype=torch.int64)
         starts = [sum(padded[:i]) for i in range(len(padded))]
+        deltas = [(p.delta_mean_w, p.delta_var_w, p.delta_mean_b, p.delta_var_b) for p in members]
         for i, p in enumerate(self.members):
             for part, start in zip("wb", starts[2 * i : 2 * i + 2], strict=True):
                 self._take(p, f"mean_{part}", self.mean, start)
@@ -96,6 +103,11 @@ class Arena:
             p.home = self
         self._starts = starts
         self.point_deltas(self.bucket)
+        for p, before in zip(self.members, deltas, strict=True):
+            now = (p.delta_mean_w, p.delta_var_w, p.delta_mean_b, p.delta_var_b)
+            for live, old in zip(now, before, strict=True):
+                if live.shape == old.shape:
+                    live.copy_(old)
 
     @staticmethod
     def _take(p: Parameters, name: str, flat: Tensor, start: int) -> None:

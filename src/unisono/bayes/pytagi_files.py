@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from unisono.bayes.arrays import to_array
+from unisono.bayes.arrays import check_variance, to_array
 from unisono.bayes.base_layer import BaseLayer
 from unisono.bayes.normalization import BatchNorm2d, LayerNorm
 from unisono.bayes.writing import write_whole
@@ -51,10 +51,13 @@ def load(net: StoredState, path: str | Path) -> None:
     at = 0
     for n, layer in enumerate(layers):
         at = _header(raw, at, layer, str(path))
-        for tensor in _content(layer):
+        for n_part, tensor in enumerate(_content(layer)):
             values = np.frombuffer(raw, "<f4", min(tensor.numel(), (len(raw) - at) // 4), at)
             if len(values) != tensor.numel():
                 raise _unlike(str(path), layer, f"{len(values)} of {tensor.numel()} numbers")
+            if n_part % 2:
+                what = f"{path}: {layer.get_layer_info()} part {n_part}"
+                check_variance(torch.tensor(values), what)
             read.append((tensor, values))
             at += values.nbytes
         if isinstance(layer, LayerNorm):  # pytagi leaves statistics of its last batch here

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 
@@ -62,8 +61,9 @@ class Sequential(StoredState, RecurrentStates, Described):
         """Whether backward computes the deltas of the input too."""
         self._input: Moments | None = None
         self._batch = 0
-        self._remembers = False
         self._input_delta: Delta | None = None
+        self._corrected: Moments | None = None
+        """The input that `_input_delta` is of."""
         self._pending = 0
 
     def __call__(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
@@ -79,9 +79,9 @@ class Sequential(StoredState, RecurrentStates, Described):
                 any shape of `batch * input_size` numbers.
             var_x: variances of the input; None: it is certain.
         """
-        x = self._read(mu_x, var_x)
-        self._remembers = False
-        out = forward_through(self.layers, x)
+        with self._all_or_nothing():
+            x = self._read(mu_x, var_x)
+            out = forward_through(self.layers, x)
         self._input, self._batch, self._remembers = x, x.mean.shape[0], self._training
         self._output_shape = tuple(out.mean.shape[1:])
         self.output_z_buffer.hold(out)
@@ -97,7 +97,7 @@ class Sequential(StoredState, RecurrentStates, Described):
         return to_array(out.mean), to_array(out.spread())
 
     def _read(self, mu_x: ArrayLike, var_x: ArrayLike | None) -> Moments:
-        """Check the input and plan for its shape; nothing is changed if it is refused."""
+        """Check the input and plan for its shape."""
         mean = to_tensor(mu_x, self._device, self._dtype)
         check_finite(mean, "mu_x", "fill or leave out such rows; a missing target may be NaN")
         var = None
@@ -162,6 +162,7 @@ class Sequential(StoredState, RecurrentStates, Described):
         self.arena.scale_deltas()
         self._pending = self._batch
         self._input_delta = back if self.input_state_update else None
+        self._corrected = self._input
         self.output_delta_z_buffer.hold(delta if back is None else back, self._batch)
 
     def _incoming(self) -> Delta:
@@ -246,7 +247,7 @@ class Sequential(StoredState, RecurrentStates, Described):
     def input_states_posterior(self) -> tuple[Output, Output]:
         """Return mean and variance of the input given the observation, flat."""
         delta = self._known_input_delta()
-        x = self._input
+        x = self._corrected
         if x is None or x.var is None:
             raise PartitionError.because(
                 "input_states_posterior()",
@@ -285,7 +286,7 @@ class Sequential(StoredState, RecurrentStates, Described):
                 f"{batch_size} < 1",
                 "batch_size=256, or None for all at once",
             )
-        with self._undisturbed():
+        with self._all_or_nothing(keep=False):
             self.eval()
             whole = self._read(x, None)
             pieces = whole.mean.split(batch_size or max(whole.mean.shape[0], 1))
@@ -295,19 +296,6 @@ class Sequential(StoredState, RecurrentStates, Described):
         if isinstance(x, Tensor):
             return mean.to(x.device), std.to(x.device)
         return mean.cpu().numpy(), std.cpu().numpy()
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Put mode, sizes, states and memories of all layers back at the end."""
-        planned, training = self._planned, self._training
-        kept = [(layer, dict(vars(layer))) for layer in self.all_layers()]
-        try:
-            yield
-        finally:
-            for layer, values in kept:
-                vars(layer).clear()
-                vars(layer).update(values)
-            self._planned, self._training = planned, training
 
     def preinit_layer(self) -> None:
         """Work out all sizes that the layers already tell. Safe at any time."""

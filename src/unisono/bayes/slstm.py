@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,34 @@ class SLSTM(LSTM):
         """Steps allowed between two smoothings; 0 is any number."""
         self.history: list[Step] = []
         self.smoothed: list[State] = []
+
+    def move(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Move the history and the smoothed states too."""
+        super().move(device, dtype)
+
+        def moved(state: State) -> State:
+            return State(*(t.to(device=device, dtype=dtype) for t in state))
+
+        self.history = [
+            Step(
+                moved(step.prior),
+                moved(step.posterior),
+                step.cov_c.to(device=device, dtype=dtype),
+                step.cov_h.to(device=device, dtype=dtype),
+            )
+            for step in self.history
+        ]
+        self.smoothed = [moved(state) for state in self.smoothed]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a forward pass may change; of the history, which only grows, its length."""
+        return {**super().snapshot(), "history": (self.history, len(self.history))}
+
+    def put_back(self, values: dict[str, Any]) -> None:
+        """Become what `snapshot` saw."""
+        history, steps = values["history"]
+        del history[steps:]
+        super().put_back({**values, "history": history})
 
     def reset_state(self) -> None:
         """Let the next call start at zero, with an empty history."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.blocks import check_layers, fixed_input, plan_through
+from unisono.bayes.devices import checked_device
 from unisono.bayes.parameters import Arena, Parameters
 from unisono.errors import PartitionError, PlatformError
 
@@ -24,6 +26,8 @@ class LayerStack:
         self._training = True
         self._told_input = fixed_input(self.layers)
         self._planned: Shape | None = None
+        self._remembers = False
+        """Whether the layers have what backward needs."""
         self._output_shape = plan_through(self.layers, None)
         self._check_no_repeats()
         self._arena = Arena(self._parameter_sets(), self._device, self._dtype)
@@ -64,6 +68,31 @@ class LayerStack:
             self._arena = Arena(members, self._device, self._dtype)
         return self._arena
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without the arena: copies of tensors do not share their memory."""
+        state = dict(vars(self))
+        return {**state, "_arena": state["_arena"].floored}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._arena = Arena(self._parameter_sets(), self._device, self._dtype)
+        self._arena.floored = state["_arena"]
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, *, keep: bool = True) -> Iterator[None]:
+        """Put all layers back as they were if the body raises; at any end unless `keep`."""
+        planned, training = self._planned, self._training
+        snapshots = [(layer, layer.snapshot()) for layer in self.all_layers()]
+        done = False
+        try:
+            yield
+            done = keep
+        finally:
+            if not done:
+                for layer, values in snapshots:
+                    layer.put_back(values)
+                self._planned, self._training = planned, training
+
     @property
     def device(self) -> str:
         """Where the net lives."""
@@ -81,9 +110,10 @@ class LayerStack:
                 )
             self._dtype = device_or_dtype
         else:
-            self._device = _checked_device(device_or_dtype)
+            self._device = checked_device(device_or_dtype)
         for layer in self.layers:
             layer.move(self._device, self._dtype)
+        self._remembers = False
         self._arena = Arena(self._parameter_sets(), self._device, self._dtype)
         return self
 
@@ -115,25 +145,3 @@ class LayerStack:
     def num_parameters(self) -> int:
         """Return the number of mean scalars."""
         return sum(p.mean_w.numel() + p.mean_b.numel() for p in self._parameter_sets())
-
-
-def _checked_device(name: str | torch.device) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise PlatformError.because(
-            f"a net on {name!r}", "no kind of device has that name", None, 'net.to_device("cpu")'
-        ) from None
-    there = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if not there.get(device.type, False):
-        raise PlatformError.because(
-            f"a net on {name}",
-            f"{torch.cuda.device_count()} CUDA devices on this machine",
-            None,
-            'net.to_device("cpu")',
-        )
-    return device
