@@ -75,8 +75,8 @@ def shares(rows, size, split):
 def test_summed_deltas_equal_one_process_on_the_whole_batch():
     comm = world()
     for kind, split, steps in (
-        ("mlp", "even", 8),
-        ("mlp", "uneven", 5),
+        ("mlp", "even", 20),
+        ("mlp", "uneven", 20),
         ("mlp", "empty", 5),
         ("conv", "even", 5),
         ("conv", "empty", 5),
@@ -394,3 +394,13 @@ def under_mpiexec(tmp_path_factory):
 def test_a_script_runs_under_mpiexec(under_mpiexec, backend, used):
     found = [under_mpiexec[f"{backend}{rank}"] for rank in (0, 1)]
     assert found == [f"agreed 0 2 {used}", f"agreed 1 2 {used}"]
+
+
+@pytest.mark.ranks(2)
+def test_a_size_that_only_some_ranks_know_is_no_difference():
+    net = Sequential(Conv2d(1, 2, 3), ReLU())
+    if world().rank == 1:
+        net(np.zeros((1, 1, 5, 5)))
+    DDPSequential(net, AUTO).check_sync()
+    with pytest.raises(CollectiveMismatch, match="layer 0 differs"):
+        DDPSequential(Sequential(Conv2d(1, 2 + world().rank, 3)), AUTO)

@@ -10,6 +10,7 @@ import torch
 
 from unisono.bayes import (
     LSTM,
+    AvgPool2d,
     BatchNorm2d,
     Conv2d,
     LayerBlock,
@@ -225,3 +226,47 @@ def test_another_architecture_is_refused_and_nothing_is_written(tmp_path):
         with pytest.raises(UnisonoError, match=text):
             net.load_state_dict(wrong)
     assert net.state_dict() == before
+
+
+def test_text_in_a_csv_file_is_told_with_its_line(tmp_path):
+    net = Sequential(Linear(2, 1))
+    net.save_csv(tmp_path / "net")
+    (tmp_path / "net_2_Sw.csv").write_text("0.5\nvariance\n")
+    before = net.state_dict()
+    with pytest.raises(UnisonoError, match=r"net_2_Sw\.csv\n.*'variance' in line 2\n.*HINT"):
+        net.load_csv(tmp_path / "net")
+    assert net.state_dict() == before
+
+
+def test_a_torch_file_of_other_sizes_names_all_keys_and_both_nets(tmp_path):
+    Sequential(Linear(2, 3), ReLU(), Linear(3, 1)).save(tmp_path / "net.pt")
+    net = Sequential(Linear(2, 4), ReLU(), Linear(4, 1))
+    before = net.state_dict()
+    with pytest.raises(UnisonoError) as caught:
+        net.load(tmp_path / "net.pt")
+    text = str(caught.value)
+    assert "Linear.0: 6 + 6 + 3 + 3 numbers, 8 + 8 + 4 + 4 here" in text
+    assert "Linear.2: 3 + 3 + 1 + 1 numbers, 4 + 4 + 1 + 1 here" in text
+    assert text.count("Linear(2,3) ReLU() Linear(3,1)") == 1
+    assert text.count("Linear(2,4) ReLU() Linear(4,1)") == 1
+    assert net.state_dict() == before
+
+
+def test_files_fit_whether_or_not_the_image_size_is_known(tmp_path):
+    def build_lazy():
+        return Sequential(Conv2d(1, 2, 3), ReLU(), AvgPool2d(2, 2))
+
+    image = np.ones((1, 1, 6, 6))
+    early, seen = build_lazy(), build_lazy()
+    seen(image)
+    for name in ("net.bin", "net.pt"):
+        for source, target in ((early, seen), (seen, early), (seen, seen)):
+            source.save(tmp_path / name)
+            target[0].mu_b = [0.0, 0.0]
+            target.load(tmp_path / name)
+            assert target.state_dict() == source.state_dict()
+    seen.save(tmp_path / "net.bin")
+    other = build_lazy()
+    other(np.ones((1, 1, 8, 8)))
+    with pytest.raises(UnisonoError, match="expected"):
+        other.load(tmp_path / "net.bin")

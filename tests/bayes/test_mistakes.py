@@ -72,7 +72,7 @@ CASES = {
     ),
     "x nan": (lambda: net_of(2)([[1, 1], [1, np.nan]]), [r"mu_x\[1, 1\] = nan", "1 of 4"]),
     "x inf": (lambda: net_of(2).predict(np.array([1, np.inf])), [r"mu_x\[1\] = inf"]),
-    "inputs": (lambda: Linear(-1, 2), ["-1 inputs and 2 outputs", "-1 < 1"]),
+    "inputs": (lambda: Linear(-1, 2), [r"Linear\(input_size=-1\)", "-1 < 1"]),
     "no inputs": (lambda: Linear(0, 2), ["0 < 1"]),
     "no outputs": (lambda: Linear(2, 0), ["0 < 1"]),
     "from_torch": (lambda: bayes.from_torch(torch.nn.Linear(1, 1), var=-1), [r"var\[0\] = -1"]),
@@ -165,8 +165,36 @@ CASES = {
     ),
     "input deltas": (lambda: forwarded().get_input_states(), [r"input_state_update = True"]),
     "parameter": (lambda: setattr(Linear(2, 2), "mu_w", [1.0, 2.0]), ["2 != 4"]),
-    "objects": (lambda: net_of()([["a"] * 7]), []),
-    "ragged": (lambda: net_of()([[1.0], [1.0, 2.0]]), []),
+    "objects": (lambda: net_of()([["a"] * 7]), ["'a'", "HINT: rows"]),
+    "ragged": (lambda: net_of()([[1.0], [1.0, 2.0]]), ["unlike lengths", "HINT: rows"]),
+    "fraction of inputs": (lambda: Linear(2.5, 1), [r"Linear\(input_size=2\.5\)", "HINT"]),
+    "fraction of a label": (
+        lambda: bayes.Utils().label_to_obs([1, 1.7], 10),
+        [r"labels\[1\] = 1\.7", "1 of 2"],
+    ),
+    "label nan": (lambda: bayes.Utils().label_to_one_hot([np.nan], 10), ["= nan"]),
+    "fraction of an index": (
+        lambda: updated(2, np.ones(3), method="update_using_indices", selected_idx=[1, 1.5, 2]),
+        [r"selected_idx\[1\] = 1\.5"],
+    ),
+    "labels": (
+        lambda: bayes.metric.classification_error([1, 2], [1]),
+        ["2 != 1", "HINT: 2 labels"],
+    ),
+    "errors": (
+        lambda: bayes.Utils().get_errors(
+            np.ones(22), np.ones(22), [1], bayes.Utils().get_hierarchical_softmax(10), 10, 2
+        ),
+        ["1 != 2", "HINT: 2 labels"],
+    ),
+    "to_torch norm": (
+        lambda: Sequential(Linear(2, 3), bayes.LayerNorm([3])).to_torch(),
+        ["n - 1", "HINT: BatchNorm2d or RMSNorm"],
+    ),
+    "to_torch padding": (
+        lambda: Sequential(bayes.MaxPool2d(2, 1, 1, 2)).to_torch(),
+        ["padding_type=2", "HINT: padding_type=1"],
+    ),
     "no layer": (lambda: Sequential(torch.nn.ReLU()), ["from_torch"]),
     "twice": (lambda: (one := Linear(2, 2)) and Sequential(one, ReLU(), one), ["same object"]),
     "branches": (lambda: bayes.ResNetBlock(Linear(3, 4)), ["4 != 3"]),

@@ -70,6 +70,9 @@ def test_the_version_is_one_line():
         bayes.HRCSoftmax(),
         bayes.DDPConfig([]),
         bayes.BaseDeltaStates(),
+        bayes.Normalizer(),
+        bayes.HRCSoftmaxMetric(10),
+        bayes.DDPSequential(bayes.Sequential(bayes.Linear(1, 1)), bayes.DDPConfig([], "auto")),
     ],
     ids=lambda thing: type(thing).__name__,
 )

@@ -42,7 +42,8 @@ from unisono.bayes.sequential import Sequential
 from unisono.bayes.slstm import SLSTM, SLinear
 from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
 from unisono.bayes.toolbox import Utils
-from unisono.bayes.torch_bridge import from_torch, to_torch
+from unisono.bayes.torch_bridge import from_torch
+from unisono.bayes.torch_means import to_torch
 
 __all__ = [
     "AvgPool2d",

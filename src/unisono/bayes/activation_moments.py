@@ -69,7 +69,10 @@ def mixture_relu(mean: Tensor, var: Tensor) -> Activated:
     a = mean / s.clamp_min(_TINY)
     cdf, pdf = normal_cdf(a), normal_pdf(a)
     t = mean * cdf + s * pdf
-    second = -t * t + 2 * t * mean - mean * s * pdf + (var - mean * mean) * cdf
+    # the variance E[z+^2] - t^2 in units of s, written so that nothing large cancels
+    far = a.abs().clamp_max(100.0)
+    beyond = pdf - far * normal_cdf(-far)
+    second = var * (cdf - beyond * (far + beyond))
     return t.clamp_min(LEAST), second.clamp_min(LEAST), cdf
 
 
@@ -153,8 +156,8 @@ def closed_form_softmax(mean: Tensor, var: Tensor) -> Activated:
     cov = torch.log1p(share * grown)
     log_var = v + sum_log_var - 2 * cov
     a = torch.exp(mean - sum_log_mean + log_var / 2)
-    wide = v.clamp_min(_TINY)
-    return a, torch.expm1(log_var) * a * a, a * (wide - cov) / wide
+    part = torch.where(v > _TINY, (v - cov) / v.clamp_min(_TINY), 1 - share)  # its limit at v = 0
+    return a, torch.expm1(log_var) * a * a, a * part
 
 
 def even_exp(mean: Tensor, var: Tensor) -> Activated:

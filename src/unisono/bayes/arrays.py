@@ -23,17 +23,39 @@ def to_tensor(data: ArrayLike, device: torch.device, dtype: torch.dtype) -> Tens
     """Return `data` as a contiguous tensor that later changes of an array do not reach."""
     if isinstance(data, Tensor):
         return data.detach().to(device=device, dtype=dtype).contiguous()
-    array = np.asarray(data)
-    if array.dtype == object:
-        raise PartitionError.because(
-            "an array of numbers",
-            f"objects of type {type(array.flat[0]).__name__ if array.size else 'object'}",
-            None,
-            "rows of equal length; a missing value is float('nan')",
-        )
+    try:
+        array = np.asarray(data)
+    except ValueError as error:  # rows of unlike lengths
+        raise _no_numbers("rows of unlike lengths") from error
+    if array.dtype.kind not in "biuf":
+        first = array.flat[0] if array.size else None
+        raise _no_numbers(f"objects of type {type(first).__name__}, the first is {first!r}")
     # numpy arrays of any stride, byte order and writability: one copy settles them all
     plain = np.array(array, dtype=np.float64 if dtype == torch.float64 else np.float32, order="C")
     return torch.from_numpy(plain).to(device=device, dtype=dtype)
+
+
+def _no_numbers(found: str) -> PartitionError:
+    return PartitionError.because(  # type: ignore[return-value]
+        "an array of numbers",
+        found,
+        None,
+        "rows of equal length; a missing value is float('nan')",
+    )
+
+
+def whole_numbers(values: Tensor, what: str) -> Tensor:
+    """Return flat float64 numbers as int64; refuses fractions, naming the first."""
+    bad = values != values.round()  # NaN too
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        raise PartitionError.because(
+            f"{what} of {values.numel()} numbers",
+            f"{what}[{first}] = {values[first].item():g}",
+            f"{int(bad.sum())} of {values.numel()} are no whole numbers",
+            "x.round() if they are whole but for rounding",
+        )
+    return values.to(torch.int64)
 
 
 def to_array(data: Tensor) -> NDArray[Any]:

@@ -6,6 +6,7 @@ Four files are pytagi's; running values of batch norms are two more, which it do
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def _read(net: StoredState, prefix: str | Path, endings: tuple[str, ...], now: C
     """Return what the files hold, cut as the columns of `now`."""
     found: list[list[list[float]]] = []
     for kind, ending in enumerate(endings):
-        values = [float(line) for line in Path(f"{prefix}{ending}").read_text().split()]
+        values = [_number(word, f"{prefix}{ending}", n) for n, word in _words(f"{prefix}{ending}")]
         sizes = [len(values_of[kind]) for values_of in now.values()]
         if len(values) != sum(sizes):
             raise PartitionError.because(
@@ -73,6 +74,25 @@ def _read(net: StoredState, prefix: str | Path, endings: tuple[str, ...], now: C
             )
         found.append(_cut(values, sizes))
     return dict(zip(now, zip(*found, strict=True), strict=True))
+
+
+def _words(path: str) -> Iterator[tuple[int, str]]:
+    """Yield what stands in a file, with the numbers of the lines."""
+    for n, line in enumerate(Path(path).read_text().splitlines(), 1):
+        for word in line.split():
+            yield n, word
+
+
+def _number(word: str, path: str, line: int) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise PartitionError.because(
+            f"load_csv: {path}",
+            f"{word!r} in line {line}",
+            None,
+            "one number a line, as net.save_csv writes them; no header",
+        ) from None
 
 
 def _cut(values: list[float], sizes: list[int]) -> list[list[float]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from unisono.bayes.arrays import ArrayLike, Output
 from unisono.bayes.ddp_config import DDPConfig
 from unisono.bayes.ddp_world import join
+from unisono.bayes.geometry import alike
 from unisono.bayes.normalization import BatchNorm2d
 from unisono.bayes.parameters import CAPS, TAIL, cap_class
 from unisono.bayes.sequential import Sequential
@@ -89,7 +90,7 @@ class DDPSequential:
         longest = max(len(layers) for layers, _ in everybody)
         for n in range(longest):
             found = [layers[n] if n < len(layers) else None for layers, _ in everybody]
-            if any(layer != found[0] for layer in found):
+            if not all(_same_layer(layer, found[0]) for layer in found):
                 told = [
                     f"rank {r}: {'nothing' if f is None else f[1]}" for r, f in enumerate(found)
                 ]
@@ -99,6 +100,8 @@ class DDPSequential:
                     None,
                     "build the same layers on all ranks",
                 )
+        if len({kind for _, kind in everybody}) == 1:
+            return  # ranks that have seen images know sizes that others do not know yet
         raise CollectiveMismatch.because(
             f"DDPSequential over {self.comm.size} ranks",
             ", ".join(f"rank {r}: {kind}" for r, (_, kind) in enumerate(everybody)),
@@ -227,6 +230,11 @@ class DDPSequential:
             norm.running_mean, norm.running_var = mean.clone(), var.clone()
             norm.has_statistics = True
 
+    @property
+    def _cpp_backend(self) -> DDPSequential:
+        """The object itself: programs for pytagi reach through this name."""
+        return self
+
     def predict(self, x: ArrayLike, batch_size: int | None = None) -> tuple[Output, Output]:
         """Return mean and standard deviation `[samples, outputs]` in eval mode. Local."""
         return self.model.predict(x, batch_size)
@@ -283,6 +291,13 @@ class DDPSequential:
                     None,
                     "change parameters on all ranks alike, or make a new DDPSequential",
                 )
+
+
+def _same_layer(one: Any, other: Any) -> bool:
+    """Compare key, info and shapes of two ranks' layers; None is no layer."""
+    if one is None or other is None:
+        return one is other
+    return one[0] == other[0] and one[2] == other[2] and alike(one[1], other[1])
 
 
 def _check_word(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -7,6 +7,21 @@ import math
 from unisono.errors import PartitionError
 
 
+def alike(info: str, other: str) -> bool:
+    """Compare infos without regard to case; an image size not known yet (0) matches any.
+
+    >>> alike("Conv2d(1,2,0,0,3)", "conv2d(1,2,6,6,3)"), alike("Linear(1,2)", "Linear(1,3)")
+    (True, False)
+    """
+    name, _, numbers = info.lower().rstrip(")").partition("(")
+    other_name, _, other_numbers = other.lower().rstrip(")").partition("(")
+    mine, theirs = numbers.split(","), other_numbers.split(",")
+    if len(mine) != 5 or len(theirs) != 5:
+        return info.lower() == other.lower()
+    pairs = zip(mine, theirs, strict=True)
+    return name == other_name and all(a == b or "0" in (a, b) for a, b in pairs)
+
+
 def total_padding(padding: int, padding_type: int) -> int:
     """Return the zeros added along a dim: both sides (type 1), the far side (2), or none."""
     return {1: 2 * padding, 2: padding}.get(padding_type, 0)

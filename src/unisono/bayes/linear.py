@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from unisono.bayes.arrays import check_sizes
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.drawing import normal, start_scale
 from unisono.bayes.moments import Delta, Moments
@@ -35,6 +36,7 @@ class Linear(BaseLayer):
         init_method: str = "He",
     ) -> None:
         super().__init__()
+        check_sizes(self.get_layer_name(), input_size=input_size, output_size=output_size)
         self.input_size, self.output_size, self.bias = input_size, output_size, bias
         self.gain_weight, self.gain_bias, self.init_method = gain_weight, gain_bias, init_method
         self.init_weight_bias()

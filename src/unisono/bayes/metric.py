@@ -101,7 +101,10 @@ def classification_error(prediction: ArrayLike, label: ArrayLike) -> float:
     found, known = np.asarray(prediction).reshape(-1), np.asarray(label).reshape(-1)
     if len(found) != len(known):
         raise PartitionError.because(
-            f"{len(found)} predictions", f"{len(known)} labels", f"{len(found)} != {len(known)}"
+            f"classification_error of {len(found)} predictions",
+            f"{len(known)} labels",
+            f"{len(found)} != {len(known)}",
+            f"{len(found)} labels, one for each prediction",
         )
     return float((found != known).mean())
 
@@ -117,6 +120,11 @@ class HRCSoftmaxMetric:
         self.num_classes = num_classes
         self.utils = Utils()
         self.hrc_softmax = tree_of(num_classes)
+
+    @property
+    def _cpp_backend(self) -> HRCSoftmaxMetric:
+        """The object itself: programs for pytagi reach through this name."""
+        return self
 
     def get_predicted_labels(self, m_pred: ArrayLike, v_pred: ArrayLike) -> NDArray[np.int32]:
         """Return the most probable label of each sample."""

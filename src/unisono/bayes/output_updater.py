@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unisono.bayes.arrays import ArrayLike, check_finite, check_variance, to_tensor
+from unisono.bayes.arrays import (
+    ArrayLike,
+    check_finite,
+    check_variance,
+    to_tensor,
+    whole_numbers,
+)
 from unisono.bayes.moments import Delta
 from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
 from unisono.errors import PartitionError
@@ -75,7 +81,8 @@ class OutputUpdater:
         """
         mean, var, slope = output_states.live.values()
         batch, outputs = max(output_states.block_size, 1), output_states.actual_size
-        index = to_tensor(selected_idx, mean.device, torch.float64).reshape(-1).to(torch.int64)
+        given = to_tensor(selected_idx, mean.device, torch.float64).reshape(-1)
+        index = whole_numbers(given, "selected_idx")
         y = _finite(_observations(mu_obs, mean, index.numel()))
         noise = _noise(var_obs, y)
         if index.numel() % batch:

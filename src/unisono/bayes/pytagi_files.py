@@ -15,6 +15,7 @@ import torch
 
 from unisono.bayes.arrays import check_variance, to_array
 from unisono.bayes.base_layer import BaseLayer
+from unisono.bayes.geometry import alike
 from unisono.bayes.normalization import BatchNorm2d, LayerNorm
 from unisono.bayes.writing import write_whole
 from unisono.errors import PartitionError
@@ -76,21 +77,9 @@ def _header(raw: bytes, at: int, layer: BaseLayer, path: str) -> int:
     """Return where the numbers behind the header of `layer` start."""
     length = struct.unpack_from("<Q", raw, at)[0] if len(raw) >= at + 8 else 0
     info = raw[at + 8 : at + 8 + length].decode(errors="replace") if length < 1000 else "no header"
-    if not _same(info, layer):
+    if not alike(info, layer.get_layer_info()):
         raise _unlike(path, layer, repr(info) if info else "the end of the file")
     return at + 8 + length
-
-
-def _same(info: str, layer: BaseLayer) -> bool:
-    """Compare infos without regard to case; an image size not known yet matches any."""
-    own = layer.get_layer_info()
-    if not layer.out_width and "," in own and own.count(",") == 4:
-        name, numbers = own.lower().rstrip(")").split("(")
-        other_name, _, other = info.lower().rstrip(")").partition("(")
-        mine, theirs = numbers.split(","), other.split(",")
-        known = [n for n, number in enumerate(mine) if number != "0"]
-        return name == other_name and len(theirs) == 5 and all(mine[n] == theirs[n] for n in known)
-    return info.lower() == own.lower()
 
 
 def _next_header(raw: bytes, at: int, layer: BaseLayer) -> int:

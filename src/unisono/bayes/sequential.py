@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.bayes.arrays import (
     ArrayLike,
@@ -25,6 +25,7 @@ from unisono.bayes.sequential_memory import RecurrentStates
 from unisono.bayes.sequential_state import StoredState
 from unisono.bayes.sequential_view import Described
 from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
+from unisono.bayes.torch_means import to_torch
 from unisono.errors import PartitionError
 
 
@@ -327,6 +328,10 @@ class Sequential(StoredState, RecurrentStates, Described):
     def _cpp_backend(self) -> Sequential:
         """The object itself: programs for pytagi reach through this name."""
         return self
+
+    def to_torch(self) -> nn.Sequential:
+        """Return the means as a torch module in eval mode; see `unisono.bayes.to_torch`."""
+        return to_torch(self)
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from unisono.bayes.arrays import whole_numbers
 from unisono.bayes.hierarchical import HRCSoftmax, class_probabilities, tree_of
 from unisono.errors import PartitionError
 
@@ -79,7 +80,10 @@ class Utils:
         known = _checked_labels(labels, num_classes)
         if len(known) != len(found):
             raise PartitionError.because(
-                f"{len(known)} labels", f"{len(found)} predictions", f"{len(known)} != {len(found)}"
+                f"get_errors with {len(known)} labels",
+                f"{len(found)} predictions",
+                f"{len(known)} != {len(found)}",
+                f"{len(found)} labels, one for each sample",
             )
         return (found != known).astype(np.int32), prob
 
@@ -157,7 +161,8 @@ def _check_series(
 
 
 def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
-    known = np.asarray(labels).reshape(-1).astype(np.int64)
+    given = np.asarray(labels).reshape(-1)
+    known = whole_numbers(torch.from_numpy(given.astype(np.float64)), "labels").numpy()
     wrong = np.flatnonzero((known < 0) | (known >= num_classes))
     if len(wrong):
         raise PartitionError.because(

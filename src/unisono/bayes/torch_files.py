@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from unisono.bayes.writing import write_whole
 from unisono.errors import PartitionError
@@ -44,10 +46,16 @@ def load(net: StoredState, path: str | Path) -> None:
             f"load({str(path)!r})", f"not a file of format {FORMAT}", None, "a file of net.save()"
         )
     here, there = net._infos(), content["layers"]
-    if [_short(info) for info in here] != [_short(info) for info in there]:
+    mine, theirs = _sizes(net.state_dict(tensors=True)), _sizes(content["state"])
+    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    if keys or [_short(info) for info in here] != [_short(info) for info in there]:
+        told = [
+            f"{key}: {theirs.get(key, 'nothing')} numbers, {mine.get(key, 'nothing')} here"
+            for key in keys
+        ]
         raise PartitionError.because(
             f"load({str(path)!r}) of another architecture",
-            f"the file has {' '.join(there)}",
+            "\n".join([f"the file has {' '.join(there)}", *told]),
             f"this net has {' '.join(here)}",
             "the same layers in the same order",
         )
@@ -55,6 +63,11 @@ def load(net: StoredState, path: str | Path) -> None:
     if hasattr(net, "set_lstm_states"):
         net.reset_lstm_states()  # type: ignore[attr-defined]
         net.set_lstm_states(content["lstm"])  # type: ignore[attr-defined]
+
+
+def _sizes(state: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:
+    """Return the numbers of mu_w, var_w, mu_b, var_b of each layer."""
+    return {key: " + ".join(str(len(part.flatten())) for part in v) for key, v in state.items()}
 
 
 def _short(info: str) -> str:
