@@ -70,6 +70,10 @@ CASES = {
         lambda: Sequential(Conv2d(1, 1, 3, in_width=4, in_height=4))(np.ones((2, 32))),
         ["32 != 16"],
     ),
+    "small images": (
+        lambda: Sequential(Conv2d(1, 1, 3, in_width=4, in_height=4))(np.ones((4, 1, 2, 2))),
+        [r"1 \* 2 \* 2 = 4 != 16", r"HINT: shape \[batch, 1, 4, 4\]"],
+    ),
     "x nan": (lambda: net_of(2)([[1, 1], [1, np.nan]]), [r"mu_x\[1, 1\] = nan", "1 of 4"]),
     "x inf": (lambda: net_of(2).predict(np.array([1, np.inf])), [r"mu_x\[1\] = inf"]),
     "inputs": (lambda: Linear(-1, 2), [r"Linear\(input_size=-1\)", "-1 < 1"]),

@@ -10,6 +10,7 @@ from unisono import bayes
 from unisono.bayes.moments import Moments
 
 CHUNK = 25_000
+SAMPLES = 1_000_000
 
 
 def drawn(mean, var, n, generator):
@@ -17,22 +18,39 @@ def drawn(mean, var, n, generator):
     return mean.double() + var.double().sqrt() * noise
 
 
+def windows(x, w, b, *, pad, stride=1):
+    """Convolve each sample with a kernel of its own, as a product of matrices."""
+    z = w.flatten(2) @ F.unfold(F.pad(x, pad), w.shape[-1], stride=stride)
+    return z + b.unsqueeze(-1)
+
+
+def spread(x, w, b):
+    """Spread each sample with a kernel of its own, stride 2 and padding 1."""
+    columns = w.flatten(2).mT @ x.flatten(2)
+    sides = [2 * (n - 1) + w.shape[-1] - 2 for n in x.shape[2:]]
+    return F.fold(columns, sides, w.shape[-1], stride=2, padding=1) + b[:, :, None, None]
+
+
 CASES = {
-    "linear": (lambda: bayes.Linear(3, 2), (3,), lambda x, w, b: F.linear(x, w, b)),
+    "linear": (
+        lambda: bayes.Linear(3, 2),
+        (3,),
+        lambda x, w, b: (w @ x.unsqueeze(-1)).squeeze(-1) + b,
+    ),
     "conv": (
-        lambda: bayes.Conv2d(2, 1, 2, padding=1, in_width=2, in_height=3),
-        (2, 3, 2),
-        lambda x, w, b: F.conv2d(x[None], w, b, padding=1)[0],
+        lambda: bayes.Conv2d(2, 1, 2, padding=1, in_width=1, in_height=2),
+        (2, 2, 1),
+        lambda x, w, b: windows(x, w, b, pad=(1, 1, 1, 1)),
     ),
     "conv one-sided": (
         lambda: bayes.Conv2d(1, 1, 2, stride=2, padding=1, padding_type=2, in_width=3, in_height=3),
         (1, 3, 3),
-        lambda x, w, b: F.conv2d(F.pad(x[None], (0, 1, 0, 1)), w, b, stride=2)[0],
+        lambda x, w, b: windows(x, w, b, pad=(0, 1, 0, 1), stride=2),
     ),
     "transposed": (
-        lambda: bayes.ConvTranspose2d(1, 2, 3, stride=2, padding=1, in_width=2, in_height=2),
-        (1, 2, 2),
-        lambda x, w, b: F.conv_transpose2d(x[None], w, b, stride=2, padding=1)[0],
+        lambda: bayes.ConvTranspose2d(1, 2, 3, stride=2, padding=1, in_width=2, in_height=1),
+        (1, 1, 2),
+        spread,
     ),
 }
 
@@ -40,7 +58,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_has_the_moments_of_its_samples(name):
     make, shape, f = CASES[name]
-    chunks = 40 if name == "linear" else 8  # a million samples where they are cheap
     generator = torch.Generator().manual_seed(3)
     layer = make()
     layer.plan(shape)
@@ -49,28 +66,28 @@ def test_a_layer_has_the_moments_of_its_samples(name):
     out = layer.forward(Moments(mean[None], var[None]))
     p = layer.params
     sums = [0.0, 0.0, 0.0]
-    for _ in range(chunks):
+    for _ in range(SAMPLES // CHUNK):
         x = drawn(mean, var, CHUNK, generator)
         w = drawn(p.mean_w, p.var_w, CHUNK, generator)
         b = drawn(p.mean_b, p.var_b, CHUNK, generator)
-        z = torch.func.vmap(f)(x, w, b)
-        centred = z - out.mean[0].double()
+        z = f(x, w, b)
+        centred = z.reshape(CHUNK, *out.mean[0].shape) - out.mean[0].double()
         sums = [s + (centred**k).sum(0) for s, k in zip(sums, (1, 2, 4), strict=True)]
-    n = CHUNK * chunks
+    n = SAMPLES
     first, second, fourth = (s / n for s in sums)
     assert (first.abs() < 4 * (second / n).sqrt()).all()
-    assert ((second - out.var[0]).abs() < 4.5 * ((fourth - second**2) / n).sqrt()).all()
+    assert ((second - out.var[0]).abs() < 4 * ((fourth - second**2) / n).sqrt()).all()
 
 
 def test_pools_have_the_moments_of_their_samples():
     generator = torch.Generator().manual_seed(0)
-    mean = torch.randn(1, 2, 4, 6, generator=generator)
-    var = torch.rand(1, 2, 4, 6, generator=generator)
+    mean = torch.randn(1, 2, 2, 4, generator=generator)
+    var = torch.rand(1, 2, 2, 4, generator=generator)
     pool = bayes.AvgPool2d(2)
-    pool.plan((2, 4, 6))
+    pool.plan((2, 2, 4))
     out = pool.forward(Moments(mean, var))
-    assert out.mean.shape == (1, 2, 2, 3)
-    z = F.avg_pool2d(drawn(mean[0], var[0], 200_000, generator), 2)
+    assert out.mean.shape == (1, 2, 1, 2)
+    z = F.avg_pool2d(drawn(mean[0], var[0], SAMPLES, generator), 2)
     assert ((z.mean(0) - out.mean[0]).abs() < 4 * z.std(0) / len(z) ** 0.5).all()
     assert ((z.var(0) / out.var[0] - 1).abs() < 4 * (2 / len(z)) ** 0.5).all()
 
@@ -93,7 +110,10 @@ def test_norms_with_fixed_statistics_have_the_moments_of_their_samples(norm):
     x = Moments(mean, var)
     if norm == "batch":
         layer = bayes.BatchNorm2d(3)
-        layer.running_mean, layer.running_var = torch.tensor([0.1, 0.2, 0.3]), torch.rand(3) + 0.5
+        layer.running_mean, layer.running_var = (
+            torch.tensor([0.1, 0.2, 0.3]),
+            torch.tensor([0.6, 1.0, 1.4]),
+        )
         layer.training = False
         middle, scale = layer.running_mean, (layer.running_var + 1e-5).rsqrt()
     elif norm == "layer":
@@ -106,14 +126,14 @@ def test_norms_with_fixed_statistics_have_the_moments_of_their_samples(norm):
         middle, scale = 0.0, (mean.square().mean(1, keepdim=True) + 1e-6).rsqrt()
     p = layer.params
     out = layer.forward(x)
-    n = 400_000
+    n = SAMPLES
     z = (drawn(mean, var, n, generator) - middle) * scale
     z = z * drawn(p.mean_w, p.var_w, n, generator)[:, None]
     if layer.bias:
         z = z + drawn(p.mean_b, p.var_b, n, generator)[:, None]
     assert ((z.mean(0) - out.mean).abs().flatten() < 4 * (z.std(0) / n**0.5).flatten()).all()
     square = (z - z.mean(0)).square()
-    assert ((square.mean(0) - out.var).abs() < 4.5 * square.std(0) / n**0.5).all()
+    assert ((square.mean(0) - out.var).abs() < 4 * square.std(0) / n**0.5).all()
 
 
 def test_one_linear_layer_conditions_as_the_exact_gaussian_does():

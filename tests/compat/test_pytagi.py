@@ -72,12 +72,16 @@ def test_the_version_is_one_line():
         bayes.BaseDeltaStates(),
         bayes.Normalizer(),
         bayes.HRCSoftmaxMetric(10),
-        bayes.DDPSequential(bayes.Sequential(bayes.Linear(1, 1)), bayes.DDPConfig([], "auto")),
     ],
     ids=lambda thing: type(thing).__name__,
 )
 def test_the_backend_of_an_object_is_the_object(thing):
     assert thing._cpp_backend is thing
+
+
+def test_the_backend_of_a_replica_is_the_replica():
+    net = bayes.DDPSequential(bayes.Sequential(bayes.Linear(1, 1)), bayes.DDPConfig([], "auto"))
+    assert net._cpp_backend is net
 
 
 PROGRAM = """

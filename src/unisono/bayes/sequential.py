@@ -137,6 +137,15 @@ class Sequential(StoredState, RecurrentStates, Described):
             )
         if mean.dim() == 2:
             self._check_row(mean.shape, size)
+        first = self.layers[0]
+        if mean.dim() == 4 and first.in_width:
+            image = f"{first.in_channels}, {first.in_height}, {first.in_width}"
+            raise PartitionError.because(
+                f"images of shape {tuple(mean.shape)}",
+                f"the net was told images of {size} numbers",
+                f"{' * '.join(map(str, own))} = {math.prod(own)} != {size}",
+                f"shape [batch, {image}], or flat: x.reshape(-1)",
+            )
         return mean.numel() // size, (size,)
 
     def _check_row(self, shape: torch.Size, size: int) -> None:
