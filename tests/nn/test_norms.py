@@ -10,6 +10,7 @@ import unisono
 from unisono.errors import PartitionError
 from unisono.nn.batch_norm import DistributedBatchNorm
 from unisono.nn.distribute import distribute
+from unisono.nn.instance_norm import DistributedInstanceNorm
 from unisono.nn.layer_norm import DistributedLayerNorm
 from unisono.topology import Partition
 
@@ -169,3 +170,31 @@ def test_batch_norm_with_a_scale_and_no_shift():
         net = distribute(nn.Sequential(plain.train()), P)
         y, z = net(x[P.local_slices(x.shape)]), plain(x)
         torch.testing.assert_close(y, z[P.local_slices(x.shape)])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_statistics_of_16_bit_values_are_not_rounded(dtype):
+    # A variance above 65504 is no float16; a mean of 100.3 in bfloat16 shifts all values by 0.3.
+    P = Partition([2, 1, 1])
+    shift = torch.tensor([0.0, 100.3]).view(1, 2, 1)
+    x = (drawn(6, 2, 40).float() * torch.tensor([400.0, 1.0]).view(1, 2, 1) + shift).to(dtype)
+    where = P.local_slices(x.shape)
+    close = {"rtol": 1e-2, "atol": 1e-2}
+    for kept in (dtype, torch.float32):  # of the parameters; as under autocast
+        norm, plain = DistributedBatchNorm(P, 2, dtype=kept), nn.BatchNorm1d(2)
+        state = {k: v for k, v in scrambled(plain).items() if k in ("weight", "bias")}
+        state = {k: v.to(dtype).float() for k, v in state.items()}
+        norm.load_state_dict(state, strict=False)
+        plain.load_state_dict(state, strict=False)
+        y, z = norm(x[where]), plain(x.float())
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.float(), z[where].detach(), **close)
+    small = torch.tensor([1e-4, 3.3e-6])  # with eps 1e-7, which is 0 in float16
+    ours = DistributedInstanceNorm(P, 2, 1e-7, track_running_stats=True, dtype=dtype).eval()
+    ours.running_var.copy_(small)
+    x = (x / 1000).to(dtype)
+    ref = nn.InstanceNorm1d(2, 1e-7, track_running_stats=True).eval()
+    ref.running_var.copy_(ours.running_var)
+    close = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}
+    torch.testing.assert_close(ours(x[where]).float(), ref(x.float())[where], **close)

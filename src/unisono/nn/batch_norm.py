@@ -248,8 +248,8 @@ class _BatchNorm(torch.autograd.Function):
         ctx.eps, ctx.plan = eps, plan
         if x.numel() == 0:
             return x.clone()
-        mean, variance = mean.to(x.dtype), variance.to(x.dtype)
-        return F.batch_norm(x, mean, variance, _like(weight, x), _like(bias, x), False, 0.0, eps)
+        held = _like(weight, mean), _like(bias, mean)  # 16-bit values lose no digits on the way
+        return F.batch_norm(x, mean, variance, *held, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -313,8 +313,8 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _like(t: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if t is None else t.to(x.dtype)
+def _like(t: Tensor | None, other: Tensor) -> Tensor | None:
+    return None if t is None else t.to(other.dtype)
 
 
 def _other_dims(x: Tensor) -> tuple[int, ...]:

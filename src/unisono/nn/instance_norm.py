@@ -82,7 +82,8 @@ class DistributedInstanceNorm(DistributedGroupNorm):
         wide = self._wide(x)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             shape = (1, -1, *(1,) * (x.dim() - 2))
-            inverse = torch.rsqrt(self.running_var + self.eps).view(shape)
+            variance = self.running_var.to(torch.promote_types(wide.dtype, self.running_var.dtype))
+            inverse = torch.rsqrt(variance + self.eps).view(shape)
             return self._scaled((wide - self.running_mean.view(shape)) * inverse).to(x.dtype)
         if self._plan.total == 1:
             self._refuse_one_value("a larger image, or eval() with running statistics")
