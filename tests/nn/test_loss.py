@@ -141,3 +141,50 @@ def test_a_target_that_is_no_class_is_refused_on_all_ranks(shape):
             layer(x, target)
         target[0] = 5
         assert layer(x, target).isfinite()
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_means_of_16_bit_losses_are_summed_in_32_bits(dtype):
+    # Sums beyond 65504 are no float16, and a bfloat16 counts whole numbers up to 256 only.
+    P = Partition([2, 1])
+    x, t = torch.full((700, 101), 3.0, dtype=dtype), torch.zeros(700, 101, dtype=dtype)
+    where = P.local_slices(x.shape)
+    target = torch.arange(700) % 101
+    for layer, plain, goal in (
+        (loss.DistributedMSELoss(P), nn.MSELoss(), t),
+        (loss.DistributedL1Loss(P), nn.L1Loss(), t),
+        (loss.DistributedKLDivLoss(P, "batchmean"), nn.KLDivLoss(reduction="batchmean"), t + 1),
+        (loss.DistributedNLLLoss(P), nn.NLLLoss(), target),
+        (loss.DistributedNLLLoss(P, torch.full((101,), 200.0)), nn.NLLLoss(), target),
+    ):
+        spot = where[: goal.dim()]
+        for _ in range(2):  # set-up, then with the word inside
+            own, whole = x[where].clone().requires_grad_(), x.float().requires_grad_()
+            y, z = layer(own, goal[spot]), plain(whole, goal.float() if goal.dim() > 1 else goal)
+            assert y.dtype == own.dtype
+            torch.testing.assert_close(y.float(), z, rtol=torch.finfo(dtype).eps, atol=0.0)
+            y.backward()
+            z.backward()
+            close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-7}
+            torch.testing.assert_close(own.grad.float(), whole.grad[where], **close)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_class_losses_of_16_bit_values_lose_no_digits(dtype):
+    # 70000 classes: a sum of as many exponentials, or of their logits, is no float16.
+    x = (drawn(2, 70000) / 8 - 3).to(dtype)
+    target = torch.tensor([1, 40000])
+    for P in (Partition([1, 2]), Partition([2, 1])):
+        where = P.local_slices(x.shape)
+        for smooth in (0.0, 0.2):
+            ours = loss.DistributedCrossEntropyLoss(P, label_smoothing=smooth)
+            y = ours(x[where], target[where[0]])
+            z = nn.CrossEntropyLoss(label_smoothing=smooth)(x.float(), target)
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.float(), z, rtol=torch.finfo(dtype).eps, atol=0.0)
+            with torch.autocast("cpu", torch.bfloat16):
+                y = ours(x[where], target[where[0]])
+            torch.testing.assert_close(y, z)  # in float32, as torch's

@@ -81,27 +81,43 @@ class _Loss(PlannedModule[tuple[int, int]]):
         if self.reduction == "none":
             self._answer_first((x, target))
             return self._elements(self._tied(x), target)
-        total = self._total(x, target)
+        total, dtype = self._total(x, target)
         count, batch = self._plan
-        if self.reduction == "mean":
-            return total / count
-        return total / batch if self.reduction == "batchmean" else total
+        if self.reduction != "sum":
+            total = total / (count if self.reduction == "mean" else batch)
+        return total.to(dtype)
 
-    def _total(self, x: Tensor, target: Tensor) -> Tensor:
-        """Return the sum over all elements, a value that counts once; the word travels with it."""
+    def _total(self, x: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return the sum over all elements, and their dtype; the word travels with it.
+
+        The sum counts once. That of 16-bit elements is in float32, where their mean may be finite.
+        """
         comm = self.P_x.comm
         question = self._take_question()
         if question is None:
-            own = self._elements(self._tied(x), target).sum()
-            return sum_to_replicated(own, comm=comm)
+            elements = self._elements(self._tied(x), target)
+            return sum_to_replicated(_summed(elements), comm=comm), elements.dtype
         # A rank that stands in cannot know the dtype of the others' sums; this one all know.
         wide = _sum_dtype(*(structure.dtype for structure in self._structures))
         fits = not question.stands_in
-        own = self._elements(x, target).sum() if fits else torch.zeros((), device=x.device)
+        elements = self._elements(x, target) if fits else torch.zeros((), device=x.device)
+        own = _summed(elements)
         total, heard = summed_with_word(own.to(wide), comm, question.word)
         if self._heeded(question.settle(heard), (x, target)):
             return self._total(x, target)
-        return SumToReplicated.apply(self._tied(own), GroupPlan(comm, landed=total.to(own.dtype)))
+        plan = GroupPlan(comm, landed=total.to(own.dtype))
+        return SumToReplicated.apply(self._tied(own), plan), elements.dtype
+
+
+def _summed(elements: Tensor) -> Tensor:
+    """Return the sum of elements, of 16-bit ones in float32."""
+    is_short = elements.dtype in (torch.float16, torch.bfloat16)
+    return elements.sum(dtype=torch.float32 if is_short else None)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return 16-bit values as float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -291,13 +307,15 @@ class DistributedNLLLoss(_WeightedLoss):
             raise stray
         tied = self._tied(x)
         losses, weights = self._positions(tied, target, self._normaliser(tied))
+        is_cast = torch.is_autocast_enabled(x.device.type)  # then torch's losses are in float32
+        dtype = _wide(x[:0]).dtype if is_cast else x.dtype
         if self.reduction == "none":
-            return losses
+            return losses.to(dtype)
         comm = self.P_x.sub(tuple(d for d in range(self.P_x.dim) if d != 1)).comm
-        total = sum_to_replicated(losses.sum(), comm=comm)
-        if self.reduction == "sum":
-            return total
-        return total / comm.all_reduce(weights.sum())
+        total = sum_to_replicated(_summed(losses), comm=comm)
+        if self.reduction == "mean":
+            total = total / comm.all_reduce(_summed(weights))
+        return total.to(dtype)
 
     def _positions(
         self, x: Tensor, target: Tensor, normaliser: Tensor | None
@@ -308,9 +326,9 @@ class DistributedNLLLoss(_WeightedLoss):
         if normaliser is not None:
             picked = picked + normaliser
         counted = target != self.ignore_index
-        weights = counted.to(x.dtype)
+        weights = counted.to(picked.dtype)
         if self.weight is not None:
-            weights = weights * self.weight.to(x)[target.masked_fill(~counted, 0)]
+            weights = weights * self.weight.to(picked)[target.masked_fill(~counted, 0)]
         return torch.where(weights != 0, picked * weights, torch.zeros_like(picked)), weights
 
     def _picked(self, values: Tensor, target: Tensor, start: int) -> Tensor:
@@ -353,6 +371,7 @@ class DistributedCrossEntropyLoss(DistributedNLLLoss):
         return (*super()._options(), self.label_smoothing)
 
     def _normaliser(self, x: Tensor) -> Tensor:
+        x = _wide(x)
         classes = self.P_x.sub(1).comm
         if classes.size == 1:
             return x.logsumexp(1)
@@ -368,6 +387,7 @@ class DistributedCrossEntropyLoss(DistributedNLLLoss):
         losses, weights = super()._positions(x, target, normaliser)
         if self.label_smoothing == 0.0 or normaliser is None:
             return losses, weights
+        x = _wide(x)
         start, classes = self._plan
         every = x.new_ones(classes) if self.weight is None else self.weight.to(x)
         own = every[start : start + x.shape[1]].reshape(1, -1, *(1,) * (x.dim() - 2))
