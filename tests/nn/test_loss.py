@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.errors import PartitionError
+from unisono.errors import CollectiveMismatch, PartitionError
 from unisono.nn import loss
 from unisono.topology import Partition
 
@@ -188,3 +188,28 @@ def test_class_losses_of_16_bit_values_lose_no_digits(dtype):
             with torch.autocast("cpu", torch.bfloat16):
                 y = ours(x[where], target[where[0]])
             torch.testing.assert_close(y, z)  # in float32, as torch's
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_ranks_whose_dtypes_differ_are_told_so():
+    P = Partition([2, 1])
+    x, t = torch.ones(3, 4), torch.zeros(3, 4)
+    classes = torch.tensor([0, 1, 2])
+    first = unisono.world().rank == 0
+
+    def other(value):
+        return value if first else value.double()
+
+    def refused(layer, *given):
+        with pytest.raises(CollectiveMismatch, match=r"rank 0: torch.float32\n.*float64"):
+            layer(*given)
+
+    for reduction in ("mean", "none"):
+        mse = loss.DistributedMSELoss(P, reduction)
+        for _ in range(2):  # before the first set-up, and after it
+            refused(mse, other(x), t)
+            refused(mse, x, other(t))
+            assert mse(x, t).mean() == 1
+        ce = loss.DistributedCrossEntropyLoss(P, reduction=reduction)
+        refused(ce, other(x), classes)
+        assert ce(x, classes).dtype == x.dtype

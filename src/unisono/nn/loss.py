@@ -60,7 +60,8 @@ class _Loss(PlannedModule[tuple[int, int]]):
 
     def _make_plan(self, tables: Sequence[Table]) -> tuple[int, int]:
         shape = tables[0].global_shape(self.P_x)
-        for table in tables[1:]:
+        for table in tables:
+            table.dtype(self.P_x)
             if table.cuts(self.P_x) != tables[0].cuts(self.P_x):
                 raise PartitionError.because(
                     type(self).__name__,
@@ -258,6 +259,7 @@ class DistributedNLLLoss(_WeightedLoss):
         return (self.weight is None, self.ignore_index)
 
     def _make_plan(self, tables: Sequence[Table]) -> tuple[int, int]:
+        tables[0].dtype(self.P_x)
         cuts = tables[0].cuts(self.P_x)
         for rank in self.P_x.ranks:
             shape = tables[0].of(rank).shape
