@@ -54,6 +54,30 @@ def test_returning_to_a_known_shape_makes_no_new_plan():
     assert len(layer._plans) == 8
 
 
+class Watched(unn.DistributedMSELoss):
+    """A layer whose hook is overridden, as a function of module and input."""
+
+    @staticmethod
+    def _distdl_forward_pre_hook(module, input):
+        module.seen.append(len(input))
+        unn.DistributedMSELoss._distdl_forward_pre_hook(module, input)
+        return (input[0] * module.factor, *input[1:]) if module.factor != 1 else None
+
+
+@pytest.mark.ranks([1, 2])
+def test_the_hook_before_a_forward_may_be_overridden():
+    P = Partition([unisono.world().size, 1])
+    layer = Watched(P)
+    layer.seen, layer.factor = [], 1
+    x, zero = torch.full((2, 3), 2.0), torch.zeros(2, 3)
+    for made in (layer, copy.deepcopy(layer)):
+        assert made(x, zero) == made(x, target=zero) == 4
+        made.factor = 3
+        assert made(x, zero) == made(x, target=zero) == 36
+        assert made.seen == [2, 2, 2, 2]
+        assert made._setups == 1
+
+
 def kinds():
     """Return every layer with weights and torch's, by name: builders for a partition size."""
 

@@ -40,7 +40,7 @@ class Module(nn.Module):
         self._gradients = NO_GRAD
         self._agreeing: Communicator | None = None
         self._notices: Notices | None = None
-        self.register_forward_pre_hook(self._distdl_forward_pre_hook, with_kwargs=True)
+        self.register_forward_pre_hook(_before_forward, with_kwargs=True)
         self.register_forward_hook(_check_notices)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -75,15 +75,10 @@ class Module(nn.Module):
 
     @staticmethod
     @runs_uncompiled
-    def _distdl_forward_pre_hook(
-        module: Module,
-        input: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Set the module up if it has to be."""
-        seen = input if not kwargs else (*input, *kwargs.values())
-        if module._distdl_module_requires_reset(seen):
-            module._set_up(seen)
+    def _distdl_forward_pre_hook(module: Module, input: tuple[Any, ...]) -> Any:
+        """Set the module up if it has to be. Who overrides it may return another input."""
+        if module._distdl_module_requires_reset(input):
+            module._set_up(input)
 
     def _set_up(self, input: tuple[Any, ...]) -> None:
         """Tear down what there is and set up. Called by all ranks together."""
@@ -166,6 +161,22 @@ class Module(nn.Module):
         state = self.__dict__.copy()
         state |= {"_distdl_is_setup": False, "_agreeing": None, "_notices": None}
         return state
+
+
+@runs_uncompiled
+def _before_forward(
+    module: nn.Module, input: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Call the hook that layers may override, with the keyword tensors behind the others."""
+    if not isinstance(module, Module):
+        return None
+    seen = input if not kwargs else (*input, *kwargs.values())
+    other = module._distdl_forward_pre_hook(module, seen)
+    if other is None:
+        return None
+    other = other if isinstance(other, tuple) else (other,)
+    count = len(other) - len(kwargs)
+    return other[:count], dict(zip(kwargs, other[count:], strict=True))
 
 
 @runs_uncompiled
