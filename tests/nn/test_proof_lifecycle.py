@@ -297,6 +297,19 @@ def test_optimizer_steps_keep_replicas_equal_to_the_bit(proof):
 
 
 @pytest.mark.ranks(2)
+def test_replicas_that_are_alike_in_a_value_that_is_no_number_are_equal():
+    conv = unn.DistributedFeatureConv1d(Partition([1, 1, 2]), 1, 3, 1)
+    with torch.no_grad():
+        conv.bias.copy_(torch.tensor([torch.nan, torch.inf, -torch.inf]))
+    unn.check_replicas(conv)
+    if unisono.world().rank == 1:
+        with torch.no_grad():
+            conv.bias[0] = 1.0
+    with pytest.raises(CollectiveMismatch, match=r"bias[\s\S]*ranks 0 and 1[\s\S]*difference nan"):
+        unn.check_replicas(conv)
+
+
+@pytest.mark.ranks(2)
 def test_replicas_in_the_head_of_a_split_network_are_compared_too():
     P = Partition([1, 1, 2])
     net = unn.distribute(

@@ -220,7 +220,7 @@ def _compare(name: str, value: Tensor, holding: Holding, comm: Communicator) -> 
         if not parts[rank].numel():
             continue
         other = first.setdefault(record, rank)
-        if not torch.equal(parts[other], parts[rank]):
+        if other != rank and not _are_equal(parts[other], parts[rank]):
             difference = (parts[other] - parts[rank]).abs().max().item()
             raise CollectiveMismatch.because(
                 f"check_replicas: {name}",
@@ -228,6 +228,11 @@ def _compare(name: str, value: Tensor, holding: Holding, comm: Communicator) -> 
                 f"largest difference {difference:g}",
                 "update parameters from their gradients only, with equal optimizers on all ranks",
             )
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether values are the same; NaN is the same as NaN."""
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @contextmanager
