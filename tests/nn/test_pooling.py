@@ -56,6 +56,25 @@ def test_pooling_of_images_and_volumes_equals_torch():
     check_parity(p.DistributedAvgPool3d(P, 2, 1), nn.AvgPool3d(2, 1), (1, 2, 4, 5, 4), P)
 
 
+@pytest.mark.ranks([1, 2, 3])
+def test_averages_of_integers_are_rounded_as_torch_rounds_them():
+    size = unisono.world().size
+    cases = [*AVG, {"kernel_size": 3, "stride": 2, "padding": 1, "divisor_override": 4}]
+    for ours, plain, shape in (
+        (p.DistributedAvgPool1d, nn.AvgPool1d, (2, 2, 11)),
+        (p.DistributedAvgPool2d, nn.AvgPool2d, (1, 2, 11, 5)),
+        (p.DistributedAvgPool3d, nn.AvgPool3d, (1, 1, 11, 4, 3)),
+    ):
+        P = Partition([1, 1, size, *(1 for _ in shape[3:])])
+        x = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(3))
+        for case in cases[: -1 if len(shape) == 3 else None]:
+            y, z = ours(P, **case)(x[P.local_slices(x.shape)]), plain(**case)(x)
+            assert y.dtype == z.dtype
+            assert torch.equal(y, z[P.local_slices(z.shape)]), (shape, case)
+        with pytest.raises(PartitionError, match=r"torch.uint8[\s\S]*x.float"):
+            ours(P, 3)(x[P.local_slices(x.shape)].to(torch.uint8))
+
+
 @pytest.mark.ranks(4)
 def test_max_indices_are_those_of_the_whole_image():
     P = Partition([1, 1, 2, 2])

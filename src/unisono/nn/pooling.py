@@ -165,7 +165,14 @@ class _AvgPool(_Pool):
     def _describe(self) -> tuple[object, ...]:
         return (*super()._describe(), self.count_include_pad, self.divisor_override)
 
-    def _window_fill(self, dtype: torch.dtype) -> float:  # noqa: ARG002
+    def _window_fill(self, dtype: torch.dtype) -> float:
+        if not dtype.is_floating_point and dtype != torch.int64:
+            raise PartitionError.because(
+                f"{type(self).__name__} of {dtype}",
+                "averages are of floating dtypes, or of int64 and rounded towards 0",
+                None,
+                "x.float()",
+            )
         return 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,11 +187,21 @@ class _AvgPool(_Pool):
         if self.divisor_override is not None:
             sized = {"divisor_override": self.divisor_override}
             return average(window, self.kernel_size, self.stride, **sized)
-        means = average(window, self.kernel_size, self.stride)
         counts, full = self._counts(), math.prod(self.kernel_size)
         if bool((counts == full).all()):
-            return means
+            return average(window, self.kernel_size, self.stride)
+        if not window.is_floating_point():
+            sums = self._integer_sums(window)
+            return torch.div(sums, counts.to(sums), rounding_mode="trunc")
+        means = average(window, self.kernel_size, self.stride)
         return means * (full / counts).to(means)
+
+    def _integer_sums(self, window: Tensor) -> Tensor:
+        if self.dims > 1:  # lines have no divisor of their own
+            sized = {"divisor_override": 1}
+            return _AVG[self.dims](window, self.kernel_size, self.stride, **sized)
+        kernel, stride = (1, *self.kernel_size), (1, *self.stride)
+        return F.avg_pool2d(window.unsqueeze(2), kernel, stride, divisor_override=1).squeeze(2)
 
     def _counts(self) -> Tensor:
         """Return the number of points under each output of this rank's share."""
