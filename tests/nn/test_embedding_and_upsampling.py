@@ -84,6 +84,24 @@ def test_upsampling_of_images_equals_torch():
                 check_parity(ours, plain, (2, 2, 5, 6), P)
 
 
+@pytest.mark.ranks(2)
+def test_integers_are_copied_but_not_weighed():
+    P, space = Partition([1, 1, 2]), Partition([1, 1, 2, 1])
+    x = torch.arange(250, 256, dtype=torch.uint8).reshape(1, 1, 6)
+    y = DistributedUpsample(P, scale_factor=2)(x[P.local_slices(x.shape)])
+    z = nn.Upsample(scale_factor=2)(x)
+    assert torch.equal(y, z[P.local_slices(z.shape)])
+    said = r"torch.uint8[\s\S]*integers have no weighted sums[\s\S]*x.float\(\)"
+    with pytest.raises(PartitionError, match=said):
+        DistributedUpsample(P, scale_factor=2, mode="linear")(x[P.local_slices(x.shape)])
+    with pytest.raises(PartitionError, match=said):
+        DistributedUpsample(space, scale_factor=2, mode="bicubic")(torch.ones_like(x)[None])
+    ends = ([0, 0, 0], [1, 1, 6], [1, 1, 6], [0, 0, 0], [1, 1, 12], [1, 1, 12])
+    assert torch.equal(Interpolate(*ends)(x), z)
+    with pytest.raises(PartitionError, match=said):
+        Interpolate(*ends, mode="linear")(x)
+
+
 def test_interpolate_is_the_local_part():
     x = torch.randn(1, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     z = nn.Upsample(size=12, mode="linear")(x)

@@ -104,6 +104,7 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
 
     def _make_plan(self, tables: Sequence[Table]) -> _UpsamplePlan:
         (table,) = tables
+        _check_dtype(type(self).__name__, self.mode, table.dtype(self.P_x))
         double = table.dtype(self.P_x) == torch.float64
         cuts = table.cuts(self.P_x)
         index = self.P_x.index
@@ -164,6 +165,7 @@ class Interpolate(torch.nn.Module):
         align_corners: bool = False,
     ) -> None:
         super().__init__()
+        self._mode = mode
         scales = _each(scale_factor, len(x_global_shape) - 2, "scale_factor")
         dims = range(2, len(x_global_shape))
         self._held = [(x_local_start[at], x_local_stop[at]) for at in dims]
@@ -197,6 +199,7 @@ class Interpolate(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the own outputs."""
+        _check_dtype(type(self).__name__, self._mode, x.dtype)
         if x.dtype != torch.float64:
             return resampled(x, self._taps)
         self._check(self._taps_double)  # the nearest point may be another one
@@ -241,6 +244,18 @@ def resampled(window: Tensor, taps: Sequence[Taps]) -> Tensor:
             total = part if total is None else total + part
         y = y if total is None else total
     return y
+
+
+def _check_dtype(name: str, mode: str, dtype: torch.dtype) -> None:
+    """Raise for values that have no weighted sums: only the nearest modes copy points."""
+    if dtype.is_floating_point or dtype.is_complex or mode.startswith("nearest"):
+        return
+    raise PartitionError.because(
+        f"{name}(mode={mode!r}) of {dtype}",
+        "weights between 0 and 1",
+        "integers have no weighted sums",
+        'x.float(), or mode="nearest"',
+    )
 
 
 def _each(value: object, count: int, name: str) -> tuple[float, ...] | None:
