@@ -49,6 +49,24 @@ def test_embedding_split_by_columns_or_rows_equals_torch(options):
             assert layer.weight.numel() == 0
 
 
+@pytest.mark.ranks([1, 2, 3])
+def test_rows_are_scaled_down_to_any_norm():
+    size = unisono.world().size
+    for split, columns in product(("dim", "vocab"), (5, 2)):  # 2: a rank may hold none
+        for order in (torch.inf, -torch.inf, 0.0, 1.0, 3.0):
+            P = Partition([1, 1, size])
+            largest = 0.1 if order < 0 else 0.5
+            options = {"max_norm": largest, "norm_type": order, "dtype": torch.float64}
+            torch.manual_seed(2)
+            plain = nn.Embedding(7, columns, **options)
+            torch.manual_seed(2)
+            layer = DistributedEmbedding(P, 7, columns, **options, split=split)
+            y, z = layer(IDS), plain(IDS)
+            here = P.local_slices(z.shape) if split == "dim" else ()
+            torch.testing.assert_close(y, z[here])
+            torch.testing.assert_close(layer.state_dict()["weight"], plain.weight.detach())
+
+
 @pytest.mark.ranks(2)
 def test_an_id_outside_of_the_table_on_one_rank_is_refused_on_all():
     for shape, split in (([2, 1], "dim"), ([1, 2], "vocab")):

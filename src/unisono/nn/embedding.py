@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -212,12 +213,24 @@ class DistributedEmbedding(HoldingModule[None]):
         rows = self._used.slices[0]
         local = used[(used >= rows.start) & (used < rows.stop)] - rows.start
         rows = self.weight[local]
-        norms = rows.abs().pow(self.norm_type).sum(1)
-        if self.split == "dim":
-            norms = self.P_x.sub(self.P_x.dim - 1).comm.all_reduce(norms)
-        norms = norms.pow(1.0 / self.norm_type)
+        norms = self._norms(rows)
         factor = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
         self.weight[local] = rows * factor.unsqueeze(1)
+
+    def _norms(self, rows: Tensor) -> Tensor:
+        """Return the norms of whole rows, of which this rank may hold columns. Collective then."""
+        order = self.norm_type
+        if math.isinf(order):  # the largest magnitude, or the smallest
+            way = "max" if order > 0 else "min"
+            empty = rows.new_full((len(rows), 1), 0.0 if order > 0 else math.inf)
+            values = torch.cat([rows.abs(), empty], 1)
+            norms = values.amax(1) if order > 0 else values.amin(1)
+        else:
+            way, values = "sum", rows.abs()
+            norms = ((values != 0).to(rows) if order == 0 else values.pow(order)).sum(1)
+        if self.split == "dim":
+            norms = self.P_x.sub(self.P_x.dim - 1).comm.all_reduce(norms, way)
+        return norms if order == 0 or math.isinf(order) else norms.pow(1.0 / order)
 
 
 class _ScaledGradient(torch.autograd.Function):
