@@ -88,6 +88,42 @@ def test_max_indices_are_those_of_the_whole_image():
         assert torch.equal(indices, expected[where])
 
 
+@pytest.mark.ranks([1, 2, 3, 4])
+def test_padding_wins_over_no_point_however_low():
+    size = unisono.world().size
+    grid = [2, 2] if size == 4 else [size, 1]
+    cases = [*MAX[1:3], {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2}]
+    draw = torch.Generator().manual_seed(5)
+    for dtype in (torch.float64, torch.int64, torch.uint8):
+        lowest = -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        x = torch.randint(1, 9, (1, 2, 9, 7), generator=draw).to(dtype)
+        x[0, 0], x[0, 1, :4] = lowest, lowest
+        for case in cases:
+            for kind, plain, shape, P in (
+                (p.DistributedMaxPool1d, nn.MaxPool1d, (2, 7, 9), Partition([1, 1, size])),
+                (p.DistributedMaxPool2d, nn.MaxPool2d, x.shape, Partition([1, 1, *grid])),
+                (
+                    p.DistributedMaxPool3d,
+                    nn.MaxPool3d,
+                    (1, 1, 3, 6, 7),
+                    Partition([1, 1, 1, *grid]),
+                ),
+            ):
+                leaf = x.reshape(shape).clone().requires_grad_(dtype.is_floating_point)
+                own = leaf.detach()[P.local_slices(shape)].clone()
+                own.requires_grad_(dtype.is_floating_point)
+                y, indices = kind(P, **case, return_indices=True)(own)
+                z, expected = plain(**case, return_indices=True)(leaf)
+                where = P.local_slices(z.shape)
+                assert torch.equal(y, z[where])
+                assert torch.equal(indices, expected[where]), (shape, case, dtype)
+                if dtype.is_floating_point:
+                    probe = torch.arange(1.0, z.numel() + 1).reshape(z.shape)
+                    kind(P, **case)(own).backward(probe[where])
+                    z.backward(probe)
+                    assert torch.equal(own.grad, leaf.grad[P.local_slices(shape)])
+
+
 def test_arguments_that_torch_refuses_are_refused_with_their_numbers():
     P = Partition([1, 1, 1])
     with pytest.raises(PartitionError, match="p > K // 2"):

@@ -125,7 +125,42 @@ class _MaxPool(_Pool):
         pooled, indices = _MAX[self.dims](
             window, self.kernel_size, self.stride, 0, self.dilation, return_indices=True
         )
+        if plan.has_fill and (self.return_indices or pooled.requires_grad):
+            pooled, indices = self._off_padding(window, pooled, indices)
         return (pooled, self._global_indices(indices)) if self.return_indices else pooled
+
+    def _off_padding(
+        self, window: Tensor, pooled: Tensor, indices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Give what padding has won to the first point of the tensor, as torch does.
+
+        Padding wins only where all points are as low as it is; values stay, gradients move.
+        """
+        low = pooled == self._plan.halo.fill
+        if not bool(low.any()):
+            return pooled, indices
+        first, exists = self._first_points(indices.device)
+        low = low & exists
+        indices = torch.where(low, first, indices)
+        points = window.flatten(2).gather(2, indices.flatten(2)).reshape(pooled.shape)
+        return torch.where(low, points, pooled), indices
+
+    def _first_points(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the first point of the tensor under each output, flat in the window, if any."""
+        plan = self._plan.halo
+        first = torch.zeros((1,) * self.dims, dtype=torch.int64, device=device)
+        exists = torch.ones_like(first, dtype=torch.bool)
+        for i in range(self.dims):
+            y0, count = plan.output_start[i + 2], plan.output_shape[i + 2]
+            begin = torch.arange(y0, y0 + count, device=device) * self.stride[i] - self.padding[i]
+            steps = -(begin.clamp(max=0) // self.dilation[i])  # rounded up
+            point = begin + steps * self.dilation[i]
+            shape = [1] * self.dims
+            shape[i] = -1
+            exists = exists & (point < self._plan.global_space[i]).reshape(shape)
+            place = point - (y0 * self.stride[i] - self.padding[i])
+            first = first * plan.window_shape[i + 2] + place.reshape(shape)
+        return first, exists
 
     def _global_indices(self, indices: Tensor) -> Tensor:
         """Turn flat indices in the window into flat indices in the whole image."""
