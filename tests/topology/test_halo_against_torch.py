@@ -234,7 +234,7 @@ BAD = {
     "negative padding": (lambda: halo.plan([(0, 4)], (0,), 3, padding=-1), ["padding: -1 < 0"]),
     "too many kernel sizes": (lambda: halo.plan([(0, 4)], (0,), (3, 3)), ["2 > 1"]),
     "strides of another length": (
-        lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), stride=(1,)), ["1 != 2", "stride"]),
+        lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), stride=(1, 1, 1)), ["3 != 2"]),
     "paddings of another length": (
         lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), padding=(1, 1, 1)), ["3 != 2"]),
     "index outside": (

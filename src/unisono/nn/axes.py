@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from unisono.errors import PartitionError
 from unisono.topology import Partition
+from unisono.topology.window import as_int
 
 
 def reduced_axes(
@@ -48,7 +50,8 @@ def one_axis(
 
 
 def _as_axes(partition: Partition, axes: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
-    given = (axes,) if isinstance(axes, int) else tuple(axes or ())
+    one = None if axes is None else as_int(axes)
+    given = (one,) if one is not None else tuple(cast("Sequence[int] | None", axes) or ())
     turned = tuple(axis + partition.dim if axis < 0 else axis for axis in given)
     for axis in turned:
         if not 0 <= axis < partition.dim:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Literal, cast
 
 import torch
@@ -112,5 +113,6 @@ def conv_settings(
         cast("int | str | Sequence[int | tuple[int, int]]", padding), kernel, strides, dilations
     )
     return ConvSettings(
-        in_channels, out_channels, kernel, strides, pads, dilations, groups, padding_mode
-    )
+        index(in_channels), index(out_channels), kernel, strides, pads, dilations, index(groups),
+        padding_mode,
+    )  # fmt: skip

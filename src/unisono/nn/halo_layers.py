@@ -142,7 +142,7 @@ class DistributedPad(_Windowed):
                 "two for each padded dim, from the last dim on",
             )
         self.P_x = P_x
-        self.padding = tuple(padding)
+        self.padding = tuple(map(int, padding))
         self.mode = mode
         self.value = value
         self.balance = balance

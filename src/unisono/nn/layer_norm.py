@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from unisono.operators.repartition import RepartitionOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
 from unisono.topology.overlap import OverlapPlan, overlaps
+from unisono.topology.window import as_int
 
 __all__ = ["DistributedLayerNorm"]
 
@@ -64,7 +66,8 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
         weights: Weights = "replicated",
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        one = as_int(normalized_shape)
+        shape = (one,) if one is not None else map(int, cast("Sequence[int]", normalized_shape))
         self.P_x = P_x
         self.normalized_shape = tuple(shape)
         self.eps = eps

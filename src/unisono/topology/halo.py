@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from unisono.errors import PartitionError
 from unisono.topology.decompose import (
@@ -23,6 +23,7 @@ from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
 from unisono.topology.window import (
     Kind,
     Segment,
+    as_int,
     check_window,
     interior,
     output_length,
@@ -90,7 +91,9 @@ def plan(
     check_cuts(cuts)
     _check_index(cuts, index)
     dims = len(cuts)
-    kernel = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
+    is_one = as_int(kernel_size) is not None
+    given = dims if is_one else len(cast("Sequence[int]", kernel_size))
+    kernel = per_dim(kernel_size, given, "kernel_size")
     if len(kernel) > dims:
         raise PartitionError.because(
             f"kernel_size={list(kernel)}",

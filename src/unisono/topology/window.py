@@ -7,7 +7,8 @@ segments, each saying where its points come from. No torch and no process here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from operator import index
+from typing import Any, Literal, NamedTuple
 
 from unisono.errors import PartitionError
 from unisono.topology.decompose import Interval
@@ -16,6 +17,7 @@ __all__ = [
     "PADDING_MODES",
     "Kind",
     "Segment",
+    "as_int",
     "check_window",
     "interior",
     "output_length",
@@ -195,17 +197,29 @@ def check_window(
         _refuse_padding(asked, f"no point to repeat: X = {x}", 'padding_mode="zeros"')
 
 
+def as_int(value: Any) -> int | None:
+    """Return an int for any kind of integer (numpy's, a tensor of one); None for anything else."""
+    try:
+        return index(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor with several values says the last two
+        return None
+
+
 def per_dim(value: int | Sequence[int], count: int, name: str) -> tuple[int, ...]:
-    """Return one int a dim: an int counts for all `count` dims, a sequence must be that long."""
-    values = (value,) * count if isinstance(value, int) else tuple(value)
-    if len(values) != count:
+    """Return one int a dim: one int, alone or in a sequence, counts for all `count` dims.
+
+    Anything that is an integer will do, from a list or an array.
+
+    >>> per_dim([2], 3, "stride")
+    (2, 2, 2)
+    """
+    values = _each_dim(value, count, name, f"one int, or {count} of them")
+    sizes = [as_int(one) for one in values]
+    if None in sizes:
         raise PartitionError.because(
-            f"{name}={list(values)}",
-            f"a kernel of {count} dims",
-            f"{len(values)} != {count}",
-            f"one int, or {count} of them",
+            f"{name}={value!r}", "not whole numbers", None, f"one int, or {count} of them"
         )
-    return values
+    return tuple(size for size in sizes if size is not None)
 
 
 def padding_pairs(
@@ -239,15 +253,43 @@ def padding_pairs(
             )
         totals = [span(k, d) - 1 for k, d in zip(kernel_size, dilation, strict=True)]
         return tuple((total // 2, total - total // 2) for total in totals)
-    each = (padding,) * count if isinstance(padding, int) else tuple(padding)
-    if len(each) != count:
+    wanted = f"one int, or {count} ints or (left, right) pairs"
+    return tuple(
+        _both_sides(one, padding, wanted) for one in _each_dim(padding, count, "padding", wanted)
+    )
+
+
+def _each_dim(value: Any, count: int, name: str, wanted: str) -> tuple[Any, ...]:
+    """Return one entry a dim: the one there is, repeated, or as many as there are dims."""
+    if as_int(value) is not None:
+        return (value,) * count
+    try:
+        values = tuple(value)
+    except TypeError:
+        raise PartitionError.because(f"{name}={value!r}", "not a size", None, wanted) from None
+    if len(values) == 1:
+        return values * count
+    if len(values) != count:
         raise PartitionError.because(
-            f"padding={list(each)}",
+            f"{name}={list(values)}",
             f"a kernel of {count} dims",
-            f"{len(each)} != {count}",
-            f"one int, or {count} ints or (left, right) pairs",
+            f"{len(values)} != {count}",
+            wanted,
         )
-    return tuple((p, p) if isinstance(p, int) else (p[0], p[1]) for p in each)
+    return values
+
+
+def _both_sides(one: Any, padding: Any, wanted: str) -> tuple[int, int]:
+    size = as_int(one)
+    if size is not None:
+        return size, size
+    try:
+        left, right = (index(side) for side in one)
+    except (TypeError, ValueError):
+        raise PartitionError.because(
+            f"padding={padding!r}", f"{one!r} is neither an int nor a pair", None, wanted
+        ) from None
+    return left, right
 
 
 def _length(x: int, reach: int, s: int, pl: int, pr: int, ceil_mode: bool) -> int:

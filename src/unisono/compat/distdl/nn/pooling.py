@@ -10,6 +10,7 @@ from unisono import nn as ours
 from unisono.errors import PartitionError
 from unisono.nn.conv_settings import Size
 from unisono.topology import Partition
+from unisono.topology.window import per_dim
 
 from ..backends.mpi.buffer import MPIBufferManager, manager_or_new
 from ..backends.mpi.partition import MPIPartition, layout_of
@@ -29,6 +30,7 @@ class _Pool(nn.Module):
     """DistDL's arguments. Stands before a pooling of `unisono.nn`."""
 
     _dilates: ClassVar[bool] = True
+    dims: ClassVar[int]
 
     def __init__(
         self,
@@ -42,8 +44,7 @@ class _Pool(nn.Module):
         if self._dilates:
             super().__init__(layout_of(P_x), kernel_size, stride, padding, dilation)
         else:
-            sizes = [dilation] if isinstance(dilation, int) else list(dilation)
-            if any(size != 1 for size in sizes):
+            if any(size != 1 for size in per_dim(dilation, self.dims, "dilation")):
                 raise PartitionError.because(
                     f"{type(self).__name__}(dilation={dilation})",
                     "torch averages neighbouring points only",

@@ -1,0 +1,74 @@
+"""Layers take arguments, and show attributes, in every way that torch's own do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import unisono
+import unisono.nn as unn
+from unisono.compat.distdl import nn as distdl
+from unisono.errors import PartitionError
+from unisono.topology import Partition, halo
+from unisono.topology.window import padding_pairs, per_dim
+
+two = np.int64(2)
+
+
+@pytest.mark.parametrize("size", [2, two, [2], (two,), np.array([2, 2]), torch.tensor([2, 2])])
+def test_any_integers_are_sizes(size):
+    found = per_dim(size, 2, "kernel_size")
+    assert found == (2, 2)
+    assert all(type(one) is int for one in found)
+    pairs = padding_pairs(size, (3, 3), (1, 1), (1, 1))
+    assert pairs == ((2, 2), (2, 2))
+    assert all(type(side) is int for pair in pairs for side in pair)
+
+
+def test_pairs_of_any_integers_are_paddings():
+    wanted = ((1, 2), (1, 2))
+    for given in (
+        [(1, 2), (1, 2)],
+        [[1, 2]],
+        np.array([[1, 2], [1, 2]]),
+        [(1, two), np.array([1, 2])],
+    ):
+        assert padding_pairs(given, (3, 3), (1, 1), (1, 1)) == wanted
+
+
+@pytest.mark.parametrize("size", [2.5, [2.0, 2.0], None, "22", [2, 2, 2]])
+def test_other_things_are_refused_as_sizes_by_name(size):
+    with pytest.raises(PartitionError, match=r"(?s)stride=.*HINT: one int, or 2"):
+        per_dim(size, 2, "stride")
+
+
+def test_one_kernel_size_in_a_list_is_that_of_the_last_dim_of_a_halo():
+    cuts = [(0, 4), (0, 5, 10)]
+    assert halo.plan(cuts, (0, 0), [two]).window_shape == (4, 6)
+    assert halo.plan(cuts, (0, 0), two) == halo.plan(cuts, (0, 0), 2)
+
+
+@pytest.mark.ranks(2)
+def test_layers_take_sizes_of_numpy():
+    P = Partition([1, 1, 2, 1])
+    x = torch.arange(49.0, dtype=torch.float64).reshape(1, 1, 7, 7)
+    own = x[P.local_slices(x.shape)]
+    for layer, plain in (
+        (unn.DistributedMaxPool2d(P, [2], padding=np.array([1, 1])), nn.MaxPool2d(2, padding=1)),
+        (unn.DistributedAvgPool2d(P, two), nn.AvgPool2d(2)),
+        (unn.DistributedPad(P, np.array([1, 1])), nn.ZeroPad2d((1, 1, 0, 0))),
+        (distdl.DistributedAvgPool2d(P, two, dilation=np.int64(1)), nn.AvgPool2d(2, 1)),
+    ):
+        y = plain(x)
+        assert torch.equal(layer(own), y[P.local_slices(y.shape)])
+    conv = unn.DistributedFeatureConv2d(
+        P, two, two, two, [1], np.array([1, 1]), dtype=torch.float64
+    )
+    same = unn.DistributedFeatureConv2d(P, 2, 2, 2, 1, 1, dtype=torch.float64)
+    assert conv.settings == same.settings
+    assert unn.DistributedLayerNorm(P, np.int64(7)).normalized_shape == (7,)
+    total = unn.AllSumReduce(P, axes_reduce=two)(own.sum())
+    assert total == x.sum()
+    assert unisono.world().size == 2
