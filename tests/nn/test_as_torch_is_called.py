@@ -72,3 +72,35 @@ def test_layers_take_sizes_of_numpy():
     total = unn.AllSumReduce(P, axes_reduce=two)(own.sum())
     assert total == x.sum()
     assert unisono.world().size == 2
+
+
+SHOWN = (
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "padding_mode", "dilation",
+    "groups",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("library", [unn, distdl])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_show_their_settings_under_the_names_of_torch(library, dims):
+    P = Partition((1,) * (2 + dims))
+    plain = getattr(nn, f"Conv{dims}d")
+    for case in (
+        {"stride": 2, "padding": 1, "padding_mode": "circular", "dilation": 2, "groups": 2},
+        {"padding": "same"},
+        {"padding": "valid"},
+    ):
+        asked = plain(4, 2, 3, **case)
+        for kind, partitions in (("Feature", (P,)), ("Channel", (P,) * 3), ("General", (P,) * 3)):
+            layer = getattr(library, f"Distributed{kind}Conv{dims}d")(*partitions, 4, 2, 3, **case)
+            for name in SHOWN:
+                assert getattr(layer, name) == getattr(asked, name), name
+    back = getattr(library, f"DistributedFeatureConvTranspose{dims}d")(P, 4, 2, 3, 2, 1, groups=2)
+    asked = getattr(nn, f"ConvTranspose{dims}d")(4, 2, 3, 2, 1, groups=2)
+    for name in (*SHOWN, "output_padding"):
+        assert getattr(back, name) == getattr(asked, name), name
+
+
+def test_a_convolution_with_unlike_sides_shows_pairs():
+    layer = unn.DistributedFeatureConv1d(Partition([1, 1, 1]), 1, 1, 3, padding=[(1, 2)])
+    assert layer.padding == ((1, 2),)

@@ -51,9 +51,55 @@ class ConvBase(HoldingModule[P]):
             raise PartitionError.because(
                 f"{name}(overlap={overlap!r})", 'choices: "auto", True, False', None, '"auto"'
             )
+        self._padding_word = padding if isinstance(padding, str) else None
         self.overlap: Overlap = overlap
         self.weights: Weights = check_weights(weights)
         self.use_bias = bias
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of the whole input."""
+        return self.settings.in_channels
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the whole output."""
+        return self.settings.out_channels
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """One size for each spatial dim."""
+        return self.settings.kernel_size
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """One stride for each spatial dim."""
+        return self.settings.stride
+
+    @property
+    def padding(self) -> str | tuple[int, ...] | tuple[tuple[int, int], ...]:
+        """As torch has it: a word, or one int a dim; pairs if the two sides of a dim differ."""
+        if self._padding_word is not None:
+            return self._padding_word
+        pairs = self.settings.padding
+        if any(left != right for left, right in pairs):
+            return pairs
+        return tuple(left for left, _right in pairs)
+
+    @property
+    def padding_mode(self) -> str:
+        """What stands outside the tensor."""
+        return self.settings.padding_mode
+
+    @property
+    def dilation(self) -> tuple[int, ...]:
+        """One dilation for each spatial dim."""
+        return self.settings.dilation
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups the channels fall."""
+        return self.settings.groups
 
     def _check_channels(self, cuts: Cuts) -> None:
         found, wanted = cuts[1][-1], self.settings.in_channels

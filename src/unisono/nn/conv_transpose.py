@@ -51,6 +51,8 @@ class _TransposePlan:
 class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
     _word_travels = "behind"
     dims: ClassVar[int]
+    padding_mode: ClassVar[str] = "zeros"
+    """The one that torch has, too."""
 
     def __init__(
         self,
