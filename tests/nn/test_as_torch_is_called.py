@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -104,3 +106,48 @@ def test_convolutions_show_their_settings_under_the_names_of_torch(library, dims
 def test_a_convolution_with_unlike_sides_shows_pairs():
     layer = unn.DistributedFeatureConv1d(Partition([1, 1, 1]), 1, 1, 3, padding=[(1, 2)])
     assert layer.padding == ((1, 2),)
+
+
+@pytest.mark.ranks(2)
+def test_layers_and_losses_are_called_by_keyword_in_any_order():
+    P = Partition([2, 1])
+    logits = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    target = torch.tensor([0, 2, 1, 1, 0])
+    rows = P.local_slices(logits.shape)
+    own, classes = logits[rows], target[rows[0]]
+    entropy = nn.CrossEntropyLoss()(logits, target)
+    for split in (unn.DistributedCrossEntropyLoss(P), distdl.DistributedCrossEntropyLoss(P)):
+        for _ in range(2):  # before set-up and after it
+            torch.testing.assert_close(split(target=classes, input=own), entropy)
+            torch.testing.assert_close(split(own, target=classes), entropy)
+            torch.testing.assert_close(split(input=own, target=classes), entropy)
+        assert split._setups == 1
+    l1 = unn.DistributedL1Loss(P)(target=own * 0, input=own)
+    torch.testing.assert_close(l1, logits.abs().mean())
+    norm = unn.DistributedLayerNorm(P, 3, dtype=torch.float64)
+    torch.testing.assert_close(norm(input=own), nn.functional.layer_norm(own, (3,)))
+
+
+@pytest.mark.ranks(2)
+def test_a_keyword_that_forward_does_not_have_is_refused_before_set_up():
+    layer = unn.DistributedMSELoss(Partition([2]))
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match=r"DistributedMSELoss.forward\(\): .*'guess'"):
+        layer(guess=x, target=x)
+    assert not layer._distdl_is_setup
+    assert layer(x, x) == 0
+
+
+LAYERS = [
+    kind
+    for library in (unn, distdl)
+    for kind in vars(library).values()
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and "forward" in dir(kind)
+]
+
+
+@pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_what_every_layer_takes_first_is_called_input(kind):
+    if kind in (unn.Module, distdl.Module):
+        return
+    assert list(inspect.signature(kind.forward).parameters)[1] == "input"

@@ -108,12 +108,12 @@ class _FeatureConv(ConvBase[SpacePlan]):
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
         return self.P_x.comm if self.P_x.active and self.weights == "replicated" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the convolution."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         weight, bias = self._parameters_here()
-        return self._in_space(x, weight, bias)
+        return self._in_space(input, weight, bias)
 
 
 class DistributedFeatureConv1d(_FeatureConv):

@@ -204,13 +204,13 @@ class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
         window = plan.exchange.halo if isinstance(plan, SpacePlan) else plan.window
         return None if window is None else self._on_ranks(window, self.P_x.ranks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the convolution on `P_y`."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         if self._is_spatial:
-            return self._in_space(x, *self._parameters_here())
-        held = self._window(x)
+            return self._in_space(input, *self._parameters_here())
+        held = self._window(input)
         plan = self._general()
         if plan.to_weights is not None:
             held = spread(held, plan.to_weights)

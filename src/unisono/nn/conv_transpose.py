@@ -154,10 +154,10 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
     def _halo(self) -> HaloOnGroup | None:
         return self._on_ranks(self._plan.halo, self.P_x.ranks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the transposed convolution."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         shapes: list[tuple[int, ...]] = [
             (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
         ]
@@ -169,7 +169,7 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
             self.P_x, self.weights, shapes, held, sums=self._sums_gradients
         )
         bias = rest[0] if rest else None
-        window = self._window(x)
+        window = self._window(input)
         plan = self._plan.halo
         batch, _, *space = plan.output_shape
         shape = (batch, self.out_channels, *space)

@@ -23,15 +23,15 @@ class OwnDropout(nn.Module):
         self.p = p
         self._draws = Draws(partition, place)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with elements zeroed in training, scaled to keep its mean."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input` with elements zeroed in training, scaled to keep its mean."""
         if not self.training or self.p == 0.0:
-            return x
+            return input
         if self.p == 1.0:
-            return x * 0.0
+            return input * 0.0
         generator = self._draws.generator(self._draws.next_call())
-        kept = torch.rand(self._mask_shape(x), generator=generator) >= self.p
-        return x * kept.to(device=x.device, dtype=x.dtype) / (1.0 - self.p)
+        kept = torch.rand(self._mask_shape(input), generator=generator) >= self.p
+        return input * kept.to(device=input.device, dtype=input.dtype) / (1.0 - self.p)
 
     def _mask_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return how many numbers are drawn: one for each element."""

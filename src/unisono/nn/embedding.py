@@ -168,31 +168,31 @@ class DistributedEmbedding(HoldingModule[None]):
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
         return self._samples().comm if self.P_x.active and self.weights == "replicated" else None
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the vectors of the ids: own columns, or whole ones with `split="vocab"`."""
         if not self._takes_part:
             return self._outside(self.weight)
         if self.max_norm is not None:
-            self._renormalise(ids, self.max_norm)
+            self._renormalise(input, self.max_norm)
         (weight,) = replicated_or_root(
             self._samples(), self.weights, [self._used.shape], [self.weight],
             sums=self._sums_gradients,
         )  # fmt: skip
         start = self._used.start[0]
-        local = ids - start
+        local = input - start
         here = (local >= 0) & (local < weight.shape[0])
         if self.split == "vocab":
-            elsewhere = (ids >= 0) & (ids < self.num_embeddings) & ~here
+            elsewhere = (input >= 0) & (input < self.num_embeddings) & ~here
             local = local.masked_fill(elsewhere, 0)
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None
         if weight.shape[0] == 0:
-            y = weight.sum().expand(*ids.shape, self.embedding_dim)
+            y = weight.sum().expand(*input.shape, self.embedding_dim)
         else:
             y = F.embedding(local, weight, padding, sparse=self.sparse)
         if self.scale_grad_by_freq:
-            y = _ScaledGradient.apply(y, 1.0 / self._frequencies(ids)[ids].to(y).unsqueeze(-1))
+            y = _ScaledGradient.apply(y, 1.0 / self._frequencies(input)[input].to(y).unsqueeze(-1))
         if self.split == "dim":
             return y
         y = torch.where(here.unsqueeze(-1), y, torch.zeros_like(y))

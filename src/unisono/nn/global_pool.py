@@ -29,10 +29,10 @@ class GlobalAvgPool(PlannedModule[int]):
     def _make_plan(self, tables: Sequence[Table]) -> int:
         return math.prod(tables[0].global_shape(self.P_x)[2:])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the mean over space."""
         if not self._takes_part:
-            return self._outside(x)
-        space = tuple(range(2, x.dim()))
-        own = self._tied(x).sum(space, keepdim=True)
+            return self._outside(input)
+        space = tuple(range(2, input.dim()))
+        own = self._tied(input).sum(space, keepdim=True)
         return sum_to_replicated(own, comm=self.P_x.sub(space).comm) / self._plan

@@ -152,15 +152,15 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
         return self._users().comm if self.P_x.active and self.weights == "replicated" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the normalised block."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         plan = self._plan
         if plan.global_shape[0] * plan.total == 1:
             self._refuse_one_value("a larger batch, fewer groups, or a larger image")
-        y, _, _ = self._normalised(self._wide(x))
-        return self._scaled(y).to(x.dtype)
+        y, _, _ = self._normalised(self._wide(input))
+        return self._scaled(y).to(input.dtype)
 
     def _refuse_one_value(self, hint: str) -> None:
         raise PartitionError.because(

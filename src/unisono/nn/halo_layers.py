@@ -47,11 +47,11 @@ class _Windowed(PlannedModule[HaloPlan]):
     def _halo(self) -> HaloOnGroup | None:
         return self._on_ranks(self._plan, self.P_x.ranks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the own window."""
         if not self._takes_part:
-            return self._outside(x)
-        return self._window(x)
+            return self._outside(input)
+        return self._window(input)
 
 
 class HaloExchange(_Windowed):

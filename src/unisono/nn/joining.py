@@ -47,15 +47,15 @@ class Join(PlannedModule[tuple[Cuts, OverlapPlan | None]]):
         me = self.P_x.root.rank
         return cuts, overlaps(cuts, self.P_x.ranks, by_batch, self.P_x.ranks, me)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return whole samples."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         cuts, overlap = self._plan
-        tied = self._tied(x)
+        tied = self._tied(input)
         if overlap is not None:
             after = overlap.dest_shape or (0,)
-            plan = RepartitionOnGroup(self.P_x.root, overlap, tuple(x.shape), after)
+            plan = RepartitionOnGroup(self.P_x.root, overlap, tuple(input.shape), after)
             return Repartition.apply(tied, plan)
         y = tied
         for axis in reversed(range(self.P_x.dim)):

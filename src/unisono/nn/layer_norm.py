@@ -147,14 +147,14 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
         return self._samples().comm if self.P_x.active and self.weights == "replicated" else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the normalised block."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         plan = self._plan
-        tied = self._tied(x)
+        tied = self._tied(input)
         wide = tied.float() if tied.dtype in (torch.float16, torch.bfloat16) else tied
-        dims = tuple(range(x.dim() - self._dims, x.dim()))
+        dims = tuple(range(input.dim() - self._dims, input.dim()))
         mean, squares = own_moments(wide, dims, keepdim=True)
         mean, squares = merged_moments(mean, squares, plan.counts, plan.comm)
         y = (wide - mean) * torch.rsqrt(squares / max(plan.total, 1) + self.eps)
@@ -168,7 +168,7 @@ class DistributedLayerNorm(HoldingModule[_NormPlan]):
             y = y * self._moved(held[0])
         if len(held) > 1:
             y = y + self._moved(held[1])
-        return y.to(x.dtype)
+        return y.to(input.dtype)
 
     def _moved(self, parameter: Tensor) -> Tensor:
         """Return an affine parameter in the blocks of the input."""

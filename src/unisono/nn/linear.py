@@ -163,12 +163,12 @@ class DistributedLinear(HoldingModule[_GridPlan]):
             return None
         return self._replicas().comm
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block of the output on `P_y`."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         plan = self._plan
-        held = self._tied(x)
+        held = self._tied(input)
         if plan.balance is not None and not plan.balance.is_identity:
             on_group = HaloOnGroup(self.P_x.root, plan.balance, self.P_x.ranks, 0.0)
             held = HaloExchange.apply(held, on_group)

@@ -150,24 +150,24 @@ class DistributedLinearAllGather(_OneAxisLinear):
         sizes = tuple(b - a for a, b in pairwise(cuts[self._dim]))
         return BlockPlan(self._axis(), self._dim, sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return `[*, out_features / ranks]`."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         is_alone = self._plan.comm.size == 1
         if is_alone or torch.compiler.is_compiling():
-            self._answer_first((x,))
-            tied = self._tied(x)
+            self._answer_first((input,))
+            tied = self._tied(input)
             joined = tied if is_alone else AllGather.apply(tied, self._plan)
             return F.linear(joined, *self._used(*self._blocks))
 
         def start(fits: bool) -> Gathering:
-            return Gathering(x.detach() if fits else self._nothing(), self._plan)
+            return Gathering(input.detach() if fits else self._nothing(), self._plan)
 
-        joined = self._under_way(start, (x,)).take()
-        tied = self._tied(x)
+        joined = self._under_way(start, (input,)).take()
+        tied = self._tied(input)
         weight, *bias = self._used(*self._blocks)
-        if is_plain(x):
+        if is_plain(input):
             return Columns.apply(tied, weight, bias[0] if bias else None, self._plan, joined)
         joined = AllGather.apply(tied, replace(self._plan, landed=joined))
         return F.linear(joined, weight, *bias)
@@ -227,16 +227,16 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
             return self.P_x if self.P_x.active else None
         return super()._users(name)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block of the sum, with the bias added once."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         if self._splits_output:
             weight, *bias = self._used(*self._blocks)
         else:
             (weight,) = self._used("weight")
             bias = self._used("bias") if self.use_bias else []
-        y = self._summed(x, weight)
+        y = self._summed(input, weight)
         return y + bias[0].to(y.dtype) if bias else y
 
     def _summed(self, x: Tensor, weight: Tensor) -> Tensor:

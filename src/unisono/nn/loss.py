@@ -75,8 +75,9 @@ class _Loss(PlannedModule[tuple[int, int]]):
         """Return the loss of each element."""
         raise TypeError(f"{type(self).__name__} has no loss for {x.shape}, {target.shape}")
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the whole tensors; with reduction "none" that of the own block."""
+        x = input
         if not self._takes_part:
             return self._outside(x).sum()
         if self.reduction == "none":
@@ -301,8 +302,9 @@ class DistributedNLLLoss(_WeightedLoss):
             f"targets from 0 on, or ignore_index={int(low if low < 0 else high)}",
         )
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the whole tensors; with reduction "none" one value a position."""
+        x = input
         if not self._takes_part:
             return self._outside(x).sum()
         if self.P_x.shape[1] > 1 and (stray := self._stray_target(target, self._plan[1])):

@@ -6,6 +6,7 @@ lets all ranks of the layer decide together whether to set up, so that none wait
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -167,22 +168,36 @@ class Module(nn.Module):
 def _before_forward(
     module: nn.Module, input: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Call the hook that layers may override, with the keyword tensors behind the others."""
+    """Call the hook that layers may override, with all arguments in the order of forward's own."""
     if not isinstance(module, Module):
         return None
-    seen = input if not kwargs else (*input, *kwargs.values())
-    other = module._distdl_forward_pre_hook(module, seen)
+    placed, named = (input, {}) if not kwargs else _in_order(module, input, kwargs)
+    other = module._distdl_forward_pre_hook(module, (*placed, *named.values()))
     if other is None:
         return None
     other = other if isinstance(other, tuple) else (other,)
-    count = len(other) - len(kwargs)
-    return other[:count], dict(zip(kwargs, other[count:], strict=True))
+    count = len(other) - len(named)
+    return other[:count], dict(zip(named, other[count:], strict=True))
 
 
 @runs_uncompiled
 def _check_notices(module: nn.Module, input: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
     if isinstance(module, Module) and module._notices is not None:
         module._notices.check()
+
+
+def _in_order(
+    module: Module, input: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call in the order of forward's own, however they are given.
+
+    Those that may stand by place, and those that must be named.
+    """
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*input, **kwargs)
+    except TypeError as error:  # before any message, instead of forward's own after set-up
+        raise TypeError(f"{type(module).__name__}.forward(): {error}") from None
+    return bound.args, bound.kwargs
 
 
 def _shapes(input: tuple[Any, ...]) -> str:

@@ -92,11 +92,11 @@ class Broadcast(_Between):
         (table,) = tables
         return self._plan_of(table, [table.of(group.root).shape for group in self._groups()])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block on `P_y`."""
         if not self._takes_part:
-            return self._outside(x, preserve_batch=self.preserve_batch)
-        return spread(self._tied(x), self._plan)
+            return self._outside(input, preserve_batch=self.preserve_batch)
+        return spread(self._tied(input), self._plan)
 
 
 class SumReduce(_Between):
@@ -123,11 +123,11 @@ class SumReduce(_Between):
             shapes.append(first)
         return self._plan_of(table, shapes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's sum on `P_y`."""
         if not self._takes_part:
-            return self._outside(x, preserve_batch=self.preserve_batch)
-        return collect(self._tied(x), self._plan)
+            return self._outside(input, preserve_batch=self.preserve_batch)
+        return collect(self._tied(input), self._plan)
 
 
 class AllSumReduce(PlannedModule[Communicator]):
@@ -169,21 +169,21 @@ class AllSumReduce(PlannedModule[Communicator]):
                 )
         return self.P_x.sub(self.axes).comm
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the sum, on every rank of the group."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         comm = self._plan
         if comm.size < self.P_x.size or not carries_word(self._structures[0].dtype, comm.size):
-            self._answer_first((x,))  # the sum does not reach all ranks, or cannot count them
+            self._answer_first((input,))  # the sum does not reach all ranks, or cannot count them
         question = self._take_question()
         if question is None:
-            return all_sum_reduce(self._tied(x), comm=self._plan)
-        given = self._nothing() if question.stands_in else x.detach()
+            return all_sum_reduce(self._tied(input), comm=self._plan)
+        given = self._nothing() if question.stands_in else input.detach()
         total, heard = summed_with_word(given, comm, question.word)
-        if self._heeded(question.settle(heard), (x,)):
-            return all_sum_reduce(self._tied(x), comm=self._plan)
-        return SumMap.apply(self._tied(x), GroupPlan(comm, landed=total))
+        if self._heeded(question.settle(heard), (input,)):
+            return all_sum_reduce(self._tied(input), comm=self._plan)
+        return SumMap.apply(self._tied(input), GroupPlan(comm, landed=total))
 
 
 class AllGather(PlannedModule[BlockPlan]):
@@ -218,11 +218,15 @@ class AllGather(PlannedModule[BlockPlan]):
         sizes = tuple(b - a for a, b in pairwise(cuts))
         return BlockPlan(self.P_x.sub(self.axis).comm, self.axis, sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the joined tensor."""
         if not self._takes_part:
-            return self._outside(x)
-        y = GatherMap.apply(self._tied(x), self._plan) if self._plan.comm.size > 1 else identity(x)
+            return self._outside(input)
+        y = (
+            GatherMap.apply(self._tied(input), self._plan)
+            if self._plan.comm.size > 1
+            else identity(input)
+        )
         workers = _workers(self.P_x, self.scale_backward)
         return y if workers == 1 else _ScaleGradient.apply(y, workers)
 
@@ -266,13 +270,13 @@ class ReduceScatter(PlannedModule[BlockPlan]):
         comm = self.P_x.sub(self.axis).comm
         return BlockPlan(comm, self.axis, split_sizes(whole[self.axis], comm.size))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block of the sum."""
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
         if self._plan.comm.size == 1:
-            return identity(x)
-        return ScatterMap.apply(self._tied(x), self._plan)
+            return identity(input)
+        return ScatterMap.apply(self._tied(input), self._plan)
 
 
 class _ScaleGradient(torch.autograd.Function):

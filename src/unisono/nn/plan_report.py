@@ -160,9 +160,9 @@ class _OnWhole(nn.Module):
         )
         self._gives_indices = getattr(layer, "return_indices", False)
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return a tensor of the whole output's shape."""
-        y = x.new_empty(self._called(tuple(x.shape)))
+        y = input.new_empty(self._called(tuple(input.shape)))
         return (y, y.long()) if self._gives_indices else y
 
 

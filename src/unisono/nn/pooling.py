@@ -112,8 +112,9 @@ class _MaxPool(_Pool):
     def _window_fill(self, dtype: torch.dtype) -> float:
         return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's share; with `return_indices` also flat indices in the whole image."""
+        x = input
         if not self._takes_part:
             outside = self._outside(x)
             return (outside, outside.long()) if self.return_indices else outside
@@ -210,8 +211,9 @@ class _AvgPool(_Pool):
             )
         return 0.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's share of the averages."""
+        x = input
         if not self._takes_part:
             return self._outside(x)
         window = self._window(x)

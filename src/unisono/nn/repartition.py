@@ -103,27 +103,27 @@ class Repartition(PlannedModule[_Moved]):
         """Leave the shared memory behind."""
         return super().__getstate__() | {"_staging": None}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block on `P_y`."""
         if not self._takes_part:
-            return self._outside(x, preserve_batch=self.preserve_batch)
+            return self._outside(input, preserve_batch=self.preserve_batch)
 
         def start(fits: bool) -> Flight:
             moved = self._plan
-            given = x.detach().to(moved.dtype) if fits else None
+            given = input.detach().to(moved.dtype) if fits else None
             return start_moves(given, moved.overlap, moved.dtype, moved.comm, moved.stage)
 
-        flight = self._under_way(start, (x,))
+        flight = self._under_way(start, (input,))
         overlap, dtype = self._plan.overlap, self._plan.dtype
-        if overlap.is_identity and x.dtype == dtype and self._plan.stage is None:
-            return identity(x)
+        if overlap.is_identity and input.dtype == dtype and self._plan.stage is None:
+            return identity(input)
         after = overlap.dest_shape
         if after is None:
-            after = zero_volume(x, preserve_batch=self.preserve_batch)
+            after = zero_volume(input, preserve_batch=self.preserve_batch)
         plan = RepartitionOnGroup(
-            self._plan.comm, overlap, tuple(x.shape), after, flight, self._plan.stage
+            self._plan.comm, overlap, tuple(input.shape), after, flight, self._plan.stage
         )
-        return RepartitionMap.apply(self._tied(x.to(dtype)), plan)
+        return RepartitionMap.apply(self._tied(input.to(dtype)), plan)
 
 
 DistributedTranspose = Repartition

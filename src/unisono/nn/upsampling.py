@@ -133,8 +133,9 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
     def _halo(self) -> HaloOnGroup | None:
         return self._on_ranks(self._plan.halo, self.P_x.ranks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the upsampled tensor."""
+        x = input
         if not self._takes_part:
             return self._outside(x)
         window = self._window(x)
@@ -197,8 +198,9 @@ class Interpolate(torch.nn.Module):
                     "give it all points under its outputs, as DistributedUpsample does",
                 )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the own outputs."""
+        x = input
         _check_dtype(type(self).__name__, self._mode, x.dtype)
         if x.dtype != torch.float64:
             return resampled(x, self._taps)

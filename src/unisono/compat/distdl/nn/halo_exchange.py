@@ -78,11 +78,11 @@ class HaloExchange(PlannedModule[GhostPlan], Module):
         )
         Table(self.P_x.ranks, bulk).cuts(self.P_x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return a new tensor with its ghosts filled in."""
         if not self.P_x.active:
-            return self._outside(x)
-        return FillGhosts.apply(self._tied(x), self._plan)
+            return self._outside(input)
+        return FillGhosts.apply(self._tied(input), self._plan)
 
 
 def ghost_slices(shape: Sequence[int], recv: Any, send: Any) -> list[tuple[Slices, ...]]:

@@ -27,9 +27,9 @@ class LocalLayer:
 class StoredParameters(nn.Module):
     """Give every parameter a gradient on every rank. Stands before a layer of `unisono.nn`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the layer's result, tied to the parameters without elements."""
-        y: Tensor = super().forward(x)
+        y: Tensor = super().forward(input)
         if torch.is_grad_enabled():
             for p in self.parameters(recurse=False):
                 if p.requires_grad and not p.numel():
