@@ -181,6 +181,56 @@ def test_unbalanced_blocks_equal_one_process(cut, proof):
         proof.compare(ours, theirs, proof.drawn(1, 2, 10), P, P, cuts=cuts)
 
 
+@pytest.mark.ranks([2, 3])
+def test_unbalanced_features_of_a_row_parallel_layer_equal_one_process(proof):
+    size = unisono.world().size
+    P, Q = Partition([1, 1, size]), Partition([1, size, 1])
+    for where, weights in ((P, "replicated"), (Q, "root")):
+        ours, theirs = proof.pair(
+            lambda P_y=where, w=weights: unn.DistributedLinearReduceScatter(
+                P, 7, 5, P_y=P_y, dtype=torch.float64, weights=w
+            ),
+            lambda: nn.Linear(7, 5, dtype=torch.float64),
+        )
+        for cut in (6, 3, 0):  # balanced cuts between others; one rank may see no change
+            split = (0, cut, 7) if size == 2 else (0, 3, max(3, cut), 7)
+            cuts = ((0, 2), (0, 3), split)
+            proof.compare(ours, theirs, proof.drawn(2, 3, 7), P, where, cuts=cuts)
+        proof.compare(ours, theirs, proof.drawn(2, 3, 7), P, where)
+
+
+def _channel_norms(P, weights):
+    kw = {"dtype": torch.float64, "weights": weights}
+    plain = {"dtype": torch.float64}
+    tracked = {"affine": True, "track_running_stats": True}
+    return [
+        (lambda: unn.DistributedBatchNorm(P, 6, **kw), lambda: nn.BatchNorm2d(6, **plain)),
+        (lambda: unn.DistributedGroupNorm(P, 6, 6, **kw), lambda: nn.GroupNorm(6, 6, **plain)),
+        (
+            lambda: unn.DistributedInstanceNorm(P, 6, **tracked, **kw),
+            lambda: nn.InstanceNorm2d(6, **tracked, **plain),
+        ),
+    ]
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("weights", ["replicated", "root"])
+def test_unbalanced_channels_of_norms_equal_one_process(weights, proof):
+    size = unisono.world().size
+    P = Partition([1, 2, size // 2, 1])
+    x = proof.drawn(3, 6, 5, 2)
+    for make, plain in _channel_norms(P, weights):
+        torch.manual_seed(11)
+        ours, theirs = make(), plain()
+        for cut in (5, 3, 0):
+            cuts = ((0, 3), (0, cut, 6), (0, 5) if size == 2 else (0, 1, 5), (0, 2))
+            proof.compare(ours, theirs, x, P, cuts=cuts)
+        ours.eval(), theirs.eval()
+        proof.compare(ours, theirs, x, P, cuts=((0, 3), (0, 1, 6), *cuts[2:]))
+        for name, value in unn.full_state_dict(ours).items():
+            torch.testing.assert_close(value, theirs.state_dict()[name])
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
 def test_halos_and_padding_wider_than_the_neighbours_block(mode, proof):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
-from unisono.nn.channels import balanced_channels
+from unisono.nn.channels import ChannelMove, balanced_channels, channel_move
 from unisono.nn.parameters import (
     Holding,
     Weights,
@@ -53,13 +53,16 @@ class _NormPlan:
     """Of the statistics."""
     is_stored_once: bool
     """Weight and bias come from the first of these ranks, where parts of gradients are summed."""
+    move: ChannelMove | None = None
+    """Where channels are not in balanced blocks."""
 
 
 class DistributedBatchNorm(HoldingModule[_NormPlan]):
     """`torch.nn.BatchNorm1d/2d/3d` of a tensor of 2 to 5 dims, split in any of them.
 
     Args:
-        P_x: partition of the input; dim 1 splits the channels, in balanced blocks.
+        P_x: partition of the input; dim 1 splits the channels. Those that are not in balanced
+            blocks, as parameters are, are moved there and back.
         num_features: channels of the whole tensor.
         eps: added to the variance.
         momentum: weight of a new batch in the running statistics; None: their plain average.
@@ -147,17 +150,26 @@ class DistributedBatchNorm(HoldingModule[_NormPlan]):
         channels = 0 if index is None else balanced[index[1] + 1] - balanced[index[1]]
         dtype = torch.float32 if table.dtype(self.P_x).itemsize == 2 else table.dtype(self.P_x)
         return _NormPlan(
-            same, same.comm, counts, total, shape, channels, dtype, self.weights == "root"
-        )
+            same, same.comm, counts, total, shape, channels, dtype, self.weights == "root",
+            channel_move(self.P_x, cuts),
+        )  # fmt: skip
 
     def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
         return None  # the backward gives the sums of the whole tensor already
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised block."""
-        x = input
         if not self._takes_part:
-            return self._outside(x)
+            return self._outside(input)
+        if self.P_x.shape[1] > 1:  # before channels move
+            self._answer_first((input,))
+        move = self._plan.move
+        if move is None:
+            return self._normalised(input)
+        return move.around(self._normalised, self._tied(input))
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        """Return the normalised block of own channels, balanced as the parameters are."""
         if self.training or self.running_mean is None or self.running_var is None:
             mean, squares = self._moments(x)
             plan = self._plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
-from unisono.nn.channels import balanced_channels
+from unisono.nn.channels import ChannelMove, balanced_channels, channel_move
 from unisono.nn.parameters import (
     Holding,
     Weights,
@@ -43,13 +43,16 @@ class GroupNormPlan:
     groups: int
     """Of this rank."""
     global_shape: tuple[int, ...]
+    move: ChannelMove | None = None
+    """Where channels are not in balanced blocks."""
 
 
 class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
     """`torch.nn.GroupNorm` of a tensor `(N, C, ...)` split in any dims, between groups in dim 1.
 
     Args:
-        P_x: partition of the input; dim 1 splits the channels, in balanced blocks of whole groups.
+        P_x: partition of the input; dim 1 splits the channels, and balanced blocks of them must be
+            whole groups. Channels in other blocks are moved there and back.
         num_groups: groups of the whole tensor.
         num_channels: channels of the whole tensor.
         eps: added to the variance.
@@ -143,7 +146,10 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
         index = self.P_x.index
         channels = 0 if index is None else balanced[index[1] + 1] - balanced[index[1]]
         own = counts[same.rank or 0]
-        return GroupNormPlan(same.comm, counts, sum(counts), own, channels // max(width, 1), shape)
+        return GroupNormPlan(
+            same.comm, counts, sum(counts), own, channels // max(width, 1), shape,
+            channel_move(self.P_x, cuts),
+        )  # fmt: skip
 
     def _users(self) -> Partition:
         """Return the ranks that hold this rank's block of weight and bias."""
@@ -156,11 +162,18 @@ class DistributedGroupNorm(HoldingModule[GroupNormPlan]):
         """Return the normalised block."""
         if not self._takes_part:
             return self._outside(input)
+        move = self._plan.move
+        if move is None:
+            return self._normalised_block(input)
+        return move.around(self._normalised_block, self._tied(input))
+
+    def _normalised_block(self, x: Tensor) -> Tensor:
+        """Return the block of own channels, balanced as the parameters are."""
         plan = self._plan
         if plan.global_shape[0] * plan.total == 1:
             self._refuse_one_value("a larger batch, fewer groups, or a larger image")
-        y, _, _ = self._normalised(self._wide(input))
-        return self._scaled(y).to(input.dtype)
+        y, _, _ = self._normalised(self._wide(x))
+        return self._scaled(y).to(x.dtype)
 
     def _refuse_one_value(self, hint: str) -> None:
         raise PartitionError.because(

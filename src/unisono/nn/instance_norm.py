@@ -75,22 +75,19 @@ class DistributedInstanceNorm(DistributedGroupNorm):
     def _describe(self) -> tuple[object, ...]:
         return (*super()._describe(), self.momentum, self.track_running_stats)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised block."""
-        if not self._takes_part:
-            return self._outside(input)
-        wide = self._wide(input)
+    def _normalised_block(self, x: Tensor) -> Tensor:
+        wide = self._wide(x)
         if not self.training and self.running_mean is not None and self.running_var is not None:
-            shape = (1, -1, *(1,) * (input.dim() - 2))
+            shape = (1, -1, *(1,) * (x.dim() - 2))
             variance = self.running_var.to(torch.promote_types(wide.dtype, self.running_var.dtype))
             inverse = torch.rsqrt(variance + self.eps).view(shape)
-            return self._scaled((wide - self.running_mean.view(shape)) * inverse).to(input.dtype)
+            return self._scaled((wide - self.running_mean.view(shape)) * inverse).to(x.dtype)
         if self._plan.total == 1:
             self._refuse_one_value("a larger image, or eval() with running statistics")
         y, mean, squares = self._normalised(wide)
         if self.training:
             self._track(mean, squares)
-        return self._scaled(y).to(input.dtype)
+        return self._scaled(y).to(x.dtype)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, squares: Tensor) -> None:

@@ -25,11 +25,11 @@ from unisono.nn.parameters import (
 )
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Cuts, Table
-from unisono.nn.windows import block_windows
+from unisono.nn.windows import balanced_in, recut
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.partitioned import FanPlan, fan_plan, spread
-from unisono.topology import Partition, halo
-from unisono.topology.decompose import block, split_cuts
+from unisono.topology import Partition
+from unisono.topology.decompose import block
 from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo_plan import HaloPlan
 
@@ -142,8 +142,9 @@ class DistributedLinear(HoldingModule[_GridPlan]):
                 partials[reader] = (*shapes[group.root][:-1], c1 - c0)
         sums = reduce_groups(self._grid, few_y)
         mine = table.of(root.rank).shape
+        index = self.P_x.index
         return _GridPlan(
-            _feature_balance(cuts, self.P_x) if self.P_x.active else None,
+            None if index is None else recut(cuts, balanced_in(cuts, -1), index),
             fan_plan(sources, root, [shapes[group.root] for group in sources], dtype),
             fan_plan(
                 sums,
@@ -221,13 +222,3 @@ def _balanced_shape(cuts: Cuts, P_x: Partition, place: int) -> tuple[int, ...]:
     lead = [own[i + 1] - own[i] for own, i in zip(cuts[:-1], index[:-1], strict=True)]
     start, stop = block(cuts[-1][-1], P_x.shape[-1], index[-1])
     return (*lead, stop - start)
-
-
-def _feature_balance(cuts: Cuts, P_x: Partition) -> HaloPlan:
-    """Return the plan that moves features to balanced blocks and nothing else."""
-    index = P_x.index
-    if index is None:  # a rank outside never plans
-        raise PartitionError(f"{P_x!r} has no place for this rank")
-    wanted = [*cuts[:-1], split_cuts(cuts[-1][-1], P_x.shape[-1])]
-    shares = [(own[i], own[i + 1]) for own, i in zip(wanted, index, strict=True)]
-    return halo.plan_windows(cuts, index, [block_windows(own) for own in wanted], shares)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -26,15 +26,24 @@ from unisono.nn.parameters import (
 )
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Table, is_plain
+from unisono.nn.windows import balanced_in, recut
 from unisono.operators import AllGather, ReduceScatter
+from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.plans import BlockPlan
 from unisono.topology import Partition
-from unisono.topology.decompose import block, split_cuts, split_sizes
+from unisono.topology.decompose import block, split_sizes
+from unisono.topology.halo_plan import HaloPlan
 
 __all__ = ["DistributedLinearAllGather", "DistributedLinearReduceScatter"]
 
 
-class _OneAxisLinear(HoldingModule[BlockPlan]):
+@dataclass(frozen=True)
+class _AxisPlan(BlockPlan):
+    balance: HaloPlan | None = None
+    """Moves input features to balanced blocks, those of the weight; None where they are."""
+
+
+class _OneAxisLinear(HoldingModule[_AxisPlan]):
     """What the column- and row-parallel layers share: one axis of ranks, blocks of one dim."""
 
     _word_travels = "beside"
@@ -142,13 +151,13 @@ class DistributedLinearAllGather(_OneAxisLinear):
             own_bias = Holding(shape[:1], (share[0],), (size,))
         self._draw(own, own_bias if bias else None, device, dtype)
 
-    def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
+    def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
         check_width("DistributedLinearAllGather", cuts, self.in_features)
         sizes = tuple(b - a for a, b in pairwise(cuts[self._dim]))
-        return BlockPlan(self._axis(), self._dim, sizes)
+        return _AxisPlan(self._axis(), self._dim, sizes)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[*, out_features / ranks]`."""
@@ -212,15 +221,22 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
     def _splits_output(self) -> bool:
         return self._dim == self.P_x.dim - 1
 
-    def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
+    def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
         check_width("DistributedLinearReduceScatter", cuts, self.in_features)
-        _check_balanced("DistributedLinearReduceScatter", cuts[-1])
+        balanced, index = balanced_in(cuts, -1), self.P_x.index
         comm = self._axis()
         length = self.out_features if self._splits_output else cuts[self._dim][-1]
-        return BlockPlan(comm, self._dim, split_sizes(length, comm.size))
+        sizes = split_sizes(length, comm.size)
+        is_balanced = balanced == tuple(map(tuple, cuts))
+        balance = None if is_balanced or index is None else recut(cuts, balanced, index)
+        return _AxisPlan(comm, self._dim, sizes, balance=balance)
+
+    def _halo(self) -> HaloOnGroup | None:
+        balance = self._plan.balance
+        return None if balance is None else self._on_ranks(balance, self.P_x.ranks)
 
     def _users(self, name: str) -> Partition | None:
         if name == "bias" and not self._splits_output:  # each rank adds the whole of it
@@ -241,18 +257,27 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
 
     def _summed(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's block of the sum over ranks."""
-        is_alone = self._plan.comm.size == 1
-        if is_alone or not is_plain(x):
+        if self._plan.comm.size == 1 or not is_plain(x) or self._plan.balance is not None:
             self._answer_first((x,))
-            partial = F.linear(self._tied(x), weight)
-            return partial if is_alone else ReduceScatter.apply(partial, self._plan)
+            return self._scattered(x, weight)
 
         @torch.no_grad()
         def start(fits: bool) -> Product:
+            fits = fits and self._plan.balance is None
             return Product(F.linear(x, weight) if fits else None)
 
         product = self._under_way(start, (x,))
+        if self._plan.balance is not None:  # ranks have found that by now
+            return self._scattered(x, weight)
         return Rows.apply(self._tied(x), weight, self._plan, product.partial)
+
+    def _scattered(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's block step by step: balanced features, a product, the sum."""
+        held = self._tied(x)
+        if self._exchange is not None:
+            held = HaloExchange.apply(held, self._exchange)
+        partial = F.linear(held, weight)
+        return partial if self._plan.comm.size == 1 else ReduceScatter.apply(partial, self._plan)
 
 
 def _moved_dim(name: str, split: Partition, other: Partition) -> int:
@@ -272,14 +297,3 @@ def _moved_dim(name: str, split: Partition, other: Partition) -> int:
             name, f"{split!r} and {other!r}", None, f"Partition({list(expected)})"
         )
     return split.dim - 2
-
-
-def _check_balanced(name: str, cuts: Sequence[int]) -> None:
-    balanced = split_cuts(cuts[-1], len(cuts) - 1)
-    if tuple(cuts) != tuple(balanced):
-        raise PartitionError.because(
-            name,
-            f"input features cut at {list(cuts)}",
-            f"balanced cuts are {list(balanced)}",
-            "Repartition(P_x, P_x) first",
-        )

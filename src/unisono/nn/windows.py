@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unisono.nn.structure import Cuts
+from unisono.topology import halo
+from unisono.topology.decompose import split_cuts
 from unisono.topology.halo import WindowOf
+from unisono.topology.halo_plan import HaloPlan
 from unisono.topology.window import Segment
 
 
@@ -16,3 +20,16 @@ def block_windows(cuts: Sequence[int]) -> WindowOf:
         return (Segment((0, size), (cuts[i], cuts[i + 1]), "copy"),) if size else ()
 
     return window
+
+
+def balanced_in(cuts: Cuts, dim: int) -> Cuts:
+    """Return the cuts with balanced blocks in one dim."""
+    dim %= len(cuts)
+    balanced = tuple(split_cuts(cuts[dim][-1], len(cuts[dim]) - 1))
+    return (*cuts[:dim], balanced, *cuts[dim + 1 :])
+
+
+def recut(before: Cuts, after: Cuts, index: Sequence[int]) -> HaloPlan:
+    """Return the plan that moves points from blocks of some cuts to those of others."""
+    shares = [(own[i], own[i + 1]) for own, i in zip(after, index, strict=True)]
+    return halo.plan_windows(before, index, [block_windows(own) for own in after], shares)
