@@ -174,3 +174,18 @@ def test_large_blocks_move_there_and_back_also_through_shared_memory():
     assert used == (unisono.world().backend == "shm")
     copy = pickle.loads(pickle.dumps(layer))
     assert torch.equal(copy(x.detach()), y)
+
+
+@pytest.mark.ranks(2)
+def test_axes_that_are_not_there_are_refused_on_all_ranks():
+    P = Partition([1, 2])
+    with pytest.raises(
+        PartitionError, match=r"(?s)no dim 1 in a tensor of 1 dims.*HINT: a tensor of 2"
+    ):
+        ReduceScatter(P, 1)(torch.ones(4))
+    for wrong, text in ((7, "not 0 <= 7 < 2"), (-3, "not 0 <= -1 < 2"), ("1", "a str")):
+        with pytest.raises(PartitionError, match=f"(?s)scale_backward.*{text}.*HINT"):
+            AllGather(P, 1, scale_backward=wrong)
+    x = torch.ones(1, 1, requires_grad=True)
+    AllGather(P, 1, scale_backward=-1)(x).sum().backward()
+    assert x.grad.item() == 1.0  # two ranks seed it, and it is divided by two

@@ -49,6 +49,18 @@ def one_axis(
     return chosen[0]
 
 
+def chosen_axis(partition: Partition, axis: int, name: str) -> int:
+    """Return one axis of a partition, counted from its front."""
+    if as_int(axis) is None:
+        raise PartitionError.because(
+            f"{name}={axis!r} on {partition!r}",
+            f"a {type(axis).__name__}",
+            None,
+            f"an axis from 0 to {partition.dim - 1}, or a slice of them",
+        )
+    return _as_axes(partition, axis, name)[0]
+
+
 def _as_axes(partition: Partition, axes: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
     one = None if axes is None else as_int(axes)
     given = (one,) if one is not None else tuple(cast("Sequence[int] | None", axes) or ())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
-from unisono.nn.axes import one_axis, reduced_axes
+from unisono.nn.axes import chosen_axis, one_axis, reduced_axes
 from unisono.nn.planned import PlannedModule
 from unisono.nn.riding import carries_word, summed_with_word
 from unisono.nn.structure import Table
@@ -206,6 +206,8 @@ class AllGather(PlannedModule[BlockPlan]):
         super().__init__()
         self.P_x = P_x
         self.axis = one_axis(P_x, axes_all_gather, axes_keep, "axes_all_gather")
+        if scale_backward is not None and not isinstance(scale_backward, slice):
+            scale_backward = chosen_axis(P_x, scale_backward, "scale_backward")
         self.scale_backward = scale_backward
 
     def _describe(self) -> tuple[object, ...]:
@@ -265,6 +267,15 @@ class ReduceScatter(PlannedModule[BlockPlan]):
                     "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
                     "their shapes differ",
                     "each rank of the axis brings the whole tensor",
+                )
+            lacking = next((rank for rank in group.ranks if len(found[rank]) <= self.axis), None)
+            if lacking is not None:
+                dims = len(found[lacking])
+                raise PartitionError.because(
+                    f"ReduceScatter over axis {self.axis} of {self.P_x!r}",
+                    f"rank {lacking}: {list(found[lacking])}",
+                    f"no dim {self.axis} in a tensor of {dims} dims: {self.axis} >= {dims}",
+                    f"a tensor of {self.P_x.dim} dims",
                 )
         whole = table.of(self.P_x.root.rank).shape
         comm = self.P_x.sub(self.axis).comm
