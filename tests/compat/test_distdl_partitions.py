@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import pickle
 import sys
 import types
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import unisono
+from unisono.compat.distdl import nn as distdl
 from unisono.compat.distdl.backends import mpi
 from unisono.compat.distdl.backends.mpi import CartesianPartition, Partition, compare
 from unisono.compat.distdl.backends.mpi.functional.all_sum_reduce import AllSumReduceFunction
@@ -349,3 +352,35 @@ def test_the_repartition_function_follows_lists_of_overlaps():
     assert [partner for _, _, partner in same.P_x_to_y_overlaps] == (
         ["self", None] if P.rank == 0 else [None, "self"]
     )
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_partitions_are_copied_and_pickled_with_the_modules_that_hold_them():
+    P = world()
+    grid = P.create_cartesian_topology_partition([1, 2])
+    one = P.create_partition_inclusive([1])
+    for made in (P, grid, one, Partition(), one.create_cartesian_topology_partition([1])):
+        for copied in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert type(copied) is type(made)
+            assert (copied == made) is made.active
+            assert (copied.active, copied.rank, copied.size) == (made.active, made.rank, made.size)
+            assert copied.shape.tolist() == made.shape.tolist()
+            assert members(copied) == members(made)
+    again = pickle.loads(pickle.dumps(grid))
+    assert again.allgather_data(again.rank).ravel().tolist() == [0, 1]
+    assert again._comm.allgather(again.rank) == [0, 1]
+
+    class Sum(distdl.Module):
+        def __init__(self):
+            super().__init__()
+            self.P = grid
+
+        def forward(self, input):
+            return input * float(self.P.allreduce_data([1.0])[0])
+
+    copied = copy.deepcopy(Sum())
+    copied.P.deactivate()
+    assert grid.active  # a copy leaves alone
+    layer = copy.deepcopy(Sum())
+    assert grid == layer.P
+    assert layer(torch.ones(1)).item() == 2.0

@@ -233,6 +233,21 @@ class MPIPartition:
         place = f"rank {self.rank} of {self.size}" if self.active else "inactive here"
         return f"{type(self).__name__}({place}, {self._layout!r})"
 
+    def __copy__(self) -> MPIPartition:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, object]) -> MPIPartition:
+        return self.__copy__()  # the same ranks and groups; only what deactivate() sets is its own
+
+    def __reduce__(self) -> tuple[object, ...]:
+        root = None if self._tree is None else self._tree.comm
+        shape = (
+            tuple(int(n) for n in self.shape) if isinstance(self, MPICartesianPartition) else None
+        )
+        return _rebuild, (type(self), root, self._group, shape)
+
     def __unisono_communicator__(self, axis: str | int | None) -> Communicator:
         """Let `Communicator.of(P)` find the members, or with `axis` those along it."""
         return layout_of(self).__unisono_communicator__(axis)
@@ -339,6 +354,17 @@ def layout_of(P: MPIPartition | Partition) -> Partition:
             "P_world.create_partition_inclusive(ranks), on all ranks of P_world",
         )
     return P._layout
+
+
+def _rebuild(
+    kind: type[MPIPartition],
+    root: Communicator | None,
+    members: tuple[int, ...] | None,
+    shape: tuple[int, ...] | None,
+) -> MPIPartition:
+    made = kind.__new__(kind)
+    made._fill(None if root is None else Root(root), members, shape)
+    return made
 
 
 def _placed(comm: Any, group: Any, root: Any) -> tuple[Root | None, tuple[int, ...] | None]:
