@@ -306,6 +306,18 @@ def test_halo_exchange_by_widths_fills_ghosts_and_adds_their_gradients():
         distdl.nn.HaloExchange(P_x, halo, recv[1:], send[1:])
 
 
+@pytest.mark.ranks(2)
+def test_halo_exchange_refuses_widths_that_points_do_not_fill():
+    P_x = grid([2])
+    ghosts = np.array([[0, 3], [3, 0]])[P_x.rank][None]
+    layer = distdl.nn.HaloExchange(P_x, ghosts, ghosts, ghosts)
+    y = layer(torch.arange(6.0) + 10 * P_x.rank)
+    assert y.tolist() == [[0, 1, 2, 13, 14, 15], [0, 1, 2, 13, 14, 15]][P_x.rank]
+    for length, text in ((5, "expects 3 points of rank 0, which has 2"), (2, r"0 \+ 3 > 2")):
+        with pytest.raises(PartitionError, match=text):
+            layer(torch.zeros(length))
+
+
 @pytest.mark.ranks(3)
 def test_halo_exchange_on_some_ranks_leaves_the_others_alone():
     P_x = grid([2], [0, 2])

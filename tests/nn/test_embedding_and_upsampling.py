@@ -68,6 +68,18 @@ def test_rows_are_scaled_down_to_any_norm():
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_outside_gets_no_vectors_for_its_batch():
+    P = Partition([1, 1, 1])
+    layer = DistributedEmbedding(P, 7, 5, dtype=torch.float64)
+    for ids in (torch.empty(3, 0, dtype=torch.long), torch.empty(0, dtype=torch.long), IDS):
+        y = layer(IDS if P.active else ids)
+        assert y.dtype == torch.float64
+        if not P.active:
+            assert tuple(y.shape) == (tuple(ids.shape) if ids.numel() == 0 else (3, 0))
+        y.sum().backward()
+
+
+@pytest.mark.ranks(2)
 def test_an_id_outside_of_the_table_on_one_rank_is_refused_on_all():
     for shape, split in (([2, 1], "dim"), ([1, 2], "vocab")):
         P = Partition(shape)

@@ -234,7 +234,7 @@ def test_states_go_from_four_ranks_to_one_to_three_and_to_torch_and_back():
 
 
 @pytest.mark.ranks(4)
-def test_sharded_states_load_at_another_rank_count():
+def test_sharded_states_load_at_another_rank_count(tmp_path):
     state = numbered(plain_network().state_dict())
     net = network(4)
     net.load_state_dict(state)
@@ -245,6 +245,9 @@ def test_sharded_states_load_at_another_rank_count():
     for key, value in local.items():
         held = mine[key].tensor if isinstance(mine[key], unn.Shard) else mine[key]
         assert torch.equal(held, value)
+    path = tmp_path / f"{unisono.world().rank}.pt"
+    torch.save(mine, path)
+    mine = torch.load(path, weights_only=True)
     everyone = unisono.world().all_gather_object(mine)
     joined = {
         key: [part[key] for part in everyone] if isinstance(value, unn.Shard) else value

@@ -21,6 +21,7 @@ from unisono.nn.parameters import (
     replicated_or_root,
     shared_generator,
 )
+from unisono.nn.planned import zero_volume
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Table
 from unisono.operators import sum_to_replicated
@@ -171,7 +172,8 @@ class DistributedEmbedding(HoldingModule[None]):
     def forward(self, input: Tensor) -> Tensor:
         """Return the vectors of the ids: own columns, or whole ones with `split="vocab"`."""
         if not self._takes_part:
-            return self._outside(self.weight)
+            shape = zero_volume(input) if input.numel() else input.shape
+            return self._outside(self.weight.reshape(-1)[:0].reshape(shape))
         if self.max_norm is not None:
             self._renormalise(input, self.max_norm)
         (weight,) = replicated_or_root(

@@ -36,6 +36,9 @@ class Shard:
     offsets: tuple[int, ...]
 
 
+torch.serialization.add_safe_globals([Shard])  # torch.load takes files with nothing else by default
+
+
 class HoldingModule(PlannedModule[P]):
     """A layer with parameters or buffers of which a rank may hold only a block."""
 

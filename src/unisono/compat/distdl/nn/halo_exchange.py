@@ -77,6 +77,31 @@ class HaloExchange(PlannedModule[GhostPlan], Module):
             for e, widths in zip(entries, self._received, strict=True)
         )
         Table(self.P_x.ranks, bulk).cuts(self.P_x)
+        for place, structure in enumerate(bulk):
+            self._check_points(place, structure.shape)
+
+    def _check_points(self, place: int, points: Sequence[int]) -> None:
+        """Refuse a rank with fewer points than it is to send, or than none."""
+        rank = self.P_x.ranks[place]
+        for dim, (left, right) in enumerate(self.P_x.neighbors(place)):
+            came, found = self._received[place][dim].tolist(), points[dim]
+            if found < 0:
+                raise PartitionError.because(
+                    f"HaloExchange in dim {dim}",
+                    f"rank {rank} has {found + sum(came)} points, padding included",
+                    f"ghosts: {came[0]} + {came[1]} > {found + sum(came)}",
+                    "pad the input by recv_buffer_shape first",
+                )
+            to_left = 0 if left is None else int(self._received[left][dim, 1])
+            to_right = 0 if right is None else int(self._received[right][dim, 0])
+            sent = max(to_left, to_right)
+            if sent > found:
+                raise PartitionError.because(
+                    f"HaloExchange in dim {dim}",
+                    f"a neighbour expects {sent} points of rank {rank}, which has {found}",
+                    f"{sent} > {found}",
+                    "fewer ranks in that dim; unisono.nn.HaloExchange reaches beyond neighbours",
+                )
 
     def forward(self, input: Tensor) -> Tensor:
         """Return a new tensor with its ghosts filled in."""
