@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from unisono.comm import world
 from unisono.errors import PartitionError
+from unisono.nn import functional
 from unisono.operators import partitioned as op
+from unisono.operators import table_text
+from unisono.testing import check_adjoint
 from unisono.topology import Partition
 
 
@@ -72,3 +77,32 @@ def test_blocks_of_unlike_shape_or_dtype_are_refused():
         op.sum_reduce(torch.ones(2 + me), both, one)
     with pytest.raises(PartitionError, match="different dtypes"):
         op.sum_reduce(torch.ones(2, dtype=(torch.float32, torch.float64)[me]), both, one)
+
+
+@pytest.mark.ranks([1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_every_row_of_the_table_is_an_adjoint_pair(dtype):
+    comm = world()
+    own = torch.Generator().manual_seed(comm.rank)
+    shared = torch.Generator().manual_seed(77)
+
+    def make(*shape, same=False):
+        return torch.randn(*shape, dtype=dtype, generator=shared if same else own)
+
+    for lengths in ([2, 0, 3, 1], [0, 1, 0, 0]):
+        for pair in functional.TABLE:
+            case = pair.example(comm, lengths[: comm.size], make)
+            check_adjoint(
+                case.forward, case.adjoint, case.x, case.y,
+                comm=comm, domain=pair.domain, range=pair.range,
+            )  # fmt: skip
+            assert pair.forward.adjoint is pair.adjoint
+
+
+def test_the_functions_have_a_public_home_and_the_documentation_prints_their_table():
+    names = {pair.name for pair in functional.TABLE}
+    assert {*names, "TABLE"} == set(functional.__all__)
+    for name in names:
+        assert getattr(functional, name) is getattr(op, name)
+    page = Path(__file__).parents[2] / "docs" / "operators.md"
+    assert table_text(functional.TABLE) in page.read_text(encoding="utf-8")

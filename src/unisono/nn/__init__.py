@@ -6,6 +6,7 @@ the result. Built on `Module`, which sets layers up lazily, together, and never 
 
 from __future__ import annotations
 
+from unisono.nn import functional
 from unisono.nn.batch_norm import DistributedBatchNorm
 from unisono.nn.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from unisono.nn.conv_feature import (
@@ -126,6 +127,7 @@ __all__ = [
     "clip_grad_norm_",
     "distribute",
     "full_state_dict",
+    "functional",
     "no_sync",
     "plan_report",
     "state_dict_mode",

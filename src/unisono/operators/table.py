@@ -240,7 +240,7 @@ def _reversed(
     return swapped
 
 
-def _both_ways(pair: Pair) -> tuple[Pair, ...]:
+def both_ways(pair: Pair) -> tuple[Pair, ...]:
     """Return the pair and, unless it is its own adjoint, the pair seen from the other side."""
     if pair.forward is pair.adjoint:
         return (pair,)
@@ -279,12 +279,12 @@ _PAIRS: tuple[Pair, ...] = (
     Pair("all_gather_rows", "add_rows", AllGatherRows, AddRows, "S", "I", _rows),
 )
 
-TABLE: tuple[Pair, ...] = tuple(row for pair in _PAIRS for row in _both_ways(pair))
+TABLE: tuple[Pair, ...] = tuple(row for pair in _PAIRS for row in both_ways(pair))
 """Every operator with its adjoint; a pair of two different maps stands in it both ways round."""
 
 
-def table_text() -> str:
-    """Return the table as Markdown, one row for each operator."""
+def table_text(table: Sequence[Pair] = TABLE) -> str:
+    """Return a table as Markdown, one row for each operator."""
     lines = ["| operator | from -> to | adjoint (its backward) |", "|---|---|---|"]
-    lines += [f"| `{p.name}` | {p.domain} -> {p.range} | `{p.adjoint_name}` |" for p in TABLE]
+    lines += [f"| `{p.name}` | {p.domain} -> {p.range} | `{p.adjoint_name}` |" for p in table]
     return "\n".join(lines)
