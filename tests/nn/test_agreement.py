@@ -13,7 +13,7 @@ import unisono
 from unisono import nn
 from unisono.comm import trace
 from unisono.comm.closing import say_returned
-from unisono.errors import CollectiveMismatch, PartitionError
+from unisono.errors import CollectiveMismatch, PartitionError, RankTimeout
 from unisono.topology import Partition
 
 
@@ -133,12 +133,12 @@ def test_a_bad_input_leaves_no_message_behind():
         torch.testing.assert_close(layer(cut(whole, P)), cut(plain(whole), P), msg=name)
 
 
-def call_and_learn(layer, x, *, is_apart):
+def call_and_learn(layer, x, following=None):
     """Call; a rank that has no message with the one that sees the change learns of it later."""
     layer(x)
-    while is_apart and layer._notices._error is None:
+    while layer._notices._error is None:
         time.sleep(0.02)
-    layer(x)
+    layer(x) if following is None else following(torch.ones(2, 3, 4))
 
 
 @pytest.mark.ranks([2, 3], backend=["gloo", "shm"], timeout=20)
@@ -153,15 +153,53 @@ def test_in_mode_on_change_a_change_that_some_ranks_see_raises_on_all():
                 whole = drawn(2, 3, n)
                 torch.testing.assert_close(layer(cut(whole, P)), cut(plain(whole), P))
             assert layer._setups == 3
-            is_apart = size == 3 and name == "conv" and P.root.rank == 0
             with pytest.raises(CollectiveMismatch) as raised:
-                call_and_learn(layer, cut(drawn(2, 3, 5 * size), P), is_apart=is_apart)
+                call_and_learn(layer, cut(drawn(2, 3, 5 * size), P))
             text = str(raised.value)
             assert 'HINT: unisono.nn.structure_check("always")' in text
             assert f"rank {size - 1}: [2, 3, 4] float32 -> [2, 3, 5] float32" in text
             assert "[2, 3, 5] float32, as before" in text
     whole = drawn(2, 3, 5 * size)  # nothing was left behind
     torch.testing.assert_close(layers["conv"][0](cut(whole, P)), cut(layers["conv"][1](whole), P))
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_in_mode_on_change_a_rank_that_needs_nobody_raises_in_its_next_layer():
+    P, rows = Partition([1, 1, 2]), Partition([2, 1, 1])
+    layers = {name: (layer, P) for name, (layer, _) in kinds(P).items()}
+    layers["layer_norm"] = (nn.DistributedLayerNorm(rows, 3), rows)
+    following = nn.DistributedMaxPool1d(P, 2)
+    with nn.structure_check("on_change"):
+        for _ in range(2):
+            following(torch.ones(2, 3, 4))
+        for name in ("pool", "repartition", "upsample", "layer_norm"):
+            layer, partition = layers[name]
+            shapes = [(n, 3, 3) if partition is rows else (2, 3, n) for n in (9, 9, 10)]
+            for shape in shapes[:2]:
+                layer(cut(drawn(*shape), partition))
+            with pytest.raises(CollectiveMismatch, match="as before") as raised:
+                call_and_learn(layer, cut(drawn(*shapes[2]), partition), following)
+            assert f"{type(layer).__name__}: an input has changed" in str(raised.value)
+        assert following(torch.ones(2, 3, 4)).shape == (2, 3, 2)  # calls are counted alike
+
+
+@pytest.mark.ranks(2, backend="shm", timeout=20)
+@pytest.mark.parametrize("name", ["conv", "norm", "pool", "repartition"])
+def test_with_the_check_off_a_change_on_one_rank_ends_in_a_result_or_an_error(name):
+    P = Partition([1, 1, 2], comm=unisono.world(timeout_s=3))
+    layer, plain = kinds(P)[name]
+    before, after = drawn(2, 3, 9), drawn(2, 3, 10)
+    with nn.structure_check("off"):
+        layer(cut(before, P))
+        if P.root.rank == 1:
+            with pytest.raises(CollectiveMismatch, match="the first plan is final"):
+                layer(cut(after, P))
+            say_returned()
+        elif name in ("conv", "norm"):  # whose first plan needs something of the other rank
+            with pytest.raises((CollectiveMismatch, RankTimeout), match="rank 1"):
+                layer(cut(after, P))
+        else:
+            assert layer(cut(after, P)).shape == cut(plain(before), P).shape
 
 
 @pytest.mark.ranks(2, backend="shm", timeout=20)

@@ -24,6 +24,8 @@ _FIRST_NAP_S, _LAST_NAP_S = 0.005, 0.2
 _counters: weakref.WeakKeyDictionary[object, itertools.count[int]] = weakref.WeakKeyDictionary()
 """For each process group, the number of its next layer."""
 _live: dict[int, weakref.ref[Notices]] = {}
+_unheard: weakref.WeakSet[Notices] = weakref.WeakSet()
+"""Those with an error that this rank has not raised yet."""
 
 
 class Notices:
@@ -77,10 +79,15 @@ class Notices:
             raise self._mismatch({self.comm.rank: (number, f"{old} -> {new}")}, kept)
 
     def check(self) -> None:
-        """Raise if another rank has seen a change in a call that this rank made by its old plan."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        """Raise if another rank has seen a change in a call that this rank made by its old plan.
+
+        Of any layer: a call that needs nothing of the other rank has returned before it is known.
+        """
+        while _unheard:
+            notices = _unheard.pop()
+            error, notices._error = notices._error, None
+            if error is not None:
+                raise error
 
     def look(self, dog: Watchdog) -> None:
         """Look for changes that this rank has not seen; called by the watchdog."""
@@ -90,6 +97,7 @@ class Notices:
             return
         number, shape = max(call for call, _ in changed.values()), layer._described(None)
         self._error = self._mismatch(changed, {self.comm.rank: (number, shape)})
+        _unheard.add(self)
         self._changed_at = number  # said once
         self._put(dog, "kept", number, shape)
 
