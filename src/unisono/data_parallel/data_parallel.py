@@ -136,7 +136,7 @@ class DataParallel(HeatParts):
         deferred: DeferredUpdates | None = None
         for optimizer in self._dp_optimizers:
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
-            optimizer.attach(None)
+            optimizer.attach(None, engine)
         if not self.blocking_parameter_updates and self.communicator.size > 1:
             deferred = DeferredUpdates(
                 engine, self._dp_optimizers[0], whole=is_compiled(self.module)

@@ -185,7 +185,7 @@ class DeferredUpdates:
             elif owed is not None and not set_to_none:
                 owed.clears.add(bucket.index)
                 continue
-            _clear(bucket, set_to_none)
+            bucket.clear(set_to_none)
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in cleared and param.grad is not None:
@@ -269,7 +269,7 @@ class DeferredUpdates:
                 param.grad = grad
         for bucket in buckets:
             if bucket.index in owed.clears:
-                _clear(bucket, set_to_none=False)
+                bucket.clear(set_to_none=False)
 
     def _rest(self) -> None:
         self.active = self._owed is not None or len(self._engine.under_way) > 0
@@ -282,15 +282,3 @@ def _finalizing(deferred: weakref.ref[DeferredUpdates]) -> Callable[..., None]:
             keeper.finalize()
 
     return hook
-
-
-@torch.no_grad()
-def _clear(bucket: GradientBucket, set_to_none: bool) -> None:
-    """Clear the gradients of a bucket: one fill, and what lies elsewhere."""
-    if not set_to_none:
-        bucket.data.zero_()
-    for param, slot in zip(bucket.params, bucket.slots, strict=True):
-        grad = param.grad
-        if grad is None or (grad is slot and not set_to_none):
-            continue
-        param.grad = None if set_to_none else grad.detach().zero_()

@@ -186,10 +186,13 @@ class GradientEngine:
         trains = self.module.training and torch.is_grad_enabled()
         if self.comm.size == 1 or not (trains or shadowing):
             return
-        if self._in_backward:  # the last one raised before its end
-            self._end()
+        if self._in_backward:
+            self._abandon_backward()
         if self.has_changed():
             self.rebuild()
+        else:
+            for bucket in self._buckets:
+                bucket.take_back()
         if self._buffers is not None and self.require_sync:
             try:
                 self._counters.bytes += self._buffers.run(src)
@@ -346,6 +349,15 @@ class GradientEngine:
         self._late.clear()
         for bucket in self._buckets:
             bucket.came.clear()
+
+    def _abandon_backward(self) -> None:
+        """Complete what a backward has started that raised before its end. Local."""
+        travelling = {b.index: tuple(b.before) for b in self._buckets if b in self.under_way}
+        self._settle()
+        for bucket in self._buckets:
+            unused = travelling.get(bucket.index)
+            bucket.abandon(self._factor, unused is not None, unused or ())
+        self._end()
 
     def _settle(self) -> None:
         if self.on_reuse is not None:

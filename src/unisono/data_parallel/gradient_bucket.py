@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,8 @@ class GradientBucket:
         self.flags = self.flat[end:]
         self.slots = [_view(self.flat, at, p) for at, p in zip(places, self.params, strict=True)]
         """Where each gradient belongs."""
+        self._pointers = [slot.data_ptr() for slot in self.slots]
+        self._places = places
         self._small = self.flat[small_begin:end]
         self._large = [i for i, small in enumerate(self.is_small) if not small]
         self._weighted: set[int] = set()  # large members that lie here with their weight
@@ -89,7 +91,50 @@ class GradientBucket:
         """Undo `file_large`'s factor, because another gradient is about to be added."""
         if i in self._weighted and factor is not None:
             self._weighted.discard(i)
-            self.slots[i].div_(factor)
+            if factor:
+                self.slots[i].div_(factor)
+
+    @torch.no_grad()
+    def clear(self, set_to_none: bool) -> None:
+        """Clear all gradients: one fill, and what lies elsewhere."""
+        if not set_to_none:
+            self.data.zero_()
+        for param, slot in zip(self.params, self.slots, strict=True):
+            grad = param.grad
+            if grad is None or (grad is slot and not set_to_none):
+                continue
+            param.grad = None if set_to_none else grad.detach().zero_()
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Bring slots home that somebody pointed elsewhere: `module.double().float()` does that.
+
+        Their values come along, and `.grad` is again what travels.
+        """
+        for i, (slot, pointer) in enumerate(zip(self.slots, self._pointers, strict=True)):
+            if slot.data_ptr() != pointer:
+                elsewhere = slot.detach()
+                slot.data = _view(self.flat, self._places[i], self.params[i])
+                slot.copy_(elsewhere)
+
+    @torch.no_grad()
+    def abandon(self, factor: float | None, was_under_way: bool, unused: Collection[int]) -> None:
+        """Forget a backward that raised.
+
+        A sum that was under way may have come back over gradients that were cleared meanwhile, so
+        it is cleared. Otherwise gradients stay as incomplete as torch leaves them.
+
+        Args:
+            factor: what gradients were multiplied with.
+            was_under_way: whether the bucket had left.
+            unused: members that brought nothing to it.
+        """
+        for i in list(self._weighted):
+            self.take_weight_off(i, factor)
+        if was_under_way:
+            for i, slot in enumerate(self.slots):
+                if i not in unused:
+                    slot.zero_()
 
     @torch.no_grad()
     def gather(self, remember: bool) -> None:
@@ -103,6 +148,8 @@ class GradientBucket:
         grads: list[Tensor] = []
         for i, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             grad = param.grad
+            if grad is None:
+                self.used[i] = False  # it was cleared since
             if remember and not self.used[i]:
                 self.before[i] = slot.clone() if grad is slot else grad
                 if grad is None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn, optim
 
 from unisono.data_parallel.arguments import expect, one_line
+from unisono.data_parallel.clearing import clear_gradients
 from unisono.errors import explain
+
+if TYPE_CHECKING:
+    from unisono.data_parallel.engine import GradientEngine
 
 __all__ = ["DataParallelOptimizer"]
 
@@ -58,6 +62,9 @@ class DataParallelOptimizer(optim.Optimizer):
     """The optimizer inside."""
     blocking_parameter_updates: bool
     """Whether `step()` acts at once."""
+    _step_supports_amp_scaling = False
+    """A scaler unscales gradients itself, also for a fused optimizer inside: what it would set here
+    instead, the one inside never sees."""
 
     def __init__(self, torch_optimizer: optim.Optimizer, blocking: bool = False) -> None:
         if not isinstance(torch_optimizer, optim.Optimizer):
@@ -82,6 +89,7 @@ class DataParallelOptimizer(optim.Optimizer):
         self.torch_optimizer = torch_optimizer
         self.blocking_parameter_updates = blocking
         self._stepper: weakref.ref[Stepper] | None = None
+        self._engine: weakref.ref[GradientEngine] | None = None
 
     # -- what the inner optimizer has -----------------------------------------------------------
 
@@ -151,9 +159,15 @@ class DataParallelOptimizer(optim.Optimizer):
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def attach(self, stepper: Stepper | None) -> None:
-        """Let `stepper` carry out the steps; None: the inner optimizer, at once."""
+    def attach(self, stepper: Stepper | None, engine: GradientEngine | None = None) -> None:
+        """Let `stepper` carry out the steps; None: the inner optimizer, at once.
+
+        Args:
+            stepper: held weakly.
+            engine: the owner of the gradients in that case; held weakly.
+        """
         self._stepper = None if stepper is None else weakref.ref(stepper)
+        self._engine = None if engine is None else weakref.ref(engine)
 
     def _attached(self) -> Stepper | None:
         return None if self._stepper is None else self._stepper()
@@ -173,10 +187,14 @@ class DataParallelOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, by default to zeros, as HeAT does; a step that is owed is not lost."""
         stepper = self._attached()
-        if stepper is None:
-            self.torch_optimizer.zero_grad(set_to_none)
-        else:
+        engine = None if self._engine is None else self._engine()
+        inner = self.torch_optimizer
+        if stepper is not None:
             stepper.zero_grad(set_to_none)
+        elif engine is None or type(inner).zero_grad is not optim.Optimizer.zero_grad:
+            inner.zero_grad(set_to_none)
+        else:
+            clear_gradients(engine, inner, set_to_none)
 
     def finalize(self) -> None:
         """Carry out a step that is owed. Local."""
@@ -200,7 +218,7 @@ class DataParallelOptimizer(optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._stepper = None
+        self._stepper = self._engine = None
 
     def __repr__(self) -> str:
         return f"DataParallelOptimizer({self.torch_optimizer!r})"
