@@ -85,6 +85,23 @@ def test_workers_read_the_shuffled_rows():
         assert sorted(torch.cat(list(loader)).tolist()) == list(range(8))
 
 
+def test_workers_that_stay_read_the_shuffled_rows():
+    data = Dataset(torch.arange(32), seed=1)
+    loader = DataLoader(data, 32, num_workers=1, shuffle=False, persistent_workers=True)
+    for _ in range(3):
+        (rows,) = loader
+        assert torch.equal(rows, data.data)
+    assert not torch.equal(data.data, torch.arange(32))
+    # Nothing has changed for a test set: the worker stays.
+    loader = DataLoader(
+        Dataset(torch.arange(4), test_set=True), 4, num_workers=1, persistent_workers=True
+    )
+    list(loader)
+    first = loader.DataLoader._iterator
+    list(loader)
+    assert loader.DataLoader._iterator is first
+
+
 @pytest.mark.ranks(2, timeout=60)
 def test_a_dataset_travels_to_a_worker_without_its_communicator():
     ring, sampled = Dataset(shard(torch.arange(8))), DistributedDataset(shard(torch.arange(8)))

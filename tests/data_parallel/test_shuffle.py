@@ -213,3 +213,43 @@ def test_a_misaligned_attribute_is_refused():
     data.targets = torch.ones(3)
     with pytest.raises(PartitionError, match="at least 4 rows"):
         data.Shuffle()
+
+
+class Own(torch.utils.data.Dataset):
+    """A dataset written for HeAT, with what its documentation asks for and nothing else."""
+
+    def __init__(self, rows, ishuffle):
+        self.comm = world()
+        self.htdata = rows
+        self._cut_slice = slice(0, N)
+        self.lcl_half = N // 2
+        self.data = rows[self._cut_slice]
+        self.ishuffle = ishuffle
+        self.test_set = False
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+    def __len__(self):
+        return len(self.data)
+
+    def Shuffle(self):
+        dataset_shuffle(self, attrs=[["data", None]])
+
+    def Ishuffle(self):
+        dataset_ishuffle(self, attrs=[["data", None]])
+
+
+@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.parametrize("ishuffle", [True, False])
+def test_a_dataset_written_for_heat_is_shuffled(ishuffle):
+    data, ours = Own(own_rows(), ishuffle), Dataset(own_rows(), ishuffle=ishuffle)
+    before = everybody(data.data)
+    loaders = [DataLoader(one, batch_size=N, shuffle=False) for one in (data, ours)]
+    for _ in range(3):
+        (rows,), (same,) = loaders
+        assert torch.equal(rows, same)  # as a dataset of ours with seed 0
+        assert everybody(rows) == before
+    assert not torch.equal(rows, own_rows())
+    dataset_irecv(data)
+    dataset_irecv(ours)

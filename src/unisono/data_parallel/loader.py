@@ -38,7 +38,7 @@ class DataLoader:
         shuffle: random order of this rank's rows in each epoch.
         sampler: gives the order instead.
         generator: of that order; default an own one, so the global generator is not touched.
-        persistent_workers: keep workers between epochs.
+        persistent_workers: keep workers between epochs that have the same rows.
         prefetch_factor: batches prepared in advance by each worker.
 
     >>> loader = DataLoader(Dataset(torch.arange(5)), batch_size=2, shuffle=False)
@@ -80,6 +80,8 @@ class DataLoader:
         self.last_epoch = False
         self.epoch = 0
         self._first_iter = True
+        self._own_shuffles = 0
+        self._shown: int | None = None
         can_shuffle = sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset)
         if generator is None:
             ranks = dataset.communicator if isinstance(dataset, Dataset) else world()
@@ -103,7 +105,15 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch: shuffle as the dataset asks, then yield its batches."""
         self.begin_epoch()
+        if self._shown is not None and self._shown != self._shuffles():
+            # Workers that stayed hold the rows of the epoch in which they were started.
+            self.DataLoader._iterator = None
+        self._shown = self._shuffles()
         return iter(self.DataLoader)
+
+    def _shuffles(self) -> int:
+        """Return how often the rows have changed so far."""
+        return getattr(self.dataset, "shuffles", self._own_shuffles)
 
     def __len__(self) -> int:
         """Number of batches of an epoch on this rank."""
@@ -140,6 +150,7 @@ class DataLoader:
                     self.dataset.Ishuffle()
             elif not first:
                 self.dataset.Shuffle()
+                self._own_shuffles += 1
         set_epoch = getattr(self.DataLoader.sampler, "set_epoch", None)
         # A sampler is built in the state of epoch 0.
         if set_epoch is not None and not first:

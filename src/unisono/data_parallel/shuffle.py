@@ -35,13 +35,14 @@ class RingExchange:
 
 
 class Shufflable(Protocol):
-    """What a shuffle needs of a dataset."""
+    """What a shuffle needs of a dataset.
+
+    It leaves two attributes there: `exchange`, the rows under way, and `shuffles`, their number so
+    far. A dataset may have a `seed`, else it is 0.
+    """
 
     comm: object
     lcl_half: int
-    seed: int
-    shuffles: int
-    exchange: RingExchange | None
     _cut_slice: slice
 
 
@@ -75,18 +76,21 @@ def dataset_ishuffle(dataset: Shufflable, attrs: Attributes) -> None:
         )
         for rows in tensors
     ]
-    dataset.exchange = RingExchange(attrs, arriving)
+    _noted(dataset).exchange = RingExchange(attrs, arriving)
 
 
 def dataset_irecv(dataset: Shufflable) -> None:
     """Complete the exchange that `dataset_ishuffle` started; without one, do nothing."""
-    under_way, dataset.exchange = dataset.exchange, None
+    noted = _noted(dataset)
+    under_way: RingExchange | None = getattr(noted, "exchange", None)
     if under_way is None:
         return
+    noted.exchange = None
     comm = communicator_of(dataset.comm)
     source = (comm.rank - 1) % comm.size
-    generator = generator_of(dataset.seed, dataset.shuffles, comm.rank)
-    dataset.shuffles += 1
+    shuffles: int = getattr(noted, "shuffles", 0)
+    generator = generator_of(getattr(noted, "seed", 0), shuffles, comm.rank)
+    noted.shuffles = shuffles + 1
     n_rows = dataset._cut_slice.stop
     order = torch.randperm(n_rows, generator=generator)
     for (name, other), pending in zip(under_way.attrs, under_way.arriving, strict=True):
@@ -96,6 +100,11 @@ def dataset_irecv(dataset: Shufflable) -> None:
         setattr(dataset, str(name), mixed)
         if other is not None:
             getattr(dataset, other).larray = mixed
+
+
+def _noted(dataset: Any) -> Any:
+    """Return the dataset as one whose attributes may be missing: a class of the user's own."""
+    return dataset
 
 
 def _rows_of(dataset: Any, name: str | None) -> Tensor:
