@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
+from unisono.comm.uncompiled import runs_uncompiled
 from unisono.data_parallel.arguments import expect_choice
 from unisono.data_parallel.buckets import Bucket
 from unisono.data_parallel.checks import (
@@ -169,13 +170,17 @@ class DataParallel(HeatParts):
             engine.before_forward(self._join.before_forward())
         else:
             engine.before_forward()
-        if self._deferred is not None and self._deferred.whole:
+        if self._deferred is not None and (self._deferred.whole or torch.compiler.is_compiling()):
             self.finalize()  # compiled code reads parameters without asking anybody
-        outputs = self.module(*inputs, **kwargs)
+        return self._end_forward(engine, self.module(*inputs, **kwargs))
+
+    @runs_uncompiled
+    def _end_forward(self, engine: GradientEngine, outputs: Any) -> Any:
         self.finalize()  # layers that this forward did not use
         engine.after_forward(outputs)
         return outputs
 
+    @runs_uncompiled
     def finalize(self) -> None:
         """Complete all reductions and apply all owed updates. Local, idempotent."""
         if self._deferred is not None:
@@ -288,13 +293,13 @@ class DataParallel(HeatParts):
         self.finalize()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        nn.Module.__init__(twin)
-        twin.module = copy.deepcopy(self.module, memo)
-        optimizers = [copy.deepcopy(optimizer, memo) for optimizer in self._dp_optimizers]
-        twin.__dict__.update(self._plain_state(), _dp_optimizers=optimizers)
+        plain = self._plain_state()
+        held = {name: x for name, x in self.__getstate__().items() if name not in plain}
+        super(DataParallel, twin).__setstate__({**copy.deepcopy(held, memo), **plain})
         twin.comm, twin.communicator = self.comm, self.communicator
-        twin.train(self.training)
-        twin._start()
+        averaging = twin._start().averaging
+        if self._engine is not None:
+            averaging.load_state_dict(self._engine.averaging.state_dict())
         return twin
 
     def _plain_state(self) -> dict[str, Any]:

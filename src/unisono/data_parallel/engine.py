@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
+from unisono.comm.uncompiled import runs_uncompiled
 from unisono.data_parallel import hooks
 from unisono.data_parallel.autograd_graph import reached_leaves, tensors_in
 from unisono.data_parallel.bucket_making import make_buckets
@@ -174,6 +175,7 @@ class GradientEngine:
 
     # -- forward --------------------------------------------------------------------------------
 
+    @runs_uncompiled
     def before_forward(self, src: int = 0, *, shadowing: bool = False) -> None:
         """Begin a forward; wrappers call it first. Collective when training with gradients.
 
@@ -199,6 +201,7 @@ class GradientEngine:
             except Unfinished as error:
                 raise named(error, "buffers, before a forward") from None
 
+    @runs_uncompiled
     def after_forward(self, outputs: Any) -> None:
         """End a forward; wrappers call it with what the module returned. Local."""
         if not self._hooks or not torch.is_grad_enabled():

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from unisono.comm.uncompiled import runs_uncompiled
 from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, ask, chained
 from unisono.nn.joining import Join
 from unisono.nn.structure import Structure
-from unisono.nn.uncompiled import runs_uncompiled
 from unisono.topology import Partition
 
 __all__ = ["DistributedSequential"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.comm.uncompiled import runs_uncompiled
 from unisono.nn.drawing import Draws
 from unisono.nn.dropout import OwnDropout
-from unisono.nn.uncompiled import runs_uncompiled
 from unisono.topology import Partition
 
 _CPU = torch.device("cpu")

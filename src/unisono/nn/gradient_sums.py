@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from unisono.comm.uncompiled import runs_uncompiled
 from unisono.nn.parameters import summed_gradients
 from unisono.nn.state import HoldingModule
-from unisono.nn.uncompiled import runs_uncompiled
 from unisono.topology import Partition
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
+from unisono.comm.uncompiled import runs_uncompiled
 from unisono.errors import CollectiveMismatch, UnisonoError
 from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, Question, ask
 from unisono.nn.notices import Notices
 from unisono.nn.structure import current_mode
-from unisono.nn.uncompiled import runs_uncompiled
 from unisono.topology import Partition
 
 __all__ = ["Module"]
