@@ -10,6 +10,10 @@ from unisono.errors import explain
 __all__ = ["expect", "expect_choice", "expect_float", "expect_int", "one_line"]
 
 
+_SHOWN = {bool: "True, or False", int: "1", float: "0.5"}
+"""What a hint shows for a kind of argument."""
+
+
 def one_line(value: object) -> str:
     """Return `value` as a message shows it: its kind alone where the whole would fill lines."""
     if isinstance(value, type):
@@ -27,6 +31,10 @@ def expect(
     if is_stray_bool or not isinstance(value, allowed):
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
         found = f"{type(value).__name__}, expected {expected}"
+        if hint is None:
+            hint = next(
+                (f"{name}={text}" for kind, text in _SHOWN.items() if kind in allowed), None
+            )
         raise TypeError(explain(f"{name}={one_line(value)}", found, None, hint))
 
 

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+_OPAQUE = (nn.Module, type, ModuleType, FunctionType)
+"""What no forward returns its result in."""
+
+
+_OBJECTS = 4
+"""How many ordinary objects, one inside the other, are looked into."""
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses."""
+    """Yield the tensors in nested lists, tuples, mappings, dataclasses and other objects."""
+    return _tensors_in(outputs, _OBJECTS, set())
+
+
+def _tensors_in(outputs: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(outputs, Tensor):
         yield outputs
-    elif isinstance(outputs, Mapping):
-        for value in outputs.values():
-            yield from tensors_in(value)
+        return
+    held: Iterable[Any] = ()
+    if isinstance(outputs, Mapping):
+        held = outputs.values()
     elif isinstance(outputs, list | tuple):
-        for value in outputs:
-            yield from tensors_in(value)
+        held = outputs
     elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
-        for field in dataclasses.fields(outputs):
-            yield from tensors_in(getattr(outputs, field.name))
+        held = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
+    elif (
+        depth > 0
+        and hasattr(outputs, "__dict__")
+        and not isinstance(outputs, _OPAQUE)
+        and id(outputs) not in seen
+    ):
+        seen.add(id(outputs))
+        depth -= 1
+        held = list(vars(outputs).values())
+    for value in held:
+        yield from _tensors_in(value, depth, seen)
 
 
 def reached_leaves(outputs: list[Tensor]) -> set[int]:

@@ -16,9 +16,13 @@ from unisono.errors import explain
 
 
 def check_options(
-    module: object, bucket_mb: float | None, compression: object, blocking: object
+    module: object,
+    bucket_mb: float | None,
+    compression: object,
+    blocking: object,
+    **switches: object,
 ) -> None:
-    """Check everything but the optimizers."""
+    """Check everything but the optimizers; `switches` are true or false."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             explain(
@@ -32,6 +36,13 @@ def check_options(
     expect("blocking_parameter_updates", blocking, bool)
     check_bucket_mb(bucket_mb)
     check_compression(compression)
+    check_switches(**switches)
+
+
+def check_switches(**switches: object) -> None:
+    """Check arguments that are true or false."""
+    for name, value in switches.items():
+        expect(name, value, bool)
 
 
 def check_module(module: nn.Module, wrapper: str) -> None:

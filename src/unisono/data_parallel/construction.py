@@ -94,13 +94,22 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for x in tensors:
         if x.numel():
-            kinds[x.device, x.dtype].append(x.detach())
+            kinds[x.device, x.dtype].append(distinct(x.detach()))
     for (device, _), members in kinds.items():
         flat = torch.cat([x.reshape(-1) for x in members])
         on_device(comm, device).broadcast_(flat, src)
         if comm.rank != src:
             for x, part in zip(members, flat.split([x.numel() for x in members]), strict=True):
                 x.copy_(part.view(x.shape))
+
+
+def distinct(x: Tensor) -> Tensor:
+    """Return a view of `x` without the repetitions that `expand` makes, so it can be written to."""
+    if 0 in x.stride():
+        for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                x = x.narrow(dim, 0, 1)
+    return x
 
 
 def on_device(comm: Communicator, device: torch.device) -> Communicator:

@@ -97,7 +97,15 @@ class DataParallel(HeatParts):
         reset_parameters: bool = False,
     ) -> None:
         super().__init__()
-        check_options(module, bucket_mb, compression, blocking_parameter_updates)
+        check_options(
+            module,
+            bucket_mb,
+            compression,
+            blocking_parameter_updates,
+            broadcast_buffers=broadcast_buffers,
+            find_unused=find_unused,
+            reset_parameters=reset_parameters,
+        )
         optimizers = checked_optimizers(optimizer, module)
         self.module = module
         self.communicator = communicator_of(comm)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.data_parallel.construction import on_device
+from unisono.data_parallel.construction import distinct, on_device
 
 
 class BufferBroadcast:
@@ -27,7 +27,7 @@ class BufferBroadcast:
             for buffer in part._buffers.values():
                 if buffer is not None and buffer.numel() and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    by_device[buffer.device].append(buffer)
+                    by_device[buffer.device].append(distinct(buffer))
         sent = 0
         for device, buffers in by_device.items():
             # Wide elements first: each part then begins where its dtype may begin.

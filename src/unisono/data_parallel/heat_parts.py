@@ -17,6 +17,13 @@ from unisono.data_parallel.layer_hooks import WaitHandle, layer_of
 from unisono.errors import explain
 
 
+class UnknownName(KeyError):
+    """A layer or parameter that is not there; the message has lines, which KeyError would quote."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class HeatParts(nn.Module):
     """What HeAT calls the layers, handles and hooks of a `DataParallel`."""
 
@@ -55,7 +62,14 @@ class HeatParts(nn.Module):
         layers = list(self._param_slices) if layer_names is None else list(layer_names)
         unknown = [name for name in layers if name not in self._param_slices]
         if unknown:
-            raise KeyError(f"unknown layers {unknown}; layers: {list(self._param_slices)}")
+            raise UnknownName(
+                explain(
+                    f"_iparam_update(layer_names={layers})",
+                    f"unknown layers {unknown}",
+                    None,
+                    f"layer_names from {list(self._param_slices)}",
+                )
+            )
         if param_slice is not None:
             slices = [self._param_slices[name] for name in layers]
             owned = {i for part in slices for i in range(part.start, part.stop)}
@@ -87,7 +101,14 @@ class HeatParts(nn.Module):
         if layer_name and not param_name.startswith(f"{layer_name}."):
             name = f"{layer_name}.{param_name}"
         if name not in self._param_indices:
-            raise KeyError(f"no parameter {name!r}; parameters: {list(self._param_indices)}")
+            raise UnknownName(
+                explain(
+                    f"_nonblocking_hook({layer_name!r}, {param_name!r})",
+                    f"no parameter {name!r}",
+                    None,
+                    f"layer and name of one of {list(self._param_indices)}",
+                )
+            )
 
         def hook(grad: Tensor) -> Tensor:
             engine = self._running()

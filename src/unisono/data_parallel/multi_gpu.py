@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from unisono.data_parallel.arguments import expect
-from unisono.data_parallel.checks import check_bucket_mb, check_module
+from unisono.data_parallel.checks import check_bucket_mb, check_module, check_switches
 from unisono.data_parallel.compression import check_compression
 from unisono.data_parallel.construction import check_same_module, reset_module
 from unisono.data_parallel.daso import DASO
@@ -55,6 +55,11 @@ class DataParallelMultiGPU(nn.Module):
         check_module(module, "DataParallelMultiGPU")
         check_bucket_mb(bucket_mb)
         check_compression(compression)
+        check_switches(
+            broadcast_buffers=broadcast_buffers,
+            find_unused=find_unused,
+            reset_parameters=reset_parameters,
+        )
         ranks = optimizer.communicator if comm is None else communicator_of(comm)
         others = optimizer.communicator.ranks
         if ranks.ranks != others:

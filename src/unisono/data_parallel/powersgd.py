@@ -37,10 +37,11 @@ class PowerSGD:
         """Refuse what cannot work."""
         for name, least in (("rank", 1), ("start_step", 0), ("min_ratio", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-                raise ValueError(
-                    explain(f"PowerSGD({name}={value!r})", None, None, f"{name}={least} or more")
-                )
+            kinds = (int, float) if name == "min_ratio" else int
+            if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
+                whole = "" if name == "min_ratio" else ", a whole number"
+                hint = f"{name}={least} or more{whole}"
+                raise ValueError(explain(f"PowerSGD({name}={value!r})", None, None, hint))
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether a gradient of this shape travels as factors.

@@ -121,7 +121,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
         Its array needs as many rows on each rank, so that data and labels stay in step.
         """
-        expect("sampler", sampler, DistributedSampler)
+        expect("sampler", sampler, DistributedSampler, "link(DistributedSampler(dataset))")
         if sampler.dataset.cuts != self.dataset.cuts:
             raise PartitionError.because(
                 "link of two samplers",

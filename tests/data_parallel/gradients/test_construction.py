@@ -15,6 +15,8 @@ from unisono.data_parallel import (
     DataParallel,
     DataParallelMultiGPU,
     DataParallelOptimizer,
+    DistributedDataset,
+    DistributedSampler,
     PowerSGD,
 )
 from unisono.errors import CollectiveMismatch, UnisonoError
@@ -162,6 +164,38 @@ def test_bad_input_is_answered_in_sentences():
     with pytest.raises(ValueError, match="divide_by"), model.join(divide_by="all"):
         pass
     assert DataParallel(layer, compression=functools.partial(print)).buckets == ()
+
+
+def test_wrong_types_are_answered_with_a_hint():
+    layer = nn.Linear(2, 1)
+    for bad in ({"find_unused": "x"}, {"broadcast_buffers": 2}, {"reset_parameters": 1}):
+        (name,) = bad
+        with pytest.raises(TypeError, match=rf"{name}=[\s\S]*HINT: {name}=True, or False"):
+            DataParallel(layer, **bad)
+    for bad in ({"rank": 1.5}, {"start_step": 0.5}, {"min_ratio": float("nan")}):
+        with pytest.raises(ValueError, match=f"HINT: {next(iter(bad))}="):
+            PowerSGD(**bad)
+    with pytest.raises(TypeError, match="HINT: blocking=True"):
+        DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), "x")
+    sampler = DistributedSampler(DistributedDataset(torch.arange(4)))
+    with pytest.raises(TypeError, match="HINT: link"):
+        sampler.link("x")
+    with pytest.raises(TypeError, match="HINT: seed=1"):
+        sampler.set_seed("x")
+    with pytest.raises(KeyError, match=r"unknown layers \['b'\]\n  HINT: layer_names from \[''\]"):
+        DataParallel(layer)._iparam_update(None, ["b"])
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_repeat_themselves_follow_rank_0():
+    module = nn.BatchNorm1d(3)
+    rows = torch.full((1, 3), float(world().rank)).expand(4, 3)
+    module.register_buffer("rows", rows)
+    model = DataParallel(module)
+    assert not rows.any()
+    rows[0] += 1 + world().rank
+    model(torch.ones(2, 3))
+    assert torch.equal(rows, torch.ones(4, 3))
 
 
 @pytest.mark.ranks(2, backend=["gloo", "shm"])

@@ -284,3 +284,33 @@ def test_forces_as_second_derivatives_train_in_parallel():
         else:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
     assert model.stats().steps == 1
+
+
+class Result:
+    """An output that is no list, mapping or dataclass; it refers to itself."""
+
+    def __init__(self, value):
+        self.inside = {"value": value}
+        self.itself = self
+
+
+class InAnObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+    def forward(self, x):
+        return Result(self.layers(x))
+
+
+@pytest.mark.ranks(2, backend="gloo", timeout=60)
+def test_outputs_in_an_object_do_not_pass_for_unused():
+    module, twin = built(InAnObject)
+    model = DataParallel(module, find_unused=True)
+    everything, mine = batch((4,))
+    loss_of(model(mine).inside["value"]).backward()
+    loss_of(twin(everything).inside["value"]).backward()
+    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    # 23 gradients and 4 flags travelled once, not again for those that seemed to be unused.
+    assert model.stats().bytes == (23 + 4) * 8
