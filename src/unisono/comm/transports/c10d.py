@@ -58,7 +58,8 @@ class TransportProcessGroup(CallingGroup):
     @_by_device
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Replace each tensor on the root by its reduction; leaves the others' as they are."""
-        return self._reduce("reduce", _listed(tensors), opts, int(opts.rootRank))
+        root = staging.check_member(int(opts.rootRank), self.size(), "dst", "reduce")
+        return self._reduce("reduce", _listed(tensors), opts, root)
 
     def _reduce(self, name: str, xs: list[Tensor], opts: Any, root: int | None = None) -> Work:
         op, engine = staging.op_name(opts), self.unisono_engine
@@ -122,7 +123,8 @@ class TransportProcessGroup(CallingGroup):
     @_by_device
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Replace each tensor by the root's."""
-        xs, root, engine = _listed(tensors), int(opts.rootRank), self.unisono_engine
+        xs, engine = _listed(tensors), self.unisono_engine
+        root = staging.check_member(int(opts.rootRank), self.size(), "src", "broadcast")
         for x in xs:
             check_no_overlap(x, "broadcast")
 
@@ -194,7 +196,8 @@ class TransportProcessGroup(CallingGroup):
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> Work:
         """Fill the outputs of the root with the inputs of all ranks."""
-        root, x, engine = int(opts.rootRank), inputs[0], self.unisono_engine
+        x, engine = inputs[0], self.unisono_engine
+        root = staging.check_member(int(opts.rootRank), self.size(), "dst", "gather")
         outs = list(outputs[0]) if self.rank() == root else None
 
         def kernel(timeout_s: float) -> None:
@@ -210,7 +213,8 @@ class TransportProcessGroup(CallingGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
         """Fill the output of each rank with its input on the root."""
-        root, out, engine = int(opts.rootRank), outputs[0], self.unisono_engine
+        out, engine = outputs[0], self.unisono_engine
+        root = staging.check_member(int(opts.rootRank), self.size(), "src", "scatter")
         ins = list(inputs[0]) if self.rank() == root else None
 
         def kernel(timeout_s: float) -> None:
@@ -279,6 +283,7 @@ class TransportProcessGroup(CallingGroup):
     @_by_device
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
         """Send a tensor to a rank of the group."""
+        staging.check_member(dst, self.size(), "dst", "send")
         x = source(tensors[0])
         note = self._message("send", x, to=(dst,))
         ticket = self.unisono_engine.exchange(
@@ -289,6 +294,7 @@ class TransportProcessGroup(CallingGroup):
     @_by_device
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank of the group."""
+        staging.check_member(src, self.size(), "src", "recv")
         targets = Targets(tensors[:1])
         note = self._message("recv", tensors[0], source=(src,))
         ticket = self.unisono_engine.exchange(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
+from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
 
 _OPS: dict[Any, str] = {
     dist.ReduceOp.SUM: "sum",
@@ -104,6 +104,19 @@ def check_dense(x: Tensor) -> None:
             None,
             "x.to_dense(), or x.dequantize(), first",
         )
+
+
+def check_member(rank: int, size: int, what: str, call: str) -> int:
+    """Return `rank` if it is one of a group of `size`; torch passes on what it is given."""
+    if 0 <= rank < size:
+        return rank
+    ranks = f"{size} ranks, 0 to {size - 1}" if size > 1 else "one rank, 0"
+    raise MeshError.because(
+        f"torch.distributed.{call} with {what} {rank}",
+        f"the group has {ranks}",
+        f"0 <= {rank} < {size} does not hold",
+        f"{what}=0, a rank of the world, or group_{what}=0, a rank of the group",
+    )
 
 
 def cut_evenly(x: Tensor, parts: int, what: str) -> list[Tensor]:
