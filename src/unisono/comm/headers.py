@@ -37,7 +37,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 """Dtypes by the number under which they travel. Append only."""
 
-_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 def split_evenly(rows: int, parts: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def pack_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
             f"a tensor of {len(shape)} dims", f"at most {_MAX_DIMS} dims travel with their sizes"
         )
     padded = [*shape, *([-1] * (_MAX_DIMS - len(shape)))]
-    return (padded[0], _NUMBER[dtype], *padded[1:])
+    return (padded[0], DTYPE_NUMBERS[dtype], *padded[1:])
 
 
 def unpack_shape(record: Sequence[int]) -> tuple[tuple[int, ...], torch.dtype]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono.errors import MeshError
+from unisono.errors import CollectiveMismatch, MeshError, UnisonoError
 
 on_shm = pytest.mark.ranks(2, backend="shm")
 
@@ -48,3 +48,51 @@ def test_a_root_or_peer_that_is_no_rank_is_refused_before_the_call(rank):
 def test_a_group_of_one_rank_has_root_0_only():
     with pytest.raises(MeshError, match="the group has one rank, 0"):
         dist.broadcast(torch.ones(1), 1)
+
+
+@on_shm
+def test_inputs_and_outputs_of_unlike_dtypes_are_refused_before_the_call():
+    floats, ints = torch.ones(2), torch.zeros(2, dtype=torch.int32)
+    four = torch.zeros(4, dtype=torch.int32)
+    world = dist.group.WORLD
+    calls = {
+        "all_gather": lambda: dist.all_gather_single(four, floats),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(ints, torch.ones(4)),
+        # As C++ calls them: in Python torch.distributed looks at these itself.
+        "all_to_all_single": lambda: world.all_to_all_single(ints, floats, [], []),
+        "all_gather ": lambda: world.allgather([[floats, ints]], [floats]),
+        "reduce_scatter ": lambda: world.reduce_scatter([ints], [[floats, floats]]),
+        "all_to_all ": lambda: world.alltoall([ints, ints], [floats, floats]),
+    }
+    for text, call in calls.items():
+        with pytest.raises(UnisonoError, match=f"{text.strip()} with tensors of float32 and int32"):
+            call()
+    assert ints.tolist() == [0, 0]
+    assert four.tolist() == [0] * 4
+    if dist.get_rank() == 0:
+        with pytest.raises(UnisonoError, match="gather with tensors of float32 and int32"):
+            world.gather([[ints, ints]], [floats], options(dist.GatherOptions()))
+        with pytest.raises(UnisonoError, match="scatter with tensors of float32 and int32"):
+            world.scatter([ints], [[floats, floats]], options(dist.ScatterOptions()))
+    assert_usable()
+
+
+def options(given):
+    """Options of a call as torch.distributed passes them, with root 0."""
+    given.rootRank, given.asyncOp = 0, False
+    return given
+
+
+@on_shm
+@pytest.mark.parametrize("is_late", [False, True], ids=["expected", "put aside"])
+def test_a_message_of_another_dtype_is_refused_by_its_receiver(is_late):
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(2), 1, tag=1)
+        dist.send(torch.ones(1), 1, tag=2)
+    else:
+        if is_late:  # the message behind it is wanted first
+            dist.recv(torch.empty(1), 0, tag=2)
+        with pytest.raises(CollectiveMismatch, match="float32 != int32") as caught:
+            dist.recv(torch.zeros(2, dtype=torch.int32), 0, tag=1)
+        assert "recv of int32 [2] (tag 1) from rank 0" in str(caught.value)
+        assert "the message has 2 elements of float32" in str(caught.value)

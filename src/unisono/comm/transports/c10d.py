@@ -106,6 +106,7 @@ class TransportProcessGroup(CallingGroup):
         op, engine = staging.op_name(opts), self.unisono_engine
         for out, blocks in zip(outs, ins, strict=True):
             check_op(op, out.dtype)
+            staging.check_one_dtype((out, *blocks), "reduce_scatter")
             staging.check_same_bytes([out], [blocks[self.rank()]], "reduce_scatter")
 
         def kernel(timeout_s: float) -> None:
@@ -166,6 +167,7 @@ class TransportProcessGroup(CallingGroup):
     def _all_gather(self, outputs: Sequence[Sequence[Tensor]], xs: list[Tensor], opts: Any) -> Work:
         engine = self.unisono_engine
         for outs, x in zip(outputs, xs, strict=True):
+            staging.check_one_dtype((x, *outs), "all_gather")
             staging.check_same_bytes([outs[self.rank()]], [x], "all_gather")
 
         def kernel(timeout_s: float) -> None:
@@ -199,6 +201,7 @@ class TransportProcessGroup(CallingGroup):
         x, engine = inputs[0], self.unisono_engine
         root = staging.check_member(int(opts.rootRank), self.size(), "dst", "gather")
         outs = list(outputs[0]) if self.rank() == root else None
+        staging.check_one_dtype((x, *(outs or ())), "gather")
 
         def kernel(timeout_s: float) -> None:
             targets = Targets(outs or [])
@@ -216,6 +219,7 @@ class TransportProcessGroup(CallingGroup):
         out, engine = outputs[0], self.unisono_engine
         root = staging.check_member(int(opts.rootRank), self.size(), "src", "scatter")
         ins = list(inputs[0]) if self.rank() == root else None
+        staging.check_one_dtype((out, *(ins or ())), "scatter")
 
         def kernel(timeout_s: float) -> None:
             targets = Targets([out])
@@ -231,6 +235,7 @@ class TransportProcessGroup(CallingGroup):
     ) -> Work:
         """Fill output `q` with what rank `q` has for this rank."""
         engine, outs, ins = self.unisono_engine, list(outputs), list(inputs)
+        staging.check_one_dtype((*outs, *ins), "all_to_all")
 
         def kernel(timeout_s: float) -> None:
             targets = Targets(outs)
@@ -251,6 +256,7 @@ class TransportProcessGroup(CallingGroup):
     ) -> Work:
         """Exchange blocks of rows; no sizes means equal blocks."""
         engine, size, x = self.unisono_engine, self.size(), source(input)
+        staging.check_one_dtype((output, x), "all_to_all_single")
         ins = cut_rows(x, input_split_sizes, size, "all_to_all_single input")
         staging.row_sizes(output, output_split_sizes, size, "all_to_all_single output")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -161,8 +161,22 @@ def row_sizes(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[in
     return wanted
 
 
+def check_one_dtype(tensors: Iterable[Tensor], what: str) -> None:
+    """Refuse inputs and outputs of unlike dtypes: a transport moves bytes as they are."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) > 1:
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise UnisonoError.because(
+            f"torch.distributed.{what} with tensors of {' and '.join(names)}",
+            "its input and output must have one dtype; bytes are moved, not converted",
+            f"{' != '.join(names)}",
+            "out = torch.empty(shape, dtype=x.dtype), or x.to(out.dtype) first",
+        )
+
+
 def check_joined(out: Tensor, x: Tensor, parts: int, what: str) -> None:
     """Refuse an output that does not hold `parts` blocks like `x`."""
+    check_one_dtype((out, x), what)
     have, want = x.numel() * x.element_size() * parts, out.numel() * out.element_size()
     if have != want:
         raise PartitionError.because(
@@ -185,12 +199,27 @@ def check_same_bytes(outs: Sequence[Tensor], ins: Sequence[Tensor], what: str) -
             )
 
 
-def wrong_length(x: Tensor, sender: int, nbytes: int | None, tag: int) -> UnisonoError:
-    """Return the error for a message of `nbytes` bytes (None: too many) that was to fill `x`."""
+def wrong_message(
+    x: Tensor, sender: int, nbytes: int | None, tag: int, sent: torch.dtype | None = None
+) -> UnisonoError:
+    """Return the error for a message that was to fill `x` and cannot.
+
+    Args:
+        x: what it was received into.
+        sender: world rank that sent it.
+        nbytes: its length; None where only is known that it is too long.
+        tag: its tag.
+        sent: its dtype; None where messages carry none.
+    """
     name = str(x.dtype).removeprefix("torch.")
     expected = f"{x.numel()} * {x.element_size()} = {x.numel() * x.element_size()} bytes"
     if nbytes is None:
         found, arithmetic = "the message is longer", f"more than {expected}"
+    elif sent is not None and sent != x.dtype:
+        sent_name = str(sent).removeprefix("torch.")
+        count, each = nbytes // sent.itemsize, sent.itemsize
+        found = f"the message has {count} elements of {sent_name}"
+        arithmetic = f"{sent_name} != {name}; {count} * {each} = {nbytes} bytes, {expected} wanted"
     else:
         count, rest = divmod(nbytes, x.element_size())
         elements = f"not a whole number of {name}" if rest else f"{count} elements of {name}"

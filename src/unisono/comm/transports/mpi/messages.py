@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.comm.transports.mpi.line import MAX_BYTES, Ladder, Line, abandon
 from unisono.comm.transports.mpi.moves import nbytes_of
-from unisono.comm.transports.staging import wrong_length
+from unisono.comm.transports.staging import wrong_message
 from unisono.comm.verbs_message import EXCHANGE_TAG
 from unisono.errors import UnisonoError
 
@@ -139,13 +139,13 @@ class Messages:
         """Return our error for one of MPI; of a message that is too long, only that is known."""
         if error.Get_error_class() == self._line.mpi.ERR_TRUNCATE and transfer.peer is not None:
             sender = self._line.watch.ranks[transfer.peer]
-            return wrong_length(transfer.tensor, sender, None, transfer.tag)
+            return wrong_message(transfer.tensor, sender, None, transfer.tag)
         return self._line.translated(error)
 
     def _check_length(self, transfer: Transfer, expected: int, found: int) -> None:
         if found != expected and transfer.error is None:
             sender = -1 if transfer.peer is None else self._line.watch.ranks[transfer.peer]
-            transfer.error = wrong_length(transfer.tensor, sender, found, transfer.tag)
+            transfer.error = wrong_message(transfer.tensor, sender, found, transfer.tag)
 
     def wait(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
         """Wait for messages; raises what went wrong with one of them."""

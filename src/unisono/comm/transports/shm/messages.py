@@ -15,13 +15,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unisono.comm.headers import DTYPE_NUMBERS, DTYPES
 from unisono.comm.transports.shm.control import Control
 from unisono.comm.transports.shm.layout import CELLS, DOORBELL, DOORBELL_WANTED
 from unisono.comm.transports.shm.libc import Timespec, futex_wait, has_futex, memmove, sched_yield
 from unisono.comm.transports.shm.rings import Fragment, Reader, Writer
 from unisono.comm.transports.shm.waiting import cores
 from unisono.comm.transports.shm.watch import Watch
-from unisono.comm.transports.staging import wrong_length
+from unisono.comm.transports.staging import wrong_message
 
 _SPINS = 50
 _YIELD_S = 1e-3
@@ -38,12 +39,13 @@ class Transfer:
         error: why it failed.
     """
 
-    __slots__ = ("done", "error", "moved", "nbytes", "peer", "pointer", "tag", "tensor")
+    __slots__ = ("done", "dtype", "error", "moved", "nbytes", "peer", "pointer", "tag", "tensor")
 
     def __init__(self, peer: int | None, tag: int, tensor: Tensor) -> None:
         self.peer = peer
         self.tag = tag
         self.nbytes = tensor.numel() * tensor.element_size()
+        self.dtype = DTYPE_NUMBERS.get(tensor.dtype, -1)
         self.pointer = tensor.data_ptr()
         self.moved = 0
         self.done = False
@@ -54,11 +56,12 @@ class Transfer:
 class _Arriving:
     """A message whose first fragment was read: where the rest goes (nowhere, if refused)."""
 
-    __slots__ = ("moved", "nbytes", "store", "tag", "transfer")
+    __slots__ = ("dtype", "moved", "nbytes", "store", "tag", "transfer")
 
     def __init__(self, fragment: Fragment, transfer: Transfer | None, *, put_aside: bool) -> None:
         self.tag = fragment.tag
         self.nbytes = fragment.nbytes
+        self.dtype = fragment.dtype
         self.transfer = transfer
         self.moved = 0
         self.store = torch.empty(self.nbytes, dtype=torch.uint8) if put_aside else None
@@ -156,7 +159,7 @@ class Messages:
         Raises:
             RankFailed: a peer is gone.
             RankTimeout: the deadline passed.
-            CollectiveMismatch: a message has another length than its receiver expects.
+            CollectiveMismatch: a message has another length or dtype than its receiver expects.
         """
         self._attended += 1
         try:
@@ -225,7 +228,7 @@ class Messages:
             transfer = queue[0]
             length = min(writer.cell_bytes, transfer.nbytes - transfer.moved)
             writer.write(
-                Fragment(transfer.tag, transfer.nbytes, transfer.moved, length),
+                Fragment(transfer.tag, transfer.nbytes, transfer.moved, length, transfer.dtype),
                 transfer.pointer + transfer.moved,
             )
             transfer.moved += length
@@ -246,7 +249,7 @@ class Messages:
                 put_aside = transfer is None
                 if transfer is not None:
                     transfer.peer = src
-                    if transfer.nbytes != fragment.nbytes:
+                    if transfer.nbytes != fragment.nbytes or transfer.dtype != fragment.dtype:
                         self._refuse(transfer, fragment)
                         transfer = None
                 self._arriving[src] = _Arriving(fragment, transfer, put_aside=put_aside)
@@ -300,16 +303,17 @@ class Messages:
 
     def _deliver(self, message: _Arriving, transfer: Transfer, src: int) -> None:
         transfer.peer = src
-        if message.nbytes != transfer.nbytes:
-            self._refuse(transfer, Fragment(message.tag, message.nbytes, 0, 0))
+        if message.nbytes != transfer.nbytes or message.dtype != transfer.dtype:
+            self._refuse(transfer, message)
             return
         if message.store is not None:
             memmove(transfer.pointer, message.store.data_ptr(), message.nbytes)
         self._finish(transfer)
 
-    def _refuse(self, transfer: Transfer, fragment: Fragment) -> None:
+    def _refuse(self, transfer: Transfer, message: Fragment | _Arriving) -> None:
         sender = -1 if transfer.peer is None else self._watch.ranks[transfer.peer]
-        transfer.error = wrong_length(transfer.tensor, sender, fragment.nbytes, fragment.tag)
+        sent = DTYPES[message.dtype] if message.dtype >= 0 else None
+        transfer.error = wrong_message(transfer.tensor, sender, message.nbytes, message.tag, sent)
         self._finish(transfer)
 
     def _finish(self, transfer: Transfer) -> None:

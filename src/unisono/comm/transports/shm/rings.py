@@ -1,7 +1,7 @@
 """A one-way channel between two ranks: a few cells in shared memory, filled and emptied in turn.
 
-Each cell carries a fragment of a message with the message's tag and length. Neither side ever
-blocks here: `can_write` and `can_read` tell whether there is something to do.
+Each cell carries a fragment of a message with the message's tag, length and dtype. Neither side
+ever blocks here: `can_write` and `can_read` tell whether there is something to do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unisono.comm.transports.shm.libc import (
 )
 from unisono.errors import UnisonoError
 
-_HEADER = struct.Struct("4q")
+_HEADER = struct.Struct("5q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class Fragment:
     nbytes: int
     offset: int
     length: int
+    dtype: int
+    """Number of the message's dtype, the same at both ends."""
 
 
 class _Ring:
@@ -116,6 +118,7 @@ class Writer(_Ring):
             fragment.nbytes,
             fragment.offset,
             fragment.length,
+            fragment.dtype,
         )
         memmove(self._address + cell + CELL_HEADER_BYTES, pointer, fragment.length)
         self._count += 1
