@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono.errors import CollectiveMismatch, MeshError, UnisonoError
+from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
 
 on_shm = pytest.mark.ranks(2, backend="shm")
 
@@ -96,3 +96,30 @@ def test_a_message_of_another_dtype_is_refused_by_its_receiver(is_late):
             dist.recv(torch.zeros(2, dtype=torch.int32), 0, tag=1)
         assert "recv of int32 [2] (tag 1) from rank 0" in str(caught.value)
         assert "the message has 2 elements of float32" in str(caught.value)
+
+
+@on_shm
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_list_without_one_tensor_for_each_rank_is_refused_before_the_call(count):
+    x, outs, ins = torch.ones(2), [torch.zeros(2)] * count, [torch.ones(2)] * count
+    two = [torch.zeros(2), torch.zeros(2)]
+    calls = {
+        f"all_gather with a list of {count} output": lambda: dist.all_gather(outs, x),
+        f"reduce_scatter with a list of {count} input": lambda: dist.reduce_scatter(x, ins),
+        f"all_to_all with a list of {count} output": lambda: dist.all_to_all(outs, ins),
+        f"all_to_all with a list of {count} input": lambda: dist.all_to_all(two, ins),
+        f"all_gather_coalesced of 1 inputs into {count + 1} outputs": lambda: (
+            dist.group.WORLD.allgather_coalesced([two[:1], [*outs, x]], [x])
+        ),
+    }
+    if dist.get_rank() == 0:
+        calls |= {
+            f"gather with a list of {count} output": lambda: dist.gather(x, outs),
+            f"scatter with a list of {count} input": lambda: dist.scatter(x, ins),
+        }
+    for text, call in calls.items():
+        with pytest.raises(PartitionError, match=text) as caught:
+            call()
+        assert "!=" in str(caught.value)
+    assert outs[0].tolist() == [0.0, 0.0]
+    assert_usable()

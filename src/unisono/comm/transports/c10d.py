@@ -104,8 +104,10 @@ class TransportProcessGroup(CallingGroup):
         self, outs: list[Tensor], ins: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
         op, engine = staging.op_name(opts), self.unisono_engine
+        staging.check_pairs(outs, ins, "reduce_scatter")
         for out, blocks in zip(outs, ins, strict=True):
             check_op(op, out.dtype)
+            staging.check_one_each(blocks, self.size(), "input", "reduce_scatter")
             staging.check_one_dtype((out, *blocks), "reduce_scatter")
             staging.check_same_bytes([out], [blocks[self.rank()]], "reduce_scatter")
 
@@ -161,12 +163,16 @@ class TransportProcessGroup(CallingGroup):
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Fill `output_lists[q][i]` with input `i` of rank `q`."""
+        for row in output_lists:
+            staging.check_pairs(row, inputs, "all_gather_coalesced")
         outputs = [[row[i] for row in output_lists] for i in range(len(inputs))]
         return self._all_gather(outputs, list(inputs), opts)
 
     def _all_gather(self, outputs: Sequence[Sequence[Tensor]], xs: list[Tensor], opts: Any) -> Work:
         engine = self.unisono_engine
+        staging.check_pairs(outputs, xs, "all_gather")
         for outs, x in zip(outputs, xs, strict=True):
+            staging.check_one_each(outs, self.size(), "output", "all_gather")
             staging.check_one_dtype((x, *outs), "all_gather")
             staging.check_same_bytes([outs[self.rank()]], [x], "all_gather")
 
@@ -181,6 +187,7 @@ class TransportProcessGroup(CallingGroup):
 
     def _all_gather_into(self, outs: list[Tensor], xs: list[Tensor], opts: Any) -> Work:
         engine, size = self.unisono_engine, self.size()
+        staging.check_pairs(outs, xs, "all_gather")
         for out, x in zip(outs, xs, strict=True):
             staging.check_joined(out, x, size, "all_gather")
 
@@ -201,7 +208,9 @@ class TransportProcessGroup(CallingGroup):
         x, engine = inputs[0], self.unisono_engine
         root = staging.check_member(int(opts.rootRank), self.size(), "dst", "gather")
         outs = list(outputs[0]) if self.rank() == root else None
-        staging.check_one_dtype((x, *(outs or ())), "gather")
+        if outs is not None:
+            staging.check_one_each(outs, self.size(), "output", "gather")
+            staging.check_one_dtype((x, *outs), "gather")
 
         def kernel(timeout_s: float) -> None:
             targets = Targets(outs or [])
@@ -219,7 +228,9 @@ class TransportProcessGroup(CallingGroup):
         out, engine = outputs[0], self.unisono_engine
         root = staging.check_member(int(opts.rootRank), self.size(), "src", "scatter")
         ins = list(inputs[0]) if self.rank() == root else None
-        staging.check_one_dtype((out, *(ins or ())), "scatter")
+        if ins is not None:
+            staging.check_one_each(ins, self.size(), "input", "scatter")
+            staging.check_one_dtype((out, *ins), "scatter")
 
         def kernel(timeout_s: float) -> None:
             targets = Targets([out])
@@ -235,6 +246,8 @@ class TransportProcessGroup(CallingGroup):
     ) -> Work:
         """Fill output `q` with what rank `q` has for this rank."""
         engine, outs, ins = self.unisono_engine, list(outputs), list(inputs)
+        staging.check_one_each(outs, self.size(), "output", "all_to_all")
+        staging.check_one_each(ins, self.size(), "input", "all_to_all")
         staging.check_one_dtype((*outs, *ins), "all_to_all")
 
         def kernel(timeout_s: float) -> None:

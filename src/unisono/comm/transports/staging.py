@@ -161,6 +161,27 @@ def row_sizes(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[in
     return wanted
 
 
+def check_one_each(tensors: Sequence[Tensor], size: int, what: str, call: str) -> None:
+    """Refuse a list that does not hold one tensor for each of `size` ranks."""
+    if len(tensors) != size:
+        raise PartitionError.because(
+            f"torch.distributed.{call} with a list of {len(tensors)} {what} tensors",
+            f"the group has {size} rank{'s' if size > 1 else ''}",
+            f"{len(tensors)} != {size}",
+            "one tensor for each rank of the group, in rank order",
+        )
+
+
+def check_pairs(outs: Sequence[object], ins: Sequence[object], call: str) -> None:
+    """Refuse another number of outputs than inputs."""
+    if len(outs) != len(ins):
+        raise PartitionError.because(
+            f"torch.distributed.{call} of {len(ins)} inputs into {len(outs)} outputs",
+            "every input needs its output",
+            f"{len(ins)} != {len(outs)}",
+        )
+
+
 def check_one_dtype(tensors: Iterable[Tensor], what: str) -> None:
     """Refuse inputs and outputs of unlike dtypes: a transport moves bytes as they are."""
     dtypes = {x.dtype for x in tensors}
