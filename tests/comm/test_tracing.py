@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from unisono import run
-from unisono.comm import trace, tracing, world
+from unisono.comm import close_world, trace, tracing, world
+from unisono.errors import UnisonoError
 from unisono.trace_file import load, table
 
 
@@ -102,3 +106,59 @@ def test_a_launched_run_leaves_one_trace_of_all_ranks(tmp_path, monkeypatch):
     run(lambda: world().all_reduce(torch.ones(4)), ranks=2)
     assert sorted(e["rank"] for e in load(path) if e["op"] == "all_reduce") == [0, 1]
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.ranks(2)
+def test_a_trace_that_cannot_be_written_is_refused_on_all_ranks_at_its_start_and_end(tmp_path):
+    comm = world()
+    for path, reason in [
+        (tmp_path / "none" / "t.json", "there is no folder"),
+        (tmp_path, "this is a folder"),
+    ]:
+        with pytest.raises(UnisonoError, match=reason), trace(path):
+            pytest.fail("the body ran although there is nowhere to save")
+        assert tracing.recorder is None
+        with trace() as t:
+            comm.all_reduce(torch.ones(2))
+        began = time.monotonic()
+        with pytest.raises(UnisonoError, match=reason):
+            t.save(path)
+        assert time.monotonic() - began < 3
+    t.save(tmp_path / "good.json")
+    assert len(load(tmp_path / "good.json")) == 2
+
+
+@pytest.mark.ranks(2, backend="shm")
+def test_a_world_ends_at_once_and_warns_of_a_trace_that_was_not_written(tmp_path, monkeypatch):
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    monkeypatch.setenv("UNISONO_TRACE", str(tmp_path / "none" / "t.json"))
+    monkeypatch.setattr(tracing, "_whole_run", trace().__enter__())
+    began = time.monotonic()
+    if rank == 0:
+        with pytest.warns(RuntimeWarning, match="there is no folder"):
+            close_world()
+    else:
+        close_world()
+    assert time.monotonic() - began < 3
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=2)
+
+
+def test_a_process_alone_warns_of_a_trace_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNISONO_TRACE", str(tmp_path / "none" / "t.json"))
+    monkeypatch.setattr(tracing, "recorder", None)
+    monkeypatch.setattr(tracing.atexit, "register", lambda _: None)
+    for end in (close_world, tracing._save_own_part):
+        with pytest.warns(RuntimeWarning, match="none/t.json"):
+            tracing.start_from_environment()
+        with pytest.warns(RuntimeWarning, match="none/t.json"):
+            end()
+
+
+def test_a_disk_that_is_full_is_named(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UnisonoError, match="No space left on device"):
+        trace().save(tmp_path / "t.json")

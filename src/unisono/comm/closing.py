@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed import PrefixStore, Store
 from unisono.comm import groups, tracing, watchdog
 from unisono.comm.failures import post_failure, posted_failure
 from unisono.comm.outlook import announce_return
+from unisono.errors import UnisonoError
 
 LEAVE_S = 5.0
 """Longest time to wait for the other ranks of a world that is well."""
@@ -26,13 +28,15 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
 
     Collective over the world. Rank 0 keeps the store, so it waits until the others have let go (at
     most `timeout_s`). After a failure, or where a process of the world has ended, ranks leave
-    without waiting. Saves the trace that `UNISONO_TRACE` asked for. Without an initialised
-    torch.distributed only that is done.
+    without waiting. Saves the trace that `UNISONO_TRACE` asked for; rank 0 warns if it cannot be
+    written. Without an initialised torch.distributed only that is done.
     """
     if not dist.is_initialized():
-        tracing.save_whole_run()
+        with tracing.warned_of():
+            tracing.save_whole_run()
         return
     rank, size = dist.get_rank(), dist.get_world_size()
+    untraced: UnisonoError | None = None
     if size > 1:
         say_returned()
         store = _store()
@@ -41,13 +45,24 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
             store.set(f"here/{rank}", "")
             is_well = _await(store, "here", range(size), timeout_s)
             if is_well:
-                tracing.save_whole_run()
+                untraced = _save_trace()
         watchdog.stop()
         _say_goodbye(timeout_s if is_well else min(timeout_s, BROKEN_S))
     else:
-        tracing.save_whole_run()
+        untraced = _save_trace()
     dist.destroy_process_group()
     groups.forget_ended()
+    if untraced is not None and rank == 0:
+        warnings.warn(str(untraced), RuntimeWarning, stacklevel=2)
+
+
+def _save_trace() -> UnisonoError | None:
+    """Save the trace of the whole run; returns why it could not be written, the same everywhere."""
+    try:
+        tracing.save_whole_run()
+    except UnisonoError as error:
+        return error
+    return None
 
 
 def say_returned() -> None:

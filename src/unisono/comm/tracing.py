@@ -7,13 +7,17 @@ Off, it costs one `is None` test a call. `with trace() as t:` records; `t.table(
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
+import warnings
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from unisono.comm.call import Call
+from unisono.errors import UnisonoError
 
 MAX_EVENTS = 100_000
 """Events kept; older ones are dropped first."""
@@ -80,7 +84,8 @@ class trace:
     """Record the collectives of this process while the context is open.
 
     Args:
-        path: where to save at the end (collective over the world), None to save nothing.
+        path: where to save at the end (collective over the world), None to save nothing. A place
+            that cannot be written is refused when the context is entered.
         call_sites: look up the source line of each call (about a microsecond).
 
     >>> with trace() as t:
@@ -115,6 +120,10 @@ class trace:
 
     def __enter__(self) -> trace:
         global recorder
+        if self._path is not None:
+            from unisono.comm.tracing_report import check_path
+
+            check_path(self._path)
         self._before, recorder = recorder, self._recorder
         return self
 
@@ -134,12 +143,31 @@ _whole_run: trace | None = None
 
 
 def start_from_environment() -> None:
-    """Open a trace for the whole run if `UNISONO_TRACE` names a file; it is saved at the end."""
+    """Open a trace for the whole run if `UNISONO_TRACE` names a file; it is saved at the end.
+
+    Rank 0 warns where that file cannot be written; the run is worth more than its trace.
+    """
     global _whole_run
-    if os.environ.get("UNISONO_TRACE") and _whole_run is None:
+    path = os.environ.get("UNISONO_TRACE")
+    if path and _whole_run is None:
+        from unisono.comm.tracing_report import check_path
+        from unisono.environment import detect
+
+        if detect().rank == 0:
+            with warned_of():
+                check_path(path)
         _whole_run = trace()
         _whole_run.__enter__()
         atexit.register(_save_own_part)
+
+
+@contextlib.contextmanager
+def warned_of() -> Iterator[None]:
+    """Turn the error of a trace that cannot be written into a warning."""
+    try:
+        yield
+    except UnisonoError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
 
 
 def _save_own_part() -> None:
@@ -152,7 +180,8 @@ def _save_own_part() -> None:
         from unisono.comm.tracing_report import save_alone
 
         whole, _whole_run = _whole_run, None
-        save_alone(os.environ.get("UNISONO_TRACE", "trace.json"), whole.events)
+        with warned_of():
+            save_alone(os.environ.get("UNISONO_TRACE", "trace.json"), whole.events)
 
 
 def save_whole_run() -> None:
