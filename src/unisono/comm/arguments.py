@@ -275,3 +275,24 @@ def check_timeout(timeout_s: float) -> float:
             "timeout_s=30.0",
         )
     return float(timeout_s)
+
+
+def environment_timeout_s() -> float | None:
+    """Return the deadline that `UNISONO_TIMEOUT_S` sets, None where it sets none."""
+    text = os.environ.get("UNISONO_TIMEOUT_S")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise UnisonoError.because(
+            f"UNISONO_TIMEOUT_S={text!r}", "not a number of seconds", None, "UNISONO_TIMEOUT_S=60"
+        ) from None
+    if not seconds > 0:
+        raise UnisonoError.because(
+            f"UNISONO_TIMEOUT_S={text!r}",
+            "a deadline must be positive, in seconds",
+            f"{seconds:g} > 0 does not hold",
+            "UNISONO_TIMEOUT_S=60",
+        )
+    return seconds

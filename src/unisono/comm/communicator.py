@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import groups
-from unisono.comm.arguments import check_device, check_ranks, check_timeout
+from unisono.comm.arguments import check_device, check_ranks, check_timeout, environment_timeout_s
 from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.hosts import host_id
 from unisono.comm.tuning import measure_limits
@@ -298,15 +297,8 @@ def _entry_of_device_mesh(mesh: DeviceMesh, axis: str | int | None) -> GroupEntr
 def _deadline_of(entry: GroupEntry, timeout_s: float | None) -> float:
     if timeout_s is not None:
         return timeout_s
-    text = os.environ.get("UNISONO_TIMEOUT_S")
-    if text is None:
-        return entry.timeout_s
-    try:
-        return check_timeout(float(text))
-    except ValueError:
-        raise UnisonoError.because(
-            f"UNISONO_TIMEOUT_S={text!r}", "not a number of seconds", None, "UNISONO_TIMEOUT_S=60"
-        ) from None
+    given = environment_timeout_s()
+    return entry.timeout_s if given is None else given
 
 
 def _world_size() -> int:

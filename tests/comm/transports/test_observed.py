@@ -98,6 +98,14 @@ def test_deadlines_come_from_the_call_the_environment_or_the_group(monkeypatch):
     assert group._timeout_s(options) == 7
     options.timeout = timedelta(seconds=3)
     assert group._timeout_s(options) == 3
+    for text, reason in (("abc", "not a number of seconds"), ("-1", "must be positive")):
+        monkeypatch.setenv("UNISONO_TIMEOUT_S", text)
+        with pytest.raises(UnisonoError, match=f"UNISONO_TIMEOUT_S='{text}'\n  found: .*{reason}"):
+            dist.new_group(backend="shm")
+    monkeypatch.setenv("UNISONO_TIMEOUT_S", "")
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=11))
+    assert group._timeout_s(dist.AllreduceOptions()) == 11
+    dist.barrier(group=group)
 
 
 @pytest.mark.ranks(2, backend="shm")

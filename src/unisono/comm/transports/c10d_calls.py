@@ -7,7 +7,6 @@ in the caller's thread or behind it, without autograd.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -43,6 +42,7 @@ class CallingGroup(dist.ProcessGroup):
         ranks: world ranks of the group.
         timeout: deadline of a call where none is given.
         backend: name under which the transport is registered.
+        deadline_s: what the environment says instead of `timeout`; asked for before the ranks meet.
     """
 
     unisono_engine: Engine
@@ -55,6 +55,7 @@ class CallingGroup(dist.ProcessGroup):
         ranks: Sequence[int],
         timeout: timedelta,
         backend: str,
+        deadline_s: float | None,
     ) -> None:
         super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
         self.unisono_engine = engine
@@ -66,8 +67,7 @@ class CallingGroup(dist.ProcessGroup):
         self._key = "c10d"
         self._title = ""
         """Name in traces and reports; other numbers than those of a communicator's calls."""
-        text = os.environ.get("UNISONO_TIMEOUT_S")
-        self._deadline_s = float(text) if text else None
+        self._deadline_s = deadline_s
         self._group_desc = "undefined"
         self._numbers = itertools.count(1)
 

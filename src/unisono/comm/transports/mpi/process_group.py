@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engine import Engine
 from unisono.comm.self_engine import SelfEngine
 from unisono.comm.transports.c10d import TransportProcessGroup
@@ -56,6 +57,7 @@ class MpiProcessGroup(TransportProcessGroup):
         own: MPI.Intracomm | None = None,
     ) -> None:
         mpi = load()
+        deadline_s = environment_timeout_s()
         ranks = tuple(ranks) or tuple(range(size))
         kind = JobQueue if Threads(mpi).has_background else InlineJobs
         jobs = kind(f"unisono-mpi-{name or 'group'}")
@@ -78,7 +80,7 @@ class MpiProcessGroup(TransportProcessGroup):
             )
             leaving.watch_over(engine)
         self._nccl = NcclBeside(dist.PrefixStore(f"mpi/{nonce}", store), rank, size)
-        super().__init__(engine, jobs, ranks, timeout, "mpi4py")
+        super().__init__(engine, jobs, ranks, timeout, "mpi4py", deadline_s)
 
     def inner_group(self, device: torch.device) -> Any:
         """Return the nccl group that serves CUDA tensors; made when first asked for."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
-import os
 import secrets
 import socket
 import sys
@@ -18,6 +16,7 @@ import torch.distributed as dist
 
 from unisono.comm import groups
 from unisono.comm.addresses import first_reachable, own_addresses
+from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.environment import Environment
 from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
 from unisono.comm.hosts import host_id
@@ -222,6 +221,5 @@ def _finish(mpi: Any, request: Any, timeout_s: float, what: str) -> None:
 
 
 def _default_deadline() -> float:
-    with contextlib.suppress(ValueError):
-        return float(os.environ.get("UNISONO_TIMEOUT_S", ""))
-    return DEFAULT_TIMEOUT_S
+    given = environment_timeout_s()
+    return DEFAULT_TIMEOUT_S if given is None else given

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engine import Engine
 from unisono.comm.self_engine import SelfEngine
 from unisono.comm.transports.c10d import TransportProcessGroup
@@ -52,11 +53,12 @@ class ShmProcessGroup(TransportProcessGroup):
         ranks: Sequence[int] = (),
         name: str = "",
     ) -> None:
+        deadline_s = environment_timeout_s()
         ranks = tuple(ranks) or tuple(range(size))
         jobs = JobQueue(f"unisono-shm-{name or 'group'}")
         engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), jobs)
         self._nccl = NcclBeside(dist.PrefixStore(f"shm/{nonce}", store), rank, size)
-        super().__init__(engine, jobs, ranks, timeout, "shm")
+        super().__init__(engine, jobs, ranks, timeout, "shm", deadline_s)
         _groups.add(self)
 
     def inner_group(self, device: torch.device) -> Any:
