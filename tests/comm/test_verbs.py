@@ -302,6 +302,39 @@ def test_all_equal_compares_values_and_types():
         assert not comm.all_equal(torch.zeros(2, comm.rank + 1))
 
 
+@pytest.mark.ranks([1, 2, 3], backend=["gloo", "shm"])
+def test_a_coalesced_tensor_that_comes_again_gives_what_single_calls_give():
+    def steps(comm):
+        x = torch.arange(6.0, dtype=torch.float64).view(2, 3) + comm.rank
+        y = torch.ones(2, dtype=torch.float64)
+        comm.all_reduce_(x)
+        comm.all_reduce_(y, "mean")
+        comm.all_reduce_(x)  # again
+        comm.all_reduce_(x[1], "max")  # a view
+        comm.all_reduce_(x[:, 1], "mean")  # a strided one
+        read = comm.all_reduce(x[0])  # only read
+        again = comm.all_reduce(read)  # a result that is not there yet
+        comm.all_reduce_(torch.empty(0))
+        return [x, y, read, again]
+
+    single = steps(world())
+    with world().coalesce():
+        joined = steps(world())
+    for found, expected in zip(joined, single, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.ranks(2)
+def test_coalesced_tensors_side_by_side_in_one_memory_are_joined():
+    flat = torch.ones(10)
+    with trace() as t, world().coalesce():
+        for part in flat.split(2):
+            world().all_reduce_(part)
+        assert not t.events
+    assert len(t.events) == 1
+    assert flat.tolist() == [2.0] * 10
+
+
 @pytest.mark.ranks([1, 2, 3], backend=BACKENDS)
 def test_coalesced_all_reduces_equal_single_ones():
     comm = world()

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from unisono.comm import checking
-from unisono.comm.arguments import check_dim, check_rank, check_target, check_tensor
+from unisono.comm.arguments import (
+    check_dim,
+    check_not_transformed,
+    check_rank,
+    check_target,
+    check_tensor,
+)
 from unisono.comm.calling import Caller, contiguous, detached, rows_back, rows_first
 from unisono.comm.coalesce import Coalescer
 from unisono.comm.pending import Pending
@@ -58,6 +64,7 @@ class ReduceVerbs(Caller):
             The same bits on every rank; `x` is unchanged.
         """
         check_tensor(x, self.device, "all_reduce")
+        self._settle(x)
         out = detached(x).clone(memory_format=torch.contiguous_format)
         return self._reduce_into(out, x, op, async_op, timeout_s)
 
@@ -89,6 +96,7 @@ class ReduceVerbs(Caller):
     ) -> Tensor | Pending[Tensor]:
         """Replace `x` by its reduction over all ranks; see `all_reduce`. Returns `x`."""
         check_target(x, self.device, "all_reduce_")
+        self._settle(x)
         return self._reduce_into(x, x, op, async_op, timeout_s)
 
     def _reduce_into(
@@ -113,7 +121,7 @@ class ReduceVerbs(Caller):
 
         if coalescer is not None and is_held:
             call = self._begin("all_reduce", x, kind=op, async_op=True, timeout_s=timeout_s)
-            coalescer.hold(work, engine_op, finish)
+            coalescer.hold(work, engine_op, finish, out)
             call.done = True
             flush = coalescer.flush
             return Pending(lambda _: (flush(), out)[1], lambda: False) if async_op else out
@@ -265,7 +273,9 @@ class ReduceVerbs(Caller):
         """Join the small all_reduces issued inside into one per (op, dtype); results at exit.
 
         Collective over the communicator: all ranks issue the same all_reduces inside. Tensors
-        above `max_mb` are reduced at once. On an exception nothing is sent.
+        above `max_mb` are reduced at once. A tensor in memory that waits for a result (the same
+        one again, a view of it) first gets this result: what is held is sent then. On an exception
+        nothing is sent.
         """
         if self._entry.coalescer is not None:
             yield  # the outer block does it
@@ -277,6 +287,13 @@ class ReduceVerbs(Caller):
         finally:
             self._entry.coalescer = None
         coalescer.flush()
+
+    def _settle(self, x: Tensor) -> None:
+        """See that an all_reduce before this one, held by `coalesce`, has its result in `x`."""
+        coalescer = self._entry.coalescer
+        if coalescer is not None:
+            check_not_transformed(x, "all_reduce")
+            coalescer.settle(x)
 
     def _reduce_joined(self, flat: Tensor, op: str) -> None:
         before, self._entry.coalescer = self._entry.coalescer, None
