@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from unisono import graph_parallel as gp
+from unisono import operators
 from unisono.comm import world
 from unisono.errors import LayoutError
 from unisono.graph_parallel import layout
@@ -71,6 +73,62 @@ def test_each_misuse_raises_and_says_where_the_tensor_became_what_it_is():
 
 
 @pytest.mark.ranks(2)
+def test_a_sum_made_by_other_means_is_no_longer_partial():
+    comm = world()
+
+    def in_place_of_a_view(e):
+        total = e.clone()
+        comm.all_reduce_(total.detach())
+        return total
+
+    def by_torch(e):
+        total = e.clone()
+        dist.all_reduce(total)
+        return total.clone()
+
+    gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
+    with gp.layout_check():
+        e = gp.mark(torch.ones(2) + comm.rank, "partial")
+        reduced = gp.reduce(e, grad="identity")
+        for total in (
+            comm.all_reduce,
+            lambda x: comm.all_reduce(x, async_op=True).wait(),
+            lambda x: comm.all_reduce_(x.clone()),
+            lambda x: operators.sum_to_replicated(x, comm=comm),
+            lambda x: operators.all_sum_reduce(x, comm=comm),
+            gp.ReduceFromModelParallelRegion.apply,
+            in_place_of_a_view,
+            by_torch,
+        ):
+            summed = total(e)
+            assert gp.layout_of(summed) != "partial"
+            assert torch.equal(summed + reduced, 2 * reduced)  # no clash
+        assert gp.layout_of(e) == "partial"
+    gp.cleanup_gp()
+
+
+@pytest.mark.ranks(2)
+def test_function_classes_are_watched_as_the_functions_are():
+    comm = world()
+    gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
+    with gp.layout_check():
+        e = gp.mark(torch.ones(4, requires_grad=True) * 3, "partial")
+        total = gp.ReduceFromModelParallelRegion.apply(e)
+        assert gp.layout_of(total) == "replicated"
+        with pytest.raises(LayoutError, match="reduced twice"):
+            gp.ReduceFromModelParallelRegion.apply(total)
+        with pytest.raises(LayoutError, match="gather of a replicated tensor"):
+            gp.GatherFromModelParallelRegion.apply(total, 0)
+        part = gp.ScatterToModelParallelRegion.apply(total, 0)
+        assert gp.layout_of(part) == "sharded"
+        assert gp.layout_of(gp.GatherFromModelParallelRegionSumGrad.apply(part)) == "replicated"
+        assert gp.layout_of(gp.ReduceScatterToModelParallelRegion.apply(e)) == "sharded"
+        with pytest.raises(LayoutError, match="values differ"):
+            gp.CopyToModelParallelRegion.apply(torch.ones(1) * comm.rank)
+    gp.cleanup_gp()
+
+
+@pytest.mark.ranks(2)
 def test_values_that_must_be_equal_on_all_ranks_are_compared():
     comm = world()
     mine = torch.full((2, 2), 1.0 + comm.rank)
@@ -108,4 +166,4 @@ def test_a_variable_turns_it_on_for_the_whole_run(monkeypatch):
         assert gp.layout_of(x + 1) is None  # which would be added once on each rank
     finally:
         layout._follower.__exit__(None, None, None)
-        layout._follower = None
+        layout._follow_with(None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
+from unisono.comm import written
 from unisono.comm.headers import DTYPES
 from unisono.errors import MeshError, PartitionError, UnisonoError
 
@@ -97,6 +98,8 @@ def check_target(x: object, device: torch.device, verb: str) -> Tensor:
     """Return `x` if it is a tensor as `check_tensor` wants it, whose elements can be written."""
     target = check_tensor(x, device, verb)
     check_no_overlap(target, verb)
+    if written.listener is not None:
+        written.listener(target)
     return target
 
 

@@ -8,9 +8,11 @@ values that must be equal on all ranks are compared.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,11 +20,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm import Communicator
+from unisono.comm import Communicator, written
 from unisono.comm.sites import call_site
 from unisono.errors import LayoutError, UnisonoError
 from unisono.graph_parallel.equality import difference_over_ranks
-from unisono.graph_parallel.layout_rules import result_kind
+from unisono.graph_parallel.layout_rules import result_kind, tensors_in
 
 Kind = Literal["replicated", "sharded", "partial"]
 KINDS: tuple[Kind, ...] = ("replicated", "sharded", "partial")
@@ -39,6 +41,16 @@ class Tag:
     """Source line where it became so."""
 
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+_MOVERS = (
+    f"{_PACKAGE / 'comm'}{os.sep}",
+    f"{_PACKAGE / 'operators'}{os.sep}",
+    f"{_PACKAGE / 'graph_parallel' / 'transfer.py'}",
+)
+"""Where tensors are made ready to travel: a copy made there does not stay what its source is."""
+_TORCH = f"{Path(torch.__file__).resolve().parent}{os.sep}"
+
+
 class _Follower(TorchFunctionMode):
     """Passes tags from the arguments of torch functions to their results."""
 
@@ -53,6 +65,12 @@ class _Follower(TorchFunctionMode):
         out = func(*args, **kwargs)
         if not self.tags:
             return out
+        if getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
+            for x in tensors_in((args, kwargs)):
+                self.forget(x)
+            return out
+        if _is_for_travel():
+            return out
         found = result_kind(func, args, kwargs, self.tags.get)
         if found is not None:
             kind, dim = found
@@ -63,20 +81,45 @@ class _Follower(TorchFunctionMode):
                     self.tags[result] = Tag(kind, dim, call_site())
         return out
 
+    def forget(self, x: Tensor) -> None:
+        """Drop the tags of `x` and its views: a collective replaces their values."""
+        is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+        for tensor in [t for t in self.tags if t is x or is_alias(t, x)]:
+            self.tags.pop(tensor, None)
+
+
+def _is_for_travel() -> bool:
+    """Whether the torch function that the follower looks at was called by verbs or operators."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_MOVERS)
+
 
 _follower: _Follower | None = None
+
+
+def _follow_with(follower: _Follower | None) -> None:
+    global _follower
+    _follower = follower
+    written.listener = None if follower is None else follower.forget
 
 
 @contextmanager
 def layout_check() -> Iterator[None]:
     """Follow tags and compare values inside. All ranks must enter it at the same place."""
-    global _follower
     before = _follower
-    with _Follower() as _follower:
+    with _Follower() as follower:
+        _follow_with(follower)
         try:
             yield
         finally:
-            _follower = before
+            _follow_with(before)
+
+
+def is_following() -> bool:
+    """Whether tags are followed now."""
+    return _follower is not None
 
 
 def mark(x: Tensor, layout: Kind) -> Tensor:
@@ -134,10 +177,8 @@ def tagged(x: Tensor, kind: Kind, dim: int | None = None) -> Tensor:
 
 def start_from_environment() -> None:
     """Follow tags for the whole run if `UNISONO_CHECK=1`."""
-    global _follower
     if os.environ.get("UNISONO_CHECK", "") not in ("", "0") and _follower is None:
-        _follower = _Follower()
-        _follower.__enter__()
+        _follow_with(_Follower().__enter__())
 
 
 _WRONG: dict[str, dict[str, str]] = {

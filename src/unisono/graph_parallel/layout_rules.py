@@ -58,7 +58,7 @@ def result_kind(
     name = getattr(func, "__name__", "")
     if name in _CONSTANT:
         return None
-    tensors = list(_tensors((args, kwargs)))
+    tensors = list(tensors_in((args, kwargs)))
     tags: list[HasKind | None] = [tag_of(x) for x in tensors]
     if not any(tag is not None for tag in tags):
         return None
@@ -116,12 +116,13 @@ def _kind(x: Tensor, tag: HasKind | None) -> str:
     return "replicated" if isinstance(x, torch.nn.Parameter) else "unknown"
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Return the tensors among arguments, those in lists and dictionaries too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)

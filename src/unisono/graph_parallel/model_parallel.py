@@ -7,13 +7,14 @@ code that calls `Class.apply` itself; their backwards are recorded too, so highe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from unisono.graph_parallel import regions
 from unisono.graph_parallel.groups import current_gp
+from unisono.graph_parallel.layout import is_following
 from unisono.graph_parallel.padding import split_tensor
 from unisono.operators import (
     AllGather,
@@ -108,6 +109,16 @@ class _ScaledBackward(LinearMap):
 class _Region(torch.autograd.Function):
     """A region as a plain Function: the map forward, the Function of its adjoint backward."""
 
+    region: ClassVar[Any]
+    """The function of the same name."""
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Apply the region; the layout check sees it as it sees the function."""
+        if is_following():
+            return cls.region(*args, **kwargs)
+        return super().apply(*args, **kwargs)
+
     @staticmethod
     def run(ctx: Any, kind: type[LinearMap], input: Tensor, plan: Any) -> Tensor:
         """Apply the kernel and keep what the backward needs."""
@@ -125,6 +136,8 @@ class _Region(torch.autograd.Function):
 class CopyToModelParallelRegion(_Region):
     """Identity forward, sum over the row backward."""
 
+    region = staticmethod(copy_to_model_parallel_region)
+
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
         """Return `input`."""
@@ -139,6 +152,8 @@ class CopyToModelParallelRegion(_Region):
 class ReduceFromModelParallelRegion(_Region):
     """Sum over the row forward, identity backward."""
 
+    region = staticmethod(reduce_from_model_parallel_region)
+
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
         """Return the sum."""
@@ -152,6 +167,8 @@ class ReduceFromModelParallelRegion(_Region):
 
 class ScatterToModelParallelRegion(_Region):
     """Own block forward, gather backward."""
+
+    region = staticmethod(scatter_to_model_parallel_region)
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
@@ -168,6 +185,8 @@ class ScatterToModelParallelRegion(_Region):
 class GatherFromModelParallelRegion(_Region):
     """Joined blocks forward, own block backward."""
 
+    region = staticmethod(gather_from_model_parallel_region)
+
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
         """Return the joined blocks."""
@@ -182,6 +201,8 @@ class GatherFromModelParallelRegion(_Region):
 
 class GatherFromModelParallelRegionSumGrad(_Region):
     """Joined blocks forward, own block of the summed gradients backward."""
+
+    region = staticmethod(gather_from_model_parallel_region_sum_grad)
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
@@ -212,6 +233,8 @@ class ScaleBackwardGrad(torch.autograd.Function):
 
 class ReduceScatterToModelParallelRegion(_Region):
     """Own block of the sum forward, gather with summed gradients backward."""
+
+    region = staticmethod(reduce_scatter_to_model_parallel_region)
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
