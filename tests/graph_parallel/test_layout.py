@@ -12,6 +12,7 @@ from unisono import operators
 from unisono.comm import world
 from unisono.errors import LayoutError
 from unisono.graph_parallel import layout
+from unisono.graph_parallel.equality import difference_over_ranks
 
 
 @pytest.mark.ranks(2)
@@ -141,6 +142,27 @@ def test_values_that_must_be_equal_on_all_ranks_are_compared():
         with pytest.raises(LayoutError, match=r'must be equal(.|\n)*HINT: grad="sum"'):
             (y * (1 + comm.rank)).sum().backward()  # each rank uses it in its own way
         gp.gather(x, grad="slice", comm=comm).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_infinite_and_missing_values_are_equal_where_all_ranks_have_them():
+    comm = world()
+    inf, nan = float("inf"), float("nan")
+    for values in ([0.0, -inf], [inf, -inf, nan, 1.0], [nan], [1e308, -1e308]):
+        x = torch.tensor(values, dtype=torch.float64)
+        assert difference_over_ranks(x, comm) is None
+        assert difference_over_ranks(torch.complex(x, x), comm) is None
+    with gp.layout_check():
+        gp.copy(torch.tensor([0.0, -inf]), comm=comm)
+        for odd in (inf, -inf, nan):
+            mine = torch.tensor([1.0, odd if comm.rank else 0.0, nan, -inf])
+            with pytest.raises(LayoutError, match="1 of 4 values are nan or infinite on some"):
+                gp.scatter(mine, comm=comm)
+        signs = torch.tensor([inf if comm.rank else -inf])
+        with pytest.raises(LayoutError, match="1 of 1 values"):
+            gp.copy(signs, comm=comm)
+        with pytest.raises(LayoutError, match="values differ by 1, the largest is 1"):
+            gp.copy(torch.tensor([inf, float(comm.rank)]), comm=comm)
 
 
 @pytest.mark.ranks(2)
