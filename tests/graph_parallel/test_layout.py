@@ -23,7 +23,7 @@ def test_tags_follow_values_through_torch_functions():
         part = gp.scatter(x, comm=comm)
         weight = nn.Linear(3, 2)
         assert gp.layout_of(part) == "sharded"
-        assert gp.layout_of(x * 2 + x) == "replicated"
+        assert gp.layout_of(x * x + x) == "replicated"
         assert gp.layout_of(weight(part).tanh() * 3) == "sharded"
         assert gp.layout_of((part * 2).sum(1)) == "sharded"
         assert gp.layout_of((part * 2).sum(0)) == "partial"
@@ -58,7 +58,7 @@ def test_each_misuse_raises_and_says_where_the_tensor_became_what_it_is():
         with pytest.raises(LayoutError, match=r"reduced twice(.|\n)*test_layout\.py:\d+"):
             gp.reduce(energy, grad="identity", comm=comm)
         with pytest.raises(LayoutError, match="reduced twice"):
-            gp.reduce(energy * 2, grad="identity", comm=comm)
+            gp.reduce(energy * energy, grad="identity", comm=comm)
         with pytest.raises(LayoutError, match="reduce of a sharded tensor"):
             gp.reduce(part, grad="identity", comm=comm)
         with pytest.raises(LayoutError, match="gather of a replicated tensor"):
@@ -106,6 +106,48 @@ def test_a_sum_made_by_other_means_is_no_longer_partial():
             assert torch.equal(summed + reduced, 2 * reduced)  # no clash
         assert gp.layout_of(e) == "partial"
     gp.cleanup_gp()
+
+
+@pytest.mark.ranks(2)
+def test_what_each_rank_made_of_a_replicated_tensor_may_be_reduced():
+    comm = world()
+    r = comm.rank
+    with gp.layout_check():
+        x = gp.mark(torch.ones(2, 2, 2, requires_grad=True), "replicated")
+        e = (gp.copy(x, comm=comm)[r] ** 2).sum()
+        (force,) = torch.autograd.grad(gp.reduce(e, grad="identity", comm=comm), x)
+        masked, set_by_place = x.detach() * x.detach(), x.detach() * x.detach()
+        for own in (masked, set_by_place):
+            assert gp.layout_of(own) == "replicated"
+        masked.mul_(1.0 if r == 0 else 0.0)
+        set_by_place[r] = 0
+        for made in (
+            force,
+            torch.vsplit(x, 2)[r],
+            torch.hsplit(x, 2)[r],
+            torch.dsplit(x, 2)[r],
+            x.diagonal(0, r, r + 1),
+            x.tril(r),
+            x.triu(r),
+            torch.nn.functional.pad(x, (r, 1 - r)),
+            x * (1.0 if r == 0 else 0.0),
+            (1.0 if r == 0 else 0.0) * x,
+            x + r,
+            torch.sub(x, other=r),
+            x**r,
+            masked,
+            set_by_place,
+        ):
+            assert gp.layout_of(made) is None
+            gp.reduce(made.detach().contiguous(), grad="identity", comm=comm)
+        plan = gp.GraphPlan(
+            gp.GraphPartition.contiguous(2, 2), torch.tensor([[0, 1], [1, 0]]), comm=comm
+        )
+        own = plan.scatter(x)
+        for kind in ("slice", "sum"):
+            assert gp.layout_of(plan.gather(own, grad=kind)) == "replicated"
+        with pytest.raises(LayoutError, match="every rank holds all of it"):
+            plan.gather(plan.gather(own, grad="slice"), grad="slice")
 
 
 @pytest.mark.ranks(2)

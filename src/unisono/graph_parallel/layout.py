@@ -24,7 +24,7 @@ from unisono.comm import Communicator, written
 from unisono.comm.sites import call_site
 from unisono.errors import LayoutError, UnisonoError
 from unisono.graph_parallel.equality import difference_over_ranks
-from unisono.graph_parallel.layout_rules import result_kind, tensors_in
+from unisono.graph_parallel.layout_rules import result_kind, tensors_in, writes_first
 
 Kind = Literal["replicated", "sharded", "partial"]
 KINDS: tuple[Kind, ...] = ("replicated", "sharded", "partial")
@@ -72,7 +72,10 @@ class _Follower(TorchFunctionMode):
         if _is_for_travel():
             return out
         found = result_kind(func, args, kwargs, self.tags.get)
-        if found is not None:
+        if found is None:
+            if args and isinstance(args[0], Tensor) and writes_first(getattr(func, "__name__", "")):
+                self.forget(args[0])
+        else:
             kind, dim = found
             if kind == "clash":
                 raise _clash(args, self.tags)

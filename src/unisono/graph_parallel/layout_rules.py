@@ -41,9 +41,18 @@ _SUMS = frozenset({"sum"})
 _SCATTERS = frozenset({"index_add", "index_add_", "scatter_add", "scatter_add_"})
 _SELECTS = frozenset(
     {"__getitem__", "narrow", "select", "split", "chunk", "split_with_sizes", "tensor_split"}
-    | {"index_select", "gather", "take", "masked_select", "unbind", "roll"}
+    | {"index_select", "gather", "take", "masked_select", "unbind", "roll", "pad", "unfold"}
+    | {"hsplit", "vsplit", "dsplit", "unsafe_split", "unsafe_chunk", "narrow_copy", "as_strided"}
+    | {"diagonal", "diag", "tril", "triu", "take_along_dim", "select_scatter", "slice_scatter"}
+    | {"diagonal_scatter", "masked_fill", "masked_fill_", "masked_scatter", "index_fill"}
+    | {"__setitem__"}
 )
 """Each rank may select something else of what all hold alike."""
+_NUMBERED = _ADD | _TIMES | {"pow", "__pow__", "__rpow__", "pow_", "__imul__", "__itruediv__"}
+_NUMBERED |= {"fill_", "__isub__"}
+"""Each rank may bring another number, such as 1 on one rank and 0 on the others."""
+_GRADIENTS = frozenset({"grad"})
+"""Each rank gets the terms of its own share of the work."""
 _CONSTANT = frozenset(
     {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_tensor"}
     | {"full_like", "new_full", "randn_like", "rand_like", "dim", "size", "stride", "backward"}
@@ -56,7 +65,7 @@ def result_kind(
 ) -> Outcome | None:
     """Return what the result of `func(*args, **kwargs)` is, None for unknown."""
     name = getattr(func, "__name__", "")
-    if name in _CONSTANT:
+    if name in _CONSTANT or name in _GRADIENTS:
         return None
     tensors = list(tensors_in((args, kwargs)))
     tags: list[HasKind | None] = [tag_of(x) for x in tensors]
@@ -67,11 +76,12 @@ def result_kind(
         return ("partial", None) if source is not None and source.kind == "sharded" else None
     kinds = {_kind(x, tag) for x, tag in zip(tensors, tags, strict=True)}
     if "partial" in kinds:
-        return _of_partial(name, kinds, tags, args)
+        return _of_partial(name, kinds, tags, args, kwargs)
     if "unknown" in kinds:
         return None
     if "sharded" not in kinds:
-        return None if name in _SELECTS else ("replicated", None)
+        differs = name in _SELECTS or (name in _NUMBERED and has_number(args, kwargs))
+        return None if differs else ("replicated", None)
     sharded = next(tag for tag in tags if tag is not None and tag.kind == "sharded")
     if name in _SUMS:
         return _of_sharded_sum(sharded, tensors[0].dim(), args, kwargs)
@@ -80,10 +90,14 @@ def result_kind(
 
 
 def _of_partial(
-    name: str, kinds: set[str], tags: list[HasKind | None], args: tuple[Any, ...]
+    name: str,
+    kinds: set[str],
+    tags: list[HasKind | None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Outcome | None:
     if name in _ADD:
-        if any(isinstance(arg, int | float | complex) for arg in args):
+        if has_number(args, kwargs):
             return None  # each rank adds the number
         if any(tag is not None and tag.kind == "replicated" for tag in tags):
             return ("clash", None)
@@ -114,6 +128,19 @@ def _kind(x: Tensor, tag: HasKind | None) -> str:
     if tag is not None:
         return tag.kind
     return "replicated" if isinstance(x, torch.nn.Parameter) else "unknown"
+
+
+def has_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a plain number is among the arguments."""
+    return any(isinstance(arg, int | float | complex) for arg in (*args, *kwargs.values()))
+
+
+def writes_first(name: str) -> bool:
+    """Whether the function of this name replaces values of its first argument."""
+    if name in _CONSTANT:
+        return False
+    is_augmented = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    return name == "__setitem__" or is_augmented or (name[-1:] == "_" and name[-2:] != "__")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -149,7 +149,8 @@ class GraphPlan:
     def gather(self, x: Tensor, *, grad: Literal["slice", "sum"] = MISSING) -> Tensor:
         """Return the rows of all ranks in the original order; `grad` as in `regions.gather`."""
         whole = regions.gather(x, grad=grad, sizes=self.partition.sizes, comm=self.comm)
-        return whole.index_select(0, self.partition.inverse.to(x.device))
+        in_order = whole.index_select(0, self.partition.inverse.to(x.device))
+        return tagged(in_order, "replicated")
 
     def reduce(self, x: Tensor, *, grad: Literal["identity", "sum"] = MISSING) -> Tensor:
         """Return the sum of `x` over ranks, such as an energy; `grad` as in `regions.reduce`."""
