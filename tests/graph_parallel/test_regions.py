@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
 from unisono import graph_parallel as gp
@@ -286,6 +287,23 @@ def test_regions_compile_into_one_graph():
         found.append((y.detach(), x.grad))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
+    gp.cleanup_gp()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.ranks(2, timeout=110)
+def test_a_gather_that_must_learn_its_sizes_says_what_a_graph_needs():
+    comm = world()
+    gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
+    x = drawn(1 + comm.rank, 2, seed=comm.rank)
+    for gather in (
+        lambda t: gp.gather(t, grad="sum") * 2,
+        lambda t: gp.gather_from_model_parallel_region(t, 0) * 2,
+        lambda t: gp.GatherFromModelParallelRegion.apply(t, 0) * 2,
+    ):
+        with pytest.raises(Unsupported, match=r"without sizes(.|\n)*HINT: sizes=(.|\n)*natoms=N"):
+            torch.compile(gather, fullgraph=True, backend="aot_eager")(x)
     torch._dynamo.reset()
     gp.cleanup_gp()
 

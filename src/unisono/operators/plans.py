@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_dim, check_sizes, check_tensor
-from unisono.errors import PartitionError, explain
+from unisono.errors import PartitionError, UnisonoError, explain
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,10 @@ def block_plan(
         )
     dim = check_dim(dim, x, verb)
     if sizes is None:
+        if comm.size == 1:
+            return BlockPlan(comm, dim, (x.shape[dim],))
+        if torch.compiler.is_compiling():
+            raise _unknown_lengths(x, dim, comm, verb)
         return BlockPlan(comm, dim, comm.block_lengths(x, dim))
     given = check_sizes(sizes, comm.size, verb)
     if given[comm.rank] != x.shape[dim]:
@@ -113,6 +117,17 @@ def block_plan(
             f"sizes[{comm.rank}] = {given[comm.rank]} != {x.shape[dim]}",
         )
     return BlockPlan(comm, dim, given)
+
+
+def _unknown_lengths(x: Tensor, dim: int, comm: Communicator, verb: str) -> UnisonoError:
+    """Return the error of a join in a compiled graph; torch quotes it in its own."""
+    return PartitionError.because(
+        f"{verb} without sizes inside torch.compile(fullgraph=True)",
+        f"a block of shape {list(x.shape)}; how long those of the other {comm.size - 1} ranks are "
+        "along the joined dim is learned by an exchange, and a graph must know it before",
+        f"{x.shape[dim]} + the lengths of {comm.size - 1} other blocks = ?",
+        "sizes=[...], the length of each rank's block; natoms=N for the balanced split of N",
+    )
 
 
 def whole_plan(
