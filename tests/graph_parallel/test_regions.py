@@ -331,6 +331,32 @@ def test_vmap_is_refused_and_func_grad_jvp_and_checkpoint_work():
 
 
 @pytest.mark.ranks(2)
+def test_function_classes_work_in_torch_func_and_refuse_vmap():
+    comm = world()
+    gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
+    shared, own = drawn(4, 4, seed=0), drawn(4, 4, seed=1 + comm.rank)
+    for region, x in (
+        (gp.CopyToModelParallelRegion, shared),
+        (gp.ReduceFromModelParallelRegion, own),
+        (gp.ScatterToModelParallelRegion, shared),
+        (gp.GatherFromModelParallelRegion, own),
+        (gp.GatherFromModelParallelRegionSumGrad, own),
+        (gp.ScaleBackwardGrad, own),
+        (gp.ReduceScatterToModelParallelRegion, own),
+    ):
+        with pytest.raises(UnisonoError, match="a collective cannot be vmapped"):
+            torch.func.vmap(region.apply)(torch.stack([x, x]))
+        at = x.clone().requires_grad_()
+        y = region.apply(at)
+        (y**3).sum().backward()
+        found = torch.func.grad(lambda t, f=region: (f.apply(t) ** 3).sum())(x)
+        torch.testing.assert_close(found, at.grad)
+        _, tangent = torch.func.jvp(region.apply, (x,), (2 * x,))
+        torch.testing.assert_close(tangent, 2 * y.detach())
+    gp.cleanup_gp()
+
+
+@pytest.mark.ranks(2)
 def test_bad_arguments_are_refused_before_anything_is_sent():
     comm = world()
     x = torch.ones(2, 3)

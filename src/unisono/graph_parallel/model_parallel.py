@@ -114,8 +114,8 @@ class _Region(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Apply the region; the layout check sees it as it sees the function."""
-        if is_following():
+        """Apply the region: under a layout check and in `torch.func` by its function."""
+        if is_following() or torch._C._are_functorch_transforms_active():
             return cls.region(*args, **kwargs)
         return super().apply(*args, **kwargs)
 
@@ -216,8 +216,10 @@ class GatherFromModelParallelRegionSumGrad(_Region):
         return _Region.back(ctx, grad_output), None
 
 
-class ScaleBackwardGrad(torch.autograd.Function):
+class ScaleBackwardGrad(_Region):
     """Identity forward, gradient times the ranks of the row backward."""
+
+    region = staticmethod(scale_backward_grad)
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
