@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from unisono.nn import functional
 from unisono.nn.batch_norm import DistributedBatchNorm
+from unisono.nn.class_loss import DistributedCrossEntropyLoss, DistributedNLLLoss
 from unisono.nn.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from unisono.nn.conv_feature import (
     DistributedFeatureConv1d,
@@ -42,11 +43,9 @@ from unisono.nn.linear import (
 from unisono.nn.loss import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
-    DistributedCrossEntropyLoss,
     DistributedKLDivLoss,
     DistributedL1Loss,
     DistributedMSELoss,
-    DistributedNLLLoss,
     DistributedPoissonNLLLoss,
 )
 from unisono.nn.module import Module
