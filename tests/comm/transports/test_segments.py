@@ -219,14 +219,16 @@ def test_a_full_memory_is_refused_on_all_ranks_when_a_group_is_made(monkeypatch)
         dist.new_group(backend="shm")
 
 
-@pytest.mark.ranks(2, backend="shm", timeout=60)
-def test_groups_made_and_destroyed_leave_nothing():
+@pytest.mark.ranks(2, backend="shm", timeout=120)
+def test_a_thousand_groups_made_and_destroyed_leave_nothing(monkeypatch):
+    monkeypatch.setenv("UNISONO_SHM_SLOT_KB", "4")  # a third of the time; as many things to leave
+
     def holdings():
         maps = Path("/proc/self/maps").read_text().count("memfd:unisono")
         return open_fds(), threading.active_count(), maps
 
     before = None
-    for number in range(300):  # one thing left by one group of all is seen at the end
+    for number in range(1000):  # one thing left by one group of all is seen at the end
         group = dist.new_group(backend="shm")
         x = torch.ones(3)
         dist.all_reduce(x, group=group)
