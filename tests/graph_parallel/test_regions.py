@@ -356,6 +356,28 @@ def test_function_classes_work_in_torch_func_and_refuse_vmap():
     gp.cleanup_gp()
 
 
+@pytest.mark.parametrize("n", [4, 400])  # a small sum, and one that passes in pieces
+@pytest.mark.parametrize("case", ["gather", "dim of a sum", "shape of a sum"])
+@pytest.mark.ranks(2, backend="shm")
+def test_another_dim_on_each_rank_is_told_on_shared_memory(case, n):
+    comm = world()
+    square, half = drawn(n, n), [n // 2, n // 2]
+    block = square[: n // 2, : n // 2].contiguous()
+    for dim in (0, 1):
+        summed = gp.reduce_scatter(square, dim, comm=comm)
+        assert torch.equal(summed, 2 * square.split(half, dim)[comm.rank])
+        joined = gp.gather(block, dim - 2, grad="sum", sizes=half, comm=comm)
+        assert torch.equal(joined, torch.cat([block, block], dim))
+    oblong = square.reshape((2 * n, n // 2) if comm.rank else (n // 2, 2 * n))
+    mistakes = {
+        "gather": lambda: gp.gather(block, comm.rank, grad="sum", sizes=half, comm=comm),
+        "dim of a sum": lambda: gp.reduce_scatter(square, comm.rank, comm=comm),
+        "shape of a sum": lambda: gp.reduce_scatter(oblong, comm=comm),
+    }
+    with pytest.raises(CollectiveMismatch, match="different sizes, dims or shapes"):
+        mistakes[case]()
+
+
 @pytest.mark.ranks(2)
 def test_bad_arguments_are_refused_before_anything_is_sent():
     comm = world()

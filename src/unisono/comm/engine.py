@@ -49,7 +49,9 @@ class Engine(ABC):
     0 elements. A method returns None when the transfer is complete, else a `Ticket`; with
     `async_op=False` it may do either. Tensors must stay alive until then (the caller holds them).
     Sums are the same bits on all ranks; float16 and bfloat16 are added in float32 and rounded once;
-    `sum64` adds float32 in float64. Every wait ends within `timeout_s` with `RankTimeout`, or
+    `sum64` adds float32 in float64. `alike` is a number that all ranks must pass the same, such as
+    the dim that was asked for; an engine whose ranks compare their calls anyway compares it too.
+    Every wait ends within `timeout_s` with `RankTimeout`, or
     earlier with `RankFailed` if a peer is known to be dead.
     """
 
@@ -84,13 +86,20 @@ class Engine(ABC):
 
     @abstractmethod
     def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, async_op: bool, timeout_s: float
+        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """Fill `outs[q]` with `x` of rank `q`."""
 
     @abstractmethod
     def reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, *, async_op: bool, timeout_s: float
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor],
+        op: str,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
     ) -> Ticket | None:
         """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`."""
 

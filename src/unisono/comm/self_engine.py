@@ -26,13 +26,20 @@ class SelfEngine(Engine):
         """See `Engine`."""
 
     def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, async_op: bool, timeout_s: float
+        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
     ) -> None:
         """See `Engine`."""
         outs[0].copy_(x)
 
     def reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, *, async_op: bool, timeout_s: float
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor],
+        op: str,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
     ) -> None:
         """See `Engine`."""
         out.copy_(ins[0])

@@ -151,7 +151,7 @@ class TorchEngine(Engine):
         return _ticket(work)
 
     def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, async_op: bool, timeout_s: float
+        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """See `Engine`."""
         lengths = {out.numel() for out in outs}
@@ -176,7 +176,14 @@ class TorchEngine(Engine):
         return TorchTicket([work for work in works if work is not None])
 
     def reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, *, async_op: bool, timeout_s: float
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor],
+        op: str,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`."""
         even = len({block.numel() for block in ins}) == 1

@@ -171,7 +171,11 @@ class MoveVerbs(AllToAllVerb):
         return self._run(
             call,
             lambda: self._engine.all_gather(
-                out.split_with_sizes(blocks_of), rows, async_op=async_op, timeout_s=deadline
+                out.split_with_sizes(blocks_of),
+                rows,
+                alike=dim,
+                async_op=async_op,
+                timeout_s=deadline,
             ),
             lambda: rows_back(out, dim),
             async_op,

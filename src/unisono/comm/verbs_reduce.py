@@ -261,7 +261,12 @@ class ReduceVerbs(Caller):
         return self._run(
             call,
             lambda: self._engine.reduce_scatter(
-                out, ins, "sum" if op == "mean" else op, async_op=async_op, timeout_s=deadline
+                out,
+                ins,
+                "sum" if op == "mean" else op,
+                alike=hash((dim, rows.shape)),
+                async_op=async_op,
+                timeout_s=deadline,
             ),
             finish,
             async_op,

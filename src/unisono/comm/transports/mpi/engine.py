@@ -84,7 +84,14 @@ class MpiEngine(QueuedEngine):
         return self._sum("reduce", sums.all_reduce, (x, op, rule, dst), async_op, timeout_s)
 
     def reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, *, async_op: bool, timeout_s: float
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor],
+        op: str,
+        *,
+        alike: int = 0,  # noqa: ARG002
+        async_op: bool,
+        timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`."""
         arguments = (out, ins, op, reducer(out.dtype, op))
@@ -108,7 +115,13 @@ class MpiEngine(QueuedEngine):
         return self._move("broadcast", moves.broadcast, (x, src), async_op, timeout_s)
 
     def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, async_op: bool, timeout_s: float
+        self,
+        outs: Sequence[Tensor],
+        x: Tensor,
+        *,
+        alike: int = 0,  # noqa: ARG002
+        async_op: bool,
+        timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`."""
         return self._move("all_gather", moves.all_gather, (outs, x), async_op, timeout_s)

@@ -221,7 +221,7 @@ class Board:
                 problem = (
                     "ranks of one group bring different numbers of bytes"
                     if len({nbytes for _, nbytes, _ in rows}) > 1
-                    else "ranks of one group pass different sizes"
+                    else "ranks of one group pass different sizes, dims or shapes"
                 )
         lines = [f"  rank {rank}: {call}" for rank, call in calls.items()]
         return CollectiveMismatch(

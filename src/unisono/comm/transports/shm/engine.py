@@ -139,17 +139,25 @@ class ShmEngine(QueuedEngine):
         return self.call("broadcast", kernel, async_op, timeout_s)
 
     def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, async_op: bool, timeout_s: float
+        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """See `Engine`."""
-        kernel = partial(moves.all_gather, self.board, outs, x)
+        kernel = partial(moves.all_gather, self.board, outs, x, alike)
         return self.call("all_gather", kernel, async_op, timeout_s)
 
     def reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, *, async_op: bool, timeout_s: float
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor],
+        op: str,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`."""
-        kernel = partial(sums.reduce_scatter, self.board, out, ins, reducer(out.dtype, op))
+        rule = reducer(out.dtype, op)
+        kernel = partial(sums.reduce_scatter, self.board, out, ins, rule, alike)
         return self.call("reduce_scatter", kernel, async_op, timeout_s)
 
     def all_to_all(

@@ -136,15 +136,22 @@ class HostsEngine(QueuedEngine):
         self.network.swap(self._peers, shares, [reduced] * count, timeout_s)
 
     def reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, *, async_op: bool, timeout_s: float
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor],
+        op: str,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`."""
         check_op(op, out.dtype)
-        kernel = partial(self._reduce_scatter, out, ins, op)
+        kernel = partial(self._reduce_scatter, out, ins, op, alike)
         return self._call("reduce_scatter", kernel, async_op, timeout_s)
 
     def _reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, timeout_s: float
+        self, out: Tensor, ins: Sequence[Tensor], op: str, alike: int, timeout_s: float
     ) -> None:
         if not self._is_even:
             whole = torch.cat([block.reshape(-1) for block in ins])
@@ -160,7 +167,8 @@ class HostsEngine(QueuedEngine):
             for place in range(self.local.size)
         ]
         partial_sums = torch.empty_like(columns[self.local.rank])
-        self._do(self.local.reduce_scatter, partial_sums, columns, add, timeout_s=timeout_s)
+        scatter = partial(self.local.reduce_scatter, alike=alike)
+        self._do(scatter, partial_sums, columns, add, timeout_s=timeout_s)
         lengths = [ins[members[self.local.rank]].numel() for members in self._hosts]
         blocks = [torch.empty(out.numel(), dtype=wide) for _ in self._hosts]
         self.network.swap(self._peers, blocks, partial_sums.split(lengths), timeout_s)
@@ -188,12 +196,13 @@ class HostsEngine(QueuedEngine):
         return self._call("broadcast", kernel, async_op, timeout_s)
 
     def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, async_op: bool, timeout_s: float
+        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """See `Engine`. Leaders exchange the blocks of their hosts."""
 
         def kernel(timeout_s: float) -> None:
-            self._do(self.local.all_gather, [outs[r] for r in self._mine], x, timeout_s=timeout_s)
+            gather = partial(self.local.all_gather, alike=alike)
+            self._do(gather, [outs[r] for r in self._mine], x, timeout_s=timeout_s)
             host_outs = [[bytes_of(outs[r]) for r in members] for members in self._hosts]
             sizes = [sum(len(block) for block in blocks) for blocks in host_outs]
             sizes[self._here] = 0

@@ -56,8 +56,8 @@ def broadcast(board: Board, x: Tensor, src: int) -> None:
     )
 
 
-def all_gather(board: Board, outs: Sequence[Tensor], x: Tensor) -> None:
-    """Fill `outs[q]` with `x` of rank `q`."""
+def all_gather(board: Board, outs: Sequence[Tensor], x: Tensor, alike: int = 0) -> None:
+    """Fill `outs[q]` with `x` of rank `q`; `alike` must be the same on all ranks."""
     rank, slot = board.rank, board.slot_bytes
     sizes = sizes_of(outs)
     targets = [out.data_ptr() for out in outs]
@@ -86,7 +86,7 @@ def all_gather(board: Board, outs: Sequence[Tensor], x: Tensor) -> None:
         board,
         code_of("all_gather", x.dtype),
         nbytes,
-        digest=hash(tuple(sizes)),
+        digest=hash((alike, *sizes)),
         place=board.buffers.place(pointer, nbytes),
         same_size=False,
         fill=fill,

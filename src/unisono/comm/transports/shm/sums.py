@@ -141,13 +141,15 @@ def _in_place(
     board.sync.sync()
 
 
-def reduce_scatter(board: Board, out: Tensor, ins: Sequence[Tensor], reducer: Reducer) -> None:
-    """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`."""
+def reduce_scatter(
+    board: Board, out: Tensor, ins: Sequence[Tensor], reducer: Reducer, alike: int = 0
+) -> None:
+    """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`; `alike` must agree."""
     rank, size, storage = board.rank, board.size, reducer.storage
     sizes = sizes_of(ins)
     sources = [block.data_ptr() for block in ins]
     if sum(sizes) <= min(SMALL_BYTES, board.slot_bytes):
-        _small_reduce_scatter(board, out, sizes, sources, reducer)
+        _small_reduce_scatter(board, out, sizes, sources, reducer, alike)
         return
     share = board.slot_bytes // (size - 1) // _LINE * _LINE
     target, own = reducer.array(out).view(np.uint8), reducer.array(ins[rank]).view(np.uint8)
@@ -193,7 +195,7 @@ def reduce_scatter(board: Board, out: Tensor, ins: Sequence[Tensor], reducer: Re
         board,
         code_of("reduce_scatter", out.dtype, reducer.number),
         sum(sizes),
-        digest=hash(tuple(sizes)),
+        digest=hash((alike, *sizes)),
         place=row_place(board, ins, sizes),
         fill=fill,
         rounds=lambda _: max(1, -(-max(sizes) // share)),
@@ -203,7 +205,7 @@ def reduce_scatter(board: Board, out: Tensor, ins: Sequence[Tensor], reducer: Re
 
 
 def _small_reduce_scatter(
-    board: Board, out: Tensor, sizes: list[int], sources: list[int], reducer: Reducer
+    board: Board, out: Tensor, sizes: list[int], sources: list[int], reducer: Reducer, alike: int
 ) -> None:
     """Copy all blocks in, one after the other, and reduce the own column."""
     turn, total = board.turn(), sum(sizes)
@@ -212,7 +214,7 @@ def _small_reduce_scatter(
         memmove(address, source, size)
         address += size
     code = code_of("reduce_scatter", out.dtype, reducer.number)
-    board.meet(turn, code, total, digest=hash(tuple(sizes)))
+    board.meet(turn, code, total, digest=hash((alike, *sizes)))
     own, before = sizes[board.rank], sum(sizes[: board.rank])
     if own:
         blocks = board.views(turn, reducer.storage, own, before)
