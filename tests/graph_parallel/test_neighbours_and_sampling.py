@@ -132,3 +132,23 @@ def test_prediction_of_one_big_system_from_a_plain_process():
     assert not found["energy"].requires_grad
     torch.testing.assert_close(found["energy"], alone["energy"].detach())
     torch.testing.assert_close(found["forces"], alone["forces"].detach())
+
+
+def test_radius_graph_refuses_masks_fractions_and_batches_that_do_not_fit():
+    pos = torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 0, 0]])
+    whole = gp.radius_graph(pos, 1.5, targets=[2], batch=[0, 0, 0]).edge_index
+    assert whole.tolist() == [[1], [2]]
+    assert gp.radius_graph(pos, 1.5, targets=[]).edge_index.shape == (2, 0)
+    for wrong, found in (
+        ({"targets": torch.tensor([False, False, True])}, r"torch\.bool(.|\n)*HINT: .*nonzero"),
+        ({"targets": torch.tensor([1.9])}, r"torch\.float32"),
+        ({"targets": [1.9]}, r"torch\.float32"),
+        ({"targets": torch.tensor(1)}, r"shape \[\]"),
+        ({"targets": "all"}, "'all'"),
+        ({"batch": torch.tensor([0, 0, 0.5])}, r"torch\.float32"),
+        ({"batch": torch.tensor([0, 1])}, "2 != 3"),
+        ({"batch": torch.tensor([0, 0, -1])}, "point 2 is in graph -1"),
+        ({"batch": torch.zeros(3, 1, dtype=torch.int64)}, r"shape \[3, 1\]"),
+    ):
+        with pytest.raises(PartitionError, match=found):
+            gp.radius_graph(pos, 1.5, **wrong)

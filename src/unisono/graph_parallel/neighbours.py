@@ -41,7 +41,7 @@ def radius_graph(
     [[1, 0], [0, 1]]
     """
     points, wanted = _checked(pos, cutoff, targets)
-    graphs = torch.zeros(len(points), dtype=torch.int64) if batch is None else batch.cpu()
+    graphs = _graphs(batch, len(points))
     images, shifts = _images(points, cutoff, cell, graphs)
     image, target = _near_cells(points, wanted, images, shifts, cutoff, graphs)
     source = images[image]
@@ -143,10 +143,54 @@ def _checked(pos: Tensor, cutoff: float, targets: Tensor | None) -> tuple[Tensor
         raise PartitionError.because("radius_graph", f"point {node} is at {points[node].tolist()}")
     if targets is None:
         return points, torch.arange(len(points))
-    wanted = targets.detach().cpu().long()
+    wanted = _whole_numbers(targets, "targets", "the numbers of points: mask.nonzero()[:, 0]")
     if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(points):
         raise PartitionError.because(
             "radius_graph(targets=...)",
             f"targets from {int(wanted.min())} to {int(wanted.max())}, {len(points)} points",
         )
     return points, wanted
+
+
+def _graphs(batch: Tensor | None, points: int) -> Tensor:
+    """Return the graph of each point."""
+    if batch is None:
+        return torch.zeros(points, dtype=torch.int64)
+    graphs = _whole_numbers(batch, "batch", "the number of its graph for each point")
+    if len(graphs) != points:
+        raise PartitionError.because(
+            "radius_graph(batch=...)",
+            f"graphs of {len(graphs)} points, {points} points",
+            f"{len(graphs)} != {points}",
+            "the number of its graph for each point",
+        )
+    if points and int(graphs.min()) < 0:
+        point = int((graphs < 0).nonzero()[0])
+        raise PartitionError.because(
+            "radius_graph(batch=...)",
+            f"point {point} is in graph {int(graphs[point])}",
+            None,
+            "graphs count from 0",
+        )
+    return graphs
+
+
+def _whole_numbers(given: object, name: str, hint: str) -> Tensor:
+    """Return a list of integers as int64 on the CPU; masks and fractions are refused."""
+    try:
+        numbers = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise PartitionError.because(
+            f"radius_graph({name}=...)", f"{given!r:.80}", None, hint
+        ) from None
+    if numbers.dim() == 1 and numbers.numel() == 0:
+        return numbers.long()  # an empty list is one of floats to torch
+    is_whole = not (numbers.is_floating_point() or numbers.is_complex())
+    if numbers.dim() != 1 or not is_whole or numbers.dtype == torch.bool:
+        raise PartitionError.because(
+            f"radius_graph({name}=...)",
+            f"{name} of shape {list(numbers.shape)}, {numbers.dtype}",
+            "a list of whole numbers has 1 dim and an integer dtype",
+            hint,
+        )
+    return numbers.long()
