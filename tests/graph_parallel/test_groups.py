@@ -102,6 +102,23 @@ def test_a_plain_process_is_a_row_of_one():
 
 
 @pytest.mark.ranks(4)
+def test_a_clean_up_inside_a_block_is_not_undone_at_its_end():
+    gp.setup_gp({"gp_gpus": 1, "distributed_backend": None})
+    with gp.use_groups(gp.graph_groups(world().size)):
+        gp.cleanup_gp()
+        assert not gp.initialized()
+    assert not gp.initialized()
+    with pytest.raises(MeshError, match="before set-up"):
+        gp.reduce(torch.ones(1), grad="identity")
+    with gp.use_groups(gp.graph_groups(world().size)):
+        gp.cleanup_gp()
+        gp.setup_gp({"gp_gpus": 1, "distributed_backend": None})  # lives on after the block
+    assert gp.get_gp_world_size() == 1
+    assert gp.initialized()
+    gp.cleanup_gp()
+
+
+@pytest.mark.ranks(4)
 def test_a_mesh_brings_the_groups_without_making_any_twice():
     mesh = Mesh(dp=2, gp=2)
     before = (mesh.comm("gp"), mesh.comm("dp"), cache.count())

@@ -109,8 +109,8 @@ class use_groups:
     def __init__(self, groups: GraphGroups | Mesh, *, gp: str = "gp", dp: str = "dp") -> None:
         global _installed
         self.groups = groups_of_mesh(groups, gp, dp) if isinstance(groups, Mesh) else groups
-        self._before = _installed
-        _installed = _Installed(self.groups, _world_group(), before=_installed)
+        self._mine = _Installed(self.groups, _world_group(), before=_installed)
+        _installed = self._mine
 
     def __enter__(self) -> GraphGroups:
         return self.groups
@@ -122,7 +122,8 @@ class use_groups:
         where: TracebackType | None,
     ) -> None:
         global _installed
-        _installed = self._before
+        if _installed is self._mine:  # a clean-up inside has ended the former ones too
+            _installed = self._mine.before
 
 
 def current_groups() -> GraphGroups | None:
