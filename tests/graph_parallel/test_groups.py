@@ -182,6 +182,18 @@ def test_a_region_before_set_up_names_it():
             region(torch.ones(4))
 
 
+def test_only_groups_and_sizes_that_mean_something_are_taken():
+    for wrong in (5, None, (0, 1)):
+        with pytest.raises(MeshError, match=r"neither GraphGroups nor a Mesh(.|\n)*graph_groups\("):
+            gp.use_groups(wrong)
+    assert not gp.initialized()
+    weight = torch.nn.Parameter(torch.ones(2))
+    for size in (-1, float("nan"), float("inf"), True, "25"):
+        with pytest.raises(PartitionError, match=r"bucket_mb=(.|\n)*HINT: bucket_mb=25"):
+            gp.sync_gradients([weight], bucket_mb=size)
+    gp.sync_gradients([weight], bucket_mb=0)
+
+
 def test_division_is_checked():
     gp.ensure_div(6, 3)
     assert gp.divide_and_check_no_remainder(6, 3) == 2

@@ -161,6 +161,14 @@ def test_bad_partitions_are_refused_with_the_first_bad_entry():
         GraphPartition.from_owner(["a"], 2)
 
 
+def test_only_parts_that_exist_have_nodes():
+    part = GraphPartition.contiguous(5, 2)
+    assert part.nodes_of(np.int64(1)).tolist() == [3, 4]
+    for wrong in (-1, 2, 0.5, None):
+        with pytest.raises(PartitionError, match="a partition of 2 parts"):
+            part.nodes_of(wrong)
+
+
 def test_the_report_on_a_saved_graph_compares_all_partitions(tmp_path):
     pos = drawn(300, 3)
     edges = radius_graph(pos, 0.3).edge_index

@@ -6,6 +6,7 @@ Parameters used after the last reduce or gather hold the whole: mean over gp. Bo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -36,6 +37,7 @@ def sync_gradients(
         groups: the matrix; default the current one.
         bucket_mb: gradients travel joined in buckets of this size.
     """
+    _check_bucket(bucket_mb)
     groups = _matrix(groups)
     whole = {id(p) for p in _listed(replicated)}
     wanted = [p for p in _listed(parameters) if p.requires_grad]
@@ -55,6 +57,17 @@ def sync_gradients(
         for p, grad, replicate, count in zip(wanted, grads, is_whole, seen, strict=True):
             if count:
                 p.grad = grad.div_(groups.dp.size * (groups.gp.size if replicate else 1))
+
+
+def _check_bucket(bucket_mb: object) -> None:
+    size = bucket_mb if isinstance(bucket_mb, int | float) else math.nan
+    if isinstance(bucket_mb, bool) or not 0 <= size < math.inf:
+        raise PartitionError.because(
+            f"sync_gradients(bucket_mb={bucket_mb!r})",
+            "no size of a bucket",
+            f"not 0 <= {bucket_mb} < inf",
+            "bucket_mb=25; 0 sends each gradient by itself",
+        )
 
 
 def _matrix(groups: GraphGroups | None) -> GraphGroups:

@@ -108,6 +108,13 @@ class use_groups:
 
     def __init__(self, groups: GraphGroups | Mesh, *, gp: str = "gp", dp: str = "dp") -> None:
         global _installed
+        if not isinstance(groups, GraphGroups | Mesh):
+            raise MeshError.because(
+                f"use_groups({groups!r:.60})",
+                f"a {type(groups).__name__}, neither GraphGroups nor a Mesh",
+                None,
+                "use_groups(graph_groups(2)), or use_groups(Mesh(dp=2, gp=2))",
+            )
         self.groups = groups_of_mesh(groups, gp, dp) if isinstance(groups, Mesh) else groups
         self._mine = _Installed(self.groups, _world_group(), before=_installed)
         _installed = self._mine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -147,6 +148,17 @@ class GraphPartition:
 
     def nodes_of(self, part: int) -> Tensor:
         """Return the nodes of a part, in its order."""
+        try:
+            is_part = 0 <= operator.index(part) < self.parts
+        except TypeError:
+            is_part = False
+        if not is_part:
+            raise PartitionError.because(
+                f"nodes_of({part!r})",
+                f"a partition of {self.parts} parts",
+                f"not 0 <= {part} < {self.parts}",
+                f"a part from 0 to {self.parts - 1}",
+            )
         return self.perm[self.offsets[part] : self.offsets[part + 1]]
 
     def stats(self, edge_index: Tensor) -> GraphStats:
