@@ -285,6 +285,12 @@ def test_ranks_that_disagree_are_told_so_on_all_ranks(tmp_path, rank_count):
     with pytest.raises(CheckpointError, match="rank 0 has objects model, rank 1 has model, more"):
         checkpoint.save(10, model=model(), **({"more": model()} if rank else {}))
 
+    for settings in ({"keep": 2 + rank}, {"keep": 1 - rank}, {"asynchronous": bool(rank)}):
+        with pytest.raises(CheckpointError, match=rf"rank 0 has {next(iter(settings))} .*, rank 1"):
+            Checkpoint(tmp_path, **settings)
+    with pytest.raises(CheckpointError, match="rank 0 has keep_best None, rank 1 has 'min'"):
+        Checkpoint(tmp_path, keep_best="min" if rank else None)
+
     class Broken:
         def state_dict(self):
             if rank == 1:
@@ -306,6 +312,13 @@ def test_ranks_that_disagree_are_told_so_on_all_ranks(tmp_path, rank_count):
     checkpoint.save(11, model=model())
     with pytest.raises(CheckpointError, match="into Sequential: what was saved does not fit"):
         checkpoint.restore(model=other)
+    for step in (10 + rank, 11 + rank):  # both are there; rank 1 asks for one that is not
+        with pytest.raises(CheckpointError, match=f"rank 0 has step {step - rank}, rank 1 has"):
+            checkpoint.restore(step, partial=True)
+    with pytest.raises(CheckpointError, match="rank 0 has objects , rank 1 has model"):
+        checkpoint.restore(partial=True, **({"model": model()} if rank else {}))
+    with pytest.raises(CheckpointError, match=r"steps \[10, 11\]"):
+        checkpoint.restore(12)
     with pytest.raises(CheckpointError, match="not the number of a step"):
         checkpoint.save("last", model=model())
     for metric in ("low", torch.ones(2)):

@@ -90,6 +90,7 @@ class Checkpoint:
         self.comm = Communicator.of(comm)
         self.asynchronous = asynchronous
         self.keep, self.keep_best = keep, keep_best
+        self._check_alike(keep=keep, keep_best=keep_best, asynchronous=asynchronous)
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise CheckpointError.because(
                 f"Checkpoint(keep={keep!r})", "not a number of checkpoints", None, "keep=3, or None"
@@ -101,6 +102,13 @@ class Checkpoint:
         self._token = shared_directory(self.comm, self.directory)
         self._saves = 0
         self._under_way: Background | None = None
+
+    def _check_alike(self, **settings: object) -> None:
+        """Raise on all ranks if they were given different settings. Collective."""
+        everybody = self.comm.all_gather_object(settings)
+        for name in settings:
+            values = [theirs[name] for theirs in everybody]
+            check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
 
     # -- what is there --------------------------------------------------------------------------
 
@@ -271,13 +279,19 @@ class Checkpoint:
         passed over with a warning, for the one before it. Nothing is changed unless all fits.
 
         Args:
-            step: which one; None: the latest.
+            step: which one, the same on all ranks; None: the latest.
             partial: leave out objects of the checkpoint that are not named here, such as the
                 optimizer when a model is only evaluated.
             random_states: take back the states of torch's, numpy's and Python's generators.
             **objects: what to restore, under the names of `save`.
         """
         self.wait()
+        steps, names = zip(
+            *self.comm.all_gather_object((step, dict.fromkeys(objects))), strict=True
+        )
+        asked = f"Checkpoint.restore({'' if step is None else step})"
+        check_equal(asked, "step", steps, "the same step on all ranks, or restore() for the latest")
+        check_equal(asked, "objects", names, "name the same objects on all ranks")
         saved = self._chosen(step)
         if saved is None:
             return None
