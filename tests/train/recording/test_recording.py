@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,8 +124,32 @@ def test_what_is_no_number_is_refused(here):
             log(loss=torch.ones(3))
         with pytest.raises(PartitionError, match="1 dims != 2 dims"):
             run.layout(Partition([1, 1]), [8])
+        for value in (10**400, torch.tensor(1j)):
+            with pytest.raises(UnisonoError, match=r"(?s)log\(loss=.*HINT: a number"):
+                log(loss=value)
+        for step in ("x", 1.5, float("nan"), torch.tensor(1.5), torch.ones(2), 10**400, 2**53 + 1):
+            with pytest.raises(UnisonoError, match=r"(?s)log\(step=.*HINT: count the steps"):
+                log(step=step, loss=1.0)
         log(loss=torch.ones(1, 1), other=float("nan"))
+        log(step=np.int64(4), loss=1.0)
+        log(step=torch.tensor(5), loss=1.0)
     assert rows_of(run.dir)[0]["other"] == "nan"
+    assert [row["step"] for row in rows_of(run.dir)] == ["0", "4", "5"]
+
+
+@pytest.mark.usefixtures("hygiene")
+def test_a_value_that_fails_at_the_end_leaves_nothing_open_and_is_recorded(here):
+    class Lost:
+        def __float__(self):
+            raise RuntimeError("the device is lost")
+
+    recording = record("lost")
+    run = recording.__enter__()
+    run._buffer.append((0, 0, 0, 0, {"loss": Lost()}))
+    with pytest.raises(RuntimeError, match="lost"):
+        recording.__exit__(None, None, None)
+    part = read(run.dir / "rank-0.json")
+    assert (part["status"], "the device is lost" in part["trouble"]) == ("failed", True)
 
 
 def test_without_a_record_nothing_is_written_and_it_costs_next_to_nothing(here):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 
 from unisono.train.report import metrics
@@ -67,18 +68,23 @@ def test_throughput_counts_samples_of_all_ranks_else_steps():
     assert metrics.overall_throughput(metrics.merge({0: [line(0, 1.0, loss=1.0)]})) is None
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+def test_lines_that_are_cut_off_or_no_such_lines_are_left_out(tmp_path):
     path = tmp_path / "rank-0.jsonl"
-    path.write_text('{"step": 0, "t": 1, "a": 0, "v": {}}\n{"step": 1, "t"')
-    assert [entry["step"] for entry in metrics.read_lines(path)] == [0]
+    wrong = (line("x", 1.0), line(1.5, 1.0), line(math.nan, 1.0), line(7, 1.0, loss="low"), [], {})
+    good = line(0, 1.0, loss=math.inf)
+    text = "\n".join(json.dumps(found) for found in (*wrong, good, line(2, None)))
+    path.write_text(text + '\n{"step": 1, "t"')
+    assert metrics.read_lines(path) == [good]
+    assert metrics.merge({0: metrics.read_lines(path)}).steps == [0]
     assert metrics.read_lines(tmp_path / "none") == []
 
 
 def test_lines_are_read_once_each_while_they_are_written(tmp_path):
     path = tmp_path / "rank-0.jsonl"
     reader = metrics.LineReader(path).read_new()
+    first, second, third = (json.dumps(line(step, 1.0)) + "\n" for step in range(3))
     with path.open("a") as file:
-        for text in ('{"step": 0}\n{"st', 'ep": 1}\n', "broken\n", '{"step": 2}\n'):
+        for text in (first + second[:4], second[4:], "broken\n", third):
             file.write(text)
             file.flush()
             reader.read_new()

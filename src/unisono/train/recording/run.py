@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import resource
 import socket
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 FLUSH_NS = 200_000_000
 """What was logged is written after so long at the next call."""
 KEPT_SPANS = 5_000
+LARGEST_STEP = 2**53
+"""Beyond it the numbers of a page, which are floats, have gaps."""
 KEPT_MARKS = 2_000
 
 
@@ -77,9 +81,11 @@ class Run:
     def log(self, *, step: int | None = None, **values: Any) -> None:
         """Note the value of some metrics at a step; see `unisono.train.log`. Local."""
         now = time.perf_counter_ns()
+        taken = {name: _number(name, value) for name, value in values.items()}
         if step is None:
             step, self._count = self._count, self._count + 1
-        taken = {name: _number(name, value) for name, value in values.items()}
+        else:
+            step = _step(step)
         recorder = self.recorder
         self._buffer.append((step, now, recorder.blocked_ns, recorder.wait_ns, taken))
         if now - self._flushed_ns > FLUSH_NS:
@@ -132,12 +138,17 @@ class Run:
     def close(self, trouble: str | None) -> None:
         """Write what was measured, and put everything back as it was."""
         self._hook.remove()
-        self._flush(time.perf_counter_ns())
-        os.close(self._lines)
-        if trouble is not None:
-            self._output.write(trouble)
-        self._output.close()
-        self._write_part("done" if trouble is None else "failed", trouble)
+        try:
+            self._flush(time.perf_counter_ns())
+        except Exception as error:  # a value that a GPU could not compute
+            trouble = trouble or "".join(traceback.format_exception(error))
+            raise
+        finally:
+            os.close(self._lines)
+            if trouble is not None:
+                self._output.write(trouble)
+            self._output.close()
+            self._write_part("done" if trouble is None else "failed", trouble)
 
     def _mark_step(self, *_: object) -> None:
         """An optimizer has made a step: where a step ends if nothing is logged."""
@@ -150,6 +161,7 @@ class Run:
     def _flush(self, now: int) -> None:
         """Append what was logged to the file of this rank."""
         self._flushed_ns = now
+        logged, self._buffer = self._buffer, []
         lines = [
             json.dumps(
                 {
@@ -161,9 +173,8 @@ class Run:
                     "wait_s": wait / 1e9,
                 }
             )
-            for step, at, blocked, wait, values in self._buffer
+            for step, at, blocked, wait, values in logged
         ]
-        self._buffer.clear()
         if lines:
             with suppress(OSError):
                 os.write(self._lines, ("\n".join(lines) + "\n").encode())
@@ -243,8 +254,25 @@ def _device(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
+def _step(step: Any) -> int:
+    """Return the number of a step; whole numbers of numpy and torch are such, too."""
+    try:
+        number = operator.index(step)
+    except (TypeError, RuntimeError, ValueError):  # torch and numpy have their own kinds
+        number = None
+    if number is None or abs(number) > LARGEST_STEP:
+        raise UnisonoError.because(
+            f"log(step={_short(step)})",
+            f"a {type(step).__name__}",
+            "no whole number" if number is None else f"beyond {LARGEST_STEP}, 2**53",
+            "count the steps: log(step=3, ...), or leave step out",
+        )
+    return number
+
+
 def _number(name: str, value: Any) -> Any:
     """Return a number that later changes of `value` do not reach; a GPU is not waited for."""
+    number = value
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise UnisonoError.because(
@@ -253,13 +281,21 @@ def _number(name: str, value: Any) -> Any:
                 f"{value.numel()} elements, not one",
                 f"log({name}={name}.mean())",
             )
-        return value.item() if value.device.type == "cpu" else value.detach().clone()
+        if value.device.type != "cpu" and not value.is_complex():
+            return value.detach().clone()
+        number = value.item()
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return float(number)
+    except (TypeError, ValueError, OverflowError) as error:
         raise UnisonoError.because(
-            f"log({name}={value!r})", f"a {type(value).__name__}", hint="a number"
+            f"log({name}={_short(value)})", f"a {type(value).__name__}", str(error), "a number"
         ) from None
+
+
+def _short(value: Any) -> str:
+    """Return how a value is written, cut where it is long."""
+    text = "..." if isinstance(value, int) and abs(value) > 10**40 else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _plain(value: Any) -> Any:

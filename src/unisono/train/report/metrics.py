@@ -64,12 +64,27 @@ class LineReader:
         self._place += len(whole)
         for line in whole.splitlines():
             with suppress(ValueError):  # a rank that was killed while it wrote
-                self.lines.append(json.loads(line))
+                self.lines += filter(_is_line, [json.loads(line)])
         return self
 
 
+def _is_line(found: Any) -> bool:
+    """Return whether all that is read from a line later is there, and of its kind."""
+    try:
+        numbers = [
+            found["t"],
+            found["a"],
+            found["blocked_s"],
+            found["wait_s"],
+            *found["v"].values(),
+        ]
+    except (TypeError, KeyError, AttributeError):
+        return False
+    return type(found["step"]) is int and all(isinstance(n, (int, float)) for n in numbers)
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of one rank; a last one that is cut off is left out."""
+    """Return the lines of one rank; those that are cut off or no such lines are left out."""
     return LineReader(path).read_new().lines
 
 
