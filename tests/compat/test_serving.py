@@ -171,10 +171,29 @@ def test_a_script_runs_unchanged_in_one_process(name, tmp_path, capfd, untouched
     assert "ranks 1 equal True" in said.out.splitlines()[0]
 
 
-def test_a_script_that_starts_its_own_ranks_finds_its_library_in_them(tmp_path, capfd, untouched):
-    code, said = run_served("ddpw", SCRIPTS["ddpw"], tmp_path, capfd, "--on", "inline")
+@pytest.mark.parametrize("words", [("--on", "inline"), ()])
+def test_a_script_that_starts_its_own_ranks_finds_its_library_in_them(
+    words, tmp_path, capfd, untouched
+):
+    text = SCRIPTS["ddpw"].replace("n_gpus=2", "n_gpus=3")
+    code, said = run_served("ddpw", text, tmp_path, capfd, *words)
     assert code == 0, said.err
-    assert sorted(said.out.splitlines()) == [f"[{r}] ranks 2 equal True ('x',)" for r in (0, 1)]
+    assert sorted(said.out.splitlines()) == [f"[{r}] ranks 3 equal True ('x',)" for r in range(3)]
+
+
+def test_a_script_that_asks_for_gpus_gets_as_many_ranks_or_an_error(
+    tmp_path, capfd, untouched, monkeypatch
+):
+    text = SCRIPTS["ddpw"].replace('device="cpu", n_gpus=2', 'device="gpu", n_gpus=3')
+    monkeypatch.setattr("unisono.launch.accelerators.visible_gpus", lambda: 0)
+    code, said = run_served("ddpw", text, tmp_path, capfd)
+    assert code == 2
+    assert "UNISONO_FORCE_ON=cpu" in said.err
+    monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
+    code, said = run_served("ddpw", text, tmp_path, capfd)
+    assert code == 0, said.err
+    assert sorted(said.out.splitlines()) == [f"[{r}] ranks 3 equal True ('x',)" for r in range(3)]
+    assert run_served("ddpw", "1 / 0", tmp_path, capfd, "--check")[0] == 0, "nothing is run"
 
 
 def test_a_function_whose_module_imports_the_library_reaches_the_ranks(

@@ -36,6 +36,11 @@ _ONLY_AT = {
     "console_logs": ("slurm", "mpi"),
 }
 """Fields that mean something at some places only."""
+_ABOUT_RANKS = (
+    *("on", "ranks", "nodes", "gpus", "partition", "timeout_s", "max_restarts", "logs", "console"),
+    "record",
+)
+"""Options that are for ranks which the command starts."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -118,6 +123,11 @@ def _execute(args: argparse.Namespace) -> int:
     from unisono.launch.run import execute as execute_request
 
     function, is_script = _function(args)
+    if is_script and _starts_its_own_ranks(args):
+        print("unisono: the script starts its ranks (--ranks N: the command does)", file=sys.stderr)
+        if not (args.dry_run or args.check):
+            function()
+        return 0
     request = _request(args, function, is_script=is_script)
     if args.dry_run or args.check:
         return _show(args, request)
@@ -143,6 +153,17 @@ def _execute(args: argparse.Namespace) -> int:
             if text is not None:
                 print(f"[{rank}] {text}")
     return 0
+
+
+def _starts_its_own_ranks(args: argparse.Namespace) -> bool:
+    """Whether to leave ranks to the script: DDPW's are told to it, unless the command is told."""
+    from unisono.launch.detection import is_in_world
+
+    is_told = any(
+        getattr(args, name) for name in ("set", "env", "no_detect", "detach", "supervise")
+    )
+    is_told |= any(getattr(args, name) is not None for name in _ABOUT_RANKS)
+    return "ddpw" in args.compat and not is_told and not is_in_world()
 
 
 def _request(
