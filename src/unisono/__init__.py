@@ -20,11 +20,13 @@ if TYPE_CHECKING:
         launch,
         nn,
         operators,
+        plan,
         testing,
         topology,
         train,
     )
     from unisono.comm import Communicator
+    from unisono.data_parallel import DASO, DataParallel
     from unisono.launch import (
         Device,
         Job,
@@ -49,6 +51,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoint": "unisono.train",
     "Communicator": "unisono.comm",
+    "DASO": "unisono.data_parallel",
+    "DataParallel": "unisono.data_parallel",
     "Device": "unisono.launch",
     "Job": "unisono.launch",
     "Logs": "unisono.launch",
@@ -76,14 +80,17 @@ _PACKAGES = (
     "launch",
     "nn",
     "operators",
+    "plan",
     "testing",
     "topology",
     "train",
 )
 
 __all__ = [
+    "DASO",
     "Checkpoint",
     "Communicator",
+    "DataParallel",
     "Device",
     "Job",
     "Logs",
@@ -103,6 +110,7 @@ __all__ = [
     "launch",
     "nn",
     "operators",
+    "plan",
     "requeue",
     "restart_count",
     "run",

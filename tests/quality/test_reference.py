@@ -30,6 +30,9 @@ def pages(reference):
 def test_every_package_has_a_page(pages):
     packages = [name for name in unisono.__all__ if inspect.ismodule(getattr(unisono, name))]
     assert len(packages) > 10
+    inside = {path.parent.name for path in (ROOT / "src" / "unisono").glob("*/__init__.py")}
+    assert inside - {"cli"} <= set(packages)
+    assert {"DataParallel", "DASO", "Mesh", "Partition", "run"} <= set(unisono.__all__)
     assert {f"reference/{name}.md" for name in packages} <= set(pages)
 
 
