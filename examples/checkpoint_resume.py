@@ -1,14 +1,16 @@
 """A training that may be preempted at any step, and then goes on, even on other ranks.
 
     python examples/checkpoint_resume.py
+    unisono run --record --ranks 2 examples/checkpoint_resume.py
 
 The loop saves when it is asked to stop and is started again by the launcher. In the end one process
-opens what the ranks have saved.
+opens what the ranks have saved. Under the command all of it is done by the ranks that are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 
 import torch
@@ -62,19 +64,27 @@ def train(directory, epochs, preempt_at=None):
     return losses
 
 
+def directory_of_all_attempts():
+    """The run's own, which all ranks see, where this process is a rank that may start again."""
+    own = unisono.job_dir()
+    return contextlib.nullcontext(own) if own else tempfile.TemporaryDirectory()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     ranks = parser.parse_args().ranks
-    with tempfile.TemporaryDirectory() as directory:
+    with directory_of_all_attempts() as directory:
         smooth = unisono.run(train, f"{directory}/smooth", 3, ranks=ranks)[0]
         broken = unisono.run(train, f"{directory}/broken", 3, preempt_at=17, ranks=ranks)
-        print(f"{len(smooth)} steps in {broken.restarts + 1} attempts, loss {broken[0][-1]:.4f}")
-        assert broken.restarts == 1
+        restarts = broken.restarts + unisono.restart_count()
+        print(f"{len(smooth)} steps in {restarts + 1} attempts, loss {broken[0][-1]:.4f}")
+        assert restarts == 1
         assert broken[0] == smooth, "the curves differ"
-        state = build()  # this process is a world of one rank
+        state = build()  # a plain process is a world of one rank
         restored = Checkpoint(f"{directory}/broken").restore(**state)
-        print(f"step {restored.step}, saved on {restored.ranks} ranks, restored on one")
+        size = unisono.world().size
+        print(f"step {restored.step}, saved on {restored.ranks} ranks, restored on {size}")
         assert restored["losses"] == smooth
         assert state["loader"].epoch == 3
 

@@ -39,9 +39,9 @@ def train(model, loss_of, batches):
         optimizer.step()
 
 
-def images(data, space):
+def images(data, space, comm=None):
     """Convolutions over strips of each image, gradients averaged over parts of each batch."""
-    mesh = Mesh(data=data, space=space)
+    mesh = Mesh(data=data, space=space, comm=comm)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     strips = Partition([1, 1, space, 1], comm=mesh.comm("space"))
@@ -73,9 +73,9 @@ class Messages(nn.Module):
         return torch.stack(results)
 
 
-def graphs(data, graph):
+def graphs(data, graph, comm=None):
     """Message passing over pieces of a graph; features of its nodes come in batches."""
-    mesh = Mesh(data=data, graph=graph)
+    mesh = Mesh(data=data, graph=graph, comm=comm)
     where = torch.rand(30, 3, generator=torch.Generator().manual_seed(1))
     edges = radius_graph(where, 0.4).edge_index
     plan = GraphPlan(GraphPartition.morton(where, graph), edges, comm=mesh.comm("graph"))
@@ -86,9 +86,9 @@ def graphs(data, graph):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def error_bars(data, other):
+def error_bars(data, other, comm=None):
     """A Bayesian network along the data axis; the other axis holds replicas."""
-    mesh = Mesh(data=data, other=other)
+    mesh = Mesh(data=data, other=other, comm=comm)
     bayes.manual_seed(0)
     net = bayes.Sequential(bayes.Linear(3, 16), bayes.ReLU(), bayes.Linear(16, 1))
     exact = {"average": False, "cap_batch": "global", "comm": mesh.comm("data")}
@@ -100,19 +100,19 @@ def error_bars(data, other):
         updater.update(model.output_z_buffer, seen, noise, model.input_delta_z_buffer)
         model.backward()
         model.step()
-    return torch.cat(
-        [t.flatten() for layer in net.state_dict(tensors=True).values() for t in layer]
-    )
+    return torch.cat([t.flatten() for pair in net.state_dict(tensors=True).values() for t in pair])
 
 
 def main():
     parser = argparse.ArgumentParser(description="Two ways to split on one mesh")
     parser.add_argument("--ranks", type=int, default=2, help="along each axis")
-    side = parser.parse_args().ranks
+    side, comm = parser.parse_args().ranks, unisono.world()
+    other = side if comm.size == 1 else comm.size // side  # `unisono run` has started the ranks
     for part in (images, graphs, error_bars):
-        alone, several = part(1, 1), unisono.run(part, side, side, ranks=side**2)
+        alone = part(1, 1, comm.sub([comm.rank]))
+        several = unisono.run(part, side, other, ranks=side * other)
         error = max((mine - alone).abs().max().item() for mine in several)
-        print(f"{part.__name__}: {side} x {side} ranks differ from one process by {error:.0e}")
+        print(f"{part.__name__}: {side} x {other} ranks differ from one process by {error:.0e}")
         assert error < 1e-5
 
 

@@ -31,6 +31,15 @@ def test_an_example_runs(example, interpreter, tmp_path):
     assert list(tmp_path.glob("unisono-*")) == []
 
 
+@pytest.mark.parametrize("name", ["checkpoint_resume", "composed", "save_on_two_load_on_one"])
+def test_an_example_that_shares_files_or_a_mesh_can_be_recorded(name, interpreter, tmp_path):
+    example = next(path for path in EXAMPLES if path.stem == name)
+    words = ["-m", "unisono", "run", "--record", "--ranks", "2", str(example)]
+    done = interpreter.run(words, cwd=tmp_path, timeout_s=110.0)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "runs" / name / "report.html").exists()
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(example):
     assert len(example.read_text().splitlines()) < 120
