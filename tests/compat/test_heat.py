@@ -45,8 +45,8 @@ TREE = {
     "core.communication": (mpi_style, COMMUNICATION),
     "nn": (data_parallel, ["DataParallel", "DataParallelMultiGPU"]),
     "nn.data_parallel": (data_parallel, ["DataParallel", "DataParallelMultiGPU"]),
-    "optim": (data_parallel, ["DataParallelOptimizer", "DASO"]),
-    "optim.dp_optimizer": (data_parallel, ["DataParallelOptimizer", "DASO"]),
+    "optim": (data_parallel, ["DataParallelOptimizer"]),
+    "optim.dp_optimizer": (data_parallel, ["DataParallelOptimizer"]),
     "optim.utils": (data_parallel, ["DetectMetricPlateau"]),
     "utils.data": (data_parallel, DATA),
     "utils.data.datatools": (data_parallel, DATA),
@@ -293,3 +293,18 @@ def test_the_script_is_the_same_for_heat_but_for_its_import_lines():
     different = [a for a, b in zip(SCRIPT.splitlines(), changed, strict=True) if a != b]
     assert different == [line for line in SCRIPT.splitlines() if "heat" in line]
     assert all("import" in line for line in different)
+
+
+@pytest.mark.ranks([1, 2])
+def test_the_communicator_of_daso_and_its_model_is_that_of_heat(rank_count):
+    net = torch.nn.Linear(2, 1)
+    daso = ht.optim.DASO(torch.optim.SGD(net.parameters(), lr=0.1), 4)
+    model = ht.nn.DataParallelMultiGPU(net, daso)
+    assert isinstance(daso, data_parallel.DASO)
+    for comm in (daso.comm, model.comm):
+        assert isinstance(comm, ht.MPICommunication)
+        total = torch.ones(1)
+        comm.Allreduce(ht.MPI.IN_PLACE, total, ht.MPI.SUM)
+        assert (comm.size, total.item()) == (rank_count, rank_count)
+    given = ht.MPICommunication(ht.MPI_WORLD.handle)
+    assert ht.optim.DASO(daso.local_optimizer, 4, given, 1, cooldown_epochs=1).comm is given

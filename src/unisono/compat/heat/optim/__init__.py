@@ -6,7 +6,7 @@ import torch.optim
 
 from unisono.compat.heat.falling_through import fall_through
 from unisono.compat.heat.optim import dp_optimizer, lr_scheduler, utils
-from unisono.data_parallel import DASO, DataParallelOptimizer
+from unisono.compat.heat.optim.dp_optimizer import DASO, DataParallelOptimizer
 
 __all__ = ["DASO", "DataParallelOptimizer", "dp_optimizer", "lr_scheduler", "utils"]
 
