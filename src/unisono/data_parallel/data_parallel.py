@@ -195,6 +195,12 @@ class DataParallel(HeatParts):
             self._deferred.finalize()
 
     @property
+    def optimizer(self) -> DataParallelOptimizer | Sequence[DataParallelOptimizer] | None:
+        """The optimizer that was given, or several of them; None without one."""
+        found = self._dp_optimizers
+        return found[0] if len(found) == 1 else tuple(found) or None
+
+    @property
     def pending(self) -> bool:
         """Whether a reduction is under way or an update owed."""
         return self._deferred is not None and self._deferred.active

@@ -117,6 +117,7 @@ def test_layers_and_indices_have_heat_names():
     assert model._param_slices == {"": slice(0, 1), "a.0": slice(1, 3), "b": slice(3, 5)}
     assert list(model._param_indices) == ["p", "a.0.weight", "a.0.bias", "b.weight", "b.bias"]
     assert model._dp_optimizers == [optimizer]
+    assert model.optimizer is optimizer
     assert len(model._fwd_hook_handles) == 3
     mean = model._blocking_hook(torch.full((2,), float(world().rank), dtype=torch.float64))
     assert torch.equal(mean, torch.full((2,), 0.5, dtype=torch.float64))
@@ -242,3 +243,14 @@ def test_a_daso_is_sent_to_its_own_wrapper():
     daso = DASO(torch.optim.SGD(layer.parameters(), lr=0.1), total_epochs=3)
     with pytest.raises(TypeError, match="HINT: DataParallelMultiGPU"):
         DataParallel(layer, None, daso)
+
+
+def test_optimizers_are_shown_as_one_or_several_and_cannot_be_replaced():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    several = [DataParallelOptimizer(torch.optim.SGD(part.parameters(), 0.1)) for part in net]
+    with pytest.warns(UserWarning, match="updates are blocking"):
+        model = DataParallel(net, optimizer=several)
+    assert model.optimizer == tuple(several)
+    assert DataParallel(nn.Linear(2, 1)).optimizer is None
+    with pytest.raises(AttributeError):
+        model.optimizer = several[0]
