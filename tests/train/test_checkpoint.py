@@ -82,6 +82,11 @@ def test_values_generators_and_anything_with_a_state_come_back(tmp_path):
     assert restored.step == 7
     assert restored.ranks == 1
     assert restored["epoch"] == 2
+    assert "losses" in restored
+    assert "counter" not in restored
+    assert (restored.get("epoch"), restored.get("other", 5)) == (2, 5)
+    assert list(restored) == list(restored.keys()) == ["epoch", "losses", "config"]
+    assert len(restored) == 3
     assert restored["losses"] == [0.5, torch.tensor(0.25)]
     assert restored["config"]["a"]["b"].tolist() == [1, 1]
     assert restored["config"]["a.b"] == 1
@@ -266,7 +271,9 @@ def test_leftovers_of_killed_runs_are_swept_by_the_next_save(tmp_path):
     (tmp_path / ".saving-abc-1" / "__0_0.distcp").write_bytes(b"half")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".removed-step-00000000")
     reader = Checkpoint(tmp_path)
-    assert reader.restore().step == 1
+    restored = reader.restore()
+    assert restored, "though it has no plain values"
+    assert (restored.step, len(restored)) == (1, 0)
     assert ".saving-abc-1" in visible(tmp_path), "who only reads must not disturb a writer"
     Checkpoint(tmp_path).save(2)
     assert visible(tmp_path) == ["step-00000001", "step-00000002"]

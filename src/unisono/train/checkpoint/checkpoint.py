@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +38,10 @@ _RANDOM, _VALUES = "~random", "~values"
 
 @dataclass(frozen=True)
 class Restored:
-    """What `Checkpoint.restore` found; `restored["epoch"]` reads a plain value that was saved."""
+    """What `Checkpoint.restore` found; `restored["epoch"]` reads a plain value that was saved.
+
+    Names of such values are looked up as in a dict: `"epoch" in restored`, `get`, `keys`, `len`.
+    """
 
     step: int
     """The step at which it was saved."""
@@ -52,6 +55,27 @@ class Restored:
     def __getitem__(self, name: str) -> Any:
         """Return a plain value that was saved."""
         return self.values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a plain value that was saved, `default` if there is none of this name."""
+        return self.values.get(name, default)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the plain values."""
+        return self.values.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __bool__(self) -> bool:
+        """Return True: something was restored, with or without plain values."""
+        return True
 
 
 class Checkpoint:
