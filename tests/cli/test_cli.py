@@ -16,6 +16,7 @@ import pytest
 
 import unisono
 from unisono.cli import doctor, doctor_mpi, main
+from unisono.cli.outcome import exit_code_of
 from unisono.cli.run import _setting, parse_words
 from unisono.cli.wording import as_typed
 from unisono.errors import PlatformError
@@ -292,6 +293,26 @@ def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path, un
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{r}] rank {r} ('a',) 7" for r in range(2)]
     assert done.stderr.count('already in a world of 2 ranks on cpu; on="gpu" is not used') == 1
+
+
+@pytest.mark.parametrize("length", [10, 1_000_000])  # found when it is flushed, or written
+def test_a_reader_that_leaves_is_no_error_worth_a_traceback(length, monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert exit_code_of(lambda: print("x" * length) or 0) == 141
+        monkeypatch.undo()
+
+    def other_pipe():
+        raise BrokenPipeError
+
+    with Path(os.devnull).open("w") as fine:
+        monkeypatch.setattr(sys, "stdout", fine)
+        with pytest.raises(BrokenPipeError):
+            exit_code_of(other_pipe)
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_function_of_a_file_is_run_by_ranks_only(tmp_path, monkeypatch, capsys):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 from unisono.cli.wording import as_typed
 from unisono.errors import MissingExtra, PlatformError, RankTimeout, RemoteError, UnisonoError
 
-OK, FAILED, USAGE, DEADLINE, INTERRUPTED = 0, 1, 2, 124, 130
+OK, FAILED, USAGE, DEADLINE, INTERRUPTED, UNREAD = 0, 1, 2, 124, 130, 141
 
 
 def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool = False) -> int:
     """Run `command`, typed as `name`; return its exit code, or the one its exception means."""
     try:
-        return command()
+        code = command()
+        print(end="", flush=True)  # here, where nobody has to see the error of a closed pipe
+        return code
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        return UNREAD
     except KeyboardInterrupt:
         print("unisono: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -31,6 +40,18 @@ def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool =
                 return DEADLINE
             case _:
                 return FAILED
+
+
+def _is_unread(output: TextIO) -> bool:
+    """Whether nobody reads `output` any more, as after `| head`; what it still holds is dropped."""
+    waiting = select.poll()
+    waiting.register(output.fileno(), 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in waiting.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output.fileno())
+    os.close(nowhere)
+    return True
 
 
 def _block(error: UnisonoError, name: str) -> str:
