@@ -2,11 +2,13 @@
 
 The ```python blocks of a page run in order in one fresh process; a block with `title="name.py"` is
 written to that file instead. ```console lines that start with `$ unisono` or `$ python` run in the
-same directory. Line numbers in a traceback are those of the page.
+same directory. Line numbers in a traceback are those of the page. A ```text block that follows a
+Python block directly is what that block prints, unless it tells times in milliseconds.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -18,6 +20,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
+MARK = "\x1e"
+"""Stands in front of the first line of a block in what a page prints."""
+FLOAT = re.compile(r"\d+\.\d+(?:e[+-]\d+)?|\d+e[+-]\d+")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 TITLE = re.compile(r'title="([^"]+)"')
 
 
@@ -53,12 +59,43 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def script_of(blocks: list[Block]) -> str:
-    """Join the Python blocks, each at the line where it stands in the page."""
+    """Join the Python blocks, each at the line where it stands in the page.
+
+    Where a block opens, its line is printed, so that one can tell who prints what.
+    """
     script: list[str] = []
     for block in blocks:
         if block.language == "python" and block.title is None:
-            script += [""] * (block.first_line - len(script)) + list(block.lines)
+            script += [""] * (block.first_line - 1 - len(script))
+            script += [f"print('{MARK}{block.first_line}')", *block.lines]
     return "\n".join(script) + "\n" if script else ""
+
+
+def shown_below(text: str, blocks: list[Block]) -> dict[int, Block]:
+    """Return the ```text blocks that follow a Python block directly, by its first line."""
+    lines = text.splitlines()
+    return {
+        code.first_line: below
+        for code, below in itertools.pairwise(blocks)
+        if (code.language, code.title, below.language) == ("python", None, "text")
+        and " ms " not in below.lines[0]
+        and not any(lines[code.first_line + len(code.lines) + 1 : below.first_line - 1])
+    }
+
+
+def check_shown(page: Path, shown: dict[int, Block], printed: str) -> None:
+    """Compare these blocks with what was printed; the last digits of a float may differ."""
+    parts = [part.partition("\n") for part in printed.split(MARK)[1:]]
+    by_line = {int(line): said for line, _, said in parts}
+    for first_line, block in shown.items():
+        said = [line.rstrip() for line in by_line[first_line].rstrip().splitlines()]
+        told = [line.rstrip() for line in block.lines]
+        where = f"{page.name}, line {block.first_line + 1}: the code above prints\n"
+        assert len(told) == len(said), where + by_line[first_line]
+        for line, other in zip(told, said, strict=True):
+            assert FLOAT.sub("#", line) == FLOAT.sub("#", other), where + by_line[first_line]
+            floats = [[float(number) for number in FLOAT.findall(x)] for x in (line, other)]
+            assert floats[0] == pytest.approx(floats[1], rel=0.1, abs=1e-3), f"{where}{other}"
 
 
 def commands_of(blocks: list[Block]) -> list[list[str]]:
@@ -74,23 +111,37 @@ def commands_of(blocks: list[Block]) -> list[list[str]]:
     return [command for command in words if command and command[0] in ("unisono", "python")]
 
 
-def run(interpreter, command: list[str], cwd: Path, page: Path) -> None:
+def run(interpreter, command: list[str], cwd: Path, page: Path) -> str:
     programs = {"unisono": ["-m", "unisono"], "python": []}
     done = interpreter.run([*programs[command[0]], *command[1:]], cwd=cwd)
     assert done.returncode == 0, f"{page.name}: {command}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_code_block_of_a_page_runs(page, interpreter, tmp_path):
-    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    blocks = blocks_of(text)
     for block in blocks:
         if block.title:
             (tmp_path / block.title).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
     if script := script_of(blocks):
         (tmp_path / f"{page.name}.py").write_text(script, encoding="utf-8")
-        run(interpreter, ["python", f"{page.name}.py"], tmp_path, page)
+        printed = run(interpreter, ["python", f"{page.name}.py"], tmp_path, page)
+        check_shown(page, shown_below(text, blocks), printed)
     for command in commands_of(blocks):
         run(interpreter, command, tmp_path, page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_of_the_repository_and_shown_files_are_python(page):
+    text = page.read_text(encoding="utf-8")
+    for block in blocks_of(text):
+        if block.title and block.title.endswith(".py"):
+            compile("\n".join(block.lines), block.title, "exec")
+        text = text.replace("\n".join(block.lines), "")
+    links = [link for link in LINK.findall(text) if not link.startswith(("http", "#"))]
+    assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
 
 
 def test_the_cells_of_the_notebook_run_in_order(interpreter, tmp_path):
@@ -115,6 +166,16 @@ def test_a_broken_block_is_found_at_its_line(interpreter, tmp_path):
     (tmp_path / "page.md.py").write_text(script)
     with pytest.raises(AssertionError, match=r'page.md.py", line 10'):
         run(interpreter, ["python", "page.md.py"], tmp_path, page)
+
+
+def test_a_text_block_that_tells_something_else_is_found():
+    text = "```python\nf()\n```\n\n```text\nloss 0.50 on 2 ranks\n```\n"
+    page, shown = Path("page.md"), shown_below(text, blocks_of(text))
+    check_shown(page, shown, f"{MARK}1\nloss 0.51 on 2 ranks\n")
+    for other in ("loss 0.50 on 3 ranks", "loss 0.60 on 2 ranks", "", "loss 0.50 on 2 ranks\nmore"):
+        with pytest.raises(AssertionError, match=r"page.md, line 6"):
+            check_shown(page, shown, f"{MARK}1\n{other}\n")
+    assert shown_below(text.replace("\n\n", "\nthen\n"), blocks_of(text)) == {}
 
 
 def test_only_python_without_title_is_executed():
