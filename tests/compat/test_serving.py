@@ -284,9 +284,31 @@ def test_both_names_are_the_same_modules_in_either_order(untouched):
     ],
 )
 def test_what_is_left_out_is_named_with_what_to_use(name, line, words, untouched):
-    with serving(name), pytest.raises((ImportError, AttributeError)) as refused:
+    with pytest.raises((ImportError, AttributeError)) as refused, serving(name):
         exec(line, {})
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("ddpw", "from ddpw.io import Nope"),
+        ("distdl", "from distdl.utilities.torch import Nope"),
+        ("fairchem", "from fairchem.core.common.gp_utils import Nope"),
+        ("heat", "from heat.optim.lr_scheduler import Nope"),
+        ("ocpmodels", "import ocpmodels.common.gp_utils as gp; gp.Nope"),
+        ("pytagi", "from pytagi.nn.ddp import Nope"),
+    ],
+)
+def test_a_name_that_a_module_lacks_comes_with_a_hint_once(name, line, untouched):
+    def both():
+        with serving(name), serving(name):
+            exec(line, {})
+
+    with pytest.raises((ImportError, AttributeError), match="Nope") as refused:
+        both()
+    (note,) = refused.value.__notes__
+    assert note.endswith(f"HINT: {library_named(name).instead}")
 
 
 def test_a_script_that_needs_more_is_told_on_its_rank(tmp_path, capfd, untouched):

@@ -44,32 +44,40 @@ def serve(*names: str) -> None:
 def serving(*names: str) -> Iterator[None]:
     """Serve these libraries inside, without warnings; what was served before stays.
 
+    An error about a name that is not offered leaves the block with what is, in a note.
+
     >>> with serving("ocpmodels"):
     ...     import ocpmodels.common
     >>> ocpmodels.common.__name__
     'unisono.compat.ocpmodels.common'
     """
+    libraries = [library_named(name) for name in names]
     started: list[Library] = []
     try:
-        for library in map(library_named, names):
+        for library in libraries:
             if _start(library):
                 started.append(library)
         yield
+    except (AttributeError, ImportError) as error:
+        _explain_missing(error, libraries)
+        raise
     finally:
         for library in started:
             _stop(library)
 
 
+def _explain_missing(error: Exception, libraries: Sequence[Library]) -> None:
+    """Add what is offered to Python's own words about a name that is not in a module of ours."""
+    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    for library in libraries:
+        if library.package in said and library.instead not in said:
+            error.add_note(f"{_offer(library)}\nHINT: {library.instead}")
+
+
 def call_served(names: Sequence[str], function: Callable[[], object]) -> object:
-    """Call `function` while these libraries are served; a missing name is explained."""
+    """Call `function` while these libraries are served."""
     with serving(*names):
-        try:
-            return function()
-        except (AttributeError, ImportError) as error:
-            for library in map(library_named, names):
-                if library.package in str(error) and library.instead not in str(error):
-                    error.add_note(f"{_offer(library)}\nHINT: {library.instead}")
-            raise
+        return function()
 
 
 def notice(library: Library, where: str | None = None) -> str:
