@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import unisono
+from unisono import nn as loss
 from unisono.errors import CollectiveMismatch, PartitionError
-from unisono.nn import loss
 from unisono.topology import Partition
 
 
