@@ -71,6 +71,7 @@ class LineReader:
 def _is_line(found: Any) -> bool:
     """Return whether all that is read from a line later is there, and of its kind."""
     try:
+        step = found["step"]
         numbers = [
             found["t"],
             found["a"],
@@ -80,7 +81,7 @@ def _is_line(found: Any) -> bool:
         ]
     except (TypeError, KeyError, AttributeError):
         return False
-    return type(found["step"]) is int and all(isinstance(n, (int, float)) for n in numbers)
+    return type(step) is int and all(isinstance(n, (int, float)) for n in numbers)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
