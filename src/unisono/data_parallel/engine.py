@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
+from unisono.comm.averaging_costs import AveragingCosts, announce
 from unisono.comm.uncompiled import runs_uncompiled
 from unisono.data_parallel import hooks
 from unisono.data_parallel.autograd_graph import reached_leaves, tensors_in
@@ -26,7 +27,7 @@ from unisono.data_parallel.forward_buffers import BufferBroadcast
 from unisono.data_parallel.gradient_bucket import GradientBucket
 from unisono.data_parallel.naming import BACKWARDS, Unfinished, named
 from unisono.data_parallel.sparse import SparseParameters, sparse_parameters
-from unisono.data_parallel.stats import Counters, Stats
+from unisono.data_parallel.stats import Stats
 from unisono.data_parallel.structure import Structure
 from unisono.data_parallel.under_way import UnderWay
 
@@ -83,8 +84,8 @@ class GradientEngine:
         self._buffers = BufferBroadcast(module, comm) if broadcast_buffers else None
         self._sparse = SparseParameters([])
         self._structure: Structure | None = None
-        self._counters = Counters()
-        self.under_way = UnderWay(self.averaging, self._counters, in_backward=blocking)
+        self._costs = AveragingCosts(type(module).__name__, comm.size)
+        self.under_way = UnderWay(self.averaging, self._costs, in_backward=blocking)
         """Buckets that were started and not yet waited for."""
         self._on_output = hooks.on_output(self)
         self._in_backward = self._got_any = self._syncing = self._walked = False
@@ -93,6 +94,8 @@ class GradientEngine:
         self._next = 0
         self._late: set[int] = set()
         self.attach()
+        if comm.size > 1:
+            announce(self._costs)
 
     # -- set-up ---------------------------------------------------------------------------------
 
@@ -108,7 +111,14 @@ class GradientEngine:
 
     def stats(self) -> Stats:
         """Return what averaging has cost this rank so far."""
-        return Stats(**vars(self._counters), buckets=self.buckets)
+        costs = self._costs
+        return Stats(
+            steps=costs.steps,
+            bytes=costs.bytes,
+            wait_backward_s=costs.wait_backward_s,
+            wait_forward_s=costs.wait_forward_s,
+            buckets=self.buckets,
+        )
 
     def attach(self) -> None:
         """Make buckets for the module as it is now. Collective over `comm`."""
@@ -120,6 +130,7 @@ class GradientEngine:
         dense = [(name, p) for name, p in named if id(p) not in sparse]
         self._sparse = SparseParameters([p for _, p in named if id(p) in sparse])
         self._buckets = make_buckets(dense, self.comm, self._bucket_mb)
+        self._costs.buckets = len(self._buckets)
         if isinstance(self.averaging, UserFunction):
             self.averaging.bucket_count = len(self._buckets)
         self._attach_hooks()
@@ -197,7 +208,7 @@ class GradientEngine:
                 bucket.take_back()
         if self._buffers is not None and self.require_sync:
             try:
-                self._counters.bytes += self._buffers.run(src)
+                self._costs.bytes += self._buffers.run(src)
             except Unfinished as error:
                 raise named(error, "buffers, before a forward") from None
 
@@ -329,8 +340,8 @@ class GradientEngine:
             self._add_flags()
         self.averaging.end_step()
         weight = 1.0 / self.comm.size if self._weight is None else self._weight
-        self._counters.bytes += self._sparse.average(self.comm, weight)
-        self._counters.steps += 1
+        self._costs.bytes += self._sparse.average(self.comm, weight)
+        self._costs.steps += 1
         self._end()
         if self.blocking:
             self.under_way.wait_all()

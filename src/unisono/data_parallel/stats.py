@@ -7,16 +7,6 @@ from dataclasses import dataclass
 from unisono.data_parallel.buckets import Bucket
 
 
-@dataclass
-class Counters:
-    """Running totals of one engine."""
-
-    steps: int = 0
-    bytes: int = 0
-    wait_backward_s: float = 0.0
-    wait_forward_s: float = 0.0
-
-
 @dataclass(frozen=True)
 class Stats:
     """Cost of communication on this rank, since construction."""

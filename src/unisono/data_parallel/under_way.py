@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 from unisono.comm import Communicator
+from unisono.comm.averaging_costs import AveragingCosts
 from unisono.data_parallel.averaging import Averaging, Handle
 from unisono.data_parallel.gradient_bucket import GradientBucket
 from unisono.data_parallel.naming import Unfinished, named
-from unisono.data_parallel.stats import Counters
 
 
 class UnderWay:
@@ -17,13 +17,13 @@ class UnderWay:
 
     Args:
         averaging: how a bucket becomes its mean.
-        counters: told of bytes and waits.
+        costs: told of bytes and waits.
         in_backward: whether waits belong to backward, not to whatever comes later.
     """
 
-    def __init__(self, averaging: Averaging, counters: Counters, in_backward: bool) -> None:
+    def __init__(self, averaging: Averaging, costs: AveragingCosts, in_backward: bool) -> None:
         self._averaging = averaging
-        self._counters = counters
+        self._costs = costs
         self._in_backward = in_backward
         self._handles: dict[int, tuple[GradientBucket, Handle]] = {}
         self.on_start: Callable[[GradientBucket], object] | None = None
@@ -47,8 +47,8 @@ class UnderWay:
         except Unfinished as error:
             raise named(error, bucket.describe()) from None
         self._handles[bucket.index] = bucket, handle
-        self._counters.wait_backward_s += time.perf_counter() - before
-        self._counters.bytes += bucket.nbytes
+        self._costs.wait_backward_s += time.perf_counter() - before
+        self._costs.bytes += bucket.nbytes
         if self.on_start is not None:
             self.on_start(bucket)
 
@@ -74,9 +74,9 @@ class UnderWay:
             raise named(error, bucket.describe()) from None
         waited = time.perf_counter() - before
         if self._in_backward:
-            self._counters.wait_backward_s += waited
+            self._costs.wait_backward_s += waited
         else:
-            self._counters.wait_forward_s += waited
+            self._costs.wait_forward_s += waited
         if self.on_arrival is not None:
             self.on_arrival(bucket)
         else:

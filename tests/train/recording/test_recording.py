@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,14 @@ import pytest
 import torch
 
 import unisono
-from unisono.comm import trace, tracing
+from unisono.comm import averaging_costs, trace, tracing
+from unisono.comm.averaging_costs import CostLedger
+from unisono.data_parallel import DataParallel
 from unisono.errors import PartitionError, PlatformError, Requeue, UnisonoError
 from unisono.topology import Partition
 from unisono.train import current_run, log, record, span
 from unisono.train.recording.directory import make_run_directory
-from unisono.train.report.data import RecordedRun
+from unisono.train.report.data import RecordedRun, report_data
 
 
 @pytest.fixture
@@ -222,6 +226,74 @@ def test_ranks_write_their_own_files_and_rank_0_the_report(tmp_path):
     assert part["layouts"][0]["cuts"] == [[0, 4, 8]]
     config = read(run.dir / "config.json")
     assert [rank["rank"] for rank in config["ranks"]] == [0, 1]
+
+
+def train_steps(model, steps):
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_the_costs_of_averaging_are_recorded_of_models_old_gone_and_alive(tmp_path):
+    comm = unisono.world()
+    folder = comm.broadcast_object(str(tmp_path))
+    old = DataParallel(torch.nn.Linear(4, 3))
+    train_steps(old, 2)  # before the record: not counted
+    with record(f"{folder}/costs") as run:
+        train_steps(old, 1)
+        gone = DataParallel(torch.nn.Sequential(torch.nn.Linear(4, 1)))
+        train_steps(gone, 3)
+        totals, module = gone.stats(), weakref.ref(gone.module)
+        del gone
+        gc.collect()
+        assert module() is None  # the record does not keep it alive
+        alone = DataParallel(torch.nn.Linear(4, 1), comm.sub([comm.rank]))
+        train_steps(alone, 1)  # averages with nobody
+    train_steps(old, 1)  # after it: neither
+    assert averaging_costs.ledger is None
+    rows = read(run.dir / f"rank-{comm.rank}.json")["averaging"]
+    kept = ("module", "ranks", "buckets", "steps")
+    assert [[row[name] for name in kept] for row in rows] == [
+        ["Linear", 2, 1, 1],
+        ["Sequential", 2, 1, 3],
+    ]
+    assert rows[0]["bytes"] * 4 == old.stats().bytes
+    assert 0 < rows[0]["wait_backward_s"] < old.stats().wait_backward_s
+    for name in ("bytes", "wait_backward_s", "wait_forward_s"):
+        assert rows[1][name] == getattr(totals, name)
+    comm.barrier()  # rank 0 has written it
+    shown = report_data(RecordedRun.read(run.dir))["averaging"]
+    assert [(row["rank"], row["module"]) for row in shown] == [
+        *((0, "Linear"), (0, "Sequential"), (1, "Linear"), (1, "Sequential"))
+    ]
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_run_that_fails_keeps_the_costs_of_averaging(tmp_path):
+    comm = unisono.world()
+    folder = comm.broadcast_object(str(tmp_path))
+    model = DataParallel(torch.nn.Linear(4, 3))
+
+    def fail():
+        train_steps(model, 2)
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError), record(f"{folder}/broken") as run:
+        fail()
+    assert averaging_costs.ledger is None
+    part = read(run.dir / f"rank-{comm.rank}.json")
+    assert part["status"] == "failed"
+    assert [(row["steps"], row["bytes"]) for row in part["averaging"]] == [(2, model.stats().bytes)]
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_without_a_record_the_costs_of_a_model_end_with_it():
+    model = DataParallel(torch.nn.Linear(4, 3))
+    train_steps(model, 1)
+    before = len(CostLedger().rows())
+    del model
+    gc.collect()
+    assert len(CostLedger().rows()) == before - 1
 
 
 @pytest.mark.ranks(2, timeout=60)

@@ -104,6 +104,15 @@ def _line(step, rank, step_s, loss):
     return {"step": step, "t": at, "a": 0, "v": values, **timing}
 
 
+_COSTS = {
+    "buckets": 3,
+    "steps": 40,
+    "bytes": 40 * 1_250_000,
+    "wait_backward_s": 0.5,
+    "wait_forward_s": 0.1,
+}
+
+
 def _part(rank, ranks, steps, step_s, trouble, status):
     def ns(seconds):
         return int(1e9 * (1.0 + seconds))
@@ -147,6 +156,7 @@ def _part(rank, ranks, steps, step_s, trouble, status):
         "wait_s": 0.8,
         "steps": None,
         "sums": [{**sums, "blocked_ns": int(1.2e9), "wait_ns": int(0.8e9)}],
+        "averaging": [{"module": "Digits", "ranks": ranks, **_COSTS}] if ranks > 1 else [],
         "events": events,
         "spans": [
             ["forward", ns(step * step_s), ns((step + 0.5) * step_s)] for step in range(steps)

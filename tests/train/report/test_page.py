@@ -13,6 +13,7 @@ import pytest
 from unisono.cli import main
 from unisono.errors import PlatformError
 from unisono.train import build_report
+from unisono.train.report.averaging import averaging_table
 from unisono.train.report.data import RecordedRun, log_tail, report_data, thinned
 from unisono.train.report.metrics import Series
 from unisono.train.report.tensorboard import write_tensorboard
@@ -38,6 +39,8 @@ def test_all_sections_are_filled_and_the_console_is_silent(chromium, a_run, tmp_
     assert "7.50 ×" in section(dom, "throughput")  # 3 ranks, steps 2.5 times as quick
     assert section(dom, "communication").count("in communication") >= 3
     assert "train.py:31" in section(dom, "communication")
+    costs = ("Digits", "3 ranks", "1.25 MB", "12.5 ms", "2.5 ms", "13 % + 2.5 %")
+    assert all(section(dom, "communication").count(f">{cost}<") == 3 for cost in costs)
     assert all(f">rank {rank}<" in section(dom, "timeline") for rank in range(3))
     assert "all_reduce" in section(dom, "timeline")
     assert "forward" in section(dom, "timeline")
@@ -159,6 +162,19 @@ def test_a_run_whose_ranks_were_killed_is_told_from_what_they_left(a_run):
     assert data["steps"] == 40
     assert data["timeline"] is None
     assert [log["rank"] for log in data["logs"]] == [0, 1]
+
+
+def test_averaging_is_told_by_rank_by_step_and_as_a_share_of_the_run(a_run):
+    row = {"module": "Digits", "ranks": 2, "steps": 40, "buckets": 3, "bytes_per_step": 1_250_000}
+    waits = {"backward_s_per_step": 0.0125, "forward_s_per_step": 0.0025}
+    shares = {"backward_share": 0.5 / 4.0, "forward_share": 0.1 / 4.0}
+    wanted = [pytest.approx({"rank": rank, **row, **waits, **shares}) for rank in range(2)]
+    parts = RecordedRun.read(a_run("both")).parts
+    assert averaging_table(parts) == wanted
+    parts[0]["averaging"][0] |= {"steps": 0, "bytes": 0, "wait_backward_s": 0.0}  # it never stepped
+    assert averaging_table(parts)[0]["bytes_per_step"] == 0
+    assert averaging_table(RecordedRun.read(a_run("alone", ranks=1)).parts) == []
+    assert averaging_table(RecordedRun.read(a_run("cut", status="running")).parts) == []
 
 
 def test_time_counts_from_the_first_attempt(a_run):

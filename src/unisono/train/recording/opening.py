@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from unisono.comm import tracing
+from unisono.comm import averaging_costs, tracing
 from unisono.errors import Requeue, UnisonoError
 from unisono.train.recording.facts import begin_run
 from unisono.train.recording.run import Run
@@ -136,6 +136,7 @@ def _open(directory: Path, started_ns: int) -> Run:
     global _active
     _active = Run(directory, started_ns, tracing.recorder)
     tracing.recorder = _active.recorder
+    averaging_costs.ledger = _active.costs
     return _active
 
 
@@ -144,6 +145,7 @@ def _close(run: Run, error: BaseException | None) -> None:
     _active = None
     if tracing.recorder is run.recorder:
         tracing.recorder = run.recorder.before
+    averaging_costs.ledger = None
     is_fine = error is None or isinstance(error, Requeue)
     if isinstance(error, SystemExit):
         is_fine = error.code in (None, 0)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from unisono.comm.averaging_costs import CostLedger
 from unisono.comm.environment import detect
 from unisono.comm.tracing import Recorder
 from unisono.errors import PartitionError, UnisonoError
@@ -54,6 +55,7 @@ class Run:
         self.dir = directory
         self.rank, self._size = _place()
         self.recorder = SummingRecorder(before, self._size)
+        self.costs = CostLedger()
         self._zero_ns = zero_of_run(started_ns)
         self._attempt = int(os.environ.get("UNISONO_RESTART", "0"))
         self._buffer: list[tuple[int, int, int, int, dict[str, Any]]] = []
@@ -217,6 +219,7 @@ class Run:
             "wait_s": self.recorder.wait_ns / 1e9,
             "steps": window,
             "sums": self.recorder.sums(),
+            "averaging": self.costs.rows(),
             "events": [
                 {
                     **{name: getattr(event, name) for name in _EVENT_FIELDS},

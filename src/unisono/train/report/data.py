@@ -10,6 +10,7 @@ from typing import Any
 
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics, timeline
+from unisono.train.report.averaging import averaging_table
 
 POINTS = 800
 """Points of a curve; longer ones are thinned, the band keeps their extremes."""
@@ -112,6 +113,7 @@ def report_data(run: RecordedRun, against: Sequence[RecordedRun] = ()) -> dict[s
         "rate": metrics.overall_throughput(run.stepping),
         "shares": timeline.shares(run.parts, run.lines),
         "calls": timeline.call_table(run.parts),
+        "averaging": averaging_table(run.parts),
         "timeline": timeline.build(run.parts, logged),
         "layouts": run.parts[0].get("layouts", []) if run.parts else [],
         "places": [_place_of(part) for part in run.parts],

@@ -109,6 +109,13 @@
     U.el("figcaption", {}, "Collectives of all ranks together, slowest first."))));
   else comm.append(U.el("p", { class: "note" }, "No collective was called through unisono."));
 
+  if (data.averaging.length) comm.append(U.el("div", { class: "figures" }, U.el("figure", { class: "wide", id: "averaging" },
+    U.el("div", { class: "tools" }, U.el("span", { class: "title" }, "Averaged gradients")),
+    U.table(["rank", "module", "over", "steps", "buckets", "data a step", "waited in backward", "and in forward", "share of the run"],
+      data.averaging.slice(0, 64).map((a) => [String(a.rank), a.module, ranks(a.ranks), U.number(a.steps, 7), String(a.buckets), U.bytes(a.bytes_per_step),
+        U.time(a.backward_s_per_step), U.time(a.forward_s_per_step), `${U.percent(a.backward_share)} + ${U.percent(a.forward_share)}`]), [0, 0, 0, 1, 1, 1, 1, 1, 1]),
+    U.el("figcaption", {}, `What DataParallel cost each rank: waits of an average step in backward and in forward (or wherever gradients were needed later), and both as shares of the rank's time, start-up included.${data.averaging.length > 64 ? " The first 64 rows are shown." : ""}`))));
+
   // One step, lanes of ranks.
   const steps = section("timeline", "One step");
   if (data.timeline) {
