@@ -42,11 +42,12 @@ class CostLedger:
         self._held.append((costs, replace(costs)))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the costs since the opening, one row a module, oldest first."""
-        return [
-            asdict(now) | {name: getattr(now, name) - getattr(before, name) for name in _ADDED_UP}
+        """Return the costs since the opening, one row a module that had any, oldest first."""
+        since = [
+            (now, {name: getattr(now, name) - getattr(before, name) for name in _ADDED_UP})
             for now, before in self._held
         ]
+        return [asdict(now) | costs for now, costs in since if any(costs.values())]
 
 
 ledger: CostLedger | None = None

@@ -17,7 +17,6 @@ import torch
 
 import unisono
 from unisono.comm import averaging_costs, trace, tracing
-from unisono.comm.averaging_costs import CostLedger
 from unisono.data_parallel import DataParallel
 from unisono.errors import PartitionError, PlatformError, Requeue, UnisonoError
 from unisono.topology import Partition
@@ -238,6 +237,8 @@ def test_the_costs_of_averaging_are_recorded_of_models_old_gone_and_alive(tmp_pa
     comm = unisono.world()
     folder = comm.broadcast_object(str(tmp_path))
     old = DataParallel(torch.nn.Linear(4, 3))
+    idle = DataParallel(torch.nn.Linear(4, 2))
+    train_steps(idle, 1)
     train_steps(old, 2)  # before the record: not counted
     with record(f"{folder}/costs") as run:
         train_steps(old, 1)
@@ -250,6 +251,7 @@ def test_the_costs_of_averaging_are_recorded_of_models_old_gone_and_alive(tmp_pa
         alone = DataParallel(torch.nn.Linear(4, 1), comm.sub([comm.rank]))
         train_steps(alone, 1)  # averages with nobody
     train_steps(old, 1)  # after it: neither
+    assert idle.stats().steps == 1  # nothing in the record: no row
     assert averaging_costs.ledger is None
     rows = read(run.dir / f"rank-{comm.rank}.json")["averaging"]
     kept = ("module", "ranks", "buckets", "steps")
@@ -290,10 +292,10 @@ def test_a_run_that_fails_keeps_the_costs_of_averaging(tmp_path):
 def test_without_a_record_the_costs_of_a_model_end_with_it():
     model = DataParallel(torch.nn.Linear(4, 3))
     train_steps(model, 1)
-    before = len(CostLedger().rows())
+    costs = weakref.ref(model._engine._costs)
     del model
     gc.collect()
-    assert len(CostLedger().rows()) == before - 1
+    assert costs() is None
 
 
 @pytest.mark.ranks(2, timeout=60)
