@@ -30,7 +30,7 @@ def communication(quick: bool) -> list[Row]:
         "ours": variant("blocking", "MLP", shm),
         "alone": variant("alone", "MLP", None),
     }
-    rounds, warm_up, count = (5, 5, 20) if quick else (9, 50, 200)
+    rounds, warm_up, count = (5, 5, 20) if quick else (25, 50, 8)
     found = take_turns(shm, steps, rounds=rounds, warm_up=warm_up, count=count)
     both = [
         statistics.median(
@@ -48,7 +48,7 @@ def alone(quick: bool) -> list[Row]:
     for model in MODELS:
         kinds = ("alone", "blocking", "non-blocking")
         steps = {kind: variant(kind, model, None) for kind in kinds}
-        rounds, warm_up, count = (5, 5, 20) if quick else (15, 50, 200)
+        rounds, warm_up, count = (5, 5, 20) if quick else (25, 50, 8)
         found = take_turns(world(), steps, rounds=rounds, warm_up=warm_up, count=count)
         for kind in kinds[1:]:
             plain = found["alone"]
