@@ -26,6 +26,7 @@ from unisono.errors import Requeue
 from unisono.launch import terminal
 from unisono.launch.conventions import Convention
 from unisono.launch.device import Device
+from unisono.launch.heap import keep_freed_memory
 from unisono.launch.here import Here
 from unisono.launch.job_files import process_start, write_private
 from unisono.launch.leaving import leave
@@ -181,6 +182,7 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
     from unisono.comm.environment import detect
     from unisono.launch.entering import enter_world
 
+    keep_freed_memory()
     torch.set_num_threads(_threads(os.environ["OMP_NUM_THREADS"]))
     environment = detect()
     platform = job.platform
