@@ -19,7 +19,7 @@ import torch
 from summary import with_summary
 
 from unisono.comm import Communicator
-from unisono.launch.cores import usable_cores
+from unisono.cores import usable_cores
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 

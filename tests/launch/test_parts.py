@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from unisono.errors import PlatformError
 from unisono.launch import payload
-from unisono.launch.cores import cgroup_quota, threads_per_rank, usable_cores
+from unisono.cores import cgroup_quota, threads_per_rank, usable_cores
 from unisono.launch.existing import pack, unpack
 from unisono.launch.logs import Logs
 from unisono.launch.messages import Hello, MessageReader, Ready, Returned, send_message

@@ -13,7 +13,7 @@ from unisono.comm import backends
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import IO, Device, Platform, platform_checks
 from unisono.launch.accelerators import gpu_index
-from unisono.launch.cores import usable_cores
+from unisono.cores import usable_cores
 
 
 @pytest.mark.parametrize(

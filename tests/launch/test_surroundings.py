@@ -23,7 +23,7 @@ import torch
 import unisono
 from unisono.errors import PlatformError, RankFailed, RankTimeout
 from unisono.launch import payload, terminal
-from unisono.launch.cores import usable_cores
+from unisono.cores import usable_cores
 from unisono.launch.interrupts import termination_as_exception
 from unisono.launch.results import Elsewhere, Results
 

@@ -35,7 +35,7 @@ def compare(on: str, ranks: int | None, epochs: int) -> int:
     """Train on one rank and on many, show both side by side, write the report."""
     if importlib.util.find_spec("sklearn") is None:
         raise MissingExtra.of("examples", "unisono demo trains on the digits of scikit-learn")
-    from unisono.launch.cores import usable_cores
+    from unisono.cores import usable_cores
     from unisono.train.report.building import build_report
     from unisono.train.report.data import RecordedRun
 

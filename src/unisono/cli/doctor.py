@@ -179,7 +179,7 @@ def check_choice() -> Check:
 
 def check_cores() -> Check:
     """How many cores ranks can share."""
-    from unisono.launch.cores import cgroup_quota, usable_cores
+    from unisono.cores import cgroup_quota, usable_cores
 
     cores, quota = usable_cores(), cgroup_quota()
     limit = "" if quota is None else f", control group allows {quota:g}"

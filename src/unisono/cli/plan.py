@@ -166,7 +166,7 @@ def cluster_of(args: argparse.Namespace, calibration: Calibration, model: str) -
     """Return the machine that the options describe; without a network, this one."""
     from dataclasses import replace
 
-    from unisono.launch.cores import usable_cores
+    from unisono.cores import usable_cores
     from unisono.plan import Cluster, Link
     from unisono.plan.quantities import read_rate, read_time
 

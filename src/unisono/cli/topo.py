@@ -67,7 +67,7 @@ def execute(args: argparse.Namespace) -> int:
 def _machine() -> str:
     """Return the facts of this machine, one a line."""
     from unisono.launch.accelerators import has_mps, visible_gpus
-    from unisono.launch.cores import usable_cores
+    from unisono.cores import usable_cores
 
     devices = [f"{n} GPU{'s' if n > 1 else ''}" for n in [visible_gpus()] if n]
     devices += ["MPS"] if has_mps() else []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import PlatformError
-from unisono.launch.cores import threads_per_rank, usable_cores
+from unisono.cores import threads_per_rank, usable_cores
 from unisono.launch.device import Device
 from unisono.launch.io import IO
 

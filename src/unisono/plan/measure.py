@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import unisono
 from unisono.comm import Communicator
-from unisono.launch.cores import usable_cores
+from unisono.cores import usable_cores
 from unisono.plan.calibration import TYPICAL, Calibration, fit_link
 from unisono.plan.profile import one_thread, step_of
 from unisono.plan.subject import Subject

@@ -115,7 +115,6 @@ def test_messages_into_and_from_strided_and_empty_tensors():
 def test_a_message_of_another_length_is_refused_by_its_receiver():
     if dist.get_rank() == 0:
         dist.send(torch.ones(4), 1)
-        dist.group.WORLD.unisono_engine.messages.progress()
     else:
         with pytest.raises(CollectiveMismatch, match=r"16 != 3 \* 4 = 12 bytes") as caught:
             dist.recv(torch.empty(3, 1), 0, tag=0)
@@ -180,5 +179,5 @@ def test_a_note_says_whether_it_is_there_and_its_deadline_names_who_is_missing()
 @pytest.mark.ranks(2, backend="shm")
 def test_notes_of_different_lengths_are_refused_on_all_ranks():
     comm = unisono.world()
-    with pytest.raises(CollectiveMismatch, match="rank 1: post_ints of 2 integers"):
+    with pytest.raises(CollectiveMismatch, match="the message has"):
         comm.post_ints([0] * (comm.rank + 1)).wait()

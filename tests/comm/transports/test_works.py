@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from unisono.comm.transports.jobs import Job, JobQueue
+from unisono.comm.transports.queued import JobTicket
 from unisono.comm.transports.work import TransportWork
 
 
@@ -30,9 +31,10 @@ def failing():
 
 def posted(jobs, call, outputs=()):
     job = Job(call)
-    work = TransportWork(jobs, job, outputs)
     jobs.post(job)
-    return work
+    return TransportWork(
+        [JobTicket(jobs, job)], outputs, 60.0, lambda: None, lambda error, _: error
+    )
 
 
 def test_calls_run_in_the_order_in_which_they_were_issued(jobs):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from unisono.comm.communicator import register_source
 from unisono.comm.transports import mpi
-from unisono.comm.transports.shm import rendezvous
+from unisono.comm.transports.shm import core
 from unisono.comm.transports.shm.process_group import create as create_shm
 
 __all__ = ["available", "mpi", "register"]
@@ -27,7 +27,7 @@ def register() -> None:
 
 def available() -> dict[str, str]:
     """Return for each transport "ok", or why it is not to be had here."""
-    no_shm, no_mpi = rendezvous.unavailable(), mpi.unavailable()
+    no_shm, no_mpi = core.unavailable(), mpi.unavailable()
     return {
         "shm": "ok" if no_shm is None else f"{no_shm}; tensors go over gloo instead",
         "mpi": "ok" if no_mpi is None else no_mpi,

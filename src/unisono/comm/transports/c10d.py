@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import Work
 from unisono.comm.arguments import check_no_overlap
 from unisono.comm.reductions import check_op
 from unisono.comm.transports import staging
-from unisono.comm.transports.c10d_calls import CallingGroup
-from unisono.comm.transports.queued import QueuedEngine
+from unisono.comm.transports.c10d_calls import CallingGroup, How, Tickets
+from unisono.comm.transports.queued import TransportEngine
 from unisono.comm.transports.staging import Targets, cut_evenly, cut_rows, source
 from unisono.errors import UnisonoError
 
@@ -68,16 +68,14 @@ class TransportProcessGroup(CallingGroup):
             check_no_overlap(x, name)
             check_op(op, x.dtype)
 
-        def kernel(timeout_s: float) -> None:
-            targets = Targets(xs, keep=True)
-            for x in targets.tensors:
-                if root is None:
-                    engine.all_reduce_(x, op, async_op=False, timeout_s=timeout_s)
-                else:
-                    engine.reduce_(x, root, op, async_op=False, timeout_s=timeout_s)
-            targets.deliver()
+        targets = Targets(xs, keep=True)
 
-        return self._submit(name, kernel, xs, opts, kind=op, root=root, brought=xs)
+        def kernel(how: How) -> Tickets:
+            if root is None:
+                return [engine.all_reduce_(x, op, **how) for x in targets.tensors]
+            return [engine.reduce_(x, root, op, **how) for x in targets.tensors]
+
+        return self._submit(name, kernel, targets, opts, kind=op, root=root, brought=xs)
 
     @_by_device
     def reduce_scatter(
@@ -111,15 +109,15 @@ class TransportProcessGroup(CallingGroup):
             staging.check_one_dtype((out, *blocks), "reduce_scatter")
             staging.check_same_bytes([out], [blocks[self.rank()]], "reduce_scatter")
 
-        def kernel(timeout_s: float) -> None:
-            targets = Targets(outs)
-            for out, blocks in zip(targets.tensors, ins, strict=True):
-                dense = [source(block) for block in blocks]
-                engine.reduce_scatter(out, dense, op, async_op=False, timeout_s=timeout_s)
-            targets.deliver()
+        targets = Targets(outs)
+        dense = [[source(block) for block in blocks] for blocks in ins]
+
+        def kernel(how: How) -> Tickets:
+            pairs = zip(targets.tensors, dense, strict=True)
+            return [engine.reduce_scatter(out, blocks, op, **how) for out, blocks in pairs]
 
         brought = [block for blocks in ins for block in blocks]
-        return self._submit("reduce_scatter", kernel, outs, opts, kind=op, brought=brought)
+        return self._submit("reduce_scatter", kernel, targets, opts, kind=op, brought=brought)
 
     # -- moves ----------------------------------------------------------------------------------
 
@@ -131,13 +129,12 @@ class TransportProcessGroup(CallingGroup):
         for x in xs:
             check_no_overlap(x, "broadcast")
 
-        def kernel(timeout_s: float) -> None:
-            targets = Targets(xs, keep=True)
-            for x in targets.tensors:
-                engine.broadcast_(x, root, async_op=False, timeout_s=timeout_s)
-            targets.deliver()
+        targets = Targets(xs, keep=True)
 
-        return self._submit("broadcast", kernel, xs, opts, root=root, brought=xs)
+        def kernel(how: How) -> Tickets:
+            return [engine.broadcast_(x, root, **how) for x in targets.tensors]
+
+        return self._submit("broadcast", kernel, targets, opts, root=root, brought=xs)
 
     @_by_device
     def allgather(
@@ -176,14 +173,15 @@ class TransportProcessGroup(CallingGroup):
             staging.check_one_dtype((x, *outs), "all_gather")
             staging.check_same_bytes([outs[self.rank()]], [x], "all_gather")
 
-        def kernel(timeout_s: float) -> None:
-            for outs, x in zip(outputs, xs, strict=True):
-                targets = Targets(outs)
-                engine.all_gather(targets.tensors, source(x), async_op=False, timeout_s=timeout_s)
-                targets.deliver()
+        targets = Targets([out for outs in outputs for out in outs])
+        rows = [targets.tensors[i * self.size() : (i + 1) * self.size()] for i in range(len(xs))]
+        dense = [source(x) for x in xs]
 
-        flat = [out for outs in outputs for out in outs]
-        return self._submit("all_gather", kernel, flat, opts, brought=xs)
+        def kernel(how: How) -> Tickets:
+            pairs = zip(rows, dense, strict=True)
+            return [engine.all_gather(outs, x, **how) for outs, x in pairs]
+
+        return self._submit("all_gather", kernel, targets, opts, brought=xs)
 
     def _all_gather_into(self, outs: list[Tensor], xs: list[Tensor], opts: Any) -> Work:
         engine, size = self.unisono_engine, self.size()
@@ -191,14 +189,15 @@ class TransportProcessGroup(CallingGroup):
         for out, x in zip(outs, xs, strict=True):
             staging.check_joined(out, x, size, "all_gather")
 
-        def kernel(timeout_s: float) -> None:
-            targets = Targets(outs)
-            for out, x in zip(targets.tensors, xs, strict=True):
-                pieces = cut_evenly(out, size, "all_gather")
-                engine.all_gather(pieces, source(x), async_op=False, timeout_s=timeout_s)
-            targets.deliver()
+        targets = Targets(outs)
+        rows = [cut_evenly(out, size, "all_gather") for out in targets.tensors]
+        dense = [source(x) for x in xs]
 
-        return self._submit("all_gather", kernel, outs, opts, brought=xs)
+        def kernel(how: How) -> Tickets:
+            pairs = zip(rows, dense, strict=True)
+            return [engine.all_gather(pieces, x, **how) for pieces, x in pairs]
+
+        return self._submit("all_gather", kernel, targets, opts, brought=xs)
 
     @_by_device
     def gather(
@@ -212,13 +211,13 @@ class TransportProcessGroup(CallingGroup):
             staging.check_one_each(outs, self.size(), "output", "gather")
             staging.check_one_dtype((x, *outs), "gather")
 
-        def kernel(timeout_s: float) -> None:
-            targets = Targets(outs or [])
-            received = targets.tensors if outs is not None else None
-            engine.gather(received, source(x), root, async_op=False, timeout_s=timeout_s)
-            targets.deliver()
+        targets, dense = Targets(outs or []), source(x)
+        received = targets.tensors if outs is not None else None
 
-        return self._submit("gather", kernel, outs or [], opts, root=root, brought=[x])
+        def kernel(how: How) -> Tickets:
+            return [engine.gather(received, dense, root, **how)]
+
+        return self._submit("gather", kernel, targets, opts, root=root, brought=[x])
 
     @_by_device
     def scatter(
@@ -232,13 +231,13 @@ class TransportProcessGroup(CallingGroup):
             staging.check_one_each(ins, self.size(), "input", "scatter")
             staging.check_one_dtype((out, *ins), "scatter")
 
-        def kernel(timeout_s: float) -> None:
-            targets = Targets([out])
-            sent = [source(block) for block in ins] if ins is not None else None
-            engine.scatter(targets.tensors[0], sent, root, async_op=False, timeout_s=timeout_s)
-            targets.deliver()
+        targets = Targets([out])
+        sent = [source(block) for block in ins] if ins is not None else None
 
-        return self._submit("scatter", kernel, [out], opts, root=root, brought=ins or [])
+        def kernel(how: How) -> Tickets:
+            return [engine.scatter(targets.tensors[0], sent, root, **how)]
+
+        return self._submit("scatter", kernel, targets, opts, root=root, brought=ins or [])
 
     @_by_device
     def alltoall(
@@ -250,13 +249,12 @@ class TransportProcessGroup(CallingGroup):
         staging.check_one_each(ins, self.size(), "input", "all_to_all")
         staging.check_one_dtype((*outs, *ins), "all_to_all")
 
-        def kernel(timeout_s: float) -> None:
-            targets = Targets(outs)
-            dense = [source(block) for block in ins]
-            engine.all_to_all(targets.tensors, dense, async_op=False, timeout_s=timeout_s)
-            targets.deliver()
+        targets, dense = Targets(outs), [source(block) for block in ins]
 
-        return self._submit("all_to_all", kernel, outs, opts, brought=ins)
+        def kernel(how: How) -> Tickets:
+            return [engine.all_to_all(targets.tensors, dense, **how)]
+
+        return self._submit("all_to_all", kernel, targets, opts, brought=ins)
 
     @_by_device
     def all_to_all_single(
@@ -273,22 +271,22 @@ class TransportProcessGroup(CallingGroup):
         ins = cut_rows(x, input_split_sizes, size, "all_to_all_single input")
         staging.row_sizes(output, output_split_sizes, size, "all_to_all_single output")
 
-        def kernel(timeout_s: float) -> None:
-            targets = Targets([output])
-            outs = cut_rows(targets.tensors[0], output_split_sizes, size, "output")
-            engine.all_to_all(outs, ins, async_op=False, timeout_s=timeout_s)
-            targets.deliver()
+        targets = Targets([output])
+        outs = cut_rows(targets.tensors[0], output_split_sizes, size, "output")
 
-        return self._submit("all_to_all", kernel, [output], opts, brought=[x])
+        def kernel(how: How) -> Tickets:
+            return [engine.all_to_all(outs, ins, **how)]
+
+        return self._submit("all_to_all", kernel, targets, opts, brought=[x])
 
     def barrier(self, opts: Any = None) -> Work:
         """Return when all ranks have come."""
         engine = self.unisono_engine
 
-        def kernel(timeout_s: float) -> None:
-            engine.barrier(async_op=False, timeout_s=timeout_s)
+        def kernel(how: How) -> Tickets:
+            return [engine.barrier(**how)]
 
-        return self._submit("barrier", kernel, [], opts)
+        return self._submit("barrier", kernel, Targets([]), opts)
 
     # Names of the same calls in other releases of torch.
     _allgather_base = all_gather_single
@@ -308,7 +306,7 @@ class TransportProcessGroup(CallingGroup):
         ticket = self.unisono_engine.exchange(
             [(dst, x)], [], tag, async_op=True, timeout_s=self._timeout_s(None)
         )
-        return self._under_way(note, ticket, [x])
+        return self._under_way(note, [ticket], Targets([x]))
 
     @_by_device
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
@@ -319,18 +317,18 @@ class TransportProcessGroup(CallingGroup):
         ticket = self.unisono_engine.exchange(
             [], [(src, targets.tensors[0])], tag, async_op=True, timeout_s=self._timeout_s(None)
         )
-        return self._under_way(note, ticket, tensors[:1], targets.deliver)
+        return self._under_way(note, [ticket], targets)
 
     @_by_device
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive a tensor from whoever sends one first."""
-        if not isinstance(self.unisono_engine, QueuedEngine):
+        if not isinstance(self.unisono_engine, TransportEngine):
             raise UnisonoError("a receive in a group of one rank: there is nobody to send")
         targets = Targets(tensors[:1])
         anybody = tuple(rank for rank in range(self.size()) if rank != self.rank())
         note = self._message("recv", tensors[0], source=anybody)
         ticket = self.unisono_engine.receive_any(targets.tensors[0], tag)
-        return self._under_way(note, ticket, tensors[:1], targets.deliver)
+        return self._under_way(note, [ticket], targets)
 
 
 def _listed(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:

@@ -1,18 +1,16 @@
 """A process group of torch.distributed as such: what it is called, how its calls are run.
 
-Every call goes through `_submit`: it is numbered, compared in check mode, traced, and run in order,
-in the caller's thread or behind it, without autograd.
+Every call goes through `_submit`: it is numbered, compared in check mode, traced, and run in the
+engine's order of calls, without autograd.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -25,12 +23,22 @@ from unisono.comm import checking, failures, tracing, watchdog
 from unisono.comm.call import Call
 from unisono.comm.engine import Engine, Ticket
 from unisono.comm.transports import staging
-from unisono.comm.transports.jobs import Job, JobQueue
-from unisono.comm.transports.queued import QueuedEngine
-from unisono.comm.transports.work import DoneWork, TicketWork, TransportWork
+from unisono.comm.transports.queued import TransportEngine
+from unisono.comm.transports.staging import Targets
+from unisono.comm.transports.work import DoneWork, TransportWork
 from unisono.errors import UnisonoError
 
-Kernel = Callable[[float], Any]
+
+
+class How(TypedDict):
+    """How a kernel is run: whether it is only started, and until when."""
+
+    async_op: bool
+    timeout_s: float
+
+
+Tickets = Sequence[Ticket | None]
+Kernel = Callable[[How], Tickets]
 
 
 class CallingGroup(dist.ProcessGroup):
@@ -38,7 +46,6 @@ class CallingGroup(dist.ProcessGroup):
 
     Args:
         engine: kernels of the group.
-        jobs: order of its calls.
         ranks: world ranks of the group.
         timeout: deadline of a call where none is given.
         backend: name under which the transport is registered.
@@ -51,7 +58,6 @@ class CallingGroup(dist.ProcessGroup):
     def __init__(
         self,
         engine: Engine,
-        jobs: JobQueue,
         ranks: Sequence[int],
         timeout: timedelta,
         backend: str,
@@ -60,7 +66,6 @@ class CallingGroup(dist.ProcessGroup):
         super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
         self.unisono_engine = engine
         self.options = SimpleNamespace(_timeout=timeout, backend=backend)
-        self._jobs = jobs
         self._ranks = tuple(ranks)
         self._backend = backend
         self._group_name: str | None = None
@@ -69,7 +74,8 @@ class CallingGroup(dist.ProcessGroup):
         """Name in traces and reports; other numbers than those of a communicator's calls."""
         self._deadline_s = deadline_s
         self._group_desc = "undefined"
-        self._numbers = itertools.count(1)
+        self.unisono_calls = 0
+        """How many collectives torch.distributed has begun on this group."""
 
     # -- what the group is ----------------------------------------------------------------------
 
@@ -128,20 +134,18 @@ class CallingGroup(dist.ProcessGroup):
     def failure(self) -> BaseException | None:
         """Why the group cannot be used any more."""
         engine = self.unisono_engine
-        return engine.cause if isinstance(engine, QueuedEngine) else None
+        return engine.cause if isinstance(engine, TransportEngine) else None
 
     def shutdown(self) -> None:
         """Leave the group; calls under way end first. Called by `destroy_process_group`."""
         if dist.is_initialized() and dist.group.WORLD is self:
             watchdog.stop()
-        if isinstance(self.unisono_engine, QueuedEngine):
+        if isinstance(self.unisono_engine, TransportEngine):
             self.unisono_engine.close()
-        else:
-            self._jobs.close(10.0)
 
     def abort(self) -> None:
         """Break the group: calls under way and later ones fail on all ranks."""
-        if isinstance(self.unisono_engine, QueuedEngine):
+        if isinstance(self.unisono_engine, TransportEngine):
             self.unisono_engine.fail(UnisonoError("the group was aborted"))
             self.unisono_engine.cancel("the group was aborted")
 
@@ -151,7 +155,7 @@ class CallingGroup(dist.ProcessGroup):
         self,
         name: str,
         kernel: Kernel,
-        outputs: Sequence[Tensor],
+        targets: Targets,
         opts: Any,
         *,
         kind: str = "",
@@ -160,17 +164,21 @@ class CallingGroup(dist.ProcessGroup):
     ) -> Work:
         """Run `kernel` in the group's order: now if the caller waits, else behind its back."""
         is_async = bool(getattr(opts, "asyncOp", True))
-        note = self._enter(name, kind, root, brought, outputs, is_async)
-        run = partial(self._execute, note, kernel, self._timeout_s(opts))
-        if not is_async:
-            self._jobs.run(run)
-            return self._done(outputs)
-        if isinstance(self.unisono_engine, QueuedEngine):
-            self.unisono_engine.check_usable()
-        job = Job(run)
-        work = TransportWork(self._jobs, job, outputs)
-        self._jobs.post(job)
-        return work
+        note = self._enter(name, kind, root, brought, targets.wanted, is_async)
+        timeout_s = self._timeout_s(opts)
+        waited = self.unisono_engine.waited_ns or 0
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # a third of the price of torch.no_grad()
+        try:
+            if checking.is_enabled() and self.size() > 1:
+                note.is_checked = True
+                checking.verify(note, self.rank(), self._ranks, timeout_s)
+            tickets = kernel({"async_op": is_async, "timeout_s": timeout_s})
+        except TimeoutError as error:
+            raise failures.timed_out(note, self._ranks, timeout_s, error) from None
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+        return self._under_way(note, tickets, targets, timeout_s, waited)
 
     def _enter(
         self,
@@ -184,9 +192,11 @@ class CallingGroup(dist.ProcessGroup):
         """Take down a call of torch.distributed; the one place where all of them pass."""
         x = brought[0] if brought else None
         self._introduce()
+        self.unisono_calls = number = self.unisono_calls + 1
         note = Call(
             op=name,
-            seq=next(self._numbers),
+            seq=number,
+            number=number,
             group=self._title,
             key=self._key,
             shape=tuple(x.shape) if x is not None else None,
@@ -206,27 +216,6 @@ class CallingGroup(dist.ProcessGroup):
         calls.set_latest(note)
         return note
 
-    def _execute(self, note: Call, kernel: Kernel, timeout_s: float) -> None:
-        """Run a call, in whichever thread."""
-        waited = self.unisono_engine.waited_ns or 0
-        grad_mode = torch.is_grad_enabled()  # of this thread; on in a new one
-        torch._C._set_grad_enabled(False)  # a third of the price of torch.no_grad()
-        try:
-            if checking.is_enabled() and self.size() > 1:
-                note.is_checked = True
-                checking.verify(note, self.rank(), self._ranks, timeout_s)
-            kernel(timeout_s)
-        except TimeoutError as error:
-            raise failures.timed_out(note, self._ranks, timeout_s, error) from None
-        finally:
-            torch._C._set_grad_enabled(grad_mode)
-        note.done = True
-        recorder = tracing.recorder
-        if recorder is not None and note.t_start:
-            note.wait_ns = (self.unisono_engine.waited_ns or 0) - waited
-            note.algorithm = self.unisono_engine.last_algorithm
-            recorder.add(note, self._ranks[self.rank()])
-
     def _message(
         self, name: str, x: Tensor, to: tuple[int, ...] = (), source: tuple[int, ...] = ()
     ) -> Call:
@@ -240,24 +229,32 @@ class CallingGroup(dist.ProcessGroup):
     def _under_way(
         self,
         note: Call,
-        ticket: Ticket | None,
-        outputs: Sequence[Tensor],
-        finish: Callable[[], None] = lambda: None,
+        tickets: Tickets,
+        targets: Targets,
+        timeout_s: float | None = None,
+        waited: int | None = None,
     ) -> Work:
-        """Return a message under way; `finish` runs when it is there."""
+        """Return the call as torch.distributed sees it; what it received is delivered at its end."""
+        deadline = self._timeout_s(None) if timeout_s is None else timeout_s
 
         def ended() -> None:
+            targets.deliver()
             note.done = True
-            finish()
+            recorder = tracing.recorder
+            if recorder is not None and note.t_start:
+                note.wait_ns = (self.unisono_engine.waited_ns or 0) - (waited or 0)
+                note.algorithm = self.unisono_engine.last_algorithm
+                recorder.add(note, self._ranks[self.rank()])
 
-        if ticket is None:
+        under_way = [ticket for ticket in tickets if ticket is not None]
+        if not under_way:
             ended()
-            return self._done(outputs)
+            return DoneWork(targets.wanted)
 
-        def report(error: TimeoutError, timeout_s: float) -> BaseException:
-            return failures.timed_out(note, self._ranks, timeout_s, error)
+        def report(error: TimeoutError, seconds: float) -> BaseException:
+            return failures.timed_out(note, self._ranks, seconds, error)
 
-        return TicketWork(ticket, outputs, self._timeout_s(None), ended, report)
+        return TransportWork(under_way, targets.wanted, deadline, ended, report)
 
     def _introduce(self) -> None:
         """With its first call a group gets its name, and this rank begins to answer for itself."""
@@ -275,6 +272,3 @@ class CallingGroup(dist.ProcessGroup):
         if given is not None:
             return given
         return self._deadline_s or self.options._timeout.total_seconds()
-
-    def _done(self, outputs: Sequence[Tensor]) -> Work:
-        return DoneWork(outputs)

@@ -26,10 +26,9 @@ class Job:
     Attributes:
         error: what it raised.
         is_done: whether it has ended.
-        on_done: called with the job when it has ended, in the thread that ran it.
     """
 
-    __slots__ = ("_call", "_ended", "error", "is_done", "on_done")
+    __slots__ = ("_call", "_callbacks", "_ended", "error", "is_done")
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call: Callable[[], object] | None = call
@@ -37,7 +36,7 @@ class Job:
         self._ended.acquire()
         self.error: BaseException | None = None
         self.is_done = False
-        self.on_done: Callable[[Job], None] | None = None
+        self._callbacks: list[Callable[[], None]] = []
 
     def run(self) -> None:
         """Run the call; its exception is kept for those who wait."""
@@ -49,8 +48,22 @@ class Job:
             self.error = error
         self.is_done = True
         self._ended.release()
-        if self.on_done is not None:
-            self.on_done(self)
+        self._call_back()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` when the job has ended, in the thread that ran it; at once if it has."""
+        self._callbacks.append(callback)
+        if self.is_done:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        # Popped, so that it is called once where the job ends while `then` adds it.
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop()
+            except IndexError:
+                return
+            callback()
 
     def block(self, timeout_s: float) -> bool:
         """Block until the job has ended; return whether it has."""

@@ -1,4 +1,4 @@
-"""An engine whose calls run in one order, at once or in the background, and which can break."""
+"""Engines of our own transports: they can break, and run calls in one order."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ class JobTicket:
         """See `Ticket`."""
         return self._job.is_done
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the call has raised."""
+        return self._job.error if self._job.is_done else None
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` when the call has ended; at once if it has."""
+        self._job.then(callback)
+
 
 class SourceTicket(Ticket, Protocol):
     """A receive from anybody."""
@@ -43,24 +52,105 @@ class SourceTicket(Ticket, Protocol):
         ...
 
 
-class QueuedEngine(Engine):
-    """Runs kernels through a `JobQueue`; after the first error every call raises with its cause.
+class TransportEngine(Engine):
+    """An engine of ours: it can break, and after the first error every call raises with its cause.
 
     Args:
         rank: own rank in the group.
         ranks: world ranks of the group, for messages.
-        jobs: order of calls, shared with the process group.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], jobs: JobQueue) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         self.rank = rank
         self.size = len(ranks)
         self.ranks = tuple(ranks)
-        self.jobs = jobs
         self.cause: BaseException | None = None
         """Why the group cannot be used any more."""
         self.pid = os.getpid()
         self._is_closed = False
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Let the other ranks know that this one has failed."""
+
+    def fail(self, error: BaseException) -> None:
+        """Break the group for this rank and tell the others why; the first cause stays."""
+        if self.cause is None:
+            self.cause = error
+            self.tell_failure(error)
+
+    def culprit(self, error: BaseException) -> int:
+        """Return the world rank that is to blame for `error`."""
+        rank = getattr(error, "rank", None)
+        return rank if isinstance(rank, int) else self.ranks[self.rank]
+
+    def check_usable(self) -> None:
+        """Raise if the group is broken, closed, or was left behind by a fork."""
+        if self.cause is not None:
+            raise self.unusable()
+
+    def unusable(self) -> UnisonoError:
+        """Return the error of a call on a group that has broken."""
+        cause = self.cause
+        text = (
+            f"this {self.backend} group of ranks {list(self.ranks)} cannot be used any more\n"
+            f"  first cause: {type(cause).__name__}: {cause}"
+        )
+        if isinstance(cause, RankFailed):
+            return RankFailed(text, rank=cause.rank, host=cause.host, traceback=cause.traceback)
+        if isinstance(cause, CollectiveMismatch):
+            return CollectiveMismatch(text, cause.calls)
+        return UnisonoError(text)
+
+    def abandon_after_fork(self) -> None:
+        """Make the group unusable in a forked child; nothing is told to the other ranks."""
+        self.cause = UnisonoError(
+            f"this process was forked from rank {self.ranks[self.rank]} (process {self.pid}) "
+            "after the group was made\n"
+            "  HINT: start workers with the 'spawn' or 'forkserver' method, "
+            "or use the group in the parent only"
+        )
+
+    @abstractmethod
+    def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
+        """Start to receive a message with `tag` from whoever sends one first."""
+
+    def close(self) -> None:
+        """Leave the group: let started calls end, then give everything back. Safe to repeat."""
+        if os.getpid() != self.pid or self._is_closed:
+            return
+        self._is_closed = True
+        if self.cause is not None:
+            self.cancel("the group is broken")  # nobody will come any more
+        if not self.finish_started(_CLOSE_S):
+            self.cancel("the group was closed while this call waited")
+            self.finish_started(_CLOSE_S)
+        if self.cause is None:
+            self.cause = UnisonoError("the group was closed by destroy_process_group()")
+        self.release()
+
+    def finish_started(self, timeout_s: float) -> bool:  # noqa: ARG002
+        """Let started calls end; return whether they have within the time."""
+        return True
+
+    def cancel(self, why: str) -> None:
+        """End the wait of the call under way, from another thread."""
+
+    def release(self) -> None:
+        """Give everything back; nothing runs any more."""
+
+
+class QueuedEngine(TransportEngine):
+    """Runs Python kernels through a `JobQueue`.
+
+    Args:
+        rank: own rank in the group.
+        ranks: world ranks of the group, for messages.
+        jobs: order of calls.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], jobs: JobQueue) -> None:
+        super().__init__(rank, ranks)
+        self.jobs = jobs
 
     def call(
         self, name: str, kernel: Callable[[], Any], async_op: bool, timeout_s: float
@@ -84,12 +174,8 @@ class QueuedEngine(Engine):
     def prepare(self, name: str, timeout_s: float) -> None:
         """Set up for one kernel; called in the thread that runs it."""
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Let the other ranks know that this one has failed."""
-
     def _run(self, name: str, kernel: Callable[[], Any], timeout_s: float) -> None:
-        if self.cause is not None:
-            raise self._unusable(self.cause)
+        self.check_usable()
         self.prepare(name, timeout_s)
         try:
             kernel()
@@ -99,66 +185,14 @@ class QueuedEngine(Engine):
             self.fail(error)
             raise
 
-    def fail(self, error: BaseException) -> None:
-        """Break the group for this rank and tell the others why; the first cause stays."""
-        if self.cause is None:
-            self.cause = error
-            self.tell_failure(error)
-
-    def culprit(self, error: BaseException) -> int:
-        """Return the world rank that is to blame for `error`."""
-        rank = getattr(error, "rank", None)
-        return rank if isinstance(rank, int) else self.ranks[self.rank]
-
-    def check_usable(self) -> None:
-        """Raise if the group is broken, closed, or was left behind by a fork."""
-        if self.cause is not None:
-            raise self._unusable(self.cause)
-
-    def _unusable(self, cause: BaseException) -> UnisonoError:
-        text = (
-            f"this {self.backend} group of ranks {list(self.ranks)} cannot be used any more\n"
-            f"  first cause: {type(cause).__name__}: {cause}"
-        )
-        if isinstance(cause, RankFailed):
-            return RankFailed(text, rank=cause.rank, host=cause.host, traceback=cause.traceback)
-        if isinstance(cause, CollectiveMismatch):
-            return CollectiveMismatch(text, cause.calls)
-        return UnisonoError(text)
-
     def abandon_after_fork(self) -> None:
-        """Make the group unusable in a forked child; nothing is told to the other ranks."""
-        self.cause = UnisonoError(
-            f"this process was forked from rank {self.ranks[self.rank]} (process {self.pid}) "
-            "after the group was made\n"
-            "  HINT: start workers with the 'spawn' or 'forkserver' method, "
-            "or use the group in the parent only"
-        )
+        """See `TransportEngine`."""
+        super().abandon_after_fork()
         self.jobs.forget()
 
-    @abstractmethod
-    def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        """Start to receive a message with `tag` from whoever sends one first."""
-
-    def close(self) -> None:
-        """Leave the group: let queued calls end, then give everything back. Safe to repeat."""
-        if os.getpid() != self.pid or self._is_closed:
-            return
-        self._is_closed = True
-        if self.cause is not None:
-            self.cancel("the group is broken")  # nobody will come any more
-        if not self.jobs.close(_CLOSE_S):
-            self.cancel("the group was closed while this call waited")
-            self.jobs.close(_CLOSE_S)
-        if self.cause is None:
-            self.cause = UnisonoError("the group was closed by destroy_process_group()")
-        self.release()
-
-    def cancel(self, why: str) -> None:
-        """End the wait of the call under way, from another thread."""
-
-    def release(self) -> None:
-        """Give everything back; nothing runs any more."""
+    def finish_started(self, timeout_s: float) -> bool:
+        """See `TransportEngine`."""
+        return self.jobs.close(timeout_s)
 
 
 class Refused(UnisonoError):

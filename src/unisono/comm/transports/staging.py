@@ -73,8 +73,9 @@ class Targets:
     """
 
     def __init__(self, wanted: Sequence[Tensor], *, keep: bool = False) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.wanted = list(wanted)
         self.tensors: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
         for x in wanted:
             check_dense(x)
             if x.requires_grad:

@@ -18,7 +18,7 @@ from typing import Any
 
 import unisono
 from unisono.launch.accelerators import visible_gpus
-from unisono.launch.cores import usable_cores
+from unisono.cores import usable_cores
 from unisono.train.recording import directory as directories
 
 _PACKAGES = ("torch", "numpy", "mpi4py", "submitit")

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.comm.engine import Ticket
+from unisono.comm.reductions import check_op
 from unisono.comm.transports.jobs import JobQueue
 from unisono.comm.transports.mpi import moves, sums
 from unisono.comm.transports.mpi.leaving import Departure, depart
@@ -18,7 +19,6 @@ from unisono.comm.transports.mpi.line import Line
 from unisono.comm.transports.mpi.messages import Messages, Transfer
 from unisono.comm.transports.mpi.news import Notice
 from unisono.comm.transports.queued import QueuedEngine, SourceTicket
-from unisono.comm.transports.rank_order import reducer
 from unisono.errors import RankFailed, RankTimeout, UnisonoError
 
 
@@ -73,15 +73,15 @@ class MpiEngine(QueuedEngine):
 
     def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
         """See `Engine`."""
-        rule = reducer(x.dtype, op)
-        return self._sum("all_reduce", sums.all_reduce, (x, op, rule), async_op, timeout_s)
+        check_op(op, x.dtype)
+        return self._sum("all_reduce", sums.all_reduce, (x, op), async_op, timeout_s)
 
     def reduce_(
         self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """See `Engine`; leaves `x` as it is on the other ranks."""
-        rule = reducer(x.dtype, op)
-        return self._sum("reduce", sums.all_reduce, (x, op, rule, dst), async_op, timeout_s)
+        check_op(op, x.dtype)
+        return self._sum("reduce", sums.all_reduce, (x, op, dst), async_op, timeout_s)
 
     def reduce_scatter(
         self,
@@ -94,8 +94,8 @@ class MpiEngine(QueuedEngine):
         timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`."""
-        arguments = (out, ins, op, reducer(out.dtype, op))
-        return self._sum("reduce_scatter", sums.reduce_scatter, arguments, async_op, timeout_s)
+        check_op(op, out.dtype)
+        return self._sum("reduce_scatter", sums.reduce_scatter, (out, ins, op), async_op, timeout_s)
 
     def _sum(
         self,

@@ -7,6 +7,7 @@ failed transfer may still touch is kept for ever.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,7 @@ from torch import Tensor
 
 from unisono.comm.transports.mpi.library import Threads
 from unisono.comm.transports.mpi.watch import Vigil, Watch
-from unisono.comm.transports.shm.libc import sched_yield
-from unisono.comm.transports.shm.waiting import cores
+from unisono.cores import usable_cores
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Ladder:
     def step(self) -> None:
         """Let some time pass."""
         if time.perf_counter() < self._sleep_from:
-            sched_yield()
+            os.sched_yield()
         else:
             time.sleep(self._nap_s)
             self._nap_s = min(self._nap_s * 1.5, _LAST_NAP_S)
@@ -96,7 +96,7 @@ class Line:
         self.waited_ns = 0
         """Time spent in waits so far."""
         self._tag = tag
-        self._spins = _SPINS if self.size <= cores() else 2
+        self._spins = _SPINS if self.size <= usable_cores() else 2
         self._open: list[Any] = []
         self._held: list[Tensor] = []
         self._nbytes = 0

@@ -80,7 +80,7 @@ class MpiProcessGroup(TransportProcessGroup):
             )
             leaving.watch_over(engine)
         self._nccl = NcclBeside(dist.PrefixStore(f"mpi/{nonce}", store), rank, size)
-        super().__init__(engine, jobs, ranks, timeout, "mpi4py", deadline_s)
+        super().__init__(engine, ranks, timeout, "mpi4py", deadline_s)
 
     def inner_group(self, device: torch.device) -> Any:
         """Return the nccl group that serves CUDA tensors; made when first asked for."""

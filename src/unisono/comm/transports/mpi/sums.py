@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.comm.reductions import reduce_in_rank_order
 from unisono.comm.transports.mpi import moves
 from unisono.comm.transports.mpi.line import MAX_BYTES, Line
 from unisono.comm.transports.mpi.moves import nbytes_of
 from unisono.comm.transports.mpi.natives import choose_sum, native, wide_dtype
-from unisono.comm.transports.rank_order import Reducer
 
 _SHARES_BYTES = 16 * 1024 * 1024
 """Larger tensors are reduced in stretches of this size, which bounds the memory for it."""
 
 
-def all_reduce(line: Line, x: Tensor, op: str, reducer: Reducer, dst: int | None = None) -> str:
+def all_reduce(line: Line, x: Tensor, op: str, dst: int | None = None) -> str:
     """Replace `x` on every rank, or on `dst` only, by the reduction; return how it was done."""
     name = choose_sum("all_reduce", x.dtype, op, nbytes_of(x), line.size)
     if x.numel() == 0:
@@ -30,12 +30,12 @@ def all_reduce(line: Line, x: Tensor, op: str, reducer: Reducer, dst: int | None
     if name == "native":
         _native_all_reduce(line, x, op, dst)
     elif name == "all_to_all":
-        _reduce_copies(line, x, reducer, dst)
+        _reduce_copies(line, x, op, dst)
     else:
         stretch = max(line.size, min(_SHARES_BYTES, line.chunk_bytes) // x.element_size())
         room = x.new_empty(min(stretch, x.numel()) + line.size)
         for part in x.view(-1).split(stretch):
-            _reduce_shares(line, part, room, reducer, dst)
+            _reduce_shares(line, part, room, op, dst)
     return name
 
 
@@ -65,7 +65,7 @@ def _conclude(out: Tensor, total: Tensor, op: str, size: int) -> None:
         out.copy_(total.view_as(out))
 
 
-def _reduce_copies(line: Line, x: Tensor, reducer: Reducer, dst: int | None) -> None:
+def _reduce_copies(line: Line, x: Tensor, op: str, dst: int | None) -> None:
     """Fetch the tensors of all ranks and reduce them here."""
     flat = x.view(-1)
     if dst is not None and dst != line.rank:
@@ -76,26 +76,24 @@ def _reduce_copies(line: Line, x: Tensor, reducer: Reducer, dst: int | None) -> 
         moves.all_gather(line, copies, flat)
     else:
         moves.gather(line, copies, flat, dst)
-    reducer.fill(reducer.array(flat), [reducer.array(copy) for copy in copies])
+    reduce_in_rank_order(flat, copies, op)
 
 
-def _reduce_shares(line: Line, x: Tensor, room: Tensor, reducer: Reducer, dst: int | None) -> None:
+def _reduce_shares(line: Line, x: Tensor, room: Tensor, op: str, dst: int | None) -> None:
     """Each rank reduces its share of `x`, and the shares are put together."""
     shares = list(x.tensor_split(line.size))
     length = shares[line.rank].numel()
     rows = list(room[: line.size * length].view(line.size, length).unbind())
     moves.all_to_all(line, rows, shares)
     result = rows[0]
-    reducer.fill(reducer.array(result), [reducer.array(row) for row in rows])
+    reduce_in_rank_order(result, rows, op)
     if dst is None:
         moves.all_gather(line, shares, result)
     else:
         moves.gather(line, shares if dst == line.rank else None, result, dst)
 
 
-def reduce_scatter(
-    line: Line, out: Tensor, ins: Sequence[Tensor], op: str, reducer: Reducer
-) -> str:
+def reduce_scatter(line: Line, out: Tensor, ins: Sequence[Tensor], op: str) -> str:
     """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`; return how."""
     nbytes = sum(map(nbytes_of, ins))
     name = choose_sum("reduce_scatter", out.dtype, op, nbytes, line.size)
@@ -107,7 +105,7 @@ def reduce_scatter(
         return name
     rows = list(out.new_empty(line.size, out.numel()).unbind())
     moves.all_to_all(line, rows, [block.view(-1) for block in ins])
-    reducer.fill(reducer.array(out), [reducer.array(row) for row in rows])
+    reduce_in_rank_order(out.view(-1), rows, op)
     return name
 
 

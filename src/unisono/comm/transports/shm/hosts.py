@@ -19,7 +19,7 @@ from unisono.comm.gloo_messages import MessageTicket
 from unisono.comm.reductions import accumulation_dtype, check_op, reduce_in_rank_order
 from unisono.comm.torch_engine import bytes_of
 from unisono.comm.transports.jobs import JobQueue
-from unisono.comm.transports.queued import QueuedEngine, SourceTicket
+from unisono.comm.transports.queued import QueuedEngine, SourceTicket, TransportEngine
 from unisono.comm.transports.shm.network import Network
 
 _SMALL_BYTES = 64 * 1024
@@ -48,7 +48,7 @@ class HostsEngine(QueuedEngine):
         rank: own rank in the group.
         ranks: world ranks of the group, for messages.
         network: the way to the other hosts.
-        jobs: order of calls, shared with the process group and with `local`.
+        jobs: order of calls, of this rank.
     """
 
     backend = "shm"
@@ -343,22 +343,22 @@ class HostsEngine(QueuedEngine):
 
     def tell_failure(self, error: BaseException) -> None:
         """See `QueuedEngine`."""
-        if isinstance(self.local, QueuedEngine):
+        if isinstance(self.local, TransportEngine):
             self.local.fail(error)
 
     def abandon_after_fork(self) -> None:
         """See `QueuedEngine`."""
         super().abandon_after_fork()
-        if isinstance(self.local, QueuedEngine):
+        if isinstance(self.local, TransportEngine):
             self.local.abandon_after_fork()
 
     def cancel(self, why: str) -> None:
         """See `QueuedEngine`."""
-        if isinstance(self.local, QueuedEngine):
+        if isinstance(self.local, TransportEngine):
             self.local.cancel(why)
 
     def release(self) -> None:
         """See `QueuedEngine`."""
-        if isinstance(self.local, QueuedEngine):
+        if isinstance(self.local, TransportEngine):
             self.local.close()
         self.network.close()

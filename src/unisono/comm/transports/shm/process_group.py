@@ -18,10 +18,9 @@ from unisono.comm.self_engine import SelfEngine
 from unisono.comm.transports.c10d import TransportProcessGroup
 from unisono.comm.transports.jobs import JobQueue
 from unisono.comm.transports.nccl import NcclBeside
-from unisono.comm.transports.queued import QueuedEngine
+from unisono.comm.transports.queued import TransportEngine
 from unisono.comm.transports.shm.engine import ShmEngine
 from unisono.comm.transports.shm.hosts import HostsEngine
-from unisono.comm.transports.shm.libc import populate
 from unisono.comm.transports.shm.network import Network
 from unisono.comm.transports.shm.rendezvous import Meeting, Rendezvous, read_constants, setting
 from unisono.errors import compress_ranks
@@ -55,10 +54,9 @@ class ShmProcessGroup(TransportProcessGroup):
     ) -> None:
         deadline_s = environment_timeout_s()
         ranks = tuple(ranks) or tuple(range(size))
-        jobs = JobQueue(f"unisono-shm-{name or 'group'}")
-        engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), jobs)
+        engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), name or "group")
         self._nccl = NcclBeside(dist.PrefixStore(f"shm/{nonce}", store), rank, size)
-        super().__init__(engine, jobs, ranks, timeout, "shm", deadline_s)
+        super().__init__(engine, ranks, timeout, "shm", deadline_s)
         _groups.add(self)
 
     def inner_group(self, device: torch.device) -> Any:
@@ -86,18 +84,19 @@ def create(options: Any, _: Any = None) -> ShmProcessGroup:
 
 
 def _make_engine(
-    store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, jobs: JobQueue
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, name: str
 ) -> tuple[Engine, str]:
     """Let the ranks meet, and return the kernels that fit where they are, with a word of theirs."""
     if len(ranks) == 1:
         return SelfEngine(), "alone"
     rendezvous = Rendezvous(dist.PrefixStore("shm", store), rank, ranks, timeout_s)
     meeting = rendezvous.meet()
-    local = _local_engine(meeting, rank, ranks, jobs, timeout_s)
+    local = _local_engine(meeting, rank, ranks, timeout_s)
     if len(meeting.hosts) == 1:
         engine: Engine = local
     else:
         network = Network(dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, ranks, timeout_s)
+        jobs = JobQueue(f"unisono-shm-{name}")
         engine = HostsEngine(local, meeting.hosts, rank, ranks, network, jobs)
         if rank == 0:
             _log.info(
@@ -111,20 +110,16 @@ def _make_engine(
 
 
 def _local_engine(
-    meeting: Meeting, rank: int, ranks: Sequence[int], jobs: JobQueue, timeout_s: float
+    meeting: Meeting, rank: int, ranks: Sequence[int], timeout_s: float
 ) -> Engine:
     if meeting.segment is None:
         return SelfEngine()
-    layout, semaphores = read_constants(meeting.segment)
-    populate(meeting.segment.address, layout.rings)
     engine = ShmEngine(
         meeting.segment,
-        layout,
+        *read_constants(meeting.segment),
         meeting.local.index(rank),
         [ranks[r] for r in meeting.local],
         meeting.processes,
-        jobs,
-        semaphores=semaphores,
         max_mb=setting("UNISONO_SHM_MAX_MB", None, least=0),
     )
     engine.barrier(async_op=False, timeout_s=timeout_s)
@@ -133,7 +128,7 @@ def _local_engine(
 
 def _abandon_after_fork() -> None:
     for group in list(_groups):
-        if isinstance(group.unisono_engine, QueuedEngine):
+        if isinstance(group.unisono_engine, TransportEngine):
             group.unisono_engine.abandon_after_fork()
 
 

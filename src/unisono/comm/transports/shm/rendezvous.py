@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +19,19 @@ import torch.distributed as dist
 
 from unisono.comm.hosts import host_id
 from unisono.comm.processes import is_dead, pid_namespace, process_start
-from unisono.comm.transports.shm.layout import (
-    DEFAULT_SLOT_KB,
-    MAGIC,
-    VERSION,
-    Layout,
-    fitting_layout,
-)
-from unisono.comm.transports.shm.libc import has_semaphores, populate
-from unisono.comm.transports.shm.segment import KINDS, Segment, Ticket
-from unisono.comm.transports.shm.waiting import init_semaphores, needs_semaphores
+from unisono.comm.transports.shm import core
+from unisono.comm.transports.shm.segment import KINDS, NONCE_BYTES, Segment, Ticket
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
-_FIRST_WORDS = 2  # after the nonce
 _PEERS_S = 0.05
+_PAGE = 4096
+_MB = 1 << 20
+_MAGIC = 0x756E69736F6E6F  # "unisono"
+_CONSTANTS = struct.Struct("4Q")
+"""Magic, version, ranks and bytes of a slot; they follow the nonce."""
+
+DEFAULT_SLOT_KB = 1024
+MIN_SLOT_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,9 @@ class Meeting:
 
 def memory_id() -> str:
     """Return a word shared by the processes that can share memory with this one."""
-    if unavailable() is not None:
+    if core.unavailable() is not None:
         return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     return f"{host_id()}-{pid_namespace()}-{os.getuid()}"
-
-
-def unavailable() -> str | None:
-    """Return why memory cannot be shared on this system, None if it can."""
-    if os.name != "posix":
-        return f"no POSIX shared memory on {platform.system()}"
-    if needs_semaphores() and not has_semaphores():
-        return f"{platform.system()} on {platform.machine()} has no semaphores in shared memory"
-    return None
 
 
 def setting(name: str, default: float | None, *, least: float) -> float | None:
@@ -169,6 +159,7 @@ class Rendezvous:
         if self._rank == local[0]:
             try:
                 segment = create(len(local), kind)
+                touch(segment, 0, first=True)
             except OSError as error:
                 self._set(key, f"none {error}")
                 return None, str(error)
@@ -182,9 +173,14 @@ class Rendezvous:
         if word != "ticket":
             return None, f"error {text}" if word == "error" else text
         try:
-            return Segment.open(Ticket.parse(text)), "ok"
+            segment = Segment.open(Ticket.parse(text))
         except OSError as error:
             return None, str(error)
+        try:
+            touch(segment, local.index(self._rank))
+        except UnisonoError as error:
+            return segment, f"error {error}"
+        return segment, "ok"
 
     def share(self, what: str, text: str) -> list[str]:
         """Return the texts of all ranks."""
@@ -260,33 +256,62 @@ class Rendezvous:
 def create(size: int, kind: str) -> Segment:
     """Make the segment of a host with `size` ranks, as the environment asks for it."""
     slot_kb = setting("UNISONO_SHM_SLOT_KB", DEFAULT_SLOT_KB, least=4) or DEFAULT_SLOT_KB
-    max_mb = setting("UNISONO_SHM_MAX_MB", None, least=0)
-    semaphores = needs_semaphores() or os.environ.get("UNISONO_SHM_SEMAPHORES", "") == "1"
-    layout = fitting_layout(size, int(slot_kb), max_mb)
-    purpose = f"a shm group of {size} ranks with slots of {layout.slot_bytes // 1024} KB"
-    segment = Segment.create(layout.total, reserve=layout.rings, kind=kind, purpose=purpose)
-    words = memoryview(segment.memory).cast("B").cast("q")
-    constants = (MAGIC, VERSION, size, layout.slot_bytes, int(semaphores))
-    for place, constant in enumerate(constants):
-        words[_FIRST_WORDS + place] = constant
-    if semaphores:
-        init_semaphores(segment.address, layout)
-    populate(segment.address, layout.rings)
+    slot_bytes = fitting_slot(size, int(slot_kb), setting("UNISONO_SHM_MAX_MB", None, least=0))
+    module = core.load()
+    segment = Segment.create(module.layout(size, slot_bytes)[0], kind=kind)
+    constants = (_MAGIC, module.VERSION, size, slot_bytes)
+    _CONSTANTS.pack_into(memoryview(segment.memory), NONCE_BYTES, *constants)
     return segment
 
 
-def read_constants(segment: Segment) -> tuple[Layout, bool]:
-    """Return the layout of a segment another rank made, and whether it uses semaphores."""
-    words = memoryview(segment.memory).cast("B").cast("q")
-    magic, version, size, slot_bytes, semaphores = words[_FIRST_WORDS : _FIRST_WORDS + 5].tolist()
-    if (magic, version) != (MAGIC, VERSION):
+def touch(segment: Segment, rank: int, *, first: bool = False) -> None:
+    """Take the memory of a rank's own slots, and with the `first` rank what all ranks share."""
+    size, slot_bytes = read_constants(segment)
+    _, common, own, _, _ = core.load().layout(size, slot_bytes)
+    purpose = f"a shm group of {size} ranks with slots of {slot_bytes // 1024} KB"
+    if first:
+        segment.reserve(0, common, purpose)
+    segment.reserve(common + rank * own, own, purpose)
+
+
+def read_constants(segment: Segment) -> tuple[int, int]:
+    """Return the number of ranks of a segment and the bytes of a slot in it."""
+    magic, version, size, slot_bytes = _CONSTANTS.unpack_from(
+        memoryview(segment.memory), NONCE_BYTES
+    )
+    if (magic, version) != (_MAGIC, core.load().VERSION):
         raise UnisonoError.because(
             "the segment of a shm group",
-            f"layout version {version}, this process knows version {VERSION}",
+            f"layout version {version}, this process knows version {core.load().VERSION}",
             None,
             "run the same release of unisono on all ranks",
         )
-    return Layout(size, slot_bytes), bool(semaphores)
+    return size, slot_bytes
+
+
+def fitting_slot(size: int, slot_kb: int, max_mb: float | None) -> int:
+    """Return the bytes of a slot for `size` ranks: `slot_kb`, made smaller to fit `max_mb`."""
+    if slot_kb * 1024 < MIN_SLOT_BYTES:
+        raise UnisonoError.because(
+            f"UNISONO_SHM_SLOT_KB={slot_kb}",
+            f"slots are at least {MIN_SLOT_BYTES // 1024} KB",
+            None,
+            f"UNISONO_SHM_SLOT_KB={DEFAULT_SLOT_KB}",
+        )
+    slot_bytes = -(-slot_kb * 1024 // _PAGE) * _PAGE
+    if max_mb is None:
+        return slot_bytes
+    fixed = core.load().layout(size, 0)[3]  # all but slots and rings, which cost nothing unused
+    room = int((max_mb * _MB - fixed) / (2 * size)) // _PAGE * _PAGE
+    if room < MIN_SLOT_BYTES:
+        raise UnisonoError.because(
+            f"UNISONO_SHM_MAX_MB={max_mb:g} for a group of {size} ranks",
+            "less than the smallest segment",
+            f"{fixed / _MB:.2f} MB + 2 * {size} slots * {MIN_SLOT_BYTES // 1024} KB = "
+            f"{(fixed + 2 * size * MIN_SLOT_BYTES) / _MB:.2f} MB",
+            "a larger UNISONO_SHM_MAX_MB",
+        )
+    return min(slot_bytes, room)
 
 
 def _by_host(labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:

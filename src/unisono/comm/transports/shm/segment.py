@@ -7,7 +7,6 @@ named one with an unpredictable name that is unlinked as soon as everybody has m
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -16,9 +15,10 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unisono.comm.processes import pid_namespace, process_start
-from unisono.comm.transports.shm.libc import map_shared
+from unisono.comm.transports.shm import core
 from unisono.errors import UnisonoError
 
 try:
@@ -65,41 +65,30 @@ class Segment:
         ticket: how peers find it, until `seal`.
     """
 
-    def __init__(self, memory: ctypes.Array[ctypes.c_ubyte], ticket: Ticket, fd: int) -> None:
+    def __init__(self, memory: Any, ticket: Ticket, fd: int) -> None:
         self.memory = memory
-        self.address = ctypes.addressof(memory)
+        self.address: int = memory.address
         self.ticket = ticket
         self._fd = fd
 
     @classmethod
-    def create(
-        cls, size: int, *, reserve: int | None = None, kind: str = KINDS[0], purpose: str = "shm"
-    ) -> Segment:
-        """Make a segment of zeros.
-
-        Args:
-            size: bytes of address space.
-            reserve: the first so many bytes get memory at once (default: all); the rest costs
-                nothing until it is touched.
-            kind: one of `KINDS`.
-            purpose: for the error message.
+    def create(cls, size: int, *, kind: str = KINDS[0]) -> Segment:
+        """Make a segment of zeros, which has no memory yet: see `reserve`.
 
         Raises:
-            UnisonoError: there is not enough shared memory; says how much is needed.
             OSError: this way of making segments is not to be had here.
         """
         fd, where = _anonymous() if kind == "memfd" else _named()
+        nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             os.ftruncate(fd, size)
-            _reserve(fd, size if reserve is None else reserve, kind, purpose)
-            memory = map_shared(fd, size)
+            os.pwrite(fd, nonce, 0)
+            memory = core.load().map(fd, size)
         except BaseException:
             os.close(fd)
             if kind == "named":
                 _unlink(where)
             raise
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        memory[:NONCE_BYTES] = nonce
         return cls(memory, Ticket(kind, where, size, nonce.hex()), fd)
 
     @classmethod
@@ -117,12 +106,37 @@ class Segment:
         try:
             if os.fstat(fd).st_size != ticket.size:
                 raise OSError(errno.ESTALE, "another file stands where the segment should be")
-            memory = map_shared(fd, ticket.size)
-        finally:
+            if os.pread(fd, NONCE_BYTES, 0).hex() != ticket.nonce:
+                raise OSError(errno.ESTALE, "another segment stands where this one should be")
+            return cls(core.load().map(fd, ticket.size), ticket, fd)
+        except BaseException:
             os.close(fd)
-        if bytes(memory[:NONCE_BYTES]).hex() != ticket.nonce:
-            raise OSError(errno.ESTALE, "another segment stands where this one should be")
-        return cls(memory, ticket, -1)
+            raise
+
+    def reserve(self, offset: int, nbytes: int, purpose: str) -> None:
+        """Give a part of the segment memory, near the core that runs this process.
+
+        So each rank takes what it will use itself, and a full host is an error here instead of a
+        SIGBUS later.
+
+        Raises:
+            UnisonoError: there is not enough shared memory; says how much is needed.
+        """
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, offset, nbytes)
+            core.load().populate(self.address + offset, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
+                raise
+            raise UnisonoError.because(
+                f"{purpose}: {nbytes / _MB:.1f} MB of shared memory",
+                f"the system refuses it ({os.strerror(error.errno or 0)}); "
+                f"{_room(self.ticket.kind)}",
+                None,
+                "UNISONO_SHM_SLOT_KB=64 needs less, backend='gloo' none; "
+                "in a container, a larger --shm-size or memory limit",
+            ) from error
 
     def seal(self) -> None:
         """Make the segment unreachable for newcomers; call it when all peers have mapped it."""
@@ -130,7 +144,7 @@ class Segment:
             os.close(self._fd)
             self._fd = -1
             if self.ticket.kind == "named":
-                _unlink(self.ticket.where)
+                _unlink(self.ticket.where)  # whoever comes first; the others find it gone
 
 
 def _anonymous() -> tuple[int, str]:
@@ -160,24 +174,6 @@ def _unlink(name: str) -> None:
     if _posixshmem is not None:
         with contextlib.suppress(FileNotFoundError):
             _posixshmem.shm_unlink(name)
-
-
-def _reserve(fd: int, size: int, kind: str, purpose: str) -> None:
-    """Take the memory now, so that a full host is an error here and not a SIGBUS later."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-            raise
-        raise UnisonoError.because(
-            f"{purpose}: {size / _MB:.1f} MB of shared memory",
-            f"the system refuses it ({os.strerror(error.errno)}); {_room(kind)}",
-            None,
-            "UNISONO_SHM_SLOT_KB=64 needs less, backend='gloo' none; "
-            "in a container, a larger --shm-size or memory limit",
-        ) from error
 
 
 def _room(kind: str) -> str:

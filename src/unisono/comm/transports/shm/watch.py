@@ -1,94 +1,103 @@
 """What a rank looks for during a long wait: dead peers, failed peers, its deadline.
 
-Asked only after a wait has lasted for tens of milliseconds, so that it costs the fast path nothing.
+The core asks after a wait has lasted for tens of milliseconds, so it costs the fast path nothing.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from unisono.comm.outlook import hopeless
-from unisono.comm.transports.shm.control import Control
-from unisono.comm.transports.shm.layout import CLOSED, CULPRIT, FAILED, GAVE_UP, STATE
+from unisono.comm.processes import is_dead
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
-PEERS_S = 0.05
-"""Seconds between two looks at the peers."""
-STORE_S = 0.5
+JOINING, ALIVE, FAILED, CLOSED, GAVE_UP = 0, 1, 2, 3, 4
+"""States of a rank, as the core numbers them. A rank gives up when its deadline passes."""
+
+_STORE_S = 0.5
 """Seconds between two looks at what ranks have said in the world's store."""
-_TOLD = (FAILED, CLOSED, GAVE_UP)
-"""States of ranks that have said why they will not come."""
 
 
 class Watch:
     """Judges the peers of one rank.
 
     Args:
-        control: control blocks of the segment.
+        rank: own place in the segment.
         ranks: world rank of each rank of the segment, for messages.
+        processes: process id and start time of each of them.
     """
 
-    def __init__(self, control: Control, ranks: Sequence[int]) -> None:
-        self._control = control
+    def __init__(
+        self, rank: int, ranks: Sequence[int], processes: Sequence[tuple[int, int]]
+    ) -> None:
         self.ranks = tuple(ranks)
-        self.doing = "set-up"
-        """Name of the call under way, for messages."""
+        self.group: Any = None
+        """The core's group, which knows the states of all ranks."""
         self.cancelled: str | None = None
         """Why waits of this rank shall end, set by another thread of this process."""
+        self._processes = tuple(processes)
+        self._me = self.ranks[rank]
+        self._ask_store = 0.0
+        self._doubt = False
 
-    def begin(self, timeout_s: float) -> Vigil:
-        """Start to watch over one wait."""
-        return Vigil(self, timeout_s)
+    def look(self, doing: str, missing: Sequence[int], waited_s: float, timeout_s: float) -> None:
+        """Raise if a wait for the `missing` ranks cannot end well, or has lasted too long."""
+        self.judge(doing, missing)
+        if waited_s >= timeout_s:
+            raise self._timed_out(doing, missing, timeout_s)
+        now = time.monotonic()
+        if waited_s < _STORE_S or (now < self._ask_store and not self._doubt):
+            return
+        self._ask_store = now + _STORE_S
+        reason = hopeless()
+        # Asking takes a while, in which those who were missing may have come; they have not if
+        # the same is found again.
+        if reason is not None and self._doubt:
+            raise reason
+        self._doubt = reason is not None
 
-    def judge(self, missing: Sequence[int]) -> None:
+    def judge(self, doing: str, missing: Sequence[int]) -> None:
         """Raise if one of the `missing` ranks can no longer come."""
         if self.cancelled is not None:
-            raise UnisonoError.because(f"{self.doing} on rank {self._me}", self.cancelled)
-        control = self._control
-        for rank in missing:
-            if control.word(rank, STATE) not in _TOLD and control.is_dead(rank):
-                raise self._died(rank)
-        for rank in missing:
-            state = control.word(rank, STATE)
+            raise UnisonoError.because(f"{doing} on rank {self._me}", self.cancelled)
+        states = {rank: self.group.state(rank) for rank in missing}
+        for rank, (state, _, _) in states.items():
+            if state <= ALIVE and is_dead(*self._processes[rank]):
+                raise self._died(doing, rank)
+        for rank, (state, culprit, text) in states.items():
             if state == FAILED:
-                raise self._failed(rank)
+                raise self._failed(doing, rank, culprit, text.decode(errors="replace"))
             if state == GAVE_UP:
-                raise self._gave_up(rank)
+                raise self._gave_up(doing, rank, culprit, text.decode(errors="replace"))
             if state == CLOSED:
-                raise self._left(rank)
+                raise self._left(doing, rank)
 
-    def timed_out(self, missing: Sequence[int], timeout_s: float) -> RankTimeout:
-        """Return the error for a deadline that passed."""
+    def _timed_out(self, doing: str, missing: Sequence[int], timeout_s: float) -> RankTimeout:
         absent = [self.ranks[rank] for rank in missing]
         return RankTimeout(
-            f"{self.doing} on rank {self._me} timed out after {timeout_s:g} s\n"
+            f"{doing} on rank {self._me} timed out after {timeout_s:g} s\n"
             f"  not arrived: rank {compress_ranks(absent)}\n"
             "  HINT: UNISONO_CHECK=1 names the first call in which ranks disagree; "
             "UNISONO_TIMEOUT_S sets the deadline",
             missing=absent,
-            op=self.doing,
+            op=doing,
         )
 
-    @property
-    def _me(self) -> int:
-        return self.ranks[self._control.rank]
-
-    def _died(self, rank: int) -> RankFailed:
+    def _died(self, doing: str, rank: int) -> RankFailed:
         name, host = self.ranks[rank], socket.gethostname()
         return RankFailed(
-            f"rank {name} (process {self._control.pid(rank)} on {host}) died "
-            f"while rank {self._me} waited for it in {self.doing}\n"
+            f"rank {name} (process {self._processes[rank][0]} on {host}) died "
+            f"while rank {self._me} waited for it in {doing}\n"
             f"  HINT: look at the last output of rank {name}; "
             "a process killed for lack of memory leaves none",
             rank=name,
             host=host,
         )
 
-    def _failed(self, rank: int) -> RankFailed:
-        text = self._control.failure_text(rank)
-        culprit = self._control.word(rank, CULPRIT)
+    def _failed(self, doing: str, rank: int, culprit: int, text: str) -> RankFailed:
         teller = self.ranks[rank]
         start = (
             f"rank {teller} failed"
@@ -96,70 +105,37 @@ class Watch:
             else f"rank {culprit} failed, as rank {teller} has seen"
         )
         return RankFailed(
-            f"{start} while rank {self._me} waited in {self.doing}\n{text}",
+            f"{start} while rank {self._me} waited in {doing}\n{text}",
             rank=culprit,
             host=socket.gethostname(),
             traceback=text,
         )
 
-    def _gave_up(self, rank: int) -> RankFailed | RankTimeout:
+    def _gave_up(
+        self, doing: str, rank: int, culprit: int, text: str
+    ) -> RankFailed | RankTimeout:
         """Return the error for a peer whose own deadline has passed: it will not come any more."""
-        teller, culprit = self.ranks[rank], self._control.word(rank, CULPRIT)
-        text = self._control.failure_text(rank)
+        teller = self.ranks[rank]
         if culprit == self._me:
             return RankTimeout(
-                f"{self.doing} on rank {self._me} cannot end: "
+                f"{doing} on rank {self._me} cannot end: "
                 f"rank {teller} waited for this rank and has given up\n{text}",
                 missing=[teller],
-                op=self.doing,
+                op=doing,
             )
         return RankFailed(
             f"rank {teller} has given up waiting for rank {culprit}, "
-            f"while rank {self._me} waited in {self.doing}\n{text}",
+            f"while rank {self._me} waited in {doing}\n{text}",
             rank=culprit,
             host=socket.gethostname(),
             traceback=text,
         )
 
-    def _left(self, rank: int) -> RankFailed:
+    def _left(self, doing: str, rank: int) -> RankFailed:
         name = self.ranks[rank]
         return RankFailed(
-            f"rank {name} has closed the group, "
-            f"but rank {self._me} waits for it in {self.doing}\n"
+            f"rank {name} has closed the group, but rank {self._me} waits for it in {doing}\n"
             "  HINT: let all ranks make the same calls before destroy_process_group()",
             rank=name,
             host=socket.gethostname(),
         )
-
-
-class Vigil:
-    """One wait: when to look at the peers, and when to give up."""
-
-    __slots__ = ("_ask_store", "_deadline", "_look", "_timeout_s", "_watch")
-
-    def __init__(self, watch: Watch, timeout_s: float) -> None:
-        now = time.monotonic()
-        self._watch = watch
-        self._timeout_s = timeout_s
-        self._deadline = now + timeout_s
-        self._look = now + min(PEERS_S, timeout_s)
-        self._ask_store = now + STORE_S
-
-    def look(self, missing: Callable[[], list[int]]) -> None:
-        """Look at the peers if it is time to; `missing` tells who has not arrived."""
-        now = time.monotonic()
-        if now < self._look:
-            return
-        self._look = now + PEERS_S
-        absent = missing()
-        if not absent:
-            return
-        self._watch.judge(absent)
-        if now >= self._deadline:
-            raise self._watch.timed_out(absent, self._timeout_s)
-        self._look = min(self._look, self._deadline)
-        if now >= self._ask_store:
-            self._ask_store = now + STORE_S
-            reason = hopeless()
-            if reason is not None and missing():
-                raise reason

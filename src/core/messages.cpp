@@ -1,0 +1,210 @@
+#include "messages.hpp"
+
+#include <cstring>
+
+namespace unisono {
+
+Messages::Messages(uint8_t* base, Layout layout, int rank, bool has_own_core)
+    : base_(base), layout_(layout), rank_(rank), size_(static_cast<int>(layout.size)), has_own_core_(has_own_core),
+      controls_(reinterpret_cast<Control*>(base + layout.control())), outgoing_(size_), arriving_(size_),
+      aside_(size_), written_(size_), read_(size_), listens_(size_) {}
+
+Cell& Messages::cell_of(int src, int dst, uint64_t number) {
+  const size_t each = sizeof(Cell) + layout_.cell_bytes();
+  return *reinterpret_cast<Cell*>(base_ + layout_.ring(src, dst) + kPage + number % kCells * each);
+}
+
+TransferRef Messages::post_send(int dst, int64_t tag, const uint8_t* x, size_t nbytes, int64_t dtype) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = dst, transfer->tag = tag, transfer->at = const_cast<uint8_t*>(x), transfer->nbytes = nbytes,
+  transfer->dtype = dtype;
+  std::lock_guard<std::mutex> held(lock_);
+  under_way_++;
+  outgoing_[dst].push_back(transfer);
+  return transfer;
+}
+
+TransferRef Messages::post_recv(int src, int64_t tag, uint8_t* x, size_t nbytes, int64_t dtype) {
+  auto transfer = std::make_shared<Transfer>();
+  transfer->peer = src, transfer->tag = tag, transfer->at = x, transfer->nbytes = nbytes, transfer->dtype = dtype;
+  std::lock_guard<std::mutex> held(lock_);
+  for (int r = 0; r < size_; r++)
+    if (r != rank_ && (src < 0 || r == src)) listens_[r] = true;
+  under_way_++;
+  if (!take_aside(transfer)) expected_.push_back(transfer);
+  return transfer;
+}
+
+bool Messages::progress() {
+  if (!under_way()) return false;
+  std::unique_lock<std::mutex> held(lock_, std::try_to_lock);
+  if (!held) return false;
+  bool moved = false;
+  for (int r = 0; r < size_; r++) moved |= !outgoing_[r].empty() && push(r);
+  for (int r = 0; r < size_; r++) moved |= listens_[r] && (!expected_.empty() || arriving_[r].active) && pull(r);
+  return moved;
+}
+
+Status Messages::wait(const std::vector<TransferRef>& transfers, const Look& look, double look_s) {
+  const auto done = [&] {
+    for (const auto& t : transfers)
+      if (!t->done.load(std::memory_order_acquire)) return false;
+    return true;
+  };
+  waiters_++;
+  Status status = kOk;
+  Patience patience(has_own_core_);
+  patience.look_s = look_s;
+  // As long as something moves there is no reason to sleep, however long it takes.
+  while (status == kOk && !done()) {
+    bool moved = false;
+    status = patience.wait(
+        bell(), [&] { return (moved = progress()) || done(); },
+        [&] {
+          std::vector<int> missing;
+          for (int r = 0; r < size_; r++)
+            for (const auto& t : transfers)
+              if (r != rank_ && !t->done && (t->peer < 0 || t->peer == r)) {
+                missing.push_back(r);
+                break;
+              }
+          return missing;
+        },
+        [] { return false; }, look);
+  }
+  waited_ns += patience.waited_ns;
+  waiters_--;
+  return status;
+}
+
+bool Messages::overflows() {
+  std::lock_guard<std::mutex> held(lock_);
+  size_t cells = 0;
+  for (int r = 0; r < size_; r++)
+    if (!outgoing_[r].empty() || arriving_[r].active) return true;
+  for (const auto& t : expected_) cells += (t->nbytes + layout_.cell_bytes() - 1) / layout_.cell_bytes();
+  return cells > kCells;
+}
+
+bool Messages::push(int dst) {
+  Ring& ring_to = ring_of(rank_, dst);
+  auto& queue = outgoing_[dst];
+  bool moved = false;
+  while (!queue.empty() && written_[dst] - ring_to.read.load(std::memory_order_acquire) < kCells) {
+    Transfer& t = *queue.front();
+    Cell& cell = cell_of(rank_, dst, written_[dst]);
+    const size_t length = std::min(layout_.cell_bytes(), t.nbytes - t.moved);
+    cell.tag = t.tag, cell.nbytes = t.nbytes, cell.offset = t.moved, cell.length = length, cell.dtype = t.dtype;
+    std::memcpy(bytes_of(cell), t.at + t.moved, length);
+    t.moved += length;
+    ring_to.written.store(++written_[dst], std::memory_order_release);
+    ring(controls_[dst].bell);
+    moved = true;
+    if (t.moved == t.nbytes) {
+      finish(t);
+      queue.pop_front();
+    }
+  }
+  return moved;
+}
+
+bool Messages::pull(int src) {
+  Ring& ring_from = ring_of(src, rank_);
+  Arriving& arriving = arriving_[src];
+  bool moved = false;
+  while (ring_from.written.load(std::memory_order_acquire) > read_[src]) {
+    Cell& cell = cell_of(src, rank_, read_[src]);
+    if (!arriving.active) {
+      TransferRef transfer = match(src, cell.tag);
+      if (!transfer && !is_wanted(src)) break;  // nobody waits for this rank: leave it where it is
+      arriving = Arriving{};
+      arriving.active = true;
+      arriving.tag = cell.tag, arriving.nbytes = cell.nbytes, arriving.dtype = cell.dtype;
+      arriving.is_aside = !transfer;
+      if (!transfer) arriving.aside.resize(cell.nbytes);
+      if (transfer) {
+        transfer->peer = src;
+        if (transfer->nbytes != cell.nbytes || transfer->dtype != cell.dtype)
+          refuse(*transfer, cell.nbytes, cell.dtype);
+        else
+          arriving.transfer = transfer;
+      }
+    }
+    take(src, cell);
+    ring_from.read.store(++read_[src], std::memory_order_release);
+    ring(controls_[src].bell);
+    moved = true;
+  }
+  return moved;
+}
+
+void Messages::take(int src, Cell& cell) {
+  Arriving& arriving = arriving_[src];
+  if (arriving.transfer) std::memcpy(arriving.transfer->at + cell.offset, bytes_of(cell), cell.length);
+  else if (arriving.is_aside) std::memcpy(arriving.aside.data() + cell.offset, bytes_of(cell), cell.length);
+  arriving.moved += cell.length;
+  if (arriving.moved < arriving.nbytes) return;
+  arriving.active = false;
+  if (arriving.transfer) {
+    finish(*arriving.transfer);
+    arriving.transfer.reset();
+  } else if (arriving.is_aside) {
+    // A receive may have been posted while the message was being put aside.
+    if (TransferRef transfer = match(src, arriving.tag)) deliver(arriving, transfer, src);
+    else aside_[src].push_back(std::move(arriving));
+  }
+}
+
+// The oldest receive that takes a message of this tag from this rank.
+TransferRef Messages::match(int src, int64_t tag) {
+  for (auto it = expected_.begin(); it != expected_.end(); ++it)
+    if ((*it)->tag == tag && ((*it)->peer < 0 || (*it)->peer == src)) {
+      TransferRef found = *it;
+      expected_.erase(it);
+      return found;
+    }
+  return nullptr;
+}
+
+bool Messages::is_wanted(int src) const {
+  for (const auto& t : expected_)
+    if (t->peer < 0 || t->peer == src) return true;
+  return false;
+}
+
+bool Messages::take_aside(const TransferRef& transfer) {
+  for (int src = 0; src < size_; src++) {
+    if (transfer->peer >= 0 && transfer->peer != src) continue;
+    for (auto it = aside_[src].begin(); it != aside_[src].end(); ++it)
+      if (it->tag == transfer->tag) {
+        deliver(*it, transfer, src);
+        aside_[src].erase(it);
+        return true;
+      }
+  }
+  return false;
+}
+
+void Messages::deliver(Arriving& message, const TransferRef& transfer, int src) {
+  transfer->peer = src;
+  if (message.nbytes != transfer->nbytes || message.dtype != transfer->dtype) {
+    refuse(*transfer, message.nbytes, message.dtype);
+    return;
+  }
+  std::memcpy(transfer->at, message.aside.data(), message.nbytes);
+  finish(*transfer);
+}
+
+void Messages::refuse(Transfer& transfer, size_t nbytes, int64_t dtype) {
+  transfer.refused = true;
+  transfer.found_nbytes = nbytes;
+  transfer.found_dtype = dtype;
+  finish(transfer);
+}
+
+void Messages::finish(Transfer& transfer) {
+  under_way_--;
+  transfer.done.store(true, std::memory_order_release);
+}
+
+}  // namespace unisono

@@ -1,0 +1,744 @@
+// The Python module unisono._core, for the stable ABI of Python 3.11 and later.
+//
+// Tensors arrive as addresses and lengths, dtypes and reductions as numbers. All waits happen without
+// the interpreter's lock. During a long wait `look(verb, missing, waited_s, timeout_s)` is called,
+// which may raise; `report(status, verb, error, headers, table)` returns the exception for whatever
+// went wrong, in whichever thread.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <optional>
+#include <string>
+
+#include "started.hpp"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+using namespace unisono;
+
+namespace {
+
+// -- small conversions ----------------------------------------------------------------------------
+
+using Args = PyObject* const*;
+
+bool has(Py_ssize_t given, Py_ssize_t wanted, const char* name) {
+  if (given == wanted) return true;
+  PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, given);
+  return false;
+}
+uint8_t* address(PyObject* x) { return static_cast<uint8_t*>(PyLong_AsVoidPtr(x)); }
+size_t bytes(PyObject* x) { return PyLong_AsSize_t(x); }
+int number(PyObject* x) { return static_cast<int>(PyLong_AsLong(x)); }
+
+// A list of (address, bytes).
+Blocks blocks(PyObject* list) {
+  Blocks found;
+  if (list == Py_None) return found;
+  const Py_ssize_t n = PyList_Size(list);
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject* pair = PyList_GetItem(list, i);
+    found.at.push_back(address(PyTuple_GetItem(pair, 0)));
+    found.nbytes.push_back(bytes(PyTuple_GetItem(pair, 1)));
+  }
+  return found;
+}
+
+struct Unlocked {
+  PyThreadState* state = PyEval_SaveThread();
+  ~Unlocked() { PyEval_RestoreThread(state); }
+};
+struct Locked {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Locked() { PyGILState_Release(state); }
+};
+
+PyObject* caught() {  // the exception that was raised, as an owned object
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace) PyException_SetTraceback(value, trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return value;
+}
+PyObject* raise(PyObject* error) {  // steals
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  Py_DECREF(error);
+  return nullptr;
+}
+
+// -- Memory: a mapped file, as long as anything refers to it --------------------------------------
+
+struct Memory {
+  PyObject_HEAD
+  void* at;
+  size_t nbytes;
+  PyObject* weak;
+};
+
+int memory_buffer(PyObject* self, Py_buffer* view, int flags) {
+  auto* m = reinterpret_cast<Memory*>(self);
+  return PyBuffer_FillInfo(view, self, m->at, static_cast<Py_ssize_t>(m->nbytes), 0, flags);
+}
+void memory_free(PyObject* self) {
+  auto* m = reinterpret_cast<Memory*>(self);
+  if (m->weak) PyObject_ClearWeakRefs(self);
+  if (m->at) munmap(m->at, m->nbytes);
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+PyObject* memory_address(PyObject* self, void*) {
+  return PyLong_FromVoidPtr(reinterpret_cast<Memory*>(self)->at);
+}
+PyGetSetDef memory_getters[] = {{"address", memory_address, nullptr, "Where it begins in this process.", nullptr},
+                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMemberDef memory_members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(Memory, weak), READONLY, nullptr},
+                                {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot memory_slots[] = {{Py_tp_members, memory_members},
+                              {Py_tp_dealloc, reinterpret_cast<void*>(memory_free)},
+                              {Py_tp_getset, memory_getters},
+                              {Py_bf_getbuffer, reinterpret_cast<void*>(memory_buffer)},
+                              {0, nullptr}};
+PyType_Spec memory_spec = {"unisono._core.Memory", sizeof(Memory), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, memory_slots};
+PyTypeObject* memory_type;
+
+PyObject* map_memory(PyObject*, Args args, Py_ssize_t n) {
+  if (!has(n, 2, "map")) return nullptr;
+  const int fd = number(args[0]);
+  const size_t size = bytes(args[1]);
+  if (PyErr_Occurred()) return nullptr;
+  void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (at == MAP_FAILED) return PyErr_SetFromErrno(PyExc_OSError);
+  auto* m = reinterpret_cast<Memory*>(PyType_GenericAlloc(memory_type, 0));
+  if (!m) {
+    munmap(at, size);
+    return nullptr;
+  }
+  m->at = at;
+  m->nbytes = size;
+  return reinterpret_cast<PyObject*>(m);
+}
+
+// Gives every page of the range memory now, near the core that asks; a full host is an error here
+// and not a SIGBUS later.
+PyObject* populate(PyObject*, Args args, Py_ssize_t n) {
+  if (!has(n, 2, "populate")) return nullptr;
+  const auto begin = reinterpret_cast<uintptr_t>(address(args[0]));
+  const size_t nbytes = bytes(args[1]);
+  if (PyErr_Occurred()) return nullptr;
+  const uintptr_t page = begin / kPage * kPage;
+  int failed;
+  {
+    Unlocked unlocked;
+    failed = madvise(reinterpret_cast<void*>(page), nbytes + (begin - page), MADV_POPULATE_WRITE) ? errno : 0;
+  }
+  if (failed && failed != EINVAL) {  // EINVAL: a kernel before 5.14
+    errno = failed;
+    return PyErr_SetFromErrno(PyExc_OSError);
+  }
+  Py_RETURN_NONE;
+}
+
+// -- Group ----------------------------------------------------------------------------------------
+
+struct PyGroup {
+  PyObject_HEAD
+  Group* group;
+  Order* order;
+  PyObject *memory, *look, *report;
+  pid_t pid;
+  bool is_released;
+};
+
+PyGroup* held(PyGroup* self) {
+  Py_INCREF(reinterpret_cast<PyObject*>(self));
+  return self;
+}
+
+thread_local PyObject* looked = nullptr;  // what `look` has raised in this thread
+
+// One call under way: what it does, and the error it has ended with.
+struct Call {
+  StartedRef started;
+  PyObject* error = nullptr;  // owned
+  ~Call() {
+    if (!error) return;
+    Locked locked;
+    Py_DECREF(error);
+  }
+};
+
+PyObject* list_of(const std::vector<int>& ranks) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(ranks.size()));
+  for (size_t i = 0; i < ranks.size(); i++) PyList_SetItem(list, static_cast<Py_ssize_t>(i), PyLong_FromLong(ranks[i]));
+  return list;
+}
+
+Look look_of(PyObject* look, int verb, double timeout_s) {
+  return [=](const std::vector<int>& missing, double waited_s) {
+    Locked locked;
+    PyObject* answer = PyErr_CheckSignals() ? nullptr
+                                            : PyObject_CallFunction(look, "iNdd", verb, list_of(missing), waited_s, timeout_s);
+    if (!answer) looked = caught();
+    Py_XDECREF(answer);
+    return answer != nullptr;
+  };
+}
+
+// Returns the exception for a call that went wrong; called without the interpreter's lock.
+PyObject* report(PyGroup* self, Status status, int verb) {
+  Locked locked;
+  const auto& heads = self->group->headers();
+  PyObject* rows = PyList_New(0);
+  for (const Header& h : heads) {
+    PyObject* row = Py_BuildValue("(KKK)", (unsigned long long)h.code, (unsigned long long)h.nbytes, (unsigned long long)h.digest);
+    PyList_Append(rows, row);
+    Py_DECREF(row);
+  }
+  PyObject* table = PyList_New(0);
+  for (uint64_t n : self->group->table()) {
+    PyObject* value = PyLong_FromUnsignedLongLong(n);
+    PyList_Append(table, value);
+    Py_DECREF(value);
+  }
+  PyObject* error = std::exchange(looked, nullptr);
+  if (!error) error = Py_NewRef(Py_None);
+  PyObject* told = PyObject_CallFunction(self->report, "iiNNN", (int)status, verb, error, rows, table);
+  return told ? told : caught();
+}
+
+// Runs a kernel in the group's order. `mode` is None for a blocking call, which returns None; else
+// the call is started and handed out.
+PyObject* started_object(PyGroup* self, std::shared_ptr<Call> call);
+
+template <class Kernel>
+PyObject* run(PyGroup* self, PyObject* mode, int verb, double timeout_s, Kernel kernel) {
+  if (PyErr_Occurred()) return nullptr;
+  if (self->is_released) {
+    PyErr_SetString(PyExc_RuntimeError, "the group was closed");
+    return nullptr;
+  }
+  auto body = [self, verb, timeout_s, kernel](PyObject** error) {
+    Group& g = *self->group;
+    g.patience.look_s = std::min(0.05, timeout_s);
+    g.look = look_of(self->look, verb, timeout_s);
+    const Status status = kernel(g);
+    if (status != kOk) *error = report(self, status, verb);
+  };
+  if (mode == Py_None) {
+    PyObject* error = nullptr;
+    {
+      Unlocked unlocked;
+      self->order->perform([&] { body(&error); });
+    }
+    if (error) return raise(error);
+    Py_RETURN_NONE;
+  }
+  auto call = std::make_shared<Call>();
+  {
+    Unlocked unlocked;
+    call->started = self->order->start([body, call] { body(&call->error); });
+  }
+  return started_object(self, std::move(call));
+}
+
+// -- started calls --------------------------------------------------------------------------------
+
+struct PyStarted {
+  PyObject_HEAD
+  PyGroup* group;
+  std::shared_ptr<Call>* call;
+};
+PyTypeObject* started_type;
+
+PyObject* started_object(PyGroup* self, std::shared_ptr<Call> call) {
+  auto* object = reinterpret_cast<PyStarted*>(PyType_GenericAlloc(started_type, 0));
+  if (!object) return nullptr;
+  object->group = held(self);
+  object->call = new std::shared_ptr<Call>(std::move(call));
+  return reinterpret_cast<PyObject*>(object);
+}
+
+void started_free(PyObject* self) {
+  auto* s = reinterpret_cast<PyStarted*>(self);
+  delete s->call;
+  Py_XDECREF(reinterpret_cast<PyObject*>(s->group));
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+PyObject* started_done(PyObject* self, PyObject*) {
+  return PyBool_FromLong((*reinterpret_cast<PyStarted*>(self)->call)->started->done.load());
+}
+
+PyObject* started_error(PyObject* self, void*) {
+  auto& call = **reinterpret_cast<PyStarted*>(self)->call;
+  PyObject* error = call.started->done.load() && call.error ? call.error : Py_None;
+  return Py_NewRef(error);
+}
+
+// Returns whether the call has ended in time; raises what it has raised.
+PyObject* started_wait(PyObject* self, PyObject* seconds) {
+  auto* s = reinterpret_cast<PyStarted*>(self);
+  const double timeout_s = PyFloat_AsDouble(seconds);
+  if (PyErr_Occurred()) return nullptr;
+  auto call = *s->call;
+  const int64_t end = now_ns() + static_cast<int64_t>(std::min(timeout_s, 1e9) * 1e9);
+  bool done = call->started->done.load();
+  while (!done) {
+    const double left = (end - now_ns()) * 1e-9;
+    if (left <= 0) break;
+    {
+      Unlocked unlocked;
+      done = s->group->order->wait(call->started, std::min(left, 0.05));
+    }
+    if (!done && PyErr_CheckSignals()) return nullptr;
+  }
+  if (done && call->error) return raise(Py_NewRef(call->error));
+  return PyBool_FromLong(done);
+}
+
+// Calls `callback()` when the call has ended, in the thread that ran it; at once if it has.
+PyObject* started_then(PyObject* self, PyObject* callback) {
+  auto* s = reinterpret_cast<PyStarted*>(self);
+  Py_INCREF(callback);
+  const auto ring_back = [callback] {
+    Locked locked;
+    PyObject* answer = PyObject_CallNoArgs(callback);
+    if (!answer) PyErr_WriteUnraisable(callback);
+    Py_XDECREF(answer);
+    Py_DECREF(callback);
+  };
+  if (!s->group->order->then(*(*s->call)->started, ring_back)) ring_back();
+  Py_RETURN_NONE;
+}
+
+PyMethodDef started_methods[] = {
+    {"done", started_done, METH_NOARGS, "Whether the call has ended."},
+    {"wait", started_wait, METH_O, "Wait for so many seconds; whether the call has ended. Raises its error."},
+    {"then", started_then, METH_O, "Call a function when the call has ended; at once if it has."},
+    {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef started_getters[] = {{"error", started_error, nullptr, "What the call has raised, None if nothing.", nullptr},
+                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot started_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(started_free)},
+                               {Py_tp_methods, started_methods},
+                               {Py_tp_getset, started_getters},
+                               {0, nullptr}};
+PyType_Spec started_spec = {"unisono._core.Started", sizeof(PyStarted), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, started_slots};
+
+// -- messages -------------------------------------------------------------------------------------
+
+struct PyTransfers {
+  PyObject_HEAD
+  PyGroup* group;
+  std::vector<TransferRef>* transfers;
+};
+PyTypeObject* transfers_type;
+constexpr int kMessage = 255;  // as a verb, for `look` and `report`
+
+void transfers_free(PyObject* self) {
+  auto* t = reinterpret_cast<PyTransfers*>(self);
+  delete t->transfers;
+  Py_XDECREF(reinterpret_cast<PyObject*>(t->group));
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+PyObject* transfers_done(PyObject* self, PyObject*) {
+  auto* t = reinterpret_cast<PyTransfers*>(self);
+  if (!t->group->is_released) t->group->group->messages.progress();
+  for (const auto& transfer : *t->transfers)
+    if (!transfer->done) Py_RETURN_FALSE;
+  Py_RETURN_TRUE;
+}
+
+PyObject* transfers_wait(PyObject* self, PyObject* seconds) {
+  auto* t = reinterpret_cast<PyTransfers*>(self);
+  const double timeout_s = PyFloat_AsDouble(seconds);
+  if (PyErr_Occurred()) return nullptr;
+  PyObject* error = nullptr;
+  if (!t->group->is_released) {
+    Unlocked unlocked;
+    Messages& messages = t->group->group->messages;
+    messages.progress();
+    const Status status = messages.wait(*t->transfers, look_of(t->group->look, kMessage, timeout_s), std::min(0.05, timeout_s));
+    if (status != kOk) error = report(t->group, status, kMessage);
+    // The group's thread rested while this one moved messages on.
+    else if (messages.unattended() && messages.overflows()) t->group->order->attend_messages();
+  }
+  if (error) return raise(error);
+  Py_RETURN_NONE;
+}
+
+// For each transfer: the rank at the other end, and, if it was refused, what has come: (bytes, dtype).
+PyObject* transfers_outcome(PyObject* self, PyObject*) {
+  auto* t = reinterpret_cast<PyTransfers*>(self);
+  PyObject* rows = PyList_New(0);
+  for (const auto& x : *t->transfers) {
+    PyObject* row = Py_BuildValue("(iOKL)", x->peer, x->refused ? Py_True : Py_False, (unsigned long long)x->found_nbytes,
+                                  (long long)x->found_dtype);
+    PyList_Append(rows, row);
+    Py_DECREF(row);
+  }
+  return rows;
+}
+
+PyMethodDef transfers_methods[] = {
+    {"done", transfers_done, METH_NOARGS, "Whether all messages have gone or come."},
+    {"wait", transfers_wait, METH_O, "Wait for all messages, for so many seconds."},
+    {"outcome", transfers_outcome, METH_NOARGS, "For each message: (peer, was refused, bytes found, dtype found)."},
+    {nullptr, nullptr, 0, nullptr}};
+PyType_Slot transfers_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(transfers_free)},
+                                 {Py_tp_methods, transfers_methods},
+                                 {0, nullptr}};
+PyType_Spec transfers_spec = {"unisono._core.Transfers", sizeof(PyTransfers), 0,
+                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, transfers_slots};
+
+// post(sends, recvs, tag, waits): lists of (rank, address, bytes, dtype). A receive from rank -1 is
+// one from anybody. `waits`: the caller is about to wait, so nothing is left to the group's thread.
+PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
+  auto* self = reinterpret_cast<PyGroup*>(object);
+  if (!has(n, 4, "post")) return nullptr;
+  Messages& messages = self->group->messages;
+  const long long tag = PyLong_AsLongLong(args[2]);
+  auto transfers = std::make_unique<std::vector<TransferRef>>();
+  for (int kind = 0; kind < 2; kind++) {
+    PyObject* list = args[1 - kind];  // receives first: what comes finds its place
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+      PyObject* row = PyList_GetItem(list, i);
+      const int peer = number(PyTuple_GetItem(row, 0));
+      uint8_t* at = address(PyTuple_GetItem(row, 1));
+      const size_t nbytes = bytes(PyTuple_GetItem(row, 2));
+      const int dtype = number(PyTuple_GetItem(row, 3));
+      if (PyErr_Occurred()) return nullptr;
+      transfers->push_back(kind ? messages.post_send(peer, tag, at, nbytes, dtype)
+                                : messages.post_recv(peer, tag, at, nbytes, dtype));
+    }
+  }
+  auto* result = reinterpret_cast<PyTransfers*>(PyType_GenericAlloc(transfers_type, 0));
+  if (!result) return nullptr;
+  result->group = held(self);
+  result->transfers = transfers.release();
+  if (!PyObject_IsTrue(args[3])) {
+    Unlocked unlocked;
+    messages.progress();
+    if (messages.overflows()) self->order->attend_messages();
+  }
+  return reinterpret_cast<PyObject*>(result);
+}
+
+// -- the group's methods --------------------------------------------------------------------------
+
+PyGroup* of(PyObject* self) { return reinterpret_cast<PyGroup*>(self); }
+double seconds(PyObject* x) { return PyFloat_AsDouble(x); }
+
+PyObject* group_barrier(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 2, "barrier")) return nullptr;
+  return run(of(self), a[0], kBarrier, seconds(a[1]), [](Group& g) { return g.barrier(); });
+}
+PyObject* group_all_reduce(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 7, "all_reduce")) return nullptr;
+  uint8_t* x = address(a[2]);
+  const size_t elements = bytes(a[3]);
+  const int dtype = number(a[4]), op = number(a[5]), root = number(a[6]);
+  if (!PyErr_Occurred() && !reduction(dtype, op)) return PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", op, dtype);
+  return run(of(self), a[0], root < 0 ? kAllReduce : kReduce, seconds(a[1]),
+             [=](Group& g) { return g.all_reduce(x, elements, dtype, op, root); });
+}
+PyObject* group_reduce_scatter(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 7, "reduce_scatter")) return nullptr;
+  uint8_t* out = address(a[2]);
+  Blocks ins = blocks(a[3]);
+  const int dtype = number(a[4]), op = number(a[5]);
+  const uint64_t alike = PyLong_AsUnsignedLongLongMask(a[6]);
+  if (!PyErr_Occurred() && !reduction(dtype, op)) return PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", op, dtype);
+  return run(of(self), a[0], kReduceScatter, seconds(a[1]),
+             [=](Group& g) { return g.reduce_scatter(out, ins, dtype, op, alike); });
+}
+PyObject* group_broadcast(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 6, "broadcast")) return nullptr;
+  uint8_t* x = address(a[2]);
+  const size_t nbytes = bytes(a[3]);
+  const int dtype = number(a[4]), root = number(a[5]);
+  return run(of(self), a[0], kBroadcast, seconds(a[1]), [=](Group& g) { return g.broadcast(x, nbytes, dtype, root); });
+}
+PyObject* group_all_gather(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 6, "all_gather")) return nullptr;
+  Blocks outs = blocks(a[2]);
+  const uint8_t* x = address(a[3]);
+  const int dtype = number(a[4]);
+  const uint64_t alike = PyLong_AsUnsignedLongLongMask(a[5]);
+  return run(of(self), a[0], kAllGather, seconds(a[1]), [=](Group& g) { return g.all_gather(outs, x, dtype, alike); });
+}
+PyObject* group_gather(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 7, "gather")) return nullptr;
+  Blocks outs = blocks(a[2]);
+  const uint8_t* x = address(a[3]);
+  const size_t nbytes = bytes(a[4]);
+  const int dtype = number(a[5]), root = number(a[6]);
+  return run(of(self), a[0], kGather, seconds(a[1]), [=](Group& g) { return g.gather(outs, x, nbytes, dtype, root); });
+}
+PyObject* group_all_to_all(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 5, "all_to_all")) return nullptr;
+  Blocks outs = blocks(a[2]), ins = blocks(a[3]);
+  const int dtype = number(a[4]);
+  return run(of(self), a[0], kAllToAll, seconds(a[1]), [=](Group& g) { return g.all_to_all(outs, ins, dtype); });
+}
+PyObject* group_scatter(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 7, "scatter")) return nullptr;
+  uint8_t* out = address(a[2]);
+  const size_t nbytes = bytes(a[3]);
+  Blocks ins = blocks(a[4]);
+  const int dtype = number(a[5]), root = number(a[6]);
+  return run(of(self), a[0], kScatter, seconds(a[1]), [=](Group& g) { return g.scatter(out, nbytes, ins, dtype, root); });
+}
+PyObject* group_agree(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 4, "agree")) return nullptr;
+  const int dtype = number(a[1]);
+  const uint64_t nbytes = bytes(a[2]), digest = PyLong_AsUnsignedLongLongMask(a[3]);
+  return run(of(self), Py_None, kSharedBuffer, seconds(a[0]),
+             [=](Group& g) { return g.agree(kSharedBuffer, dtype, nbytes, digest); });
+}
+
+// A tuple of integers from each rank; all of one length.
+PyObject* group_ints(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 2, "ints")) return nullptr;
+  PyGroup* g = of(self);
+  const int size = g->group->size;
+  const Py_ssize_t count = PySequence_Size(a[1]);
+  std::vector<int64_t> own, all;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* item = PySequence_GetItem(a[1], i);
+    if (!item) return nullptr;
+    own.push_back(PyLong_AsLongLong(item));
+    Py_DECREF(item);
+  }
+  all.resize(static_cast<size_t>(size) * own.size());
+  Blocks outs;
+  for (int r = 0; r < size; r++) {
+    outs.at.push_back(reinterpret_cast<uint8_t*>(all.data() + r * own.size()));
+    outs.nbytes.push_back(own.size() * sizeof(int64_t));
+  }
+  const auto* x = reinterpret_cast<const uint8_t*>(own.data());
+  PyObject* ended = run(g, Py_None, kInts, seconds(a[0]), [&](Group& group) { return group.all_gather(outs, x, -1, 0, kInts); });
+  if (!ended) return nullptr;
+  Py_DECREF(ended);
+  PyObject* rows = PyList_New(size);
+  for (int r = 0; r < size; r++) {
+    PyObject* row = PyTuple_New(count);
+    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SetItem(row, i, PyLong_FromLongLong(all[r * own.size() + i]));
+    PyList_SetItem(rows, r, row);
+  }
+  return rows;
+}
+
+// The bytes of each rank, cut to what fits into a slot.
+PyObject* group_texts(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 2, "texts")) return nullptr;
+  char* raw;
+  Py_ssize_t length;
+  if (PyBytes_AsStringAndSize(a[1], &raw, &length)) return nullptr;
+  const std::vector<uint8_t> own(raw, raw + length);
+  std::vector<std::vector<uint8_t>> all;
+  PyObject* ended = run(of(self), Py_None, kTexts, seconds(a[0]), [&](Group& group) { return group.texts(own, all); });
+  if (!ended) return nullptr;
+  Py_DECREF(ended);
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(all.size()));
+  for (size_t r = 0; r < all.size(); r++)
+    PyList_SetItem(list, static_cast<Py_ssize_t>(r),
+                   PyBytes_FromStringAndSize(reinterpret_cast<char*>(all[r].data()), static_cast<Py_ssize_t>(all[r].size())));
+  return list;
+}
+
+PyObject* group_add_buffer(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 3, "add_buffer")) return nullptr;
+  uint8_t* first = address(a[0]);
+  const size_t stride = bytes(a[1]), nbytes = bytes(a[2]);
+  if (PyErr_Occurred()) return nullptr;
+  return PyLong_FromUnsignedLongLong(of(self)->group->add_buffer(first, stride, nbytes));
+}
+PyObject* group_drop_buffer(PyObject* self, PyObject* which) {
+  if (!of(self)->is_released) of(self)->group->drop_buffer(PyLong_AsUnsignedLongLong(which));
+  Py_RETURN_NONE;
+}
+PyObject* group_state(PyObject* self, PyObject* rank) {
+  const int r = number(rank);
+  if (PyErr_Occurred()) return nullptr;
+  if (of(self)->is_released) return Py_BuildValue("(iiy)", (int)kClosed, 0, "");
+  Control& c = of(self)->group->control(r);
+  const uint32_t state = c.state.load(std::memory_order_acquire);
+  return Py_BuildValue("(iiy#)", (int)state, (int)c.culprit.load(), c.text, (Py_ssize_t)c.text_bytes.load());
+}
+PyObject* group_fail(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 3, "fail")) return nullptr;
+  char* text;
+  Py_ssize_t length;
+  if (PyBytes_AsStringAndSize(a[2], &text, &length)) return nullptr;
+  if (!of(self)->is_released) of(self)->group->fail(static_cast<State>(number(a[0])), number(a[1]), text, static_cast<size_t>(length));
+  Py_RETURN_NONE;
+}
+PyObject* group_close(PyObject* self, PyObject*) {
+  PyGroup* g = of(self);
+  if (!g->is_released) {
+    g->group->close();
+    Unlocked unlocked;
+    g->order->close();
+  }
+  Py_RETURN_NONE;
+}
+// Lets go of the memory; nothing runs any more.
+PyObject* group_release(PyObject* self, PyObject*) {
+  PyGroup* g = of(self);
+  g->is_released = true;
+  Py_CLEAR(g->memory);
+  Py_RETURN_NONE;
+}
+PyObject* group_fault_after(PyObject* self, Args a, Py_ssize_t n) {
+  if (!has(n, 2, "fault_after")) return nullptr;
+  of(self)->group->fault_after(PyLong_AsLong(a[0]), number(a[1]));
+  Py_RETURN_NONE;
+}
+PyObject* group_waited_ns(PyObject* self, void*) {
+  Group& g = *of(self)->group;
+  return PyLong_FromLongLong(g.patience.waited_ns + g.messages.waited_ns.load());
+}
+PyObject* get_small_bytes(PyObject* self, void*) { return PyLong_FromSize_t(of(self)->group->small_bytes); }
+int set_small_bytes(PyObject* self, PyObject* value, void*) {
+  of(self)->group->small_bytes = bytes(value);
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+// Group(memory, size, slot_bytes, rank, has_own_core, look, report)
+PyObject* group_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *memory, *look, *report;
+  Py_ssize_t size, slot_bytes;
+  int rank, has_own_core;
+  if (!PyArg_ParseTuple(args, "O!nnipOO", memory_type, &memory, &size, &slot_bytes, &rank, &has_own_core, &look, &report))
+    return nullptr;
+  auto* m = reinterpret_cast<Memory*>(memory);
+  const Layout layout{static_cast<size_t>(size), static_cast<size_t>(slot_bytes)};
+  if (m->nbytes < layout.total() || rank < 0 || rank >= size || size < 2)
+    return PyErr_Format(PyExc_ValueError, "a segment of %zu bytes is too small for %zd ranks", m->nbytes, size);
+  auto* self = reinterpret_cast<PyGroup*>(PyType_GenericAlloc(type, 0));
+  if (!self) return nullptr;
+  self->memory = Py_NewRef(memory);
+  self->look = Py_NewRef(look);
+  self->report = Py_NewRef(report);
+  self->group = new Group(static_cast<uint8_t*>(m->at), layout, rank, has_own_core);
+  self->order = new Order(*self->group);
+  self->pid = getpid();
+  return reinterpret_cast<PyObject*>(self);
+}
+int group_traverse(PyObject* self, visitproc visit, void* arg) {
+  PyGroup* g = of(self);
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(g->memory);
+  Py_VISIT(g->look);
+  Py_VISIT(g->report);
+  return 0;
+}
+int group_clear(PyObject* self) {
+  Py_CLEAR(of(self)->look);
+  Py_CLEAR(of(self)->report);
+  return 0;
+}
+void group_free(PyObject* self) {
+  PyGroup* g = of(self);
+  PyObject_GC_UnTrack(self);
+  if (getpid() == g->pid) {  // in a forked child its thread and its locks are those of the parent
+    Unlocked unlocked;
+    delete g->order;
+    delete g->group;
+  }
+  Py_XDECREF(g->memory);
+  Py_XDECREF(g->look);
+  Py_XDECREF(g->report);
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(function)), METH_FASTCALL
+PyMethodDef group_methods[] = {
+    {"barrier", FAST(group_barrier), "barrier(mode, timeout_s)"},
+    {"all_reduce", FAST(group_all_reduce), "all_reduce(mode, timeout_s, address, elements, dtype, op, root)"},
+    {"reduce_scatter", FAST(group_reduce_scatter), "reduce_scatter(mode, timeout_s, out, ins, dtype, op, alike)"},
+    {"broadcast", FAST(group_broadcast), "broadcast(mode, timeout_s, address, bytes, dtype, root)"},
+    {"all_gather", FAST(group_all_gather), "all_gather(mode, timeout_s, outs, address, dtype, alike)"},
+    {"gather", FAST(group_gather), "gather(mode, timeout_s, outs, address, bytes, dtype, root)"},
+    {"all_to_all", FAST(group_all_to_all), "all_to_all(mode, timeout_s, outs, ins, dtype)"},
+    {"scatter", FAST(group_scatter), "scatter(mode, timeout_s, out, bytes, ins, dtype, root)"},
+    {"agree", FAST(group_agree), "agree(timeout_s, dtype, bytes, digest)"},
+    {"ints", FAST(group_ints), "ints(timeout_s, values)"},
+    {"texts", FAST(group_texts), "texts(timeout_s, bytes)"},
+    {"post", FAST(group_post), "post(sends, recvs, tag, waits)"},
+    {"add_buffer", FAST(group_add_buffer), "add_buffer(address of the first region, stride, bytes)"},
+    {"drop_buffer", group_drop_buffer, METH_O, "drop_buffer(number)"},
+    {"state", group_state, METH_O, "state(rank): (state, culprit, text)"},
+    {"fail", FAST(group_fail), "fail(state, culprit, text)"},
+    {"close", group_close, METH_NOARGS, "Leave: tell the others, and end the thread after what is queued."},
+    {"release", group_release, METH_NOARGS, "Let go of the memory."},
+    {"fault_after", FAST(group_fault_after), "fault_after(steps, signal): for tests."},
+    {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef group_getters[] = {
+    {"waited_ns", group_waited_ns, nullptr, "Time spent waiting for others so far.", nullptr},
+    {"small_bytes", get_small_bytes, set_small_bytes, "Up to here a reduction takes one meeting.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot group_slots[] = {{Py_tp_new, reinterpret_cast<void*>(group_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(group_free)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(group_traverse)},
+                             {Py_tp_clear, reinterpret_cast<void*>(group_clear)},
+                             {Py_tp_methods, group_methods},
+                             {Py_tp_getset, group_getters},
+                             {0, nullptr}};
+PyType_Spec group_spec = {"unisono._core.Group", sizeof(PyGroup), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, group_slots};
+
+// -- the module -----------------------------------------------------------------------------------
+
+// layout(size, slot_bytes): (bytes of all, bytes that all ranks touch, bytes of one rank's slots,
+// offset of the rings, bytes of one ring).
+PyObject* layout_of(PyObject*, Args a, Py_ssize_t n) {
+  if (!has(n, 2, "layout")) return nullptr;
+  const Layout l{bytes(a[0]), bytes(a[1])};
+  if (PyErr_Occurred()) return nullptr;
+  return Py_BuildValue("(nnnnn)", (Py_ssize_t)l.total(), (Py_ssize_t)l.common_bytes(), (Py_ssize_t)l.own_slots_bytes(),
+                       (Py_ssize_t)l.rings(), (Py_ssize_t)l.ring_bytes());
+}
+
+PyMethodDef module_methods[] = {
+    {"map", FAST(map_memory), "map(fd, bytes): memory shared by all who map the file."},
+    {"populate", FAST(populate), "populate(address, bytes): give every page memory now; OSError if there is none."},
+    {"layout", FAST(layout_of), "layout(size, slot_bytes): where things lie in a segment."},
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_core", "Collectives and messages over shared memory.", -1,
+                          module_methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__core(void) {
+  PyObject* module = PyModule_Create(&module_def);
+  if (!module) return nullptr;
+  memory_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&memory_spec));
+  started_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&started_spec));
+  transfers_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&transfers_spec));
+  PyObject* group_type = PyType_FromSpec(&group_spec);
+  if (!memory_type || !started_type || !transfers_type || !group_type) return nullptr;
+  PyModule_AddObjectRef(module, "Group", group_type);
+  PyModule_AddIntConstant(module, "VERSION", kVersion);
+  Py_DECREF(group_type);
+  return module;
+}

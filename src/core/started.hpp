@@ -1,0 +1,183 @@
+// The calls of one group in the order in which they were issued: at once in the caller's thread, or
+// behind its back in the group's own thread. Whoever waits for a call lends a hand instead of idling.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+
+#include "group.hpp"
+
+namespace unisono {
+
+struct Started {
+  std::function<void()> run;
+  std::vector<std::function<void()>> on_done;  // called once, by the thread that ran it
+  std::atomic<bool> done{false};
+};
+using StartedRef = std::shared_ptr<Started>;
+
+class Order {
+ public:
+  explicit Order(Group& group) : group_(group) {}
+  ~Order() { close(); }
+
+  // Runs the call now, after everything issued before it.
+  void perform(const std::function<void()>& run) {
+    if (runner_.load() == std::this_thread::get_id()) return run();  // from a callback of another call
+    if (std::unique_lock<std::mutex> turn(turn_, std::try_to_lock); turn && is_empty()) {
+      runner_ = std::this_thread::get_id();
+      run();
+      runner_ = std::thread::id();
+      turn.unlock();
+      if (!is_empty()) changed_.notify_all();  // queued by another thread meanwhile
+      return;
+    }
+    StartedRef call = start(run);
+    while (!wait(call, 1.0)) continue;  // its own waits have deadlines
+  }
+
+  StartedRef start(std::function<void()> run) {
+    auto call = std::make_shared<Started>();
+    call->run = std::move(run);
+    if (runner_.load() == std::this_thread::get_id()) {
+      execute(*call);
+      return call;
+    }
+    {
+      std::lock_guard<std::mutex> held(lock_);
+      queue_.push_back(call);
+    }
+    ensure_thread();
+    changed_.notify_all();
+    return call;
+  }
+
+  // Whether the call has ended within the time; runs queued calls meanwhile if nobody else does.
+  bool wait(const StartedRef& call, double seconds) {
+    if (call->done) return true;
+    if (runner_.load() == std::this_thread::get_id()) {
+      while (!call->done && run_next()) continue;
+      return call->done;
+    }
+    if (std::unique_lock<std::mutex> turn(turn_, std::try_to_lock); turn) {
+      runner_ = std::this_thread::get_id();
+      while (!call->done && run_next()) continue;
+      runner_ = std::thread::id();
+      turn.unlock();
+      if (!is_empty()) changed_.notify_all();
+      if (call->done) return true;
+    }
+    std::unique_lock<std::mutex> held(lock_);
+    return changed_.wait_for(held, std::chrono::duration<double>(seconds), [&] { return call->done.load(); });
+  }
+
+  // Calls `callback` when the call has ended; false if it has ended already.
+  bool then(Started& call, std::function<void()> callback) {
+    std::lock_guard<std::mutex> held(lock_);
+    if (call.done) return false;
+    call.on_done.push_back(std::move(callback));
+    return true;
+  }
+
+  // Lets the thread move on messages that nobody waits for.
+  void attend_messages() {
+    ensure_thread();
+    changed_.notify_all();
+  }
+
+  // Ends the thread after what is queued.
+  void close() {
+    if (!thread_.joinable()) return;
+    if (getpid() != pid_) {  // the thread has stayed in the parent process
+      thread_.detach();
+      return;
+    }
+    {
+      std::lock_guard<std::mutex> held(lock_);
+      stops_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.get_id() == std::this_thread::get_id()) thread_.detach();
+    else thread_.join();
+  }
+
+ private:
+  bool is_empty() {
+    std::lock_guard<std::mutex> held(lock_);
+    return queue_.empty();
+  }
+
+  bool run_next() {
+    StartedRef call;
+    {
+      std::lock_guard<std::mutex> held(lock_);
+      if (queue_.empty()) return false;
+      call = queue_.front();
+      queue_.pop_front();
+    }
+    execute(*call);
+    return true;
+  }
+
+  void execute(Started& call) {
+    call.run();
+    std::vector<std::function<void()>> callbacks;
+    std::function<void()> ran;  // goes when no lock is held: it may own what Python made
+    {
+      std::lock_guard<std::mutex> held(lock_);
+      call.done = true;
+      ran.swap(call.run);
+      callbacks.swap(call.on_done);
+    }
+    changed_.notify_all();
+    for (const auto& callback : callbacks) callback();
+  }
+
+  void ensure_thread() {
+    std::lock_guard<std::mutex> held(lock_);
+    if (thread_.joinable() || stops_) return;
+    pid_ = getpid();
+    thread_ = std::thread([this] { loop(); });
+  }
+
+  void loop() {
+    while (true) {
+      {
+        std::unique_lock<std::mutex> held(lock_);
+        const auto has_work = [&] { return !queue_.empty() || stops_; };
+        if (group_.messages.unattended()) changed_.wait_for(held, std::chrono::microseconds(nap_us_), has_work);
+        else changed_.wait(held, [&] { return has_work() || group_.messages.unattended(); });
+        if (stops_ && queue_.empty()) return;
+      }
+      if (std::unique_lock<std::mutex> turn(turn_); !is_empty()) {
+        runner_ = std::this_thread::get_id();
+        group_.patience.behind = true;
+        while (run_next()) continue;
+        group_.patience.behind = false;
+        runner_ = std::thread::id();
+      }
+      nap_us_ = group_.messages.progress() ? 100 : 2000;
+    }
+  }
+
+  Group& group_;
+  std::mutex turn_;  // held by the thread that runs a call
+  std::mutex lock_;  // guards what follows
+  std::condition_variable changed_;
+  std::deque<StartedRef> queue_;
+  std::thread thread_;
+  std::atomic<std::thread::id> runner_{};
+  pid_t pid_ = 0;
+  int nap_us_ = 2000;
+  bool stops_ = false;
+};
+
+}  // namespace unisono

@@ -1,0 +1,44 @@
+"""The compiled core `unisono._core`, or why it is not to be had here."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from types import ModuleType
+
+from unisono.errors import UnisonoError
+
+
+@functools.cache
+def _found() -> tuple[ModuleType | None, str]:
+    if os.environ.get("UNISONO_CORE", "") == "0":
+        return None, "UNISONO_CORE=0 switches the compiled core off"
+    if sys.platform != "linux":
+        return None, f"the compiled core runs on Linux, not on {sys.platform}"
+    try:
+        from unisono import _core
+    except ImportError as error:
+        return None, (
+            f"the compiled core is not there ({error}); with a C++ compiler (apt install g++), "
+            "install unisono again"
+        )
+    return _core, ""
+
+
+def unavailable() -> str | None:
+    """Return why there is no compiled core, None if there is one."""
+    module, reason = _found()
+    return None if module is not None else reason
+
+
+def load() -> ModuleType:
+    """Return the module.
+
+    Raises:
+        UnisonoError: there is none; says why.
+    """
+    module, reason = _found()
+    if module is None:
+        raise UnisonoError(reason)
+    return module
