@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono
-from unisono.comm import Communicator, Pending
+from unisono.comm import Communicator, Pending, StartedVerbs
 from unisono.data_parallel import DASO, DasoSchedule, DataParallelMultiGPU, shard
 
 LINK_S = 0.03
@@ -31,22 +31,32 @@ def on_the_link(nbytes):
     return time.monotonic() + LINK_S
 
 
-class TwoNodes(Communicator):
-    """Ranks of which each half is a node: what is reduced between nodes arrives later."""
+class SlowVerbs(StartedVerbs):
+    """What is reduced between nodes arrives later."""
 
-    def all_reduce_(self, x, op="sum", *, async_op=False, timeout_s=None):
+    def all_reduce_(self, x, op="sum", *, timeout_s=None):
+        pending = super().all_reduce_(x, op, timeout_s=timeout_s)
         half = unisono.world().size // 2
-        if len({rank // half for rank in self.ranks}) == 1:
-            return super().all_reduce_(x, op, async_op=async_op, timeout_s=timeout_s)
+        if len({rank // half for rank in self._comm.ranks}) == 1:
+            return pending
         arrives = on_the_link(x.nbytes)
-        pending = super().all_reduce_(x, op, async_op=True, timeout_s=timeout_s)
 
         def wait(own_timeout_s):
             time.sleep(max(0.0, arrives - time.monotonic()))
             return pending.wait(own_timeout_s)
 
-        slow = Pending(wait, lambda: time.monotonic() > arrives and pending.done())
-        return slow if async_op else slow.wait()
+        return Pending(wait, lambda: time.monotonic() > arrives and pending.done())
+
+
+class TwoNodes(Communicator):
+    """Ranks of which each half is a node."""
+
+    @property
+    def start(self):
+        return SlowVerbs(self)
+
+    def all_reduce_(self, x, op="sum", *, timeout_s=None):
+        return self.start.all_reduce_(x, op, timeout_s=timeout_s).wait()
 
 
 def slow_hook(_, bucket):

@@ -140,11 +140,11 @@ def test_messages_and_collectives_in_an_order_that_ends_are_left_alone():
     if comm.rank == 0:
         time.sleep(1.2)
         assert comm.recv(word, 1).tolist() == [1, 1]  # sent before the collective
-        late = comm.recv(word, 1, tag=3, async_op=True)
+        late = comm.start.recv(word, 1, tag=3)
         assert comm.all_reduce(word).tolist() == [2, 2]
         assert late.wait().tolist() == [1, 1]
         return
-    comm.send(word, 0, async_op=True)
+    comm.start.send(word, 0)
     assert comm.all_reduce(word).tolist() == [2, 2]
     other.start()
     other.join()

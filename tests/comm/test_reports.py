@@ -142,7 +142,7 @@ def test_the_trace_of_a_verb_counts_the_time_spent_waiting_for_the_others():
         else:
             comm.recv(((2,), torch.float32), 1)
             time.sleep(0.2)
-        pending = comm.all_reduce(torch.ones(2), async_op=True)
+        pending = comm.start.all_reduce(torch.ones(2))
         if comm.rank == 1:
             absent_minded(0.2)
         pending.wait()

@@ -25,7 +25,7 @@ def test_each_call_is_one_event_with_its_bytes_and_site():
     with trace() as t:
         comm.all_reduce(torch.ones(256))
         comm.all_gather(torch.ones(3 + comm.rank, 2, dtype=torch.float64), sizes=[3, 4])
-        pending = comm.broadcast(torch.ones(4), async_op=True)
+        pending = comm.start.broadcast(torch.ones(4))
         assert len(t.events) == 2
         pending.wait()
     comm.barrier()

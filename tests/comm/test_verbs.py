@@ -97,7 +97,7 @@ def test_sixteen_bit_sums_are_rounded_once(n):
     mine = torch.full((n,), 256.0 if comm.rank == 0 else 0.75, dtype=torch.bfloat16)
     exact = torch.tensor(256.0 + 0.75 * (comm.size - 1)).to(torch.bfloat16)
     assert torch.equal(comm.all_reduce(mine), torch.full((n,), exact.item(), dtype=torch.bfloat16))
-    later = comm.all_reduce(mine, async_op=True)
+    later = comm.start.all_reduce(mine)
     assert torch.equal(later.wait(), torch.full((n,), exact.item(), dtype=torch.bfloat16))
     part = comm.reduce_scatter(mine)
     assert torch.equal(part, torch.full_like(part, exact.item()))
@@ -230,8 +230,8 @@ def test_broadcast_reaches_ranks_that_bring_nothing():
 def test_messages_arrive_in_order_and_by_tag():
     comm = world()
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    first = comm.send(torch.tensor([1.0, comm.rank]), right, async_op=True)
-    second = comm.send(torch.tensor([2.0, comm.rank]), right, tag=5, async_op=True)
+    first = comm.start.send(torch.tensor([1.0, comm.rank]), right)
+    second = comm.start.send(torch.tensor([2.0, comm.rank]), right, tag=5)
     assert comm.recv(((2,), torch.float32), left, tag=5).tolist() == [2.0, left]
     assert comm.recv(torch.empty(2), left).tolist() == [1.0, left]
     first.wait()
@@ -253,20 +253,20 @@ def test_every_verb_also_runs_async():
     comm = world()
     x = torch.arange(8.0) + comm.rank
     pending = [
-        comm.all_reduce(x, async_op=True),
-        comm.all_gather(x, async_op=True),
-        comm.reduce_scatter(x, async_op=True),
-        comm.broadcast(x, async_op=True),
-        comm.all_to_all(torch.arange(float(comm.size)), async_op=True),
-        comm.barrier(async_op=True),
-        comm.reduce(x, async_op=True),
-        comm.gather(x, async_op=True),
-        comm.scatter(x, async_op=True),
-        comm.all_gather_object(comm.rank, async_op=True),
-        comm.gather_object(comm.rank, async_op=True),
-        comm.broadcast_object([comm.rank], async_op=True),
-        comm.all_equal({1}, async_op=True),
-        comm.all_equal(comm.rank, async_op=True),
+        comm.start.all_reduce(x),
+        comm.start.all_gather(x),
+        comm.start.reduce_scatter(x),
+        comm.start.broadcast(x),
+        comm.start.all_to_all(torch.arange(float(comm.size))),
+        comm.start.barrier(),
+        comm.start.reduce(x),
+        comm.start.gather(x),
+        comm.start.scatter(x),
+        comm.start.all_gather_object(comm.rank),
+        comm.start.gather_object(comm.rank),
+        comm.start.broadcast_object([comm.rank]),
+        comm.start.all_equal({1}),
+        comm.start.all_equal(comm.rank),
     ]
     assert all(isinstance(p, Pending) for p in pending)
     results = [p.wait() for p in reversed(pending)][::-1]
@@ -406,7 +406,7 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.all_gather(torch.zeros(2, dtype=torch.uint8).view(torch.bits8))
     for wrong in ("3", -1.0, float("nan")):
         with pytest.raises(UnisonoError, match="must be positive"):
-            comm.all_reduce(x, async_op=True).wait(wrong)
+            comm.start.all_reduce(x).wait(wrong)
     with pytest.raises(MeshError, match="whole numbers of 64 bits"):
         comm.split("red")
     with pytest.raises(MeshError, match="not a list of ranks"):
@@ -470,7 +470,7 @@ def test_a_second_thread_inside_a_collective_of_the_group_is_refused():
             refused.append(str(caught.value))
         refused.append(str(other.all_reduce(torch.ones(1)).item()))
 
-    with comm._reporting("barrier", None, 10.0):  # as if this thread were waiting in it
+    with comm._exchanging("barrier", None, 10.0):  # as if this thread were waiting in it
         assert comm.all_reduce(torch.ones(1)).item() == 2  # the thread itself may nest calls
         thread = threading.Thread(target=second, name="prefetch")
         thread.start()

@@ -93,7 +93,7 @@ def test_a_sum_made_by_other_means_is_no_longer_partial():
         reduced = gp.reduce(e, grad="identity")
         for total in (
             comm.all_reduce,
-            lambda x: comm.all_reduce(x, async_op=True).wait(),
+            lambda x: comm.start.all_reduce(x).wait(),
             lambda x: comm.all_reduce_(x.clone()),
             lambda x: operators.sum_to_replicated(x, comm=comm),
             lambda x: operators.all_sum_reduce(x, comm=comm),

@@ -13,6 +13,7 @@ from unisono.comm.communicator import Communicator, world
 from unisono.comm.environment import Environment, detect
 from unisono.comm.failures import post_failure, posted_failure
 from unisono.comm.first_use import has_world
+from unisono.comm.messages import StartedVerbs
 from unisono.comm.pending import Pending
 from unisono.comm.start import open_store, start_world, stop_world
 from unisono.comm.tracing import Event, start_from_environment, trace
@@ -22,6 +23,7 @@ __all__ = [
     "Environment",
     "Event",
     "Pending",
+    "StartedVerbs",
     "check",
     "close_world",
     "detect",

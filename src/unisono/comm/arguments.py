@@ -21,14 +21,26 @@ _MOVABLE = frozenset(DTYPES)
 
 def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
     """Return `x` if it is a dense tensor on the communicator's kind of device."""
+    if (
+        isinstance(x, Tensor)
+        and x.device.type == device.type
+        and x.layout is torch.strided
+        and x.dtype in _MOVABLE
+        and not is_batchedtensor(x)
+    ):
+        return x
+    raise _wrong_tensor(x, device, verb)
+
+
+def _wrong_tensor(x: object, device: torch.device, verb: str) -> UnisonoError:
     if not isinstance(x, Tensor):
-        raise UnisonoError.because(
+        return UnisonoError.because(
             f"{verb} of {type(x).__name__}", "a tensor is needed", None, f"{verb}(torch.tensor(x))"
         )
+    if x.device.type == "meta":
+        return _without_data(f"{verb} of a tensor on meta")
     if x.device.type != device.type:
-        if x.device.type == "meta":
-            raise _without_data(f"{verb} of a tensor on meta")
-        raise UnisonoError.because(
+        return UnisonoError.because(
             f"{verb} of a tensor on {x.device}",
             f"the communicator works on {device}",
             None,
@@ -37,18 +49,17 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
     if x.layout is not torch.strided or x.is_quantized:
         kind = "a quantised" if x.is_quantized else f"a sparse ({x.layout})"
         hint = "x.dequantize()" if x.is_quantized else "x.to_dense()"
-        raise UnisonoError.because(
+        return UnisonoError.because(
             f"{verb} of {kind} tensor", "only dense tensors travel", None, hint
         )
-    if x.dtype not in _MOVABLE:
-        raise UnisonoError.because(
-            f"{verb} of a tensor of {x.dtype}",
-            "torch has no kernels for this dtype, so it does not travel by itself",
-            None,
-            f"{verb}(x.view(torch.uint8)), and .view({x.dtype}) of the result",
-        )
-    check_not_vmapped(x, verb)
-    return x
+    if is_batchedtensor(x):
+        return vmapped(verb, verb)
+    return UnisonoError.because(
+        f"{verb} of a tensor of {x.dtype}",
+        "torch has no kernels for this dtype, so it does not travel by itself",
+        None,
+        f"{verb}(x.view(torch.uint8)), and .view({x.dtype}) of the result",
+    )
 
 
 def check_not_vmapped(x: Tensor, verb: str) -> None:
@@ -72,9 +83,9 @@ def vmapped(movement: str, called: str) -> UnisonoError:
     )
 
 
-def check_not_transformed(x: Tensor, verb: str) -> None:
+def refuse_transformed(x: Tensor, verb: str) -> None:
     """Refuse a tensor of `torch.func.grad`, `vjp` or `jvp`: verbs have no derivative."""
-    if torch._C._are_functorch_transforms_active() and is_functorch_wrapped_tensor(x):
+    if is_functorch_wrapped_tensor(x):
         raise UnisonoError.because(
             f"{verb} of a tensor that torch.func differentiates",
             "the verbs of a communicator have no derivative",

@@ -104,33 +104,18 @@ def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
 
 
-_latest: Call | None = None
-_waited: Call | None = None
+latest_call: Call | None = None
+"""The latest call of this process."""
+waited_call: Call | None = None
+"""The call that is waited for, where that is not the latest."""
 _blocked: tuple[Call, int] | None = None
-
-
-def set_latest(call: Call | None) -> None:
-    """Remember `call` as the latest of this process; None when a world has ended."""
-    global _latest
-    _latest = call
-
-
-def latest() -> Call | None:
-    """Return the latest call of this process."""
-    return _latest
-
-
-def set_waited(call: Call | None) -> None:
-    """Remember `call` as the one that is waited for, where that is not the latest."""
-    global _waited
-    _waited = call
 
 
 def waited() -> Call | None:
     """Return the call that this process waits for, None where it is not known to be in any."""
-    if _waited is not None:
-        return _waited
-    return _latest if _latest is not None and not _latest.done else None
+    if waited_call is not None:
+        return waited_call
+    return latest_call if latest_call is not None and not latest_call.done else None
 
 
 def set_blocked(call: Call | None) -> None:

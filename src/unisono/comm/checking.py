@@ -31,7 +31,7 @@ Fingerprint = dict[str, Any]
 
 _SAME_BITS = "a backend should give all ranks the same bits; try another one, UNISONO_BACKEND=shm"
 
-_enabled = os.environ.get("UNISONO_CHECK", "") not in ("", "0")
+active = os.environ.get("UNISONO_CHECK", "") not in ("", "0")
 
 
 class check:
@@ -42,9 +42,9 @@ class check:
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        global _enabled
-        self._before = _enabled
-        _enabled = enabled
+        global active
+        self._before = active
+        active = enabled
 
     def __enter__(self) -> check:
         return self
@@ -55,13 +55,13 @@ class check:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        global _enabled
-        _enabled = self._before
+        global active
+        active = self._before
 
 
 def is_enabled() -> bool:
     """Whether check mode is on."""
-    return _enabled
+    return active
 
 
 def verify(call: Call, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:

@@ -14,10 +14,8 @@ from unisono.comm import groups
 from unisono.comm.arguments import check_device, check_ranks, check_timeout, environment_timeout_s
 from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.hosts import host_id
+from unisono.comm.messages import Messages, StartedVerbs
 from unisono.comm.tuning import measure_limits
-from unisono.comm.verbs_message import MessageVerbs
-from unisono.comm.verbs_object import ObjectVerbs
-from unisono.comm.verbs_reduce import ReduceVerbs
 from unisono.errors import MeshError, UnisonoError
 
 _sources: list[tuple[Callable[[object], bool], Callable[[Any], GroupEntry]]] = []
@@ -30,7 +28,7 @@ def register_source(
     _sources.append((matches, entry_of))
 
 
-class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
+class Communicator(Messages):
     """A group of ranks: who they are, how tensors travel between them, and the verbs.
 
     A frozen value: equal and hashable by ranks, backend and device. Get one from `world()` or
@@ -118,6 +116,11 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
     def process_group(self) -> dist.ProcessGroup:
         """Return the process group, for torch code that wants one even for a rank alone. Local."""
         return groups.process_group_of(self._entry)
+
+    @property
+    def start(self) -> StartedVerbs:
+        """The verbs, left under way: `comm.start.all_reduce(x)` returns a `Pending`. Local."""
+        return StartedVerbs(self)
 
     @property
     def name(self) -> str:

@@ -14,8 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unisono.errors import UnisonoError
-
 REDUCE_OPS: tuple[str, ...] = ("sum", "product", "min", "max", "and", "or", "xor", "sum64")
 """Reductions an engine knows. `mean` is a sum and a division, done above."""
 
@@ -29,15 +27,6 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
-        ...
-
-
-class NoteTicket(Ticket, Protocol):
-    """Integers of all ranks, under way."""
-
-    @property
-    def rows(self) -> list[tuple[int, ...]] | None:
-        """Those of each rank, once they are there."""
         ...
 
 
@@ -67,8 +56,6 @@ class Engine(ABC):
     """Time this rank has spent waiting for others in blocking calls so far; None: not known."""
     last_algorithm: str = "native"
     """How the latest call was done, for traces."""
-    note_ints: int = 0
-    """How many integers `post_note` can take; 0 where there are no notes."""
 
     @abstractmethod
     def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
@@ -156,10 +143,6 @@ class Engine(ABC):
     @abstractmethod
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""
-
-    def post_note(self, values: Sequence[int], *, timeout_s: float) -> NoteTicket:
-        """Leave integers for all ranks without meeting them; see `note_ints`."""
-        raise UnisonoError(f"{self.backend} has no notes for {len(values)} ints in {timeout_s} s")
 
     def shared_buffer(
         self,

@@ -6,7 +6,6 @@ name follows from its ranks, so ranks may make groups in any order that two of t
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import weakref
@@ -63,7 +62,8 @@ class GroupEntry:
         """Messages that this rank has begun to send, by world rank and tag."""
         self.awaited: dict[tuple[int, int], int] = {}
         """Messages that it has begun to receive."""
-        self._counter = itertools.count(1)
+        self.calls = 0
+        """Calls of the group that this rank has made, messages included."""
         self._engines: dict[str, Engine] = {}
         self.name = self._name()
         """Name for traces and reports, the same on all members."""
@@ -97,10 +97,6 @@ class GroupEntry:
     def is_alive(self) -> bool:
         """Whether torch.distributed still knows the group."""
         return self.group is None or self.group in c10d._world.pg_map
-
-    def next_seq(self) -> int:
-        """Number the next call of the group."""
-        return next(self._counter)
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that serves tensors on `device`."""
@@ -289,7 +285,7 @@ def forget_ended() -> None:
         _made.clear()
         _wrapped.clear()
         _generation.clear()
-        calls.set_latest(None)
+        calls.latest_call = None
         for forget in _forgetting:
             forget()
         _world_seen = None if world is None else weakref.ref(world)
@@ -311,7 +307,13 @@ def when_forgotten(forget: Callable[[], None]) -> Callable[[], None]:
 
 def accounts() -> dict[str, dict[str, int]]:
     """Return for each group, by its key, what this rank has made and counted in it. Local."""
-    return {
+    counts = {
+        f"{group.group_name}/c10d": {"collectives": made}
+        for group in list(c10d._world.pg_map)
+        # of a group of ours: torch's own calls on it
+        if (made := getattr(group, "unisono_calls", None)) is not None
+    }
+    return counts | {
         key: {
             "collectives": entry.collectives,
             **entry.counted,
@@ -349,7 +351,7 @@ def _new_group(
     _generation[ranks, backend] = nth + 1
     name = f"unisono-{backend}-{'_'.join(map(str, ranks))}-{nth}"
     call = Call(failures.NEW_GROUP, backend, name, nth + 1, kind=f"ranks {list(ranks)}")
-    calls.set_latest(call)
+    calls.latest_call = call
     try:
         group, _ = c10d._new_process_group_helper(
             len(ranks),

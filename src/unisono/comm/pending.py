@@ -1,4 +1,4 @@
-"""A collective under way: what a verb returns with `async_op=True`."""
+"""A collective under way: what the verbs of `comm.start` return."""
 
 from __future__ import annotations
 

@@ -13,3 +13,10 @@ def bytes_of(x: Tensor) -> Tensor:
         return flat
     # A single element may have any stride and still count as contiguous.
     return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return `x` with its values laid out in order; `x` itself where they are."""
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x
+    return x.resolve_conj().resolve_neg().contiguous()

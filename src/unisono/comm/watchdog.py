@@ -187,7 +187,7 @@ def own_connection(store: Store) -> Store:
 
 def describe_self() -> dict[str, Any]:
     """Return what this process tells others about itself."""
-    call = calls.latest()
+    call = calls.latest_call
     return {
         "stacks": thread_stacks(),
         "pid": os.getpid(),

@@ -112,7 +112,7 @@ class OverNetwork(Averaging):
 
     def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:
         """See `Averaging`."""
-        return Direct(comm.all_reduce_(bucket.flat, "sum", async_op=True))
+        return Direct(comm.start.all_reduce_(bucket.flat, "sum"))
 
 
 class InSharedMemory(Averaging):
@@ -132,4 +132,4 @@ class InSharedMemory(Averaging):
         if self._blocking:
             comm.all_reduce_(bucket.flat, "sum")
             return Done()
-        return Direct(comm.all_reduce_(bucket.flat, "sum", async_op=True))
+        return Direct(comm.start.all_reduce_(bucket.flat, "sum"))

@@ -65,7 +65,7 @@ class Cast(Averaging):
         """See `Averaging`."""
         flat = bucket.flat
         if flat.element_size() <= self._dtype.itemsize:
-            return Direct(comm.all_reduce_(flat, "sum", async_op=True))
+            return Direct(comm.start.all_reduce_(flat, "sum"))
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
         if comm.backend == "shm":
@@ -81,7 +81,7 @@ class Cast(Averaging):
             comm.all_reduce_(wire, "sum")
             flat.copy_(wire)
             return Done()
-        return Direct(comm.all_reduce_(wire, "sum", async_op=True), wire, flat)
+        return Direct(comm.start.all_reduce_(wire, "sum"), wire, flat)
 
 
 class Shares:
@@ -97,7 +97,7 @@ class Shares:
         wire = torch.zeros(self._share * comm.size, dtype=dtype, device=flat.device)
         wire[: flat.numel()].copy_(flat)
         even = [self._share] * comm.size
-        self._first: Pending[Tensor] = comm.all_to_all(wire, even, even, async_op=True)
+        self._first: Pending[Tensor] = comm.start.all_to_all(wire, even, even)
         self._second: Pending[Tensor] | None = None
 
     def proceed(self) -> None:
@@ -105,7 +105,7 @@ class Shares:
         parts = self._first.wait().view(self._comm.size, self._share)
         mine = parts.to(torch.float32).sum(0).to(parts.dtype)
         even = [self._share] * self._comm.size
-        self._second = self._comm.all_gather(mine, sizes=even, async_op=True)
+        self._second = self._comm.start.all_gather(mine, sizes=even)
 
     def wait(self) -> None:
         """See `Handle`."""

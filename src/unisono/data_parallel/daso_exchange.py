@@ -172,7 +172,7 @@ class NodeExchange:
             return
         sums = self._outgoing(narrow)
         pending = [
-            on_device(members, part.device).all_reduce_(part, async_op=True)
+            on_device(members, part.device).start.all_reduce_(part)
             for x in sums
             for part in x.split(self._chunk)
         ]

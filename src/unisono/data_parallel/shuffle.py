@@ -71,9 +71,7 @@ def dataset_ishuffle(dataset: Shufflable, attrs: Attributes) -> None:
     comm, half = communicator_of(dataset.comm), dataset.lcl_half
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     arriving = [
-        on_device(comm, rows.device).exchange(
-            {to: rows[:half]}, {source: rows[:half]}, async_op=True
-        )
+        on_device(comm, rows.device).start.exchange({to: rows[:half]}, {source: rows[:half]})
         for rows in tensors
     ]
     _noted(dataset).exchange = RingExchange(attrs, arriving)

@@ -44,7 +44,7 @@ def sync_gradients(
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
         is_whole = [id(p) in whole for p in wanted]
-        if checking.is_enabled() and groups.gp.size > 1:
+        if checking.active and groups.gp.size > 1:
             _compare([g for g, r in zip(grads, is_whole, strict=True) if r], groups.gp)
         present = torch.tensor([p.grad is not None for p in wanted], device=groups.gp.device)
         present = present.to(torch.float32)

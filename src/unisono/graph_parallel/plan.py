@@ -75,7 +75,7 @@ class GraphPlan:
         """What is dealt out: nodes with their incoming edges, or edges."""
         self._edges: Literal["all", "local"] = edges
         self._check(edge_index)
-        if checking.is_enabled() and self.comm.size > 1:
+        if checking.active and self.comm.size > 1:
             self._compare(edge_index)
         self._given = edge_index.clone()
         lists = self._lists(edge_index.cpu())

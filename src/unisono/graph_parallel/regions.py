@@ -149,7 +149,7 @@ def known_sizes(
         )
     if natoms is not None:
         sizes = split_sizes(_count(natoms), comm.size)
-    if sizes is not None and comm.size > 1 and checking.is_enabled():
+    if sizes is not None and comm.size > 1 and checking.active:
         _compare(x, dim, sizes, comm)
     return sizes
 

@@ -40,7 +40,7 @@ class Transfer:
         """Begin to move the rows of `x`; return the token."""
         rows = self.rows
         sizes = (rows.recv_sizes, rows.send_sizes) if home else (rows.send_sizes, rows.recv_sizes)
-        self.pending = self.comm.all_to_all(x, *sizes, async_op=True)
+        self.pending = self.comm.start.all_to_all(x, *sizes)
         return x.new_empty(0)
 
     def received(self) -> Tensor:

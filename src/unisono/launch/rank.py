@@ -261,7 +261,7 @@ def _meet(
 def _tell_standing(report_fd: int) -> None:
     """Tell the launcher which collective was the last; nothing before there was one."""
     calls = sys.modules.get("unisono.comm.call")
-    call = calls.latest() if calls is not None else None
+    call = calls.latest_call if calls is not None else None
     if call is not None:
         words = f"{call.describe()} ({'done' if call.done else 'under way'})"
         with contextlib.suppress(OSError):

@@ -125,7 +125,7 @@ def _send(
     nobody has to be met.
     """
     if comm.backend == "gloo":
-        return comm.all_reduce_(torch.tensor(word, dtype=torch.int32), "max", async_op=True)
+        return comm.start.all_reduce_(torch.tensor(word, dtype=torch.int32), "max")
     if comm.backend == "shm" and comm.size <= MOST_NOTES:
         return comm.post_ints(word)
     return None

@@ -91,7 +91,7 @@ class Columns(torch.autograd.Function):
         if needs_x:
             summands = dy @ weight
             if travels_by_itself(plan):
-                pending = plan.comm.reduce_scatter(summands, plan.dim, plan.sizes, async_op=True)
+                pending = plan.comm.start.reduce_scatter(summands, plan.dim, plan.sizes)
             else:
                 dx = plan.comm.reduce_scatter(summands, plan.dim, plan.sizes)
         dw = _outer(dy, joined, needs_w)
@@ -158,7 +158,7 @@ def _by_blocks(
 
 
 def _gather(x: Tensor, plan: BlockPlan) -> Pending[Tensor]:
-    return plan.comm.all_gather(x, plan.dim, plan.sizes, async_op=True)
+    return plan.comm.start.all_gather(x, plan.dim, plan.sizes)
 
 
 def _product(dy: Tensor, weight: Tensor, needed: bool) -> Tensor | None:

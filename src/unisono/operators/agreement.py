@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_not_vmapped, check_tensor
-from unisono.comm.calling import Like
+from unisono.comm.collectives import Like
 from unisono.comm.headers import pack_shape, unpack_shape
 from unisono.errors import PartitionError, UnisonoError
 

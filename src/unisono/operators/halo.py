@@ -221,10 +221,9 @@ def post(
     """Post all messages at once: one flat tensor for each."""
     if not sends and not recvs:
         return Flight()
-    pending = plan.comm.exchange(
+    pending = plan.comm.start.exchange(
         {plan.rank_of(message.peer): flat for message, flat in sends},
         {plan.rank_of(message.peer): ((message.numel,), dtype) for message in recvs},
-        async_op=True,
     )
     return Flight(pending)
 

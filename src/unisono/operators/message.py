@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_tensor
-from unisono.comm.calling import Like
+from unisono.comm.collectives import Like
 from unisono.operators.agreement import anchor, like_of
 from unisono.operators.linear import LinearMap
 from unisono.operators.plans import check_comm

@@ -91,7 +91,7 @@ def start_moves(
         for move in overlap.sends
     }
     recvs = {move.peer: (move.shape, dtype) for move in overlap.recvs}
-    return Flight(comm.exchange(sends, recvs, async_op=True))
+    return Flight(comm.start.exchange(sends, recvs))
 
 
 def repartition(x: Tensor, plan: OverlapPlan, *, comm: Communicator | None = None) -> Tensor:

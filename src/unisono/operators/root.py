@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_rank, check_tensor
-from unisono.comm.calling import Like
+from unisono.comm.collectives import Like
 from unisono.operators.agreement import anchor, announce, like_of
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import RootPlan, check_comm

@@ -84,7 +84,7 @@ def add_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> T
 def rows_of(x: Tensor, plan: RowPlan) -> Tensor:
     """Return the rows of `x` that other ranks need."""
     taken = x.index_select(0, plan.send_index)
-    if x.requires_grad and not torch.compiler.is_compiling() and checking.is_enabled():
+    if x.requires_grad and not torch.compiler.is_compiling() and checking.active:
         taken.requires_grad_()  # which check mode compares over ranks
     return taken
 

@@ -101,7 +101,7 @@ def overlapping(comm: Communicator) -> list[Callable[[], object]]:
             torch.mm(a, a)
 
     def both() -> None:
-        pending = comm.all_reduce_(x, "mean", async_op=True)
+        pending = comm.start.all_reduce_(x, "mean")
         compute()
         pending.wait()
 

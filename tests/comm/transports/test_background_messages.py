@@ -16,7 +16,7 @@ def test_a_long_message_goes_on_after_its_sender_waited_for_another():
     comm, store = world(), default_store()
     long, short = torch.ones(3_000_000), torch.zeros(1)
     if comm.rank == 0:
-        sent = comm.send(long, 1, tag=1, async_op=True)
+        sent = comm.start.send(long, 1, tag=1)
         comm.recv_(short, 1, tag=2)  # long enough for the background to fall asleep
         give_up = time.monotonic() + 12
         while not store.check(["arrived"]):
@@ -36,8 +36,8 @@ def test_messages_can_be_asked_for_and_arrive_when_their_handle_is_let_go():
     comm = world()
     peer = 1 - comm.rank
     for length in (3, 1_000_000):
-        comm.send(torch.full((length,), 1.0 + comm.rank), peer, tag=1, async_op=True)
-        arriving = comm.recv(torch.empty(length), peer, tag=1, async_op=True)
+        comm.start.send(torch.full((length,), 1.0 + comm.rank), peer, tag=1)
+        arriving = comm.start.recv(torch.empty(length), peer, tag=1)
         give_up = time.monotonic() + 12
         while not arriving.done():
             assert time.monotonic() < give_up, "done() never says so"

@@ -225,15 +225,11 @@ class MPICommunication(
 
     def Barrier(self) -> None:
         """Return when every rank has called it."""
-        comm = self._comm
-        self._perform(lambda later: comm.barrier(async_op=later), lambda _: None, blocking=True)
+        self._perform(lambda verbs: verbs.barrier(), lambda _: None, blocking=True)
 
     def Ibarrier(self) -> Request:
         """Start `Barrier`."""
-        comm = self._comm
-        return self._perform(
-            lambda later: comm.barrier(async_op=later), lambda _: None, blocking=False
-        )
+        return self._perform(lambda verbs: verbs.barrier(), lambda _: None, blocking=False)
 
     def _identity(self) -> tuple[object, ...]:
         return (None,) if self._is_null else (self._comm, self._context)

@@ -101,7 +101,7 @@ class Mailbox:
         if is_apart:
             kept = x.clone() if is_copied else x
             wire_tag = _FIRST_TAG + serial % _TAGS
-            pending = comm.send(kept, dst, wire_tag, async_op=True)
+            pending = comm.start.send(kept, dst, wire_tag)
             self._sent[serial] = _Sent(pending, kept.numel() if is_copied else 0)
         else:
             envelope.values = x.clone() if dst == comm.rank else x
@@ -192,7 +192,7 @@ class Mailbox:
     def _until(self, is_ready: progress.Check, call: Call, timeout_s: float) -> None:
         if is_ready():
             return
-        calls.set_latest(call)
+        calls.latest_call = call
         progress.drive(is_ready, timeout_s)
         if not is_ready():
             raise failures.timed_out(call, self._comm.ranks, timeout_s)

@@ -14,8 +14,8 @@ from unisono.comm.mpi_style.mailbox import Mailbox
 from unisono.comm.mpi_style.request import Request
 from unisono.comm.pending import Pending
 
-Start = Callable[[bool], Any]
-"""Makes a verb of a `Communicator`; the argument is its `async_op`."""
+Start = Callable[[Any], Any]
+"""Makes a verb of a `Communicator`, or of its `start`."""
 
 
 class Performer:
@@ -34,13 +34,13 @@ class Performer:
         if blocking:
             deliver(self._result(start))
             return Request.done()
-        return Request.of(start(True), deliver, self._comm.timeout_s)
+        return Request.of(start(self._comm.start), deliver, self._comm.timeout_s)
 
     def _result(self, start: Start) -> Any:
         """Make a collective and return its result, looking after messages meanwhile."""
         if not progress.is_needed():
-            return start(False)
-        pending: Pending[Any] = start(True)
+            return start(self._comm)
+        pending: Pending[Any] = start(self._comm.start)
         progress.drive(pending.done, self._comm.timeout_s)
         return pending.wait()
 
@@ -49,7 +49,7 @@ class Performer:
         comm = self._comm
         mine = torch.tensor([list(values)], dtype=torch.int64, device=comm.device)
         sizes = [1] * comm.size
-        whole: Tensor = self._result(lambda later: comm.all_gather(mine, 0, sizes, async_op=later))
+        whole: Tensor = self._result(lambda verbs: verbs.all_gather(mine, 0, sizes))
         return [tuple(row) for row in whole.tolist()]
 
     def _staged(self, x: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class AlltoallVerbs(Performer):
                 assign(recv, incoming.tensor)
 
         return self._perform(
-            lambda later: comm.all_to_all(work, send_sizes, recv_sizes, async_op=later),
+            lambda verbs: verbs.all_to_all(work, send_sizes, recv_sizes),
             deliver,
             blocking,
         )

@@ -163,9 +163,7 @@ class GatherVerbs(Performer):
             if work is not x and comm.rank != root:
                 assign(x, work)
 
-        return self._perform(
-            lambda later: comm.broadcast_(work, root, async_op=later), deliver, blocking
-        )
+        return self._perform(lambda verbs: verbs.broadcast_(work, root), deliver, blocking)
 
     def _allgather(
         self,
@@ -190,7 +188,7 @@ class GatherVerbs(Performer):
         check_alike(mine, blocks.block(comm.rank), verb)
         work = self._staged(mine)
         return self._perform(
-            lambda later: comm.all_gather(work, axis, blocks.counts, async_op=later),
+            lambda verbs: verbs.all_gather(work, axis, blocks.counts),
             lambda joined: _spread(blocks, joined),
             blocking,
         )
@@ -206,7 +204,7 @@ class GatherVerbs(Performer):
         _check_joined(send, recv, axis, comm.size, verb)
         work, sizes = self._staged(send), [send.shape[axis]] * comm.size
         return self._perform(
-            lambda later: comm.all_gather(work, axis, sizes, async_op=later),
+            lambda verbs: verbs.all_gather(work, axis, sizes),
             lambda joined: assign(recv, joined),
             blocking,
         )
@@ -256,9 +254,7 @@ class GatherVerbs(Performer):
             elif joined is not None and target is not None:
                 assign(target, joined)
 
-        return self._perform(
-            lambda later: comm.gather(work, root, 0, lengths, async_op=later), deliver, blocking
-        )
+        return self._perform(lambda verbs: verbs.gather(work, root, 0, lengths), deliver, blocking)
 
     def _scatter(
         self,
@@ -299,7 +295,7 @@ class GatherVerbs(Performer):
             whole = self._staged(torch.cat([blocks.block(rank) for rank in range(comm.size)]))
         like = (tuple(target.shape), target.dtype)
         return self._perform(
-            lambda later: comm.scatter(whole, root, 0, lengths, like=like, async_op=later),
+            lambda verbs: verbs.scatter(whole, root, 0, lengths, like=like),
             lambda part: assign(target, part),
             blocking,
         )

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from unisono.comm.arguments import check_rank
-from unisono.comm.calling import contiguous
 from unisono.comm.mpi_style import constants
 from unisono.comm.mpi_style.buffers import Buffer, as_tensor
 from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG
 from unisono.comm.mpi_style.performing import Performer
 from unisono.comm.mpi_style.request import Request
 from unisono.comm.mpi_style.status import Status
-from unisono.comm.raw import bytes_of
+from unisono.comm.raw import bytes_of, dense
 from unisono.errors import PartitionError, explain
 
 
@@ -109,7 +108,7 @@ class MessageVerbs(Performer):
         if not self._is_somebody(dest, verb, "dest"):
             return Request.done()
         x = as_tensor(buf, verb, "sendbuf")
-        flat = bytes_of(contiguous(self._staged(x)))
+        flat = bytes_of(dense(self._staged(x)))
         return self._mailbox.send(
             flat,
             x.dtype,

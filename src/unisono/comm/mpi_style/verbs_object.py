@@ -27,13 +27,13 @@ class ObjectVerbs(Performer):
         mine = self._pickled(obj if comm.rank == root else None)
         length = self._agree([mine.numel()])[root][0]
         work = mine if comm.rank == root else mine.new_empty(length)
-        return _unpickled(self._result(lambda later: comm.broadcast_(work, root, async_op=later)))
+        return _unpickled(self._result(lambda verbs: verbs.broadcast_(work, root)))
 
     def allgather(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order, on every rank."""
-        comm, mine = self._comm, self._pickled(obj)
+        mine = self._pickled(obj)
         sizes = [n for (n,) in self._agree([mine.numel()])]
-        joined: Tensor = self._result(lambda later: comm.all_gather(mine, 0, sizes, async_op=later))
+        joined: Tensor = self._result(lambda verbs: verbs.all_gather(mine, 0, sizes))
         return [_unpickled(part) for part in joined.split(sizes)]
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
@@ -41,9 +41,7 @@ class ObjectVerbs(Performer):
         comm, mine = self._comm, self._pickled(obj)
         check_rank(root, comm.size, "root", "gather")
         sizes = [n for (n,) in self._agree([mine.numel()])]
-        joined: Tensor | None = self._result(
-            lambda later: comm.gather(mine, root, 0, sizes, async_op=later)
-        )
+        joined: Tensor | None = self._result(lambda verbs: verbs.gather(mine, root, 0, sizes))
         return None if joined is None else [_unpickled(part) for part in joined.split(sizes)]
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
@@ -66,9 +64,7 @@ class ObjectVerbs(Performer):
         whole = torch.cat(parts) if comm.rank == root else None
         like = ((sizes[comm.rank],), torch.uint8)
         return _unpickled(
-            self._result(
-                lambda later: comm.scatter(whole, root, 0, sizes, like=like, async_op=later)
-            )
+            self._result(lambda verbs: verbs.scatter(whole, root, 0, sizes, like=like))
         )
 
     def allreduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM) -> Any:

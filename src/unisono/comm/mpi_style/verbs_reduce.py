@@ -86,7 +86,7 @@ class ReduceVerbs(Performer):
                 assign(recv, work)
 
         return self._perform(
-            lambda later: comm.all_reduce_(work, kind.reduction, async_op=later), deliver, blocking
+            lambda verbs: verbs.all_reduce_(work, kind.reduction), deliver, blocking
         )
 
     def _reduce(
@@ -112,7 +112,7 @@ class ReduceVerbs(Performer):
                 assign(recv, result)
 
         return self._perform(
-            lambda later: comm.reduce(work, root, kind.reduction, async_op=later),
+            lambda verbs: verbs.reduce(work, root, kind.reduction),
             deliver,
             blocking,
         )
@@ -142,9 +142,7 @@ class ReduceVerbs(Performer):
                 assign(recv, decode(total, kind.reduction, flat.dtype))
 
         sizes = [1] * comm.size
-        return self._perform(
-            lambda later: comm.all_gather(block, 0, sizes, async_op=later), deliver, blocking
-        )
+        return self._perform(lambda verbs: verbs.all_gather(block, 0, sizes), deliver, blocking)
 
 
 def _values(

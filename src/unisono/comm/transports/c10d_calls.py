@@ -29,7 +29,6 @@ from unisono.comm.transports.work import DoneWork, TransportWork
 from unisono.errors import UnisonoError
 
 
-
 class How(TypedDict):
     """How a kernel is run: whether it is only started, and until when."""
 
@@ -170,7 +169,7 @@ class CallingGroup(dist.ProcessGroup):
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a third of the price of torch.no_grad()
         try:
-            if checking.is_enabled() and self.size() > 1:
+            if checking.active and self.size() > 1:
                 note.is_checked = True
                 checking.verify(note, self.rank(), self._ranks, timeout_s)
             tickets = kernel({"async_op": is_async, "timeout_s": timeout_s})
@@ -211,9 +210,9 @@ class CallingGroup(dist.ProcessGroup):
             note.received = sum(t.numel() * t.element_size() for t in outputs)
             if tracing.recorder.call_sites:
                 _ = note.site
-        elif is_async or checking.is_enabled():  # another thread could not look it up
+        elif is_async or checking.active:  # another thread could not look it up
             _ = note.site
-        calls.set_latest(note)
+        calls.latest_call = note
         return note
 
     def _message(
@@ -223,7 +222,7 @@ class CallingGroup(dist.ProcessGroup):
         self._introduce()
         note = Call(name, self._title, f"{self._key}/messages", 0, x.shape, x.dtype)
         note.sends_to, note.receives_from = to, source
-        calls.set_latest(note)
+        calls.latest_call = note
         return note
 
     def _under_way(
@@ -234,7 +233,7 @@ class CallingGroup(dist.ProcessGroup):
         timeout_s: float | None = None,
         waited: int | None = None,
     ) -> Work:
-        """Return the call as torch.distributed sees it; what it received is delivered at its end."""
+        """Return the call as torch.distributed sees it; its end delivers what was received."""
         deadline = self._timeout_s(None) if timeout_s is None else timeout_s
 
         def ended() -> None:

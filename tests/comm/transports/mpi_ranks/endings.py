@@ -32,7 +32,7 @@ def seen(*words):
 def calls_of_all_kinds(comm):
     """Collectives now and later, messages, DDP: right at every level of threads."""
     x = torch.full((50_000,), float(comm.rank + 1))
-    pending = [comm.all_reduce(x, async_op=True) for _ in range(3)]
+    pending = [comm.start.all_reduce(x) for _ in range(3)]
     now = comm.all_reduce(x)
     assert all(torch.equal(later.wait(), now) for later in pending)
     work = dist.all_reduce(x, async_op=True)

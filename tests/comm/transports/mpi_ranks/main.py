@@ -46,7 +46,7 @@ def main():
             print(f"CHECK {line}", flush=True)
         if everybody.bcast(any(text is not None for text in errors or [])):
             everybody.Abort(1)
-    Communicator.of(everybody).all_reduce(torch.ones(1), async_op=True).wait()
+    Communicator.of(everybody).start.all_reduce(torch.ones(1)).wait()
     if everybody.rank:
         time.sleep(0.3)  # all leave without any clean-up, and the keeper of the store first
 

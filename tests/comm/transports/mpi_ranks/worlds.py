@@ -208,7 +208,7 @@ check_a_world_of_a_part_of_mpi_knows_no_other_ranks.sizes = (4,)
 
 
 def check_the_thread_of_a_group_ends_with_it():
-    Communicator.of(ALL).all_reduce(torch.ones(1), async_op=True).wait()
+    Communicator.of(ALL).start.all_reduce(torch.ones(1)).wait()
     assert any(thread.name.startswith("unisono-mpi") for thread in threading.enumerate())
     group = dist.group.WORLD
     close_world()

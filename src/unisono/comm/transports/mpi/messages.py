@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from unisono.comm.messages import EXCHANGE_TAG
 from unisono.comm.transports.mpi.line import MAX_BYTES, Ladder, Line, abandon
 from unisono.comm.transports.mpi.moves import nbytes_of
 from unisono.comm.transports.staging import wrong_message
-from unisono.comm.verbs_message import EXCHANGE_TAG
 from unisono.errors import UnisonoError
 
 RESERVED_TAGS = 3

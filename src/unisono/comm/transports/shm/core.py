@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from types import ModuleType
+from typing import Any
 
 from unisono.errors import UnisonoError
 
 
 @functools.cache
-def _found() -> tuple[ModuleType | None, str]:
+def _found() -> tuple[Any, str]:
     if os.environ.get("UNISONO_CORE", "") == "0":
         return None, "UNISONO_CORE=0 switches the compiled core off"
     if sys.platform != "linux":
@@ -32,7 +32,7 @@ def unavailable() -> str | None:
     return None if module is not None else reason
 
 
-def load() -> ModuleType:
+def load() -> Any:
     """Return the module.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The kernels of a group whose ranks share one host: what the compiled core does, told in Python."""
+"""The kernels of a group whose ranks share one host: the compiled core, seen from Python."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class ShmEngine(TransportEngine):
         self._kept: list[Ticket] = []
         self.watch = Watch(rank, ranks, processes)
         own_cores = size <= usable_cores()
-        weak = weakref.ref(self)
+        weak: weakref.ref[ShmEngine] = weakref.ref(self)
         self._core = module.Group(
             segment.memory,
             size,
@@ -210,7 +210,9 @@ class ShmEngine(TransportEngine):
         """See `Engine`."""
         self.check_usable()
         nbytes, dtype = x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1)
-        started = self._core.broadcast(async_op or None, timeout_s, x.data_ptr(), nbytes, dtype, src)
+        started = self._core.broadcast(
+            async_op or None, timeout_s, x.data_ptr(), nbytes, dtype, src
+        )
         return self._keep(started, x)
 
     def all_gather(
@@ -432,7 +434,7 @@ class ShmEngine(TransportEngine):
             if memory is None:
                 continue
             offset = buffer.data_ptr() - memory.address - shared.own
-            if 0 <= offset and offset + nbytes <= shared.nbytes:
+            if offset >= 0 and offset + nbytes <= shared.nbytes:
                 starts = [_FIRST + rank * shared.stride + offset for rank in range(self.size)]
                 return [
                     torch.frombuffer(

@@ -1,0 +1,841 @@
+"""The collectives of a communicator: what is added up, what is copied, and Python objects.
+
+Each verb is prepared once, as a `Transfer`. `Collectives` performs it and returns the result;
+`StartedCollectives` (`comm.start`) leaves it under way and returns a `Pending`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from unisono.comm.arguments import (
+    check_dim,
+    check_rank,
+    check_sizes,
+    check_target,
+    check_tensor,
+    refuse_transformed,
+)
+from unisono.comm.coalesce import Coalescer
+from unisono.comm.headers import describe_block, learn_blocks, split_evenly
+from unisono.comm.pending import Pending
+from unisono.comm.perform import Performer, Transfer
+from unisono.comm.raw import bytes_of, dense
+from unisono.comm.reductions import check_op, decode, encode
+from unisono.errors import PartitionError, UnisonoError
+
+T = TypeVar("T")
+Like = Tensor | tuple[Sequence[int], torch.dtype]
+"""A tensor to imitate, or its shape and dtype."""
+
+
+class Collectives(Performer):
+    """Collectives over the ranks of a communicator."""
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
+        """Return the reduction of `x` over all ranks. Collective over the communicator.
+
+        Args:
+            x: tensor of the same shape and dtype on every rank.
+            op: sum, mean, product, min, max, and, or, xor, or sum64 (float32 added in float64).
+            timeout_s: deadline of this call.
+
+        Returns:
+            The same bits on every rank; `x` is unchanged.
+        """
+        out = self._copied(check_tensor(x, self.device, "all_reduce"))
+        if self._entry.coalescer is not None:
+            return self._held(self._entry.coalescer, out, x, op, timeout_s)
+        return self._perform(self._reduced(out, x, op), timeout_s)
+
+    def all_reduce_(self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
+        """Replace `x` by its reduction over all ranks; see `all_reduce`. Returns `x`."""
+        check_target(x, self.device, "all_reduce_")
+        if self._entry.coalescer is not None:
+            return self._held(self._entry.coalescer, x, x, op, timeout_s)
+        return self._perform(self._reduced(x, x, op), timeout_s)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        coalescer = self._entry.coalescer
+        if coalescer is not None:  # an all_reduce before this one may owe `x` its values
+            if torch._C._are_functorch_transforms_active():
+                refuse_transformed(x, "all_reduce")
+            coalescer.settle(x)
+        return x.detach().clone(memory_format=torch.contiguous_format)
+
+    def _reduced(self, out: Tensor, x: Tensor, op: str) -> Transfer[Tensor]:
+        check_op(op, x.dtype)
+        engine, target = self._engine, out.detach()
+        work = dense(encode(target, op))
+        divides = op == "mean" and not engine.knows_mean
+        call = self._described("all_reduce", x, kind=op)
+        call.sent = call.received = work.numel() * work.element_size()
+
+        def finish() -> Tensor:
+            if divides:
+                work.div_(self.size)
+            if work is not target:
+                target.copy_(decode(work, op, target.dtype))
+            if out is x:
+                increment_version(out)  # so that autograd does not use what it saved of it
+            return out
+
+        return Transfer(
+            call,
+            lambda async_op, timeout_s: engine.all_reduce_(
+                work, "sum" if divides else op, async_op=async_op, timeout_s=timeout_s
+            ),
+            finish,
+            verify=target,
+        )
+
+    def reduce(
+        self, x: Tensor, dst: int = 0, op: str = "sum", *, timeout_s: float | None = None
+    ) -> Tensor | None:
+        """Return the reduction of `x` on rank `dst` of the communicator, None on the others.
+
+        Collective over the communicator. `x` is unchanged everywhere.
+        """
+        return self._perform(self._reduced_on(x, dst, op), timeout_s)
+
+    def _reduced_on(self, x: Tensor, dst: int, op: str) -> Transfer[Tensor | None]:
+        check_tensor(x, self.device, "reduce")
+        check_op(op, x.dtype)
+        check_rank(dst, self.size, "dst", "reduce")
+        # A private copy: backends use the tensor as scratch space on the other ranks.
+        work = dense(encode(x.detach(), op).clone())
+        call = self._described("reduce", x, kind=op, root=dst)
+        call.sent = work.numel() * work.element_size()
+        added = "sum" if op == "mean" else op
+
+        def finish() -> Tensor | None:
+            if self.rank != dst:
+                return None
+            return decode(work.div_(self.size) if op == "mean" else work, op, x.dtype)
+
+        return Transfer(
+            call,
+            lambda async_op, timeout_s: self._engine.reduce_(
+                work, dst, added, async_op=async_op, timeout_s=timeout_s
+            ),
+            finish,
+        )
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        op: str = "sum",
+        *,
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """Return this rank's block along `dim` of the reduction over all ranks.
+
+        Collective over the communicator. `x` has the same shape on every rank; `sizes` are the W
+        block sizes along `dim`, balanced when None.
+        """
+        return self._perform(self._reduced_blocks(x, dim, sizes, op), timeout_s)
+
+    def _reduced_blocks(
+        self, x: Tensor, dim: int, sizes: Sequence[int] | None, op: str
+    ) -> Transfer[Tensor]:
+        check_tensor(x, self.device, "reduce_scatter")
+        check_op(op, x.dtype)
+        dim = check_dim(dim, x, "reduce_scatter")
+        rows = rows_first(x, dim)
+        lengths = self._block_sizes(sizes, rows.shape[0], "reduce_scatter")
+        work = encode(rows, op)
+        ins = work.split_with_sizes(lengths)
+        out = work.new_empty((lengths[self.rank], *work.shape[1:]))
+        call = self._described("reduce_scatter", x, kind=op, dim=dim, sizes=lengths)
+        call.sent = work.numel() * work.element_size()
+        call.received = out.numel() * out.element_size()
+        alike, added = hash((dim, rows.shape)), "sum" if op == "mean" else op
+
+        def finish() -> Tensor:
+            if op == "mean":
+                out.div_(self.size)
+            return rows_back(decode(out, op, x.dtype), dim)
+
+        return Transfer(
+            call,
+            lambda async_op, timeout_s: self._engine.reduce_scatter(
+                out, ins, added, alike=alike, async_op=async_op, timeout_s=timeout_s
+            ),
+            finish,
+        )
+
+    @contextlib.contextmanager
+    def coalesce(self, max_mb: float = 1.0) -> Iterator[None]:
+        """Join the small all_reduces issued inside into one per (op, dtype); results at exit.
+
+        Collective over the communicator: all ranks issue the same all_reduces inside. Tensors
+        above `max_mb` are reduced at once. A tensor in memory that waits for a result (the same
+        one again, a view of it) first gets this result: what is held is sent then. On an exception
+        nothing is sent.
+        """
+        if self._entry.coalescer is not None:
+            yield  # the outer block does it
+            return
+        coalescer = Coalescer(int(max_mb * 2**20), self._reduce_joined)
+        self._entry.coalescer = coalescer
+        try:
+            yield
+        finally:
+            self._entry.coalescer = None
+        coalescer.flush()
+
+    def _held(
+        self, coalescer: Coalescer, out: Tensor, x: Tensor, op: str, timeout_s: float | None
+    ) -> Tensor:
+        """Leave an all_reduce to the end of the block; one that is too large is done now."""
+        if out is x:
+            if torch._C._are_functorch_transforms_active():
+                refuse_transformed(x, "all_reduce")
+            coalescer.settle(x)
+        check_op(op, x.dtype)
+        target = out.detach()
+        work = dense(encode(target, op))
+        if not coalescer.takes(work):
+            return self._perform(self._reduced(out, x, op), timeout_s)
+        call = self._described("all_reduce", x, kind=op)
+        self._begin(call, is_collective=True, deadline=self.timeout_s)
+
+        def finish() -> None:
+            if op == "mean":
+                work.div_(self.size)
+            if work is not target:
+                target.copy_(decode(work, op, target.dtype))
+            if out is x:
+                increment_version(out)
+
+        coalescer.hold(work, "sum" if op == "mean" else op, finish, out)
+        call.done = True
+        return out
+
+    def _reduce_joined(self, flat: Tensor, op: str) -> None:
+        before, self._entry.coalescer = self._entry.coalescer, None
+        try:
+            self._perform(self._reduced(flat, flat, op), None)
+        finally:
+            self._entry.coalescer = before
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def broadcast(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        *,
+        like: Like | None = None,
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """Return the tensor of rank `src` on every rank. Collective over the communicator.
+
+        Receivers pass a tensor of the same shape and dtype, or None with `like=(shape, dtype)`.
+        """
+        return self._perform(self._broadcast(x, src, like), timeout_s)
+
+    def broadcast_(self, x: Tensor, src: int = 0, *, timeout_s: float | None = None) -> Tensor:
+        """Replace `x` on every rank by the tensor of rank `src`; returns `x`."""
+        return self._perform(self._broadcast_in_place(x, src), timeout_s)
+
+    def _broadcast(self, x: Tensor | None, src: int, like: Like | None) -> Transfer[Tensor]:
+        check_rank(src, self.size, "src", "broadcast")
+        if x is not None:
+            check_tensor(x, self.device, "broadcast")
+        if self.rank != src:
+            out = self._empty(x if x is not None else like, "broadcast")
+        elif x is None:
+            raise UnisonoError.because(
+                "broadcast(None)", f"rank {src} is the source", None, "pass the tensor there"
+            )
+        else:
+            out = x.detach().clone(memory_format=torch.contiguous_format)
+        return self._broadcast_into(out, out, x if self.rank == src else out, src)
+
+    def _broadcast_in_place(self, x: Tensor, src: int) -> Transfer[Tensor]:
+        check_rank(src, self.size, "src", "broadcast_")
+        check_target(x, self.device, "broadcast_")
+        return self._broadcast_into(x, dense(x.detach()), x, src)
+
+    def _broadcast_into(
+        self, out: Tensor, work: Tensor, x: Tensor | None, src: int
+    ) -> Transfer[Tensor]:
+        call = self._described("broadcast", x, root=src)
+        nbytes = work.numel() * work.element_size()
+        call.sent, call.received = (nbytes, 0) if self.rank == src else (0, nbytes)
+
+        def finish() -> Tensor:
+            if work.data_ptr() != out.data_ptr() and self.rank != src:
+                out.detach().copy_(work)
+            if out is x and self.rank != src:
+                increment_version(out)
+            return out
+
+        return Transfer(
+            call,
+            lambda async_op, timeout_s: self._engine.broadcast_(
+                work, src, async_op=async_op, timeout_s=timeout_s
+            ),
+            finish,
+        )
+
+    def all_gather(
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """Return the blocks of all ranks joined along `dim`, on every rank.
+
+        Collective over the communicator. Blocks may differ along `dim` and may be empty there;
+        `sizes` are their W lengths, learned by one small exchange when None.
+        """
+        return self._perform(self._gathered(x, None, dim, sizes, timeout_s), timeout_s)  # type: ignore[return-value]
+
+    def gather(
+        self,
+        x: Tensor,
+        dst: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Tensor | None:
+        """Return the blocks of all ranks joined along `dim` on rank `dst`, None on the others.
+
+        Collective over the communicator; sizes as in `all_gather`.
+        """
+        check_rank(dst, self.size, "dst", "gather")
+        return self._perform(self._gathered(x, dst, dim, sizes, timeout_s), timeout_s)
+
+    def _gathered(
+        self,
+        x: Tensor,
+        dst: int | None,
+        dim: int,
+        sizes: Sequence[int] | None,
+        timeout_s: float | None,
+    ) -> Transfer[Tensor | None]:
+        verb = "all_gather" if dst is None else "gather"
+        check_tensor(x, self.device, verb)
+        dim = check_dim(dim, x, verb)
+        rows = rows_first(x, dim)
+        lengths = self._lengths(rows, dim, sizes, verb, timeout_s)
+        wanted = dst is None or dst == self.rank
+        out = rows.new_empty((sum(lengths), *rows.shape[1:])) if wanted else None
+        call = self._described(verb, x, root=dst, dim=dim, sizes=lengths)
+        call.sent = rows.numel() * rows.element_size()
+        call.received = 0 if out is None else out.numel() * out.element_size()
+        if dst is None:
+            call.received -= call.sent
+        engine = self._engine
+
+        def kernel(async_op: bool, deadline: float) -> Any:
+            outs = None if out is None else out.split_with_sizes(lengths)
+            if dst is not None:
+                return engine.gather(outs, rows, dst, async_op=async_op, timeout_s=deadline)
+            return engine.all_gather(
+                outs or (), rows, alike=dim, async_op=async_op, timeout_s=deadline
+            )
+
+        return Transfer(call, kernel, lambda: None if out is None else rows_back(out, dim))
+
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        like: Like | None = None,
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """Return this rank's block along `dim` of the tensor of rank `src`.
+
+        Collective over the communicator. Only `src` needs a tensor; the others pass None. `sizes`
+        (on `src`) are the W block lengths along `dim`, balanced when None. With `sizes` and `like`
+        (the own block: a tensor like it, or its shape and dtype) on every rank, nothing has to be
+        told beforehand.
+        """
+        return self._perform(self._scattered(x, src, dim, sizes, like, timeout_s), timeout_s)
+
+    def _scattered(
+        self,
+        x: Tensor | None,
+        src: int,
+        dim: int,
+        sizes: Sequence[int] | None,
+        like: Like | None,
+        timeout_s: float | None,
+    ) -> Transfer[Tensor]:
+        check_rank(src, self.size, "src", "scatter")
+        refused: UnisonoError | None = None
+        rows: Tensor | None = None
+        lengths: tuple[int, ...] = (0,) * self.size
+        if self.rank == src:
+            try:
+                if x is None:
+                    raise UnisonoError.because(
+                        "scatter(None)", f"rank {src} is the source", None, "pass the tensor there"
+                    )
+                check_tensor(x, self.device, "scatter")
+                dim = check_dim(dim, x, "scatter")
+                rows = rows_first(x, dim)
+                lengths = self._block_sizes(sizes, rows.shape[0], "scatter")
+            except UnisonoError as error:
+                refused = error
+        if like is not None and sizes is not None:
+            if refused is not None:
+                raise refused
+            block = rows_first(self._empty(like, "scatter"), dim)
+            lengths = check_sizes(sizes, self.size, "scatter")
+            shape, dtype = tuple(block.shape), block.dtype
+        else:
+            deadline = self.timeout_s if timeout_s is None else timeout_s
+            with self._exchanging("scatter", src, deadline):
+                shape, dtype, lengths, dim = describe_block(
+                    self._engine, src, rows, lengths, dim, refused, deadline
+                )
+        call = self._described("scatter", x, root=src, dim=dim, sizes=lengths)
+        out = torch.empty((lengths[self.rank], *shape[1:]), dtype=dtype, device=self.device)
+        call.received = out.numel() * out.element_size()
+        ins = None if rows is None else rows.split_with_sizes(lengths)
+        return Transfer(
+            call,
+            lambda async_op, deadline: self._engine.scatter(
+                out, ins, src, async_op=async_op, timeout_s=deadline
+            ),
+            lambda: rows_back(out, dim),
+        )
+
+    def all_to_all(
+        self,
+        x: Tensor | Sequence[Tensor],
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send a block of rows to every rank and return the rows received, in rank order.
+
+        Collective over the communicator.
+
+        Args:
+            x: rows for rank 0, 1, ... along dim 0, or a list with one tensor for each rank (then a
+                list is returned).
+            send_sizes: rows for each rank; equal shares when None.
+            recv_sizes: rows from each rank; learned by one small exchange when None.
+            timeout_s: deadline of this call.
+        """
+        return self._perform(self._swapped(x, send_sizes, recv_sizes, timeout_s), timeout_s)
+
+    def _swapped(
+        self,
+        x: Tensor | Sequence[Tensor],
+        send_sizes: Sequence[int] | None,
+        recv_sizes: Sequence[int] | None,
+        timeout_s: float | None,
+    ) -> Transfer[Any]:
+        is_list = not isinstance(x, Tensor)
+        if is_list:
+            parts = self._one_per_rank(x)
+            send_sizes = [part.shape[0] if part.dim() else 1 for part in parts]
+            rows = torch.cat([rows_first(part, 0) for part in parts])
+        else:
+            rows = rows_first(check_tensor(x, self.device, "all_to_all"), 0)
+        if send_sizes is None and rows.shape[0] % self.size:
+            raise PartitionError.because(
+                f"all_to_all of {rows.shape[0]} rows in equal shares",
+                f"{self.size} ranks",
+                f"{rows.shape[0]} / {self.size} = {rows.shape[0] / self.size:.2f}",
+                "send_sizes=[...] with one entry per rank",
+            )
+        sent = self._block_sizes(send_sizes, rows.shape[0], "all_to_all", what="send_sizes")
+        if recv_sizes is None:
+            deadline = self.timeout_s if timeout_s is None else timeout_s
+            with self._exchanging("all_to_all", None, deadline):
+                matrix = self._engine.all_gather_ints(sent, timeout_s=deadline)
+            got = tuple(row[self.rank] for row in matrix)
+        else:
+            got = check_sizes(recv_sizes, self.size, "all_to_all", what="recv_sizes")
+        out = rows.new_empty((sum(got), *rows.shape[1:]))
+        brought = rows if is_list else x
+        call = self._described("all_to_all", brought, dim=0, sizes=sent, recv_sizes=got)
+        call.sent = rows.numel() * rows.element_size()
+        call.received = out.numel() * out.element_size()
+        return Transfer(
+            call,
+            lambda async_op, deadline: self._engine.all_to_all(
+                out.split_with_sizes(got),
+                rows.split_with_sizes(sent),
+                async_op=async_op,
+                timeout_s=deadline,
+            ),
+            lambda: list(out.split_with_sizes(got)) if is_list else out,
+        )
+
+    def _one_per_rank(self, x: Sequence[Tensor]) -> list[Tensor]:
+        """Return one tensor for each rank, whose rows have one shape and dtype."""
+        given = list(x) if isinstance(x, Sequence) else [x]
+        parts = [check_tensor(part, self.device, "all_to_all") for part in given]
+        if len(parts) != self.size:
+            raise PartitionError.because(
+                f"all_to_all of a list of {len(parts)} tensors",
+                f"{self.size} ranks",
+                f"{len(parts)} != {self.size}",
+            )
+        kinds = {(part.dtype, tuple(part.shape[1:])): None for part in parts}
+        if len(kinds) > 1:
+            raise PartitionError.because(
+                "all_to_all of a list of unlike tensors",
+                "; ".join(f"rows of {list(shape)}, {dtype}" for dtype, shape in kinds),
+                None,
+                "tensors may differ in their number of rows only",
+            )
+        return parts
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return when every rank has called it; on time-out the error names the missing ranks."""
+        self._perform(self._met(), timeout_s)
+
+    def _met(self) -> Transfer[None]:
+        return Transfer(
+            self._described("barrier", None),
+            lambda async_op, deadline: self._engine.barrier(async_op=async_op, timeout_s=deadline),
+            lambda: None,
+        )
+
+    def block_lengths(
+        self, x: Tensor, dim: int = 0, *, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Return the lengths along `dim` of the blocks of all ranks. Collective.
+
+        Raises:
+            PartitionError: on all ranks, if the blocks could not be joined along `dim`.
+        """
+        dim = check_dim(dim, check_tensor(x, self.device, "block_lengths"), "block_lengths")
+        rows = x.detach()
+        rows = rows.reshape(1) if rows.dim() == 0 else rows.movedim(dim, 0)
+        return self._lengths(rows, dim, None, "block_lengths", timeout_s)
+
+    def _block_sizes(
+        self, sizes: Sequence[int] | None, rows: int, verb: str, what: str = "sizes"
+    ) -> tuple[int, ...]:
+        if sizes is None:
+            return split_evenly(rows, self.size)
+        return check_sizes(sizes, self.size, verb, total=rows, what=what)
+
+    def _lengths(
+        self,
+        rows: Tensor,
+        dim: int,
+        sizes: Sequence[int] | None,
+        verb: str,
+        timeout_s: float | None,
+    ) -> tuple[int, ...]:
+        """Return the block lengths of all ranks: those given, else learned."""
+        if sizes is None:
+            deadline = self.timeout_s if timeout_s is None else timeout_s
+            with self._exchanging(verb, None, deadline):
+                return learn_blocks(self._engine, rows, dim, verb, self.ranks, deadline)
+        given = check_sizes(sizes, self.size, verb)
+        if given[self.rank] != rows.shape[0]:
+            raise PartitionError.because(
+                f"{verb}(sizes={list(given)}) on rank {self.rank}",
+                f"this rank's block has {rows.shape[0]} rows",
+                f"sizes[{self.rank}] = {given[self.rank]} != {rows.shape[0]}",
+            )
+        return given
+
+    def _empty(self, like: Like | None, verb: str) -> Tensor:
+        if like is None:
+            raise UnisonoError.because(
+                f"{verb}(None) on rank {self.rank}",
+                "neither a tensor nor like=(shape, dtype) to know what arrives",
+                None,
+                f"{verb}(None, ..., like=((3, 4), torch.float32))",
+            )
+        if isinstance(like, Tensor):
+            return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        if not isinstance(like, tuple) or len(like) != 2 or not isinstance(like[1], torch.dtype):
+            raise UnisonoError.because(
+                f"{verb} of something like {like!r}",
+                "neither a tensor nor (shape, dtype)",
+                None,
+                f"{verb}(((3, 4), torch.float32), ...)",
+            )
+        shape, dtype = like
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    # -- Python objects: pickled by cloudpickle, small things only -------------------------------
+
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return the objects of all ranks, in rank order, on every rank. Collective."""
+        mine = self._pickled(obj)
+        sizes = self._byte_counts(mine, timeout_s)
+        raw = self.all_gather(mine, sizes=sizes, timeout_s=timeout_s)
+        return [_unpickled(part) for part in raw.split(sizes)]
+
+    def gather_object(
+        self, obj: Any, dst: int = 0, *, timeout_s: float | None = None
+    ) -> list[Any] | None:
+        """Return the objects of all ranks on rank `dst`, None on the others. Collective."""
+        check_rank(dst, self.size, "dst", "gather_object")
+        mine = self._pickled(obj)
+        sizes = self._byte_counts(mine, timeout_s)
+        raw = self.gather(mine, dst, sizes=sizes, timeout_s=timeout_s)
+        return None if raw is None else [_unpickled(part) for part in raw.split(sizes)]
+
+    def broadcast_object(self, obj: Any, src: int = 0, *, timeout_s: float | None = None) -> Any:
+        """Return the object of rank `src` on every rank; the others' is ignored. Collective."""
+        check_rank(src, self.size, "src", "broadcast_object")
+        mine = self._pickled(obj) if self.rank == src else None
+        sizes = self._byte_counts(mine, timeout_s)
+        like = ((sizes[src],), torch.uint8)
+        return _unpickled(self.broadcast(mine, src, like=like, timeout_s=timeout_s))
+
+    def all_equal(self, value: Any, *, timeout_s: float | None = None) -> bool:
+        """Return whether all ranks hold an equal value: same type and content. Collective.
+
+        Tensors are compared by dtype, shape and bits, dicts and sets in any order, other values by
+        their pickled form; only a digest travels.
+        """
+        everybody = self.all_gather_ints(_digest(value), timeout_s=timeout_s)
+        return all(other == everybody[0] for other in everybody)
+
+    def all_gather_ints(
+        self, values: Sequence[int], *, timeout_s: float | None = None
+    ) -> list[tuple[int, ...]]:
+        """Return the integers of all ranks, in rank order, on every rank. Collective.
+
+        All ranks bring equally many. The cheapest way to agree on sizes.
+        """
+        deadline = self.timeout_s if timeout_s is None else timeout_s
+        with self._exchanging("all_gather_ints", None, deadline):
+            return self._engine.all_gather_ints(values, timeout_s=deadline)
+
+    def _pickled(self, obj: Any) -> Tensor:
+        raw = bytearray(cloudpickle.dumps(obj))
+        return torch.frombuffer(raw, dtype=torch.uint8).to(self.device)
+
+    def _byte_counts(self, mine: Tensor | None, timeout_s: float | None) -> list[int]:
+        count = 0 if mine is None else mine.numel()
+        return [n for (n,) in self.all_gather_ints([count], timeout_s=timeout_s)]
+
+
+class StartedCollectives:
+    """The collectives of a communicator, left under way: `comm.start.all_reduce(x).wait()`.
+
+    Each has the arguments of the verb of that name and returns a `Pending`. The tensors involved
+    must not be changed before `wait()` has returned. Where lengths are not given they are agreed on
+    before the call returns.
+    """
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
+    ) -> Pending[Tensor]:
+        """Start `all_reduce`."""
+        comm = self._comm
+        out = comm._copied(check_tensor(x, comm.device, "all_reduce"))
+        return self._reduce(out, x, op, timeout_s)
+
+    def all_reduce_(
+        self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
+    ) -> Pending[Tensor]:
+        """Start `all_reduce_`."""
+        check_target(x, self._comm.device, "all_reduce_")
+        return self._reduce(x, x, op, timeout_s)
+
+    def _reduce(self, out: Tensor, x: Tensor, op: str, timeout_s: float | None) -> Pending[Tensor]:
+        comm = self._comm
+        coalescer = comm._entry.coalescer
+        if coalescer is None:
+            return comm._start(comm._reduced(out, x, op), timeout_s)
+        comm._held(coalescer, out, x, op, timeout_s)
+        return Pending(lambda _: (coalescer.flush(), out)[1], lambda: False)
+
+    def reduce(
+        self, x: Tensor, dst: int = 0, op: str = "sum", *, timeout_s: float | None = None
+    ) -> Pending[Tensor | None]:
+        """Start `reduce`."""
+        return self._comm._start(self._comm._reduced_on(x, dst, op), timeout_s)
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        op: str = "sum",
+        *,
+        timeout_s: float | None = None,
+    ) -> Pending[Tensor]:
+        """Start `reduce_scatter`."""
+        return self._comm._start(self._comm._reduced_blocks(x, dim, sizes, op), timeout_s)
+
+    def broadcast(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        *,
+        like: Like | None = None,
+        timeout_s: float | None = None,
+    ) -> Pending[Tensor]:
+        """Start `broadcast`."""
+        return self._comm._start(self._comm._broadcast(x, src, like), timeout_s)
+
+    def broadcast_(
+        self, x: Tensor, src: int = 0, *, timeout_s: float | None = None
+    ) -> Pending[Tensor]:
+        """Start `broadcast_`."""
+        return self._comm._start(self._comm._broadcast_in_place(x, src), timeout_s)
+
+    def all_gather(
+        self,
+        x: Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Pending[Tensor]:
+        """Start `all_gather`."""
+        gathered = self._comm._gathered(x, None, dim, sizes, timeout_s)
+        return self._comm._start(gathered, timeout_s)  # type: ignore[return-value]
+
+    def gather(
+        self,
+        x: Tensor,
+        dst: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Pending[Tensor | None]:
+        """Start `gather`."""
+        check_rank(dst, self._comm.size, "dst", "gather")
+        return self._comm._start(self._comm._gathered(x, dst, dim, sizes, timeout_s), timeout_s)
+
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        like: Like | None = None,
+        timeout_s: float | None = None,
+    ) -> Pending[Tensor]:
+        """Start `scatter`."""
+        scattered = self._comm._scattered(x, src, dim, sizes, like, timeout_s)
+        return self._comm._start(scattered, timeout_s)
+
+    def all_to_all(
+        self,
+        x: Tensor | Sequence[Tensor],
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Pending[Any]:
+        """Start `all_to_all`."""
+        swapped = self._comm._swapped(x, send_sizes, recv_sizes, timeout_s)
+        return self._comm._start(swapped, timeout_s)
+
+    def barrier(self, *, timeout_s: float | None = None) -> Pending[None]:
+        """Start `barrier`."""
+        return self._comm._start(self._comm._met(), timeout_s)
+
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> Pending[list[Any]]:
+        """Start `all_gather_object`."""
+        mine = self._comm._pickled(obj)
+        sizes = self._comm._byte_counts(mine, timeout_s)
+        pending = self.all_gather(mine, sizes=sizes, timeout_s=timeout_s)
+        return _then(pending, lambda raw: [_unpickled(part) for part in raw.split(sizes)])
+
+    def gather_object(
+        self, obj: Any, dst: int = 0, *, timeout_s: float | None = None
+    ) -> Pending[list[Any] | None]:
+        """Start `gather_object`."""
+        mine = self._comm._pickled(obj)
+        sizes = self._comm._byte_counts(mine, timeout_s)
+
+        def unpickled(raw: Tensor | None) -> list[Any] | None:
+            return None if raw is None else [_unpickled(part) for part in raw.split(sizes)]
+
+        return _then(self.gather(mine, dst, sizes=sizes, timeout_s=timeout_s), unpickled)
+
+    def broadcast_object(
+        self, obj: Any, src: int = 0, *, timeout_s: float | None = None
+    ) -> Pending[Any]:
+        """Start `broadcast_object`."""
+        comm = self._comm
+        check_rank(src, comm.size, "src", "broadcast_object")
+        mine = comm._pickled(obj) if comm.rank == src else None
+        like = ((comm._byte_counts(mine, timeout_s)[src],), torch.uint8)
+        return _then(self.broadcast(mine, src, like=like, timeout_s=timeout_s), _unpickled)
+
+    def all_equal(self, value: Any, *, timeout_s: float | None = None) -> Pending[bool]:
+        """Start `all_equal`."""
+        mine = torch.tensor([_digest(value)], device=self._comm.device)
+        pending = self.all_gather(mine, sizes=[1] * self._comm.size, timeout_s=timeout_s)
+        return _then(pending, lambda told: bool((told == told[0]).all()))
+
+
+def _then(pending: Pending[Any], finish: Callable[[Any], T]) -> Pending[T]:
+    return Pending(lambda timeout_s: finish(pending.wait(timeout_s)), pending.done)
+
+
+def rows_first(x: Tensor, dim: int) -> Tensor:
+    """Return `x` detached and contiguous with `dim` in front; a 0-dim tensor is one row."""
+    rows = x.detach()
+    if rows.dim() == 0:
+        rows = rows.reshape(1)
+    elif dim:
+        rows = rows.movedim(dim, 0)
+    return dense(rows)
+
+
+def rows_back(x: Tensor, dim: int) -> Tensor:
+    """Undo `rows_first` on a result."""
+    return x if dim == 0 else x.movedim(0, dim).contiguous()
+
+
+def _unpickled(raw: Tensor) -> Any:
+    return pickle.loads(raw.cpu().numpy().tobytes())
+
+
+def _digest(value: Any) -> list[int]:
+    digest = hashlib.sha256(_canonical(value)).digest()
+    return [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
+
+
+def _canonical(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        flat = bytes_of(value.detach().cpu().contiguous())
+        return f"{value.dtype}{list(value.shape)}".encode() + flat.numpy().tobytes()
+    if isinstance(value, dict):
+        items = sorted(_canonical(k) + b":" + _canonical(v) for k, v in value.items())
+        return b"{" + b",".join(items) + b"}"
+    if isinstance(value, set | frozenset):  # iterated in another order in each process
+        return b"set{" + b",".join(sorted(map(_canonical, value))) + b"}"
+    if isinstance(value, list | tuple):
+        return type(value).__name__.encode() + b"[" + b",".join(map(_canonical, value)) + b"]"
+    return cloudpickle.dumps(value)
