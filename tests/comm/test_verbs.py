@@ -6,12 +6,16 @@ import functools
 import itertools
 import operator
 import threading
+import time
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from unisono.comm import Communicator, Pending, trace, world
-from unisono.errors import MeshError, PartitionError, UnisonoError
+from unisono.comm import Communicator, Pending, groups, perform, trace, world
+from unisono.comm.outlook import announce_return
+from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
 
 RANKS = [1, 2, 3, 4]
 BACKENDS = ["gloo", "shm"]
@@ -488,3 +492,55 @@ def test_a_verb_under_vmap_is_refused():
     for verb in (world().all_reduce, world().all_gather, world().broadcast):
         with pytest.raises(UnisonoError, match=r"(?s)vmap over .*HINT: give the tensor a batch"):
             torch.func.vmap(verb)(torch.ones(3, 2))
+
+
+@pytest.mark.ranks(RANKS, backend=BACKENDS)
+def test_what_a_verb_replaces_is_not_used_by_autograd_any_more():
+    """A backward through values that are gone must raise; it gave 5.437 for 2.718."""
+    comm = world()
+    changes = [comm.all_reduce_, lambda y: comm.start.all_reduce_(y).wait()]
+    if comm.rank != 0:
+        changes.append(lambda y: comm.broadcast_(y, src=0))
+    for change in changes:
+        w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        y = w.exp()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the graph ends here is another test's matter
+            change(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    if comm.rank == 0:
+        comm.broadcast_(torch.ones(3, dtype=torch.float64), src=0)
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+def test_a_verb_that_cuts_a_graph_says_so_once(monkeypatch):
+    monkeypatch.setattr(perform, "_warned_of_cut", False)
+    comm, w = world(), torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match=r"all_reduce of a tensor that requires grad") as told:
+        comm.all_reduce(w * 2)
+        comm.all_reduce(w * 2)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert "unisono.operators" in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(perform, "_warned_of_cut", False)
+        comm.all_reduce((w * 2).detach())
+        comm.all_reduce_(w.detach())
+        with torch.no_grad():
+            comm.all_reduce(w * 2)
+
+
+@pytest.mark.ranks(2, backend="shm")
+def test_torch_calls_of_one_rank_alone_are_noticed_when_the_other_returns():
+    """At the deadline only, before; the verbs were noticed after a second."""
+    comm = world()
+    dist.barrier()
+    if comm.rank == 0:
+        began = time.monotonic()
+        with pytest.raises(CollectiveMismatch, match="waits in vain"):
+            dist.barrier()
+        assert time.monotonic() - began < 10
+    else:
+        announce_return(groups.accounts())

@@ -54,9 +54,10 @@ class Collectives(Performer):
         Returns:
             The same bits on every rank; `x` is unchanged.
         """
-        out = self._copied(check_tensor(x, self.device, "all_reduce"))
+        check_tensor(x, self.device, "all_reduce")
         if self._entry.coalescer is not None:
-            return self._held(self._entry.coalescer, out, x, op, timeout_s)
+            return self._held(self._entry.coalescer, self._copied(x), x, op, timeout_s)
+        out = x.detach().clone(memory_format=torch.contiguous_format)
         return self._perform(self._reduced(out, x, op), timeout_s)
 
     def all_reduce_(self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
@@ -77,7 +78,8 @@ class Collectives(Performer):
     def _reduced(self, out: Tensor, x: Tensor, op: str) -> Transfer[Tensor]:
         check_op(op, x.dtype)
         engine, target = self._engine, out.detach()
-        work = dense(encode(target, op))
+        is_plain = target.is_contiguous() and target.dtype in engine.reduces
+        work = target if is_plain else dense(encode(target, op))
         divides = op == "mean" and not engine.knows_mean
         call = self._described("all_reduce", x, kind=op)
         call.sent = call.received = work.numel() * work.element_size()

@@ -18,6 +18,23 @@ REDUCE_OPS: tuple[str, ...] = ("sum", "product", "min", "max", "and", "or", "xor
 """Reductions an engine knows. `mean` is a sum and a division, done above."""
 
 
+PLAIN_DTYPES: frozenset[torch.dtype] = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+"""Dtypes that every engine reduces; none of them can be a lazy conjugate."""
+
+
 class Ticket(Protocol):
     """A transfer under way."""
 
@@ -50,6 +67,8 @@ class Engine(ABC):
     """Number of ranks in the group."""
     backend: str
     """Name of the backend, as the chooser and traces spell it."""
+    reduces: frozenset[torch.dtype] = PLAIN_DTYPES
+    """Dtypes that it reduces as they are; others stand in for the rest (`reductions.encode`)."""
     knows_mean: bool = False
     """Whether `all_reduce_` takes `mean` too, at no extra pass over the tensor."""
     waited_ns: int | None = None

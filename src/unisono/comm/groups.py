@@ -50,8 +50,9 @@ class GroupEntry:
         """Why the group cannot be used any more."""
         self.single: dist.ProcessGroup | None = None
         self.coalescer: Coalescer | None = None
-        self.turn = threading.RLock()
-        """Held by the thread that is inside a collective."""
+        self.turn: threading.RLock | None = threading.RLock()
+        """Held by the thread that is inside a collective; None where threads are let in as they
+        come."""
         self.inside = 0
         """Identity of the thread that took it last."""
         self.collectives = 0

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,33 +35,20 @@ _LOST = ("onnection", "closed", "reset", "roken pipe", "EOF", "abort", "peer")
 """Words by which gloo, which raises nothing but RuntimeError, tells that a peer has gone."""
 
 
+@dataclass(slots=True, eq=False)
 class Transfer(Generic[T]):
-    """A verb that is ready to run.
+    """A verb that is ready to run."""
 
-    Args:
-        call: what it is, for traces, check mode and reports.
-        kernel: `(async_op, timeout_s)`: has the engine do it.
-        finish: returns the result, once the kernel has ended.
-        is_collective: whether all ranks of the group take part.
-        verify: the tensor whose bits all ranks must share; looked at in check mode.
-    """
-
-    __slots__ = ("call", "finish", "is_collective", "kernel", "verify")
-
-    def __init__(
-        self,
-        call: Call,
-        kernel: Callable[[bool, float], Ticket | None],
-        finish: Callable[[], T],
-        *,
-        is_collective: bool = True,
-        verify: Tensor | None = None,
-    ) -> None:
-        self.call = call
-        self.kernel = kernel
-        self.finish = finish
-        self.is_collective = is_collective
-        self.verify = verify
+    call: Call
+    """What it is, for traces, check mode and reports."""
+    kernel: Callable[[bool, float], Ticket | None]
+    """`(async_op, timeout_s)`: has the engine do it."""
+    finish: Callable[[], T]
+    """Returns the result, once the kernel has ended."""
+    is_collective: bool = True
+    """Whether all ranks of the group take part."""
+    verify: Tensor | None = None
+    """The tensor whose bits all ranks must share; looked at in check mode."""
 
 
 class Performer:
@@ -84,12 +72,20 @@ class Performer:
         """Run a transfer and return its result."""
         call, entry, engine = transfer.call, self._entry, self._engine
         deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        self._begin(call, transfer.is_collective, deadline)
+        is_alive = entry.group is None or entry.group in c10d._world.pg_map
+        if self._closed or entry.broken is not None or not is_alive:
+            raise self._unusable(call.op)
+        entry.calls = call.seq = entry.calls + 1
+        calls.latest_call = call
+        if tracing.recorder is not None or checking.active:
+            self._observe(call, transfer.is_collective, deadline)
         turn = None
         if transfer.is_collective and self.size > 1:
-            if not entry.turn.acquire(blocking=False):
-                raise self._second_thread(call)
-            turn, entry.inside = entry.turn, threading.get_ident()
+            turn = entry.turn
+            if turn is not None:
+                if not turn.acquire(blocking=False):
+                    raise self._second_thread(call)
+                entry.inside = threading.get_ident()
             entry.collectives = call.number = entry.collectives + 1
         recorder = tracing.recorder
         waited = engine.waited_ns if recorder is not None else None
@@ -155,13 +151,17 @@ class Performer:
         return Pending(complete, lambda: ticket is None or ticket.done())
 
     def _begin(self, call: Call, is_collective: bool, deadline: float) -> None:
-        """Refuse an unusable group; number the call, remember it, compare it in check mode."""
+        """Begin a call that does not end at once."""
         entry = self._entry
         is_alive = entry.group is None or entry.group in c10d._world.pg_map
         if self._closed or entry.broken is not None or not is_alive:
             raise self._unusable(call.op)
         entry.calls = call.seq = entry.calls + 1
         calls.latest_call = call
+        self._observe(call, is_collective, deadline)
+
+    def _observe(self, call: Call, is_collective: bool, deadline: float) -> None:
+        """Note a call for the trace; compare it with the other ranks' in check mode."""
         recorder = tracing.recorder
         if recorder is not None:
             call.t_start = time.perf_counter_ns()

@@ -13,15 +13,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from unisono.comm.arguments import check_no_overlap
+from unisono.comm.call import Call
+from unisono.comm.engine import PLAIN_DTYPES
+from unisono.comm.perform import Transfer
 from unisono.comm.reductions import check_op
 from unisono.comm.transports import staging
 from unisono.comm.transports.c10d_calls import CallingGroup, How, Tickets
 from unisono.comm.transports.queued import TransportEngine
-from unisono.comm.transports.staging import Targets, cut_evenly, cut_rows, source
+from unisono.comm.transports.staging import OPS, Targets, cut_evenly, cut_rows, source
+from unisono.comm.transports.work import DoneWork
 from unisono.errors import UnisonoError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -32,8 +37,10 @@ def _by_device(method: Method) -> Method:
 
     @functools.wraps(method)
     def routed(self: TransportProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        x = staging.first_tensor(args)
-        if x is not None and not x.is_cpu:
+        x = args[0]
+        while isinstance(x, (list, tuple)) and x:
+            x = x[0]
+        if isinstance(x, Tensor) and not x.is_cpu:
             return getattr(self.inner_group(x.device), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -48,7 +55,27 @@ class TransportProcessGroup(CallingGroup):
     @_by_device
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Replace each tensor by its reduction over all ranks."""
-        return self._reduce("all_reduce", _listed(tensors), opts)
+        if opts is None:
+            return self._reduce("all_reduce", _listed(tensors), opts)
+        x, calls, op = tensors[0], self._calls, OPS.get(opts.reduceOp.op)
+        is_usual = len(tensors) == 1 and x.dtype in PLAIN_DTYPES and x.layout is torch.strided
+        if calls is None or op is None or opts.asyncOp or not is_usual or not x.is_contiguous():
+            return self._reduce("all_reduce", _listed(tensors), opts)
+        # One plain tensor that the caller waits for: the shortest way, for small ones.
+        check_op(op, x.dtype)
+        engine, entry, nbytes = self.unisono_engine, calls._entry, x.numel() * x.element_size()
+        call = Call("all_reduce", entry.name, entry.key, 0, x.shape, x.dtype, op)
+        call.sent = call.received = nbytes
+        timeout_s: float = opts.timeout.total_seconds()
+        transfer = Transfer(
+            call,
+            lambda async_op, deadline: engine.all_reduce_(
+                x, op, async_op=async_op, timeout_s=deadline
+            ),
+            lambda: None,
+        )
+        calls._perform(transfer, timeout_s if timeout_s > 0 else None)
+        return DoneWork(tensors)
 
     @_by_device
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:

@@ -6,7 +6,6 @@ engine's order of calls, without autograd.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,9 +18,11 @@ from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import call as calls
-from unisono.comm import checking, failures, tracing, watchdog
+from unisono.comm import failures, tracing, watchdog
 from unisono.comm.call import Call
 from unisono.comm.engine import Engine, Ticket
+from unisono.comm.groups import GroupEntry
+from unisono.comm.perform import Performer, Transfer
 from unisono.comm.transports import staging
 from unisono.comm.transports.queued import TransportEngine
 from unisono.comm.transports.staging import Targets
@@ -68,13 +69,10 @@ class CallingGroup(dist.ProcessGroup):
         self._ranks = tuple(ranks)
         self._backend = backend
         self._group_name: str | None = None
-        self._key = "c10d"
-        self._title = ""
-        """Name in traces and reports; other numbers than those of a communicator's calls."""
+        self._calls: Performer | None = None
+        """How calls are run; made with the first one, when the group has its name."""
         self._deadline_s = deadline_s
         self._group_desc = "undefined"
-        self.unisono_calls = 0
-        """How many collectives torch.distributed has begun on this group."""
 
     # -- what the group is ----------------------------------------------------------------------
 
@@ -99,7 +97,6 @@ class CallingGroup(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
-        self._key = f"{name}/c10d"
 
     @property
     def group_name(self) -> GroupName:
@@ -163,67 +160,47 @@ class CallingGroup(dist.ProcessGroup):
     ) -> Work:
         """Run `kernel` in the group's order: now if the caller waits, else behind its back."""
         is_async = bool(getattr(opts, "asyncOp", True))
-        note = self._enter(name, kind, root, brought, targets.wanted, is_async)
-        timeout_s = self._timeout_s(opts)
-        waited = self.unisono_engine.waited_ns or 0
-        grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # a third of the price of torch.no_grad()
-        try:
-            if checking.active and self.size() > 1:
-                note.is_checked = True
-                checking.verify(note, self.rank(), self._ranks, timeout_s)
-            tickets = kernel({"async_op": is_async, "timeout_s": timeout_s})
-        except TimeoutError as error:
-            raise failures.timed_out(note, self._ranks, timeout_s, error) from None
-        finally:
-            torch._C._set_grad_enabled(grad_mode)
-        return self._under_way(note, tickets, targets, timeout_s, waited)
-
-    def _enter(
-        self,
-        name: str,
-        kind: str,
-        root: int | None,
-        brought: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        is_async: bool,
-    ) -> Call:
-        """Take down a call of torch.distributed; the one place where all of them pass."""
+        calls = self._calls or self._introduce()
         x = brought[0] if brought else None
-        self._introduce()
-        self.unisono_calls = number = self.unisono_calls + 1
-        note = Call(
-            op=name,
-            seq=number,
-            number=number,
-            group=self._title,
-            key=self._key,
-            shape=tuple(x.shape) if x is not None else None,
-            dtype=x.dtype if x is not None else None,
-            kind=kind,
-            root=root,
+        call = Call(
+            name,
+            calls._entry.name,
+            calls._entry.key,
+            0,
+            None if x is None else x.shape,
+            None if x is None else x.dtype,
+            kind,
+            root,
             is_async=is_async,
         )
         if tracing.recorder is not None:
-            note.t_start = time.perf_counter_ns()
-            note.sent = sum(t.numel() * t.element_size() for t in brought)
-            note.received = sum(t.numel() * t.element_size() for t in outputs)
-            if tracing.recorder.call_sites:
-                _ = note.site
-        elif is_async or checking.active:  # another thread could not look it up
-            _ = note.site
-        calls.latest_call = note
-        return note
+            call.sent = sum(t.numel() * t.element_size() for t in brought)
+            call.received = sum(t.numel() * t.element_size() for t in targets.wanted)
+        timeout_s = self._timeout_s(opts)
+        if not is_async:
+
+            def run(async_op: bool, deadline: float) -> None:
+                kernel({"async_op": async_op, "timeout_s": deadline})
+
+            calls._perform(Transfer(call, run, targets.deliver), timeout_s)
+            return DoneWork(targets.wanted)
+        _ = call.site  # whoever waits for it, in another thread, could not look it up
+        waited = self.unisono_engine.waited_ns or 0
+        calls._begin(call, is_collective=True, deadline=timeout_s)
+        with calls._inside(call, timeout_s, is_taken=False):
+            calls._entry.collectives = call.number = calls._entry.collectives + 1
+            tickets = kernel({"async_op": True, "timeout_s": timeout_s})
+        return self._under_way(call, tickets, targets, timeout_s, waited)
 
     def _message(
         self, name: str, x: Tensor, to: tuple[int, ...] = (), source: tuple[int, ...] = ()
     ) -> Call:
         """Take down a message of torch.distributed; it has no number, as only two ranks make it."""
-        self._introduce()
-        note = Call(name, self._title, f"{self._key}/messages", 0, x.shape, x.dtype)
-        note.sends_to, note.receives_from = to, source
-        calls.latest_call = note
-        return note
+        entry = (self._calls or self._introduce())._entry
+        call = Call(name, entry.name, f"{entry.key}/messages", 0, x.shape, x.dtype)
+        call.sends_to, call.receives_from = to, source
+        calls.latest_call = call
+        return call
 
     def _under_way(
         self,
@@ -255,15 +232,27 @@ class CallingGroup(dist.ProcessGroup):
 
         return TransportWork(under_way, targets.wanted, deadline, ended, report)
 
-    def _introduce(self) -> None:
-        """With its first call a group gets its name, and this rank begins to answer for itself."""
-        if self._title:
-            return
-        is_world = dist.is_initialized() and dist.group.WORLD is self
-        members = f"ranks {','.join(map(str, self._ranks))} ({self._backend})"
-        self._title = f"{'world' if is_world else members}/torch"
-        if self.size() > 1:
-            watchdog.ensure()
+    def _introduce(self) -> Performer:
+        """With its first call a group gets its name, and this rank begins to answer for itself.
+
+        The calls of torch have numbers of their own, apart from those of a communicator's verbs.
+        """
+        if isinstance(self.unisono_engine, TransportEngine):
+            self.unisono_engine.check_usable()
+        entry = GroupEntry(self, self._ranks, made_by_us=False)
+        entry.name = f"{entry.name}/torch"
+        entry.key = f"{entry.key}/c10d"
+        entry.turn = None
+        self._calls = calls = Performer()
+        calls._entry, calls._engine, calls._closed = entry, self.unisono_engine, False
+        calls.rank, calls.size, calls.ranks = self.rank(), self.size(), self._ranks
+        calls.device, calls.timeout_s = torch.device("cpu"), self._timeout_s(None)
+        return calls
+
+    @property
+    def unisono_calls(self) -> int:
+        """How many collectives torch.distributed has begun on this group."""
+        return 0 if self._calls is None else self._calls._entry.collectives
 
     def _timeout_s(self, opts: Any) -> float:
         """Return the deadline of a call: its own, the environment's, the group's."""

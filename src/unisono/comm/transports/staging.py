@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
 
-_OPS: dict[Any, str] = {
+OPS: dict[Any, str] = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "mean",
     dist.ReduceOp.PRODUCT: "product",
@@ -27,10 +27,10 @@ _OPS: dict[Any, str] = {
 def op_name(options: Any) -> str:
     """Return our name of the reduction in an options object of torch.distributed."""
     wanted = getattr(options, "reduceOp", dist.ReduceOp.SUM)
-    name = _OPS.get(getattr(wanted, "op", wanted))
+    name = OPS.get(getattr(wanted, "op", wanted))
     if name is None:
         raise UnisonoError.because(
-            f"a reduction with {wanted}", f"known here: {', '.join(_OPS.values())}"
+            f"a reduction with {wanted}", f"known here: {', '.join(OPS.values())}"
         )
     return name
 
@@ -40,18 +40,6 @@ def given_timeout_s(options: Any) -> float | None:
     timeout = getattr(options, "timeout", None)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
     return seconds if seconds > 0 else None
-
-
-def first_tensor(value: object) -> Tensor | None:
-    """Return the first tensor in nested lists."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = first_tensor(item)
-            if found is not None:
-                return found
-    return None
 
 
 def source(x: Tensor) -> Tensor:

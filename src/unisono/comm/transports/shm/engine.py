@@ -180,19 +180,10 @@ class ShmEngine(TransportEngine):
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
-        """See `Engine`."""
-        return self._reduce(x, op, -1, async_op, timeout_s)
-
-    def reduce_(
-        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
+    def all_reduce_(
+        self, x: Tensor, op: str, *, async_op: bool, timeout_s: float, root: int = -1
     ) -> Ticket | None:
-        """See `Engine`; leaves `x` as it is on the other ranks."""
-        return self._reduce(x, op, dst, async_op, timeout_s)
-
-    def _reduce(
-        self, x: Tensor, op: str, root: int, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
+        """See `Engine`; with a `root`, only there."""
         if self.cause is not None:
             raise self.unusable()
         started = self._core.all_reduce(
@@ -205,6 +196,12 @@ class ShmEngine(TransportEngine):
             root,
         )
         return None if started is None else self._keep(started, x)
+
+    def reduce_(
+        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """See `Engine`; leaves `x` as it is on the other ranks."""
+        return self.all_reduce_(x, op, async_op=async_op, timeout_s=timeout_s, root=dst)
 
     def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
         """See `Engine`."""
