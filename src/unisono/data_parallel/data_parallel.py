@@ -35,7 +35,6 @@ from unisono.data_parallel.join import Join
 from unisono.data_parallel.layer_hooks import (
     LayerHook,
     hook_layers,
-    is_compiled,
     layer_of,
 )
 from unisono.data_parallel.optimizer import DataParallelOptimizer
@@ -147,9 +146,7 @@ class DataParallel(HeatParts):
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
             optimizer.attach(None, engine)
         if not self.blocking_parameter_updates and self.communicator.size > 1:
-            deferred = DeferredUpdates(
-                engine, self._dp_optimizers[0], whole=is_compiled(self.module)
-            )
+            deferred = DeferredUpdates(engine, self._dp_optimizers[0])
         self._engine, self._weights, self._deferred = engine, weights, deferred
         self._fwd_hook_handles = []
         if deferred is not None:
@@ -178,7 +175,8 @@ class DataParallel(HeatParts):
             engine.before_forward(self._join.before_forward())
         else:
             engine.before_forward()
-        if self._deferred is not None and (self._deferred.whole or torch.compiler.is_compiling()):
+        deferred = self._deferred
+        if deferred is not None and (deferred.is_compiled or torch.compiler.is_compiling()):
             self.finalize()  # compiled code reads parameters without asking anybody
         return self._end_forward(engine, self.module(*inputs, **kwargs))
 
