@@ -227,18 +227,37 @@ class DataParallel(HeatParts):
             yield
 
     @contextlib.contextmanager
-    def join(self, *, divide_by: Literal["active", "world"] = "active") -> Iterator[None]:
+    def join(
+        self, *stepped: object, divide_by: Literal["active", "world"] = "active"
+    ) -> Iterator[None]:
         """Train with uneven numbers of batches: ranks without data wait for the others.
 
         Collective over `comm`; inside, one backward follows each training forward. At the end all
         ranks hold the parameters, buffers and optimizer state of a rank that trained to the end.
+        What a rank has accumulated with `no_sync` when it runs out goes into the others' next mean.
 
         Args:
+            stepped: what is stepped inside: schedulers, a `GradScaler`, anything with `state_dict`
+                and `load_state_dict`. All ranks have the same state of it at the end. Optimizers
+                are found at their first step; name one that a rank without any batch never steps.
             divide_by: mean over ranks with data, or over all (those without bring zeros).
+
+        Raises:
+            TypeError: `stepped` has something without a state.
+            ValueError: at the end, on all ranks: an optimizer that not all ranks know of, or a
+                learning rate that changes inside without its scheduler being named.
+
+        Example:
+            with model.join(scheduler):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    loss_of(model(x), y).backward()
+                    optimizer.step()
+                    scheduler.step()
         """
         expect_choice("divide_by", divide_by, ["active", "world"])
         engine = self._running()
-        joined = Join(engine, self._weights, self._dp_optimizers)
+        joined = Join(engine, self._weights, self._dp_optimizers, stepped)
         self._join = joined
         try:
             with joined.block(divide_by == "world"):

@@ -122,7 +122,7 @@ class DataParallelMultiGPU(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def join(self, **_: object) -> NoReturn:
+    def join(self, *_: object, **__: object) -> NoReturn:
         """Refuse: nodes count batches to know when to exchange, so all ranks need equally many."""
         raise ValueError(
             explain(
