@@ -26,6 +26,7 @@ from unisono.data_parallel.checks import (
 from unisono.data_parallel.construction import (
     broadcast_module,
     check_same_module,
+    name_as_wrapped,
     reset_module,
 )
 from unisono.data_parallel.deferred import DeferredUpdates
@@ -310,6 +311,13 @@ class DataParallel(HeatParts):
         if name == "training" and not value and self.__dict__.get("_deferred") is not None:
             self.finalize()
         super().__setattr__(name, value)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take names with `module.`, as `state_dict` gives them, and those of the module inside."""
+        name_as_wrapped(state_dict, prefix, self.module)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # -- copies ---------------------------------------------------------------------------------
 
