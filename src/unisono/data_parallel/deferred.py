@@ -68,8 +68,13 @@ class DeferredUpdates:
         engine.under_way.on_start = self.launched
         engine.under_way.on_arrival = self.arrived
         engine.on_reuse = self.finalize
-        # Whoever steps the inner optimizer directly must find gradients that have arrived.
-        self._step_hook = self._optimizer.register_step_pre_hook(_finalizing(weakref.ref(self)))
+        # Whoever steps, saves or loads the inner optimizer directly must find everything paid.
+        finalizing = _finalizing(weakref.ref(self))
+        self._step_hook = self._optimizer.register_step_pre_hook(finalizing)
+        self._state_hooks = (
+            self._optimizer.register_state_dict_pre_hook(finalizing),
+            self._optimizer.register_load_state_dict_pre_hook(finalizing),
+        )
         optimizer.attach(self)
         self.attach()
 
@@ -100,7 +105,8 @@ class DeferredUpdates:
         """Leave module and optimizer as they were before. Local."""
         self.detach()
         self._guards.clear()
-        self._step_hook.remove()
+        for hook in (self._step_hook, *self._state_hooks):
+            hook.remove()
         self._owed, self.active = None, False
 
     def _buckets_of(self, part: nn.Module) -> list[int]:

@@ -179,6 +179,21 @@ def test_a_step_is_owed_and_paid_by_the_first_read():
 
 
 @on_both
+def test_the_state_of_the_optimizer_inside_is_complete_too():
+    pair = Pair(optimizer="adam")
+    for _ in range(2):
+        pair.whole_step()
+        mine, wanted = pair.inner.state_dict(), pair.twin_optimizer.state_dict()
+        assert mine["state"].keys() == wanted["state"].keys()
+        for i, values in wanted["state"].items():
+            for key, value in values.items():
+                torch.testing.assert_close(mine["state"][i][key], value, rtol=1e-11, atol=1e-11)
+    pair.whole_step()
+    pair.inner.load_state_dict(mine)  # does not reach back to the step before it
+    pair.check()
+
+
+@on_both
 def test_an_update_paid_in_inference_mode_leaves_ordinary_tensors():
     pair = Pair(optimizer="adam")
     for evaluates in (False, True, False):

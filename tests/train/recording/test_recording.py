@@ -309,7 +309,7 @@ def test_a_name_that_cannot_be_made_is_refused_on_all_ranks_alike(tmp_path):
 
 
 def _trained_late():
-    """Train with every message late; return what was owed when one layer was paid, and the weights."""
+    """Train with every message late; return what one layer paid left owed, and the weights."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
     optimizer = DataParallelOptimizer(torch.optim.Adam(net.parameters(), lr=0.1))
