@@ -11,7 +11,7 @@ from unisono.data_parallel.arguments import expect, one_line
 from unisono.data_parallel.compression import check_compression
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.partial_step import needs_closure
+from unisono.data_parallel.partial_step import is_per_parameter
 from unisono.errors import explain
 
 
@@ -141,8 +141,10 @@ def fallback_reason(optimizers: Sequence[DataParallelOptimizer], module: nn.Modu
     if len(optimizers) > 1:
         return f"{len(optimizers)} optimizers share the module"
     optimizer = optimizers[0]
-    if needs_closure(optimizer.torch_optimizer):
-        return f"{type(optimizer.torch_optimizer).__name__} evaluates the loss itself"
+    if not is_per_parameter(optimizer.torch_optimizer):
+        # The same answer on every rank: it depends on the class alone, never on what has arrived.
+        kind = type(optimizer.torch_optimizer).__name__
+        return f"{kind} is not known to treat each parameter on its own"
     trainable = {id(p) for p in module.parameters() if p.requires_grad}
     updated = {id(p) for p in optimizer.params_ref if p.requires_grad}
     if trainable != updated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,27 @@ def _mismatch(everybody: list[list[str]], ranks: tuple[int, ...]) -> CollectiveM
     )
     calls = {ranks[first]: mine, ranks[other]: theirs}
     return CollectiveMismatch(str(text), calls=calls)
+
+
+def name_as_wrapped(state: dict[str, Any], prefix: str, module: nn.Module) -> None:
+    """Put `module.` before the names of a state that was saved without it. Local.
+
+    Args:
+        state: of a wrapper, or of the module inside; names are changed in place.
+        prefix: what stands before the names of the wrapper.
+        module: the module inside. It may have a part that is itself called `module`, so what its
+            names are decides, not how those of the state begin.
+    """
+    inside = f"{prefix}module."
+    tensors = (module.named_parameters, module.named_buffers)
+    own = {name for each in tensors for name, _ in each(remove_duplicate=False)}
+    if sum(prefix + name in state for name in own) <= sum(inside + name in state for name in own):
+        return
+    # Other names stay, and are reported as they are.
+    heads = {"_extra_state", *(name.partition(".")[0] for name in own), *module._modules}
+    bare = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+    moved = {name: state.pop(prefix + name) for name in bare if name.partition(".")[0] in heads}
+    state.update((inside + name, x) for name, x in moved.items())
 
 
 def broadcast_module(module: nn.Module, comm: Communicator, src: int = 0) -> None:

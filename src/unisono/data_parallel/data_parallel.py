@@ -26,6 +26,7 @@ from unisono.data_parallel.checks import (
 from unisono.data_parallel.construction import (
     broadcast_module,
     check_same_module,
+    name_as_wrapped,
     reset_module,
 )
 from unisono.data_parallel.deferred import DeferredUpdates
@@ -35,7 +36,6 @@ from unisono.data_parallel.join import Join
 from unisono.data_parallel.layer_hooks import (
     LayerHook,
     hook_layers,
-    is_compiled,
     layer_of,
 )
 from unisono.data_parallel.optimizer import DataParallelOptimizer
@@ -147,9 +147,7 @@ class DataParallel(HeatParts):
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
             optimizer.attach(None, engine)
         if not self.blocking_parameter_updates and self.communicator.size > 1:
-            deferred = DeferredUpdates(
-                engine, self._dp_optimizers[0], whole=is_compiled(self.module)
-            )
+            deferred = DeferredUpdates(engine, self._dp_optimizers[0])
         self._engine, self._weights, self._deferred = engine, weights, deferred
         self._fwd_hook_handles = []
         if deferred is not None:
@@ -178,7 +176,8 @@ class DataParallel(HeatParts):
             engine.before_forward(self._join.before_forward())
         else:
             engine.before_forward()
-        if self._deferred is not None and (self._deferred.whole or torch.compiler.is_compiling()):
+        deferred = self._deferred
+        if deferred is not None and (deferred.is_compiled or torch.compiler.is_compiling()):
             self.finalize()  # compiled code reads parameters without asking anybody
         return self._end_forward(engine, self.module(*inputs, **kwargs))
 
@@ -229,18 +228,37 @@ class DataParallel(HeatParts):
             yield
 
     @contextlib.contextmanager
-    def join(self, *, divide_by: Literal["active", "world"] = "active") -> Iterator[None]:
+    def join(
+        self, *stepped: object, divide_by: Literal["active", "world"] = "active"
+    ) -> Iterator[None]:
         """Train with uneven numbers of batches: ranks without data wait for the others.
 
         Collective over `comm`; inside, one backward follows each training forward. At the end all
         ranks hold the parameters, buffers and optimizer state of a rank that trained to the end.
+        What a rank has accumulated with `no_sync` when it runs out goes into the others' next mean.
 
         Args:
+            stepped: what is stepped inside: schedulers, a `GradScaler`, anything with `state_dict`
+                and `load_state_dict`. All ranks have the same state of it at the end. Optimizers
+                are found at their first step; name one that a rank without any batch never steps.
             divide_by: mean over ranks with data, or over all (those without bring zeros).
+
+        Raises:
+            TypeError: `stepped` has something without a state.
+            ValueError: at the end, on all ranks: an optimizer that not all ranks know of, or a
+                learning rate that changes inside without its scheduler being named.
+
+        Example:
+            with model.join(scheduler):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    loss_of(model(x), y).backward()
+                    optimizer.step()
+                    scheduler.step()
         """
         expect_choice("divide_by", divide_by, ["active", "world"])
         engine = self._running()
-        joined = Join(engine, self._weights, self._dp_optimizers)
+        joined = Join(engine, self._weights, self._dp_optimizers, stepped)
         self._join = joined
         try:
             with joined.block(divide_by == "world"):
@@ -293,6 +311,13 @@ class DataParallel(HeatParts):
         if name == "training" and not value and self.__dict__.get("_deferred") is not None:
             self.finalize()
         super().__setattr__(name, value)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take names with `module.`, as `state_dict` gives them, and those of the module inside."""
+        name_as_wrapped(state_dict, prefix, self.module)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # -- copies ---------------------------------------------------------------------------------
 

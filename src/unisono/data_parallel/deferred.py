@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.gradient_bucket import GradientBucket
 from unisono.data_parallel.guards import GuardedGrad, guard_parameters, unguard_parameters
+from unisono.data_parallel.layer_hooks import is_compiled
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.partial_step import Frozen, freeze, is_divisible, step_all, step_some
+from unisono.data_parallel.partial_step import (
+    Frozen,
+    freeze,
+    is_watched,
+    step_some,
+    tell_observers,
+)
 
 
 class Owed:
@@ -27,15 +34,13 @@ class Owed:
         buckets: numbers of the buckets whose parameters wait for it.
         given: gradients at the time of the step, where they were not those under way.
         clears: buckets to fill with zeros after their update.
-        whole: whether all parameters must be updated in one call.
     """
 
-    def __init__(self, frozen: Frozen, buckets: Iterable[int], whole: bool) -> None:
+    def __init__(self, frozen: Frozen, buckets: Iterable[int]) -> None:
         self.frozen = frozen
         self.buckets = set(buckets)
         self.given: dict[int, Tensor | None] = {}
         self.clears: set[int] = set()
-        self.whole = whole
 
 
 class DeferredUpdates:
@@ -43,19 +48,17 @@ class DeferredUpdates:
 
     Args:
         engine: in non-blocking mode.
-        optimizer: holds exactly the trainable parameters of the module.
-        whole: whether to update all layers together, whatever the optimizer.
+        optimizer: treats each parameter on its own, and holds exactly the trainable ones of the
+            module.
     """
 
-    def __init__(
-        self, engine: GradientEngine, optimizer: DataParallelOptimizer, *, whole: bool = False
-    ) -> None:
+    def __init__(self, engine: GradientEngine, optimizer: DataParallelOptimizer) -> None:
         self.active = False
         """Whether anything is under way or owed."""
+        self.is_compiled = False
+        """Whether the module reads its parameters without asking anybody."""
         self._engine = engine
         self._optimizer = optimizer.torch_optimizer
-        self.whole = whole
-        """Whether all layers are always updated together."""
         self._owed: Owed | None = None
         self._guarded: list[nn.Module] = []
         self._guards: dict[int, list[GuardedGrad]] = {}
@@ -65,14 +68,20 @@ class DeferredUpdates:
         engine.under_way.on_start = self.launched
         engine.under_way.on_arrival = self.arrived
         engine.on_reuse = self.finalize
-        # Whoever steps the inner optimizer directly must find gradients that have arrived.
-        self._step_hook = self._optimizer.register_step_pre_hook(_finalizing(weakref.ref(self)))
+        # Whoever steps, saves or loads the inner optimizer directly must find everything paid.
+        finalizing = _finalizing(weakref.ref(self))
+        self._step_hook = self._optimizer.register_step_pre_hook(finalizing)
+        self._state_hooks = (
+            self._optimizer.register_state_dict_pre_hook(finalizing),
+            self._optimizer.register_load_state_dict_pre_hook(finalizing),
+        )
         optimizer.attach(self)
         self.attach()
 
     def attach(self) -> None:
         """Guard the module as it is now. Local."""
         self.detach()
+        self.is_compiled = is_compiled(self._engine.module)
         self._layers = {
             name: self._buckets_of(part) for name, part in self._engine.module.named_modules()
         }
@@ -96,7 +105,8 @@ class DeferredUpdates:
         """Leave module and optimizer as they were before. Local."""
         self.detach()
         self._guards.clear()
-        self._step_hook.remove()
+        for hook in (self._step_hook, *self._state_hooks):
+            hook.remove()
         self._owed, self.active = None, False
 
     def _buckets_of(self, part: nn.Module) -> list[int]:
@@ -144,29 +154,25 @@ class DeferredUpdates:
             self.finalize()
         engine = self._engine
         waiting = [b for b in engine.gradient_buckets if not engine.under_way.has_arrived(b)]
-        if not waiting:
+        if not waiting or is_watched(self._optimizer, self._step_hook.id):
             self.finalize()
             self._optimizer.step()
             return
         # A scheduler on the inner optimizer asks whether it has stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        whole = self.whole or not is_divisible(self._optimizer, self._step_hook.id)
-        later = engine.gradient_buckets if whole else waiting
-        owed = Owed(freeze(self._optimizer), [b.index for b in later], whole)
-        for bucket in later:
+        owed = Owed(freeze(self._optimizer), [b.index for b in waiting])
+        for bucket in waiting:
             for i, param in enumerate(bucket.params):
                 if param.grad is not self._guards[bucket.index][i]:
                     owed.given[id(param)] = param.grad
-        others = self._params_outside(later)
-        if whole:
-            owed.given.update((id(param), param.grad) for param in others)
-        else:
-            for bucket in engine.gradient_buckets:
-                if bucket.index not in owed.buckets:
-                    engine.under_way.wait(bucket)
-            step_some(self._optimizer, {id(param) for param in others}, owed.frozen)
+        for bucket in engine.gradient_buckets:
+            if bucket.index not in owed.buckets:
+                engine.under_way.wait(bucket)
+        others = self._params_outside(waiting)
+        step_some(self._optimizer, {id(param) for param in others}, owed.frozen)
         self._owed = owed
         self.active = True
+        tell_observers(self._optimizer)
 
     def _params_outside(self, buckets: Sequence[GradientBucket]) -> list[nn.Parameter]:
         inside = {id(p) for bucket in buckets for p in bucket.params}
@@ -219,8 +225,6 @@ class DeferredUpdates:
             with torch.inference_mode(False), torch.no_grad():
                 self._settle(indices)
             return
-        if self._owed is not None and self._owed.whole:
-            indices = range(len(self._engine.gradient_buckets))
         buckets = self._engine.gradient_buckets
         while True:
             # Whatever is here is used while the rest travels.
@@ -237,7 +241,7 @@ class DeferredUpdates:
         engine = self._engine
         ready = [b for b in engine.gradient_buckets if b.index in owed.buckets]
         ready = [b for b in ready if engine.under_way.has_arrived(b)]
-        if not ready or (owed.whole and len(ready) < len(owed.buckets)):
+        if not ready:
             return
         for bucket in ready:
             engine.under_way.wait(bucket)
@@ -250,9 +254,6 @@ class DeferredUpdates:
     def _update(self, owed: Owed, buckets: Sequence[GradientBucket]) -> None:
         """Carry out the step for these buckets with the gradients of the time of the step."""
         shown: list[tuple[nn.Parameter, Tensor | None]] = []
-        for param in self._params_outside(buckets) if owed.whole else ():
-            shown.append((param, param.grad))
-            param.grad = owed.given.get(id(param))
         for bucket in buckets:
             idle = self._idle.get(bucket.index, set())
             for i, param in enumerate(bucket.params):
@@ -260,10 +261,7 @@ class DeferredUpdates:
                 mean = None if i in idle else bucket.slots[i]
                 param.grad = owed.given.get(id(param), mean)
         try:
-            if owed.whole:
-                step_all(self._optimizer, owed.frozen)
-            else:
-                step_some(self._optimizer, {id(param) for param, _ in shown}, owed.frozen)
+            step_some(self._optimizer, {id(param) for param, _ in shown}, owed.frozen)
         finally:
             for param, grad in shown:
                 param.grad = grad

@@ -299,10 +299,22 @@ class GradientEngine:
                 bucket.gather(remember=False)
         self._end()
 
-    def shadow_backward(self) -> None:
-        """Take part in the other ranks' backward without gradients. Collective over `comm`."""
+    @property
+    def holds_unsent(self) -> bool:
+        """Whether gradients lie here that `no_sync` has accumulated and no backward has sent."""
+        dense = [x for b in self._buckets for x in zip(b.used, b.params, strict=True)]
+        sparse = zip(self._sparse.used, self._sparse.params, strict=True)
+        return any(used and param.grad is not None for used, param in (*dense, *sparse))
+
+    def shadow_backward(self, brings: bool) -> None:
+        """Take part in the other ranks' backward. Collective over `comm`.
+
+        Args:
+            brings: whether with the gradients that lie here; else without any.
+        """
         self._settle()
-        self._forget_gradients()
+        if not brings:
+            self._forget_gradients()
         self._begin_gradients()
         self.launch_rest()
         self.under_way.wait_all()

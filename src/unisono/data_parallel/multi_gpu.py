@@ -12,7 +12,7 @@ from torch import nn
 from unisono.data_parallel.arguments import expect
 from unisono.data_parallel.checks import check_bucket_mb, check_module, check_switches
 from unisono.data_parallel.compression import check_compression
-from unisono.data_parallel.construction import check_same_module, reset_module
+from unisono.data_parallel.construction import check_same_module, name_as_wrapped, reset_module
 from unisono.data_parallel.daso import DASO
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.ranks import communicator_of
@@ -122,7 +122,7 @@ class DataParallelMultiGPU(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def join(self, **_: object) -> NoReturn:
+    def join(self, *_: object, **__: object) -> NoReturn:
         """Refuse: nodes count batches to know when to exchange, so all ranks need equally many."""
         raise ValueError(
             explain(
@@ -142,6 +142,13 @@ class DataParallelMultiGPU(nn.Module):
 
     def _set_sync(self, on: bool) -> None:
         self.require_backward_grad_sync = on
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take names with `module.`, as `state_dict` gives them, and those of the module inside."""
+        name_as_wrapped(state_dict, prefix, self.module)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # -- copies: with the optimizer's own copy, which `copy.deepcopy((model, optimizer))` shows ----
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
 
 _PER_PARAMETER: frozenset[type] = frozenset(
     {
@@ -27,31 +29,55 @@ _PER_PARAMETER: frozenset[type] = frozenset(
         optim.SparseAdam,
     }
 )
-"""Optimizers that treat each parameter on its own."""
+"""Optimizers that treat each parameter on its own: no counter in a group, no norm over all. A step
+on some parameters, and later on the others, gives the bits of one step on all of them."""
+
+_OBSERVES = "_only_observes_steps"
 
 Frozen = list[dict[str, Any]]
 """Hyper-parameters of each group at some time."""
 
 
-def is_divisible(optimizer: optim.Optimizer, own_hook: int) -> bool:
-    """Whether a step may be taken parameter by parameter: nobody can tell the difference.
+def is_per_parameter(optimizer: optim.Optimizer) -> bool:
+    """Whether a step may be taken parameter by parameter.
+
+    By the very class: a subclass, and an optimizer from elsewhere, may keep what it learns in its
+    groups (Prodigy, D-Adaptation, schedule-free) or look at all gradients together.
+    """
+    return type(optimizer) in _PER_PARAMETER
+
+
+def only_observes(hook: Hook) -> Hook:
+    """Mark a step hook that looks neither at parameters nor at gradients.
+
+    Such a hook is called once for every `step()`, also for one that is carried out later, layer by
+    layer. For any other hook a step waits until all gradients are there.
+    """
+    setattr(hook, _OBSERVES, True)
+    return hook
+
+
+def is_watched(optimizer: optim.Optimizer, own_hook: int) -> bool:
+    """Whether somebody may tell a step in parts from a whole one: hooks, another `step`.
 
     Args:
         optimizer: with one step hook of ours.
         own_hook: the id of that.
     """
-    has_hooks = (
+    patched = vars(optimizer).get("step")
+    return bool(
         any(key != own_hook for key in optimizer._optimizer_step_pre_hooks)
         or optimizer._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
+        or any(not hasattr(hook, _OBSERVES) for hook in _global_optimizer_post_hooks.values())
+        or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))
     )
-    return type(optimizer) in _PER_PARAMETER and not has_hooks
 
 
-def needs_closure(optimizer: optim.Optimizer) -> bool:
-    """Whether `step` evaluates the loss itself."""
-    return isinstance(optimizer, optim.LBFGS)
+def tell_observers(optimizer: optim.Optimizer) -> None:
+    """Tell those that only want to know of a step that one was asked for."""
+    for hook in list(_global_optimizer_post_hooks.values()):
+        hook(optimizer, (), {})
 
 
 def freeze(optimizer: optim.Optimizer) -> Frozen:
@@ -75,19 +101,13 @@ def step_some(optimizer: optim.Optimizer, wanted: set[int], frozen: Frozen) -> N
             bare(optimizer)
 
 
-def step_all(optimizer: optim.Optimizer, frozen: Frozen) -> None:
-    """Take a whole step with the frozen hyper-parameters, hooks included."""
-    with _groups(optimizer, frozen, None):
-        optimizer.step()
-
-
 @contextlib.contextmanager
-def _groups(optimizer: optim.Optimizer, frozen: Frozen, wanted: set[int] | None) -> Iterator[None]:
+def _groups(optimizer: optim.Optimizer, frozen: Frozen, wanted: set[int]) -> Iterator[None]:
     """Show the optimizer other groups for a moment."""
     groups = optimizer.param_groups
     shown: list[dict[str, Any]] = []
     for group, values in zip(groups, frozen, strict=True):
-        params = [p for p in group["params"] if wanted is None or id(p) in wanted]
+        params = [p for p in group["params"] if id(p) in wanted]
         if params:
             shown.append({"params": params, **values})
     optimizer.param_groups = shown

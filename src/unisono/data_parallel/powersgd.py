@@ -2,7 +2,7 @@
 
 For a gradient G of n x m, with the part E that earlier steps left out: M = G + E; P = M Q; mean
 of P over ranks, orthonormalised; Q = M^T P; mean of Q; the averaged gradient is G' = P Q^T, and
-E = M - G'.
+E = M - G'. Where an inf or NaN came in, G' is NaN, and Q and E stay as they were.
 """
 
 from __future__ import annotations
@@ -102,11 +102,16 @@ class PowerSGDAveraging(Averaging):
             wholes[name] = whole if error is None else whole.add_(error)
         left = {name: whole @ self._factor(name, whole) for name, whole in wholes.items()}
         _mean_all(list(left.values()), comm)
-        left = {name: torch.linalg.qr(p).Q for name, p in left.items()}
-        right = {name: whole.T @ left[name] for name, whole in wholes.items()}
+        # An inf or NaN of one rank is in the mean, which all ranks hold: they decide alike.
+        left = {name: torch.linalg.qr(p).Q for name, p in left.items() if _is_finite(p)}
+        right = {name: wholes[name].T @ p for name, p in left.items()}
         _mean_all(list(right.values()), comm)
         for name, slot in slots.items():
-            mean = left[name] @ right[name].T
+            mean = left[name] @ right[name].T if name in left else None
+            if mean is None or not _is_finite(mean):
+                # Everybody sees that this step is none. Kept, it would spoil every later one.
+                slot.fill_(torch.nan)
+                continue
             slot.copy_(mean.view(slot.shape))
             self._errors[name] = wholes[name].sub_(mean)
             self._factors[name] = right[name]
@@ -143,8 +148,14 @@ def _matrix_sizes(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], m
 
 
+def _is_finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
+
+
 def _mean_all(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """Replace all tensors by their means over ranks, in one message."""
+    if not tensors:
+        return
     flat = torch.cat([x.reshape(-1) for x in tensors])
     comm.all_reduce_(flat, "mean")
     for x, mean in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):

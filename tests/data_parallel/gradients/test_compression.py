@@ -101,6 +101,41 @@ def test_powersgd_sends_later_what_it_left_out():
 
 
 @both
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_powersgd_forgets_an_inf_or_nan_of_one_rank(bad):
+    """A scaler skips that step on all ranks; later ones are as if it had not been."""
+    config = PowerSGD(rank=1, start_step=0, min_ratio=0)
+    results = []
+    for spoilt in (True, False):
+        module, _ = built(mlp, torch.float32)
+        model = DataParallel(module, compression=config, bucket_mb=0.001)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(5):
+            if step == 2 and not spoilt:
+                continue
+            optimizer.zero_grad()
+            before = [p.detach().clone() for p in module.parameters()]
+            loss = loss_of(model(batch((6,), step, torch.float32)[1]))
+            if step == 2 and world().rank == 1:
+                loss = loss * bad
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update(4.0)  # what PowerSGD left out has the scale of its time
+            pairs = zip(module.parameters(), before, strict=True)
+            moved = [not torch.equal(p, q) for p, q in pairs]
+            assert all(moved) == any(moved) == (step != 2)
+            assert_replicas_equal(module)
+        state = model.compression_state_dict()
+        kept = [*state["errors"].values(), *state["factors"].values()]
+        assert len(kept) == 6
+        assert all(x.isfinite().all() for x in kept)
+        results.append([*kept, *(p.detach() for p in module.parameters())])
+    for with_it, without in zip(*results, strict=True):
+        assert torch.equal(with_it, without)
+
+
+@both
 def test_hooks_written_for_torch_ddp_run():
     group = dist.group.WORLD
     for hook, tolerance in (

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from parallel_models import (
     OPTIMIZERS,
     SHAPES,
+    assert_replicas_equal,
     assert_same_parameters,
     batch,
     built,
@@ -178,6 +179,21 @@ def test_a_step_is_owed_and_paid_by_the_first_read():
 
 
 @on_both
+def test_the_state_of_the_optimizer_inside_is_complete_too():
+    pair = Pair(optimizer="adam")
+    for _ in range(2):
+        pair.whole_step()
+        mine, wanted = pair.inner.state_dict(), pair.twin_optimizer.state_dict()
+        assert mine["state"].keys() == wanted["state"].keys()
+        for i, values in wanted["state"].items():
+            for key, value in values.items():
+                torch.testing.assert_close(mine["state"][i][key], value, rtol=1e-11, atol=1e-11)
+    pair.whole_step()
+    pair.inner.load_state_dict(mine)  # does not reach back to the step before it
+    pair.check()
+
+
+@on_both
 def test_an_update_paid_in_inference_mode_leaves_ordinary_tensors():
     pair = Pair(optimizer="adam")
     for evaluates in (False, True, False):
@@ -275,20 +291,64 @@ class ByNorm(torch.optim.SGD):
         return super().step(closure)
 
 
+class InGroups(torch.optim.SGD):
+    """Keeps what it learns in its groups, as Prodigy, D-Adaptation and schedule-free do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            norms = [p.grad.norm() for p in group["params"] if p.grad is not None]
+            group["seen"] = group.get("seen", 0.0) + float(sum(norms))
+            group["lr"] = 0.1 / (group["k"] + group["seen"])
+        return super().step(closure)
+
+
 @on_both
-def test_step_hooks_run_once_a_step_and_other_optimizers_update_in_one_piece():
+@pytest.mark.parametrize("make", [InGroups, ByNorm], ids=["in groups", "by norm"])
+def test_an_optimizer_that_sees_all_parameters_together_is_never_deferred(make):
+    """Not even by chance, where messages are late on one rank only: there ranks would part."""
+    module, twin = built(mlp)
+    optimizer = DataParallelOptimizer(make(module.parameters(), lr=0.5))
+    with pytest.warns(UserWarning, match=f"updates are blocking: {make.__name__} is not known"):
+        model = DataParallel(module, None, optimizer, bucket_mb=0.001)
+    twin_optimizer = make(twin.parameters(), lr=0.5)
+    if world().rank == 1:
+        never_early(model)
+    for step in range(6):
+        everything, mine = batch((6,), step)
+        for one, opt, x in ((model, optimizer, mine), (twin, twin_optimizer, everything)):
+            opt.zero_grad()
+            loss_of(one(x)).backward()
+            opt.step()
+        assert not optimizer.update_next
+    assert_same_parameters(module, twin, rtol=1e-11)
+    assert_replicas_equal(module)
+    (group,), (wanted,) = optimizer.param_groups, twin_optimizer.param_groups
+    assert group.keys() == wanted.keys()
+    for key in group.keys() - {"params"}:
+        assert group[key] == pytest.approx(wanted[key]), key
+    assert group.get("k", 6) == 6
+
+
+@on_both
+def test_a_step_with_hooks_is_whole_and_runs_them_once():
     pair = Pair()
     calls = []
     pair.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    whole = Pair(optimizer=lambda params: ByNorm(params, lr=5.0))
-    for _ in range(3):
-        pair.whole_step()
-        whole.whole_step()
-        assert whole.optimizer.update_next
-    for one in (pair, whole):
+    patched = Pair()
+    plain_step = patched.inner.step
+
+    def counted(closure=None):
+        calls.append("patched")
+        return plain_step(closure)
+
+    patched.inner.step = counted
+    for one in (pair, patched):
+        for _ in range(3):
+            one.whole_step()
         one.model.finalize()
         one.check()
-    assert calls == ["post"] * 3
+    assert calls == ["post"] * 3 + ["patched"] * 3
 
 
 @pytest.mark.ranks(2, timeout=90)

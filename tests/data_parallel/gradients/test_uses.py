@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -15,6 +16,7 @@ from parallel_models import (
     mlp,
 )
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 from unisono.comm import world
@@ -266,6 +268,139 @@ def test_join_nests_with_no_sync_and_samples():
         loss_of(twin(rows)).backward()
         twin_optimizer.step()
     assert_same_parameters(module, twin)
+
+
+JOINED = [4, 2, 3]
+"""Batches of each rank, uneven."""
+
+
+def joined_epoch(model, optimizer, scheduler, epoch, lengths, *named):
+    """Train one epoch of a rank; the batches of all ranks are those of `twin_epoch`."""
+    comm = world()
+    with model.join(*named):
+        for i in range(lengths[comm.rank]):
+            optimizer.zero_grad()
+            loss_of(model(batch((6,), 10 * epoch + i)[1])).backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+
+
+def twin_epoch(twin, optimizer, scheduler, epoch, lengths):
+    for i in range(max(lengths)):
+        everything = batch((6,), 10 * epoch + i)[0].chunk(world().size)
+        losses = [loss_of(twin(x)) for x, n in zip(everything, lengths, strict=True) if i < n]
+        optimizer.zero_grad()
+        (sum(losses) / len(losses)).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def scheduled(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+
+
+@both
+@pytest.mark.parametrize("kind", ["plain", "blocking", "non-blocking"])
+@pytest.mark.parametrize("schedules", [False, True], ids=["constant", "scheduled"])
+def test_join_brings_optimizers_and_schedulers_together(kind, schedules):
+    """A rank that ran out goes on in the second epoch as if it had made every step."""
+    lengths = JOINED[: world().size]
+    module, twin = built(mlp)
+    inner = torch.optim.Adam(module.parameters(), lr=0.01)
+    optimizer = inner if kind == "plain" else DataParallelOptimizer(inner)
+    attached = None if kind == "plain" else optimizer
+    model = DataParallel(module, None, attached, kind == "blocking", bucket_mb=0.001)
+    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
+    scheduler = scheduled(optimizer) if schedules else None
+    twin_scheduler = scheduled(twin_optimizer) if schedules else None
+    for epoch in range(3):
+        named = [scheduler] if schedules else []
+        joined_epoch(model, optimizer, scheduler, epoch, lengths, *named)
+        twin_epoch(twin, twin_optimizer, twin_scheduler, epoch, lengths)
+        if schedules:
+            assert scheduler.last_epoch == twin_scheduler.last_epoch
+        assert inner.param_groups[0]["lr"] == twin_optimizer.param_groups[0]["lr"]
+    model.finalize()
+    assert_replicas_equal(module)
+    assert_same_parameters(module, twin, rtol=1e-10)
+    assert inner.state[module[0].weight]["step"] == 3 * max(lengths)
+    assert not _global_optimizer_post_hooks  # nothing is left behind
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+def test_join_refuses_what_it_cannot_bring_together():
+    comm = world()
+    module, _ = built(mlp)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    model = DataParallel(module)
+    with pytest.raises(TypeError, match=r"(?s)without state_dict.*HINT: join\(optimizer"):
+        joined_epoch(model, optimizer, None, 0, [1, 1], [optimizer])
+    with pytest.raises(ValueError, match=r"(?s)rank 0: 0 batches, -.*rank 1: 2 batches, Adam of 6"):
+        joined_epoch(model, optimizer, None, 0, [0, 2])
+    joined_epoch(model, optimizer, None, 0, [0, 2], optimizer)
+    assert comm.all_equal(optimizer.state[module[0].weight]["exp_avg"])
+    scheduler = scheduled(optimizer)
+    with pytest.raises(ValueError, match=r"(?s)rank 1: 2 batches, learning.*model.join\(scheduler"):
+        joined_epoch(model, optimizer, scheduler, 1, [1, 2])
+    joined_epoch(model, optimizer, scheduler, 1, [2, 1], scheduler)
+    joined_epoch(model, optimizer, scheduler, 1, [1, 1])  # all alike: nothing to bring together
+    assert len(set(comm.all_gather_object(scheduler.last_epoch))) == 1
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+@both_modes
+@pytest.mark.parametrize("counts", [False, True], ids=["ranks", "samples"])
+def test_a_rank_that_runs_out_while_it_accumulates_loses_nothing(blocking, counts):
+    comm = world()
+    module, twin = built(mlp)
+    model, optimizer = wrapped(module, blocking)
+    lengths, sizes = [3, 6], [4, 2]
+    xs = [[batch((6,), i, local=8)[0][r * 8 :][: sizes[r]] for i in range(6)] for r in range(2)]
+
+    def backward(i):
+        loss = loss_of(model(xs[comm.rank][i]))
+        with model.samples(sizes[comm.rank]) if counts else contextlib.nullcontext():
+            loss.backward()
+
+    with model.join():
+        for i in range(lengths[comm.rank]):
+            if i % 2 == 0:
+                optimizer.zero_grad()
+                with model.no_sync():
+                    backward(i)
+            else:
+                backward(i)
+                optimizer.step()
+    model.finalize()
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for i in range(0, 6, 2):
+        mine = [xs[r][i : min(i + 2, lengths[r])] for r in range(2)]
+        twin_optimizer.zero_grad()
+        if counts:
+            loss_of(twin(torch.cat([x for part in mine for x in part]))).backward()
+        else:
+            sums = [sum(loss_of(twin(x)) for x in part) for part in mine if part]
+            (sum(sums) / len(sums)).backward()
+        twin_optimizer.step()
+    assert_same_parameters(module, twin)
+    assert_replicas_equal(module)
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+def test_what_all_ranks_have_accumulated_at_the_end_of_join_stays():
+    comm = world()
+    module, twin = built(mlp)
+    model, _ = wrapped(module, True)
+    with model.join():
+        for i in range(1 + comm.rank):
+            with model.no_sync():
+                loss_of(model(batch((6,), i)[1])).backward()
+    for i in range(1 + comm.rank):
+        loss_of(twin(batch((6,), i)[1])).backward()
+    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
 
 
 @both

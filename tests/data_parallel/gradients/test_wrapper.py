@@ -9,7 +9,13 @@ import torch
 from parallel_models import OPTIMIZERS, assert_same_parameters, batch, built, cnn, loss_of, mlp
 from torch import nn
 
-from unisono.data_parallel import DataParallel, DataParallelOptimizer, PowerSGD
+from unisono.data_parallel import (
+    DASO,
+    DataParallel,
+    DataParallelMultiGPU,
+    DataParallelOptimizer,
+    PowerSGD,
+)
 
 
 @pytest.mark.ranks(2, timeout=90)
@@ -71,3 +77,53 @@ def test_a_deepcopy_has_all_that_the_wrapper_had():
     for p, q in zip(module.parameters(), twin.module.parameters(), strict=True):
         assert p is not q
         assert torch.equal(p.grad, q.grad)
+
+
+class Inside(nn.Module):
+    """Has a part that is called as the wrapper calls the whole, and one of the same name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.module = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.word = "none"
+
+    def get_extra_state(self):
+        return self.word
+
+    def set_extra_state(self, word):
+        self.word = word
+
+
+@pytest.mark.ranks([1, 2], timeout=60)
+def test_states_load_with_and_without_the_prefix():
+    """States of a plain module, of this wrapper and of torch's DDP, also deeper in a network."""
+    torch.manual_seed(1)
+    saved = Inside()
+    saved.word = "said"
+    plain = saved.state_dict()
+    assert "module.weight" in plain
+    for make in (lambda m: DataParallel(m), _node_wise):
+        wrapped = make(copy.deepcopy(saved)).state_dict()
+        assert all(name.startswith("module.") for name in wrapped)
+        deep = {f"0.{name}": x for name, x in plain.items()}
+        for state, is_deep in ((plain, False), (wrapped, False), (deep, True)):
+            names = list(state)
+            model = make(Inside())
+            whole = nn.Sequential(model) if is_deep else model
+            whole.load_state_dict(state)
+            assert list(state) == names  # what was given is as it was
+            assert model.module.word == "said"
+            for name, x in model.module.state_dict().items():
+                assert name == "_extra_state" or torch.equal(x, plain[name]), name
+            Inside().load_state_dict(model.module.state_dict())  # the way to plain torch
+        for more, told in (({"nobody": torch.ones(1)}, '"nobody"'), ({}, '"module.weight"')):
+            short = {name: x for name, x in plain.items() if more or name != "weight"}
+            with pytest.raises(RuntimeError, match=told):
+                make(Inside()).load_state_dict({**short, **more})
+
+
+def _node_wise(module):
+    daso = DASO(torch.optim.SGD(module.parameters(), lr=0.1), 3)
+    return DataParallelMultiGPU(module, daso)

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from unisono.comm.averaging_costs import CostLedger
 from unisono.comm.environment import detect
 from unisono.comm.tracing import Recorder
+from unisono.data_parallel.partial_step import only_observes
 from unisono.errors import PartitionError, UnisonoError
 from unisono.launch.here import here
 from unisono.topology.decompose import split_cuts
@@ -152,6 +153,7 @@ class Run:
             self._output.close()
             self._write_part("done" if trouble is None else "failed", trouble)
 
+    @only_observes
     def _mark_step(self, *_: object) -> None:
         """An optimizer has made a step: where a step ends if nothing is logged."""
         now = time.perf_counter_ns()
