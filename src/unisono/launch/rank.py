@@ -29,7 +29,7 @@ from unisono.launch.device import Device
 from unisono.launch.heap import keep_freed_memory
 from unisono.launch.here import Here
 from unisono.launch.job_files import process_start, write_private
-from unisono.launch.leaving import leave
+from unisono.launch.leaving import finish_work, leave
 from unisono.launch.lifeline import Lifeline, Stopped, kill_own_group
 from unisono.launch.messages import (
     Address,
@@ -126,6 +126,7 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     except BaseException as error:
         code = _report(error, report_fd, lifeline)
     lifeline.leave()
+    finish_work(report_fd, job.platform.grace_s)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     if code:
