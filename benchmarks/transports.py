@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import Row, markdown, publish
+from harness import IS_CHECKOUT, Row, markdown, publish
 from torch import Tensor, nn
 
 import unisono
@@ -392,7 +392,8 @@ def main() -> None:
     text = f"{markdown([*judged(points), *special])}\n\nRatios to gloo:\n\n{overview(points)}"
     publish("Transports", text, write=not options.quick)
     if not options.quick:
-        draw(points, PICTURE)
+        if IS_CHECKOUT:
+            draw(points, PICTURE)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def test_a_debugger_works_in_the_forked_rank_at_the_terminal_and_others_read_not
         "import unisono\n"
         "def look():\n"
         "    if unisono.world().rank == 0:\n"
+        "        breakpoint()\n"  # not at the terminal: passed over
         "        return sys.stdin.read()\n"
         "    secret = 6 * 7\n"
         "    breakpoint()\n"
