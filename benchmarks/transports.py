@@ -391,9 +391,8 @@ def main() -> None:
     special = unisono.run(special_cases, options.quick, ranks=2)[0]
     text = f"{markdown([*judged(points), *special])}\n\nRatios to gloo:\n\n{overview(points)}"
     publish("Transports", text, write=not options.quick)
-    if not options.quick:
-        if IS_CHECKOUT:
-            draw(points, PICTURE)
+    if not options.quick and IS_CHECKOUT:
+        draw(points, PICTURE)
 
 
 if __name__ == "__main__":
