@@ -376,6 +376,14 @@ def test_our_own_frames_are_folded_and_a_variable_shows_them(monkeypatch):
         unisono.run(send_nonsense, ranks=0)
     files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert files == [__file__]
+    for call in (
+        unisono.submit(send_nonsense, on="cpu", ranks=1).result,
+        functools.partial(unisono.Wrapper(unisono.Platform(device="cpu")).start, print, nothing=1),
+    ):
+        with pytest.raises((RankFailed, PlatformError)) as caught:
+            call()
+        files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert not any(map(is_own_file, files)), files
 
     monkeypatch.setenv("UNISONO_FRAMES", "all")
     text, frames = shown()
