@@ -497,8 +497,8 @@ def begin_slow_save(directory, seconds):
     Checkpoint(directory, asynchronous=True).save(3, model=model())
 
 
-@pytest.mark.parametrize("raising", [0, 1])
-def test_a_save_in_the_background_is_finished_when_the_function_raises(tmp_path, raising):
+@pytest.mark.parametrize(("on", "raising"), [("cpu", 0), ("cpu", 1), ("mpi", 1)])
+def test_a_save_in_the_background_is_finished_when_the_function_raises(tmp_path, on, raising):
     def train():
         begin_slow_save(tmp_path, 2.0)
         if unisono.world().rank == raising:
@@ -506,7 +506,7 @@ def test_a_save_in_the_background_is_finished_when_the_function_raises(tmp_path,
         unisono.world().barrier()
 
     with pytest.raises(RankFailed, match="the loss is NaN"):
-        unisono.run(train, on="cpu", ranks=2)
+        unisono.run(train, on=on, ranks=2)
     assert visible(tmp_path) == ["step-00000003"]
     assert Checkpoint(tmp_path).restore(model=model()).step == 3
 
