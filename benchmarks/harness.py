@@ -22,6 +22,8 @@ from unisono.comm import Communicator
 from unisono.cores import usable_cores
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+IS_CHECKOUT = (RESULTS.parents[1] / "pyproject.toml").is_file()
+"""Whether results may be written beside the scripts: never into an installed package."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def publish(section: str, text: str, *, write: bool = True) -> None:
     """Print `text` and put it under the heading `section` of RESULTS.md, in place of the old.
 
     The page's first table, of all ratios that have a target, is made anew from all sections.
-    Where there is no such page, as in an installed package, nothing is written.
+    An installed package carries the scripts and the page along; nothing is written there.
     """
     today = datetime.datetime.now(tz=datetime.UTC).date()
     machine = (
@@ -116,7 +118,7 @@ def publish(section: str, text: str, *, write: bool = True) -> None:
     )
     body = f"## {section}\n\nMeasured on {today}, {machine}.\n\n{text.strip()}\n"
     print(body)
-    if not write or not RESULTS.exists():
+    if not write or not IS_CHECKOUT:
         return
     page = RESULTS.read_text(encoding="utf-8")
     pattern = re.compile(rf"^## {re.escape(section)}\n.*?(?=^## |\Z)", re.S | re.M)

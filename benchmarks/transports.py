@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import Row, markdown, publish
+from harness import IS_CHECKOUT, Row, markdown, publish
 from torch import Tensor, nn
 
 import unisono
@@ -391,7 +391,7 @@ def main() -> None:
     special = unisono.run(special_cases, options.quick, ranks=2)[0]
     text = f"{markdown([*judged(points), *special])}\n\nRatios to gloo:\n\n{overview(points)}"
     publish("Transports", text, write=not options.quick)
-    if not options.quick:
+    if not options.quick and IS_CHECKOUT:
         draw(points, PICTURE)
 
 

@@ -1,7 +1,9 @@
 """The API reference as Markdown: every public name with its signature, docstring and members.
 
 Public is what a package lists in `__all__`; the names of `unisono` itself are told once, where they
-live. `site_pages.py` puts the pages into the site, and a test looks for every name.
+live. Names stand in the order of use: that in which the guides, written for a reader from top to
+bottom, first write them in code. `site_pages.py` puts the pages into the site, and a test looks for
+every name.
 """
 
 from __future__ import annotations
@@ -15,12 +17,30 @@ import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import ForwardRef
 
 import unisono
 
 EXTRA = ("unisono.comm.mpi_style", "unisono.launch.functional")
 """Public modules that their package does not list."""
+_DOCS = Path(__file__).parents[1]
+_GUIDES = {
+    "unisono": ("../README.md", "cheat_sheet.md", "launch.md", "checkpoint.md"),
+    "unisono.launch": ("../README.md", "launch.md", "launch_slurm.md", "coming_from_ddpw.md"),
+    "unisono.launch.functional": ("coming_from_ddpw.md",),
+    "unisono.comm": ("comm.md", "transports.md"),
+    "unisono.comm.mpi_style": ("mpi_style.md",),
+    "unisono.data_parallel": ("tutorials/data.md", "data_parallel.md", "loaders.md", "daso.md"),
+    "unisono.graph_parallel": ("tutorials/graph.md", "graph_parallel.md"),
+    "unisono.nn": ("tutorials/space.md", "distributed_layers.md"),
+    "unisono.bayes": ("tutorials/error_bars.md", "bayes.md"),
+    "unisono.train": ("checkpoint.md", "report.md"),
+    "unisono.errors": ("../README.md", "launch.md", "comm.md", "checkpoint.md", "topology.md"),
+}
+"""The pages that teach a package, if others than the one of its name."""
+_CODE = re.compile(r"```.*?```|`[^`\n]+`", re.S)
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Examples?|Note|Notes):$")
 _WIDE = 88
 
@@ -48,6 +68,21 @@ def public_names(module: ModuleType) -> list[str]:
     return [name for name in listed if not name.startswith("_")]
 
 
+def in_order_of_use(module: str, names: list[str]) -> list[str]:
+    """Return names in the order in which the guides first write them in code, then the others."""
+    pages = _GUIDES.get(module, (f"{module.rpartition('.')[2]}.md",))
+    texts = [
+        (_DOCS / page).read_text(encoding="utf-8") for page in pages if (_DOCS / page).exists()
+    ]
+    code = "\n".join(found for text in texts for found in _CODE.findall(text))
+
+    def first_use(name: str) -> tuple[int, bool, str]:
+        found = re.search(rf"\b{re.escape(name)}\b", code)
+        return found.start() if found else len(code), name[0].islower(), name.lower()
+
+    return sorted(names, key=first_use)
+
+
 def index_page(modules: list[str]) -> str:
     """Return the page of `import unisono`: its names, and where each is described."""
     lines = [
@@ -58,7 +93,8 @@ def index_page(modules: list[str]) -> str:
         "| name | what it is |",
         "|---|---|",
     ]
-    for name in public_names(unisono):
+    names = in_order_of_use("unisono", public_names(unisono))
+    for name in sorted(names, key=lambda name: inspect.ismodule(getattr(unisono, name))):
         value = getattr(unisono, name)
         page = f"{name}.md" if inspect.ismodule(value) else _home_page(value, modules)
         link = page if inspect.ismodule(value) else f"{page}#{name.lower()}"
@@ -78,7 +114,7 @@ def module_page(module: ModuleType) -> str:
     """Return the page of a package: its own words, then each public name."""
     parts = [f"# {module.__name__}", to_markdown(inspect.getdoc(module) or "")]
     modules: list[tuple[str, ModuleType]] = []
-    for name in sorted(public_names(module), key=lambda name: (name[0].islower(), name.lower())):
+    for name in in_order_of_use(module.__name__, public_names(module)):
         value = getattr(module, name)
         if inspect.ismodule(value):
             modules.append((name, value))
@@ -242,6 +278,8 @@ def _argument(parameter: inspect.Parameter) -> str:
 def _type(annotation: object) -> str:
     if isinstance(annotation, str):
         return annotation
+    if isinstance(annotation, ForwardRef):
+        return annotation.__forward_arg__
     return getattr(annotation, "__qualname__", None) or str(annotation)
 
 

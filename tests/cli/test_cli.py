@@ -204,7 +204,7 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "nothere.py"], "no such file"),
         (["run", "."], "that is a directory"),
         (["run"], "no script, module or function"),
-        (["run", "-m", "json.tool", "x.py"], "a script and a module"),
+        (["run", "x.py", "-m", "json.tool"], "a script and a module"),
         (["run", "--ranks", "0", "json:dumps", "--", "1"], "unisono run --ranks 0\n"),
         (["run", "--on", "moon", "json:dumps", "--", "1"], "unisono run --on moon\n"),
         (["run", "json:dump5"], "HINT: did you mean json:dump"),
@@ -452,13 +452,33 @@ def test_argparse_errors_are_exit_code_2(words, capsys):
     assert "usage: unisono" in capsys.readouterr().err
 
 
-def test_options_of_the_script_without_the_two_dashes_are_explained(capsys):
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        (["show.py", "--epochs", "3"], ["--epochs", "3"]),
+        (["show.py", "data", "-v", "--lr=0.1"], ["data", "-v", "--lr=0.1"]),
+        (["-m", "show", "--epochs", "3"], ["--epochs", "3"]),
+        (["-m", "show", "data"], ["data"]),
+        (["show.py", "--", "--epochs", "--", "--ranks"], ["--epochs", "--", "--ranks"]),
+        (["show.py", "--ranks", "1"], []),  # nothing but options of ours: they stay ours
+    ],
+)
+def test_what_follows_the_script_is_for_the_script(words, got, tmp_path, monkeypatch, capfd):
+    (tmp_path / "show.py").write_text("import sys\nprint('got', sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["run", "--on", "inline", *words]) == 0
+    assert f"got {got}" in capfd.readouterr().out
+
+
+def test_options_behind_the_script_that_may_be_meant_for_either_are_refused(capsys):
     with pytest.raises(SystemExit) as leaving:
-        main(["run", "--ranks", "2", "train.py", "--epochs", "3"])
+        main(["run", "train.py", "--epochs", "3", "--logs=here"])
     assert leaving.value.code == 2
     message = capsys.readouterr().err
-    assert "unrecognized arguments: --epochs 3" in message
-    assert "HINT: unisono run ... train.py -- --epochs 3" in message
+    assert "--logs=here is an option of unisono run, too" in message
+    assert "unisono run ... train.py -- --epochs 3 --logs=here for the script" in message
     with pytest.raises(SystemExit):
         main(["run", "--rank", "2", "train.py"])
     message = capsys.readouterr().err

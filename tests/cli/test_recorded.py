@@ -114,7 +114,7 @@ def test_ctrl_c_ends_a_watched_run_and_its_page(script, monkeypatch, capsys):
 
     job = Job()
     monkeypatch.chdir(script)
-    monkeypatch.setattr("unisono.launch.job.submit_request", lambda _: job)
+    monkeypatch.setattr("unisono.train.recording.launching.submit_request", lambda _: job)
     assert main(["run", "--watch", "--ranks", "2", "work.py"]) == 130
     assert job.is_cancelled
     assert "watch at http://127.0.0.1:" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,7 +55,8 @@ def test_the_first_table_has_every_ratio_with_a_target(summary):
     page = summary.with_summary(PAGE)
     top, _, rest = page.partition("\n## First")
     assert "2 of 3 targets reached. Machine 1: x86_64, 2 cores. Machine 2: arm64." in top
-    assert [line for line in top.splitlines() if line.startswith("| [")] == [
+    table = top.partition("## Every ratio and its target\n")[2]
+    assert [line for line in table.splitlines() if line.startswith("| [")] == [
         "| [First: a step](#first-a-step) | one | 0.50 | <= 0.6 | ok | 2026-01-02 | 1 |",
         (
             "| [First: a step](#first-a-step) | bytes | 0.99 | 0.98 to 1.02 | **missed** "
@@ -98,3 +101,35 @@ def test_publishing_renews_section_and_summary(summary, monkeypatch, tmp_path, c
     before = page
     harness.publish("Third", "text", write=False)
     assert results.read_text() == before
+
+
+def test_the_page_opens_with_a_summary_and_what_missed(summary):
+    page = summary.with_summary(PAGE)
+    titles = [line[3:] for line in page.splitlines() if line.startswith("## ")]
+    assert titles[:3] == ["Summary", "What missed its target", "Every ratio and its target"]
+    short, _, rest = page.partition("## What missed its target\n")
+    missed = rest.partition("\n## ")[0]
+    assert "2 of 3 targets reached." in short
+    assert "| [First: a step](#first-a-step) | 2 | 1 | 1 |" in short
+    assert "| [Second](#second) | 1 | 1 | - |" in short
+    assert [line for line in missed.splitlines() if line.startswith("| [")] == [
+        "| [First: a step](#first-a-step) | bytes | 0.99 | 0.98 to 1.02 |"
+    ]
+
+
+def test_an_installed_package_is_not_written_to(tmp_path):
+    installed = tmp_path / "site-packages" / "unisono" / "_benchmarks"
+    installed.mkdir(parents=True)
+    for name in ("harness.py", "summary.py", "RESULTS.md"):
+        shutil.copy(BENCHMARKS / name, installed / name)
+    before = (installed / "RESULTS.md").read_bytes()
+    code = "import harness; harness.publish('Transports', 'other words')"
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code],
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "other words" in done.stdout
+    assert (installed / "RESULTS.md").read_bytes() == before

@@ -70,3 +70,31 @@ def test_any_cut_of_the_bytes_gives_the_same_lines(text, data):
     lines = text.split("\n")
     expected = [f"[0] {line}\n" for line in (lines if lines[-1] else lines[:-1])]
     assert shown(pieces) == "".join(expected)
+
+
+class BelowCell(Terminal):
+    """What ipykernel puts in the place of a stream."""
+
+    __module__ = "ipykernel.iostream"
+
+    def isatty(self):
+        return False
+
+
+def test_a_progress_bar_of_rank_0_moves_below_the_cell_of_a_notebook():
+    file = BelowCell()
+    console = Console({0, 1}, prefix=True, stdout=file, stderr=file)
+    bar, other = console.stream(0, 1), console.stream(1, 0)
+    bar.feed(b"\r 10%")
+    assert file.getvalue() == "\r[0]  10%"
+    other.feed(b"hello\n")
+    bar.feed(b"\r  9%\r 20%")
+    bar.feed(b"\n")
+    assert "\x1b" not in file.getvalue()
+    shown: list[str] = []  # as a notebook does: a carriage return goes back, and writes over
+    for line in file.getvalue().split("\n"):
+        screen = ""
+        for part in line.split("\r"):
+            screen = part + screen[len(part) :]
+        shown.append(screen.rstrip())
+    assert shown == ["[1] hello", "[0]  20%", ""]

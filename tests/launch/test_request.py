@@ -11,6 +11,7 @@ import pytest
 
 import unisono
 from unisono.errors import PlatformError
+from unisono.launch import dry_run
 
 
 def train(cfg, lr=0.1):
@@ -27,6 +28,10 @@ def generator(n):
 
 def needs_ranks(ranks):
     return ranks
+
+
+def knows_all(on=1, ranks=2, nodes=3, timeout_s=4, max_restarts=5, logs=6, seed=7, record=8):
+    return on, ranks, nodes, timeout_s, max_restarts, logs, seed, record
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +68,21 @@ def nothing_may_start(monkeypatch):
         (lambda: unisono.run(train), ["train(cfg, lr=0.1)", "missing a required argument"]),
         (lambda: unisono.run(train, 1, momentum=2), ["unexpected keyword", "momentum"]),
         (lambda: unisono.run(needs_ranks, ranks=2), ["functools.partial(needs_ranks, ranks="]),
+        *(
+            (
+                functools.partial(call, knows_all, **{name: value}),
+                [f"run takes {name} itself", f"functools.partial(knows_all, {name}=...)"],
+            )
+            for call in (unisono.run, unisono.submit, dry_run)
+            for name, value in (
+                *(("on", "cpu"), ("ranks", 2), ("nodes", 1), ("timeout_s", 5), ("logs", "here")),
+                *(("max_restarts", 1), ("seed", 0)),
+            )
+        ),
+        (lambda: unisono.run(knows_all, record="x"), ["run takes record itself"]),
+        (lambda: unisono.run(train, 1, seed=-1), ["seed=-1", "not an integer >= 0"]),
+        (lambda: unisono.run(train, 1, seed=1.5), ["seed=1.5"]),
+        (lambda: unisono.run(train, 1, on="inline", watch=True), ["busy with it", 'on="cpu"']),
         (lambda: unisono.run(train(1)), ["cannot be called"]),
         (lambda: unisono.run(coroutine), ["coroutine", "asyncio.run"]),
         (lambda: unisono.run(generator, 3), ["generator function", "list(generator(...))"]),
@@ -92,8 +112,9 @@ def test_a_deadline_without_end_is_none():
 
 
 def test_a_partial_may_fill_a_reserved_keyword():
-    results = unisono.run(functools.partial(needs_ranks, ranks=5), on="inline")
+    results = unisono.run(functools.partial(needs_ranks, ranks=5), on="inline", ranks=1)
     assert list(results) == [5]
+    assert list(unisono.run(needs_ranks, 6, on="inline", ranks=1)) == [6]
 
 
 def test_a_log_directory_that_cannot_be_made_is_named(tmp_path):

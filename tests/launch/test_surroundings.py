@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import linecache
+import logging
 import multiprocessing
 import os
 import pty
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from unisono.errors import PlatformError, RankFailed, RankTimeout
 from unisono.launch import payload, terminal
 from unisono.launch.interrupts import termination_as_exception
 from unisono.launch.results import Elsewhere, Results
+from unisono.launch.stacks import is_own_file
 
 QUIET = unisono.Logs(console="none")
 
@@ -156,6 +160,7 @@ def test_a_debugger_works_in_the_forked_rank_at_the_terminal_and_others_read_not
         "import unisono\n"
         "def look():\n"
         "    if unisono.world().rank == 0:\n"
+        "        breakpoint()\n"  # not at the terminal: passed over
         "        return sys.stdin.read()\n"
         "    secret = 6 * 7\n"
         "    breakpoint()\n"
@@ -288,3 +293,121 @@ def test_the_users_multiprocessing_is_left_alone():
     before = state()
     unisono.run(os.getpid, on="cpu", ranks=1, logs=QUIET)
     assert state() == before
+
+
+@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+def test_the_root_loggers_level_and_format_reach_the_ranks(spawn_method, monkeypatch):
+    def work():
+        logging.getLogger("my.module").info("a word")
+        logging.getLogger().debug("too low")
+
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [handler := logging.StreamHandler(sys.stdout)])
+    handler.setFormatter(logging.Formatter("{levelname}|{name}|{message}", style="{"))
+    monkeypatch.setattr(root, "level", logging.INFO)
+    platform = unisono.Platform(device="cpu", ranks=1, spawn_method=spawn_method)
+    assert unisono.run(work, on=platform, logs=QUIET).log(0) == "INFO|my.module|a word\n"
+
+
+def test_a_module_that_sets_up_logging_in_the_rank_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "own_logging.py").write_text(
+        "import logging\n"
+        "logging.basicConfig(format='mine %(message)s')\n"
+        "def work(): logging.warning('a word')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler()])
+    from own_logging import work  # pyright: ignore[reportMissingImports]
+
+    assert unisono.run(work, on="cpu", ranks=1, logs=QUIET).log(0) == "mine a word\n"
+
+
+def test_a_seed_is_an_argument_and_means_the_same_everywhere():
+    def draw():
+        return torch.rand(1).item(), float(np.random.rand())
+
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    first, second = unisono.run(draw, on="cpu", ranks=2, seed=5, logs=QUIET)
+    assert first != second
+    assert list(unisono.run(draw, on="cpu", ranks=2, seed=5, logs=QUIET)) == [first, second]
+    assert list(unisono.run(draw, on="inline", seed=5)) == [first]
+
+    def inside():
+        return unisono.run(draw, seed=5)[unisono.world().rank]
+
+    assert list(unisono.run(inside, on="cpu", ranks=2, logs=QUIET)) == [first, second]
+    job = unisono.submit(draw, on="cpu", ranks=1, seed=6)
+    assert list(job.result()) == [second]
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == np.random.get_state()[1].tolist()
+
+
+def test_tracebacks_of_cells_have_their_source_lines(monkeypatch):
+    source = "def cell_function():\n    value = 0\n    return 1 / value  # in the cell\n"
+    name = "<ipython-input-7-abcdef>"
+    monkeypatch.setitem(
+        linecache.cache, name, (len(source), None, source.splitlines(keepends=True), name)
+    )
+    space = {"__name__": "__main__"}
+    exec(compile(source, name, "exec"), space)
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(space["cell_function"], on="cpu", ranks=1, logs=QUIET)
+    assert "return 1 / value  # in the cell" in caught.value.traceback
+
+
+def send_nonsense():
+    unisono.world().all_reduce("no tensor")
+
+
+def test_our_own_frames_are_folded_and_a_variable_shows_them(monkeypatch):
+    def shown():
+        with pytest.raises(RankFailed) as caught:
+            unisono.run(send_nonsense, on="cpu", ranks=2, logs=QUIET)
+        files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+        return caught.value.traceback, sum(map(is_own_file, files))
+
+    text, frames = shown()
+    assert 'unisono.world().all_reduce("no tensor")' in text
+    assert "unisono/comm/" not in text
+    assert "UNISONO_FRAMES=all shows them" in text
+    assert frames == 0
+    with pytest.raises(PlatformError) as caught:
+        unisono.run(send_nonsense, ranks=0)
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files == [__file__]
+    for call in (
+        unisono.submit(send_nonsense, on="cpu", ranks=1).result,
+        functools.partial(unisono.Wrapper(unisono.Platform(device="cpu")).start, print, nothing=1),
+    ):
+        with pytest.raises((RankFailed, PlatformError)) as caught:
+            call()
+        files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert not any(map(is_own_file, files)), files
+
+    monkeypatch.setenv("UNISONO_FRAMES", "all")
+    text, frames = shown()
+    assert "unisono/comm/" in text
+    assert frames > 1
+
+
+def test_the_users_frames_stay_where_ours_stand_between_them():
+    def inner():
+        raise KeyError("mine")
+
+    def outer():
+        try:
+            unisono.run(inner, on="inline")
+        except KeyError as error:
+            raise ValueError("led to this") from error
+
+    with pytest.raises(KeyError) as caught:
+        unisono.run(inner, on="inline")
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "inner"
+    assert not {"run", "execute", "_run_inline"} & set(names)
+    with pytest.raises(RankFailed) as failed:
+        unisono.run(outer, on="cpu", ranks=1, logs=QUIET)
+    text = failed.value.traceback
+    assert text.index("in inner") < text.index("direct cause") < text.rindex("in outer")
+    assert "src/unisono" not in text

@@ -138,10 +138,13 @@ def test_a_model_that_was_not_measured_takes_the_mean_slowdown():
 def test_models_come_from_files_and_modules(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(
         "import torch\n"
-        "def make(): return torch.nn.Linear(3, 2), torch.ones(5, 3)\n"
+        "from sibling_of_train import WIDTH\n"  # as a script finds its neighbours
+        "def make(): return torch.nn.Linear(WIDTH, 2), torch.ones(5, WIDTH)\n"
         "def wrong(): return 3\n"
         "value = 1\n"
     )
+    (tmp_path / "sibling_of_train.py").write_text("WIDTH = 3\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     subject = load_subject(f"{tmp_path / 'train.py'}:make")
     assert (subject.name, subject.samples) == ("make", 5)
     assert load_subject("unisono.plan.presets:mlp").name == "mlp"

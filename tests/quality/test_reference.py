@@ -100,3 +100,17 @@ def test_the_site_builds_without_a_warning(interpreter, monkeypatch, tmp_path):
     done = interpreter.run(["-m", "mkdocs", "build", "--strict", *words], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "reference" / "comm" / "index.html").exists()
+
+
+def test_names_stand_in_the_order_of_use_and_types_as_they_are_written(reference, pages):
+    assert not [path for path, text in pages.items() if "ForwardRef" in text]
+    names = reference.public_names(importlib.import_module("unisono.train"))
+    ordered = reference.in_order_of_use("unisono.train", names)
+    assert ordered[0] == "Checkpoint"
+    assert ordered.index("Resumable") < ordered.index("record") < ordered.index("current_run")
+    text = pages["reference/train.md"]
+    places = [text.index(f"\n## {name}\n") for name in ordered]
+    assert places == sorted(places)
+    top = pages["reference/index.md"]
+    first = top.index("`unisono.run`")
+    assert all(first < top.index(f"`unisono.{name}`") for name in ("DASO", "Device", "Wrapper"))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
+import re
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -17,10 +20,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
+import unisono
 from unisono import bayes
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, PowerSGD
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, RankFailed
+from unisono.launch import supervise
 from unisono.train import Checkpoint
 from unisono.train.checkpoint import saving
 
@@ -478,3 +483,117 @@ def test_what_cannot_be_written_comes_with_what_to_type_instead(tmp_path, monkey
     monkeypatch.setattr("pathlib.Path.touch", refuse)
     with pytest.raises(CheckpointError, match=r"(?s)denied.*HINT: a directory that you may write"):
         Checkpoint(tmp_path / "there")
+
+
+def begin_slow_save(directory, seconds):
+    """In a rank: begin a save in the background that takes `seconds`."""
+    write = saving.write
+
+    def wait_and_write(order):
+        time.sleep(seconds)
+        return write(order)
+
+    saving.write = wait_and_write
+    Checkpoint(directory, asynchronous=True).save(3, model=model())
+
+
+@pytest.mark.parametrize(("on", "raising"), [("cpu", 0), ("cpu", 1), ("mpi", 1)])
+def test_a_save_in_the_background_is_finished_when_the_function_raises(tmp_path, on, raising):
+    def train():
+        begin_slow_save(tmp_path, 2.0)
+        if unisono.world().rank == raising:
+            raise ValueError("the loss is NaN")
+        unisono.world().barrier()
+
+    with pytest.raises(RankFailed, match="the loss is NaN"):
+        unisono.run(train, on=on, ranks=2)
+    assert visible(tmp_path) == ["step-00000003"]
+    assert Checkpoint(tmp_path).restore(model=model()).step == 3
+
+
+def test_a_save_in_the_background_outlives_the_time_to_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "LEAVE_S", 0.5)
+    unisono.run(begin_slow_save, tmp_path, 2.0, on="cpu", ranks=2)
+    assert visible(tmp_path) == ["step-00000003"]
+
+
+def test_a_save_whose_rank_is_killed_is_given_up_soon_and_leaves_nothing(tmp_path):
+    def train():
+        rank = unisono.world().rank
+        begin_slow_save(tmp_path, 3600.0 * rank)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        unisono.world().barrier()
+
+    begin = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 on .* was killed by SIGKILL") as caught:
+        unisono.run(train, on="cpu", ranks=2)
+    assert time.monotonic() - begin < 10.0
+    assert visible(tmp_path) == []
+    log = Path(caught.value.job_dir, "rank-0.log").read_text()
+    assert re.search(r"the save of step 3 .* failed: ranks \[1\] ended before their part", log)
+
+
+def test_saves_that_fail_at_the_last_moment_leave_nothing(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(1, model=model())
+    before = everything(tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "finish", full)
+    for step in (2, 3, 4):
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            checkpoint.save(step, model=model())
+    assert everything(tmp_path) == before
+
+
+class Fussy:
+    """Has a state, and takes back only one that suits it."""
+
+    def __init__(self, value, *, refuses=False):
+        self.value, self.refuses = value, refuses
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+        if self.refuses and state["value"] == "saved":
+            raise ValueError("not with me")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_restore_that_one_object_of_one_rank_refuses_changes_nothing_anywhere(tmp_path, wrapped):
+    def made(seed):
+        net = model(seed)
+        optimizer = torch.optim.Adam(net.parameters(), 0.1 * (seed + 1))
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    names = ("model", "optimizer", "schedule")
+    checkpoint = Checkpoint(tmp_path)
+    things = dict(zip(names, made(0), strict=True))
+    checkpoint.save(1, **things, odd=Fussy("saved"))
+
+    net, optimizer, schedule = made(1)
+    odd = Fussy("mine", refuses=world().rank == 1)
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    weights = [p.detach().clone() for p in net.parameters()]
+    moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
+    states = torch.get_rng_state(), random.getstate()
+    around = DataParallel(net) if wrapped else net
+    with pytest.raises(CheckpointError, match=r"(?s)objects are as they were.*rank 1.*not with me"):
+        checkpoint.restore(model=around, optimizer=optimizer, schedule=schedule, odd=odd)
+    assert all(map(torch.equal, weights, net.parameters()))
+    assert all(map(torch.equal, moments, (s["exp_avg"] for s in optimizer.state.values())))
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert odd.value == "mine"
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    odd.refuses = False
+    assert checkpoint.restore(model=around, optimizer=optimizer, schedule=schedule, odd=odd)
+    assert all(map(torch.equal, things["model"].parameters(), net.parameters()))

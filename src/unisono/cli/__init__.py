@@ -40,8 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    own, _, forwarded = _split(words)
     parser = build_parser()
+    words = _with_dashes(words, parser)
+    own, _, forwarded = _split(words)
     args, unknown = parser.parse_known_args(own)
     if unknown:
         parser.error(_explanation(args, unknown, own, parser))
@@ -49,6 +50,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.words = words[1:]
     debug = getattr(args, "debug", False)
     return exit_code_of(lambda: args.execute(args), name=words[0], debug=debug)
+
+
+def _with_dashes(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the words with `--` behind a script whose own options follow it without one.
+
+    Where all that follows the script are options of ours, they stay ours; where only some are,
+    nobody can know whose they are meant to be.
+    """
+    if words[:1] != ["run"] or "--" in words or {"-h", "--help"} & set(words):
+        return words
+    args, unknown = parser.parse_known_args(words)
+    target = args.module or args.target
+    if target not in words or not (unknown or (args.module and args.target)):
+        return words
+    cut = words.index(target) + 1
+    if args.module and args.target in words[:cut]:
+        return words  # a script and a module
+    if parser.parse_known_args(words[:cut])[1]:
+        return words  # not understood before the script already
+    options = _options(parser, "run")
+    if ours := [word for word in words[cut:] if word.partition("=")[0] in options]:
+        parser.error(
+            f"{' '.join(words[cut:])} stands behind {target}, and {ours[0]} is an option of "
+            f"unisono run, too\nHINT: unisono run {ours[0]} ... {target} for unisono; "
+            f"unisono run ... {target} -- {' '.join(words[cut:])} for the script"
+        )
+    return [*words[:cut], "--", *words[cut:]]
 
 
 def _explanation(

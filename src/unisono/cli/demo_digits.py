@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from unisono.cli import recorded
 from unisono.errors import MissingExtra, PlatformError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def compare(on: str, ranks: int | None, epochs: int) -> int:
     if importlib.util.find_spec("sklearn") is None:
         raise MissingExtra.of("examples", "unisono demo trains on the digits of scikit-learn")
     from unisono.cores import usable_cores
+    from unisono.train.recording import launching
     from unisono.train.report.building import build_report
     from unisono.train.report.data import RecordedRun
 
@@ -57,28 +58,40 @@ def compare(on: str, ranks: int | None, epochs: int) -> int:
     is_good = _show(runs, outcomes)
     if load > usable_cores() / 2:
         print(f"\nthis machine was busy before (load {load:.1f}), so its speeds say little")
-    where = recorded.near(page)
+    where, own = launching.near(page), _command()
     print(f"\nreport in {where}\n\ntry next:")
     for command, what in (
-        (f"unisono report {where.parent}", "opens the report"),
-        ("unisono demo --list", "shows more: forces, flow, error bars, DASO, SLURM"),
-        ("unisono run --watch --ranks 2 train.py", "runs your script and shows it in a browser"),
+        (f"{own} report {where.parent}", "opens the report"),
+        (f"{own} demo --list", "shows more: forces, flow, error bars, DASO, SLURM"),
+        (f"{own} run --watch --ranks 2 train.py", "runs your script and shows it in a browser"),
     ):
-        print(f"  {command:<40} {what}")
+        print(f"  {command:<{34 + len(own)}} {what}")
     if not is_good:
         print("unisono: the demo did not reach what it should", file=sys.stderr)
     return 0 if is_good else 1
 
 
+def _command() -> str:
+    """Return how to type this command here: by its path, where the shell would not find it."""
+    from unisono.train.recording.launching import near
+
+    own = Path(sys.executable).with_name("unisono")
+    found = shutil.which("unisono")
+    if not own.is_file() or (found is not None and Path(found).resolve() == own.resolve()):
+        return "unisono"
+    return str(near(own))
+
+
 def _run(name: str, on: str, ranks: int, epochs: int, threads: int) -> tuple[Outcome, Path]:
     """Train on `ranks` ranks with a record; return what rank 0 did, and the directory."""
     from unisono.launch import run
+    from unisono.train.recording import launching
     from unisono.train.recording.facts import begin_run
 
     directory, started_ns = begin_run(name)
     function = functools.partial(train, epochs, threads)
     results = run(
-        recorded.call_in_rank, directory, started_ns, function, on=on, ranks=ranks, timeout_s=300
+        launching.call_in_rank, directory, started_ns, function, on=on, ranks=ranks, timeout_s=300
     )
     return results[0], Path(directory)  # pyright: ignore[reportReturnType]
 

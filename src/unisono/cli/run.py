@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  unisono run --ranks 4 train.py -- --epochs 3
-  unisono run --ranks 2 -m package.train -- --epochs 3
-  unisono run --ranks 2 package.module:train -- 3 lr=0.1
+  unisono run --ranks 4 train.py --epochs 3
+  unisono run --ranks 2 -m package.train --epochs 3
+  unisono run --ranks 2 package.module:train 3 lr=0.1
+
+What follows the script is for the script; after -- it is so whatever it looks like.
 """
 
 _ONLY_AT = {

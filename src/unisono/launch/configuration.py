@@ -56,6 +56,7 @@ _READ_ELSEWHERE = frozenset(
         "CONFIG",
         "DETECT",
         "FORCE_ON",
+        "FRAMES",
         "HOST_ID",
         "JOB_DIR",
         "REQUIRE",

@@ -1,8 +1,8 @@
 """The ranks' output on one console: whole lines, each with its rank in front.
 
 Lines are never mixed. A progress bar (text that ends in a carriage return, or has no end yet and
-began with one) is shown from rank 0 on a terminal, and redrawn below lines of other ranks;
-elsewhere only its last state appears, as a line.
+began with one) is shown from rank 0 on a terminal or in a notebook, and redrawn below lines of
+other ranks; elsewhere only its last state appears, as a line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Console:
 
     def bar(self, rank: int, text: str, file: TextIO) -> None:
         """Show the present state of a progress bar of rank 0."""
-        if rank == 0 and rank in self._shown and _is_terminal(file):
+        if rank == 0 and rank in self._shown and (_is_terminal(file) or _is_notebook(file)):
             self._draw_bar(self._label(rank) + text, file)
 
     def end_bar(self, rank: int) -> None:
@@ -77,12 +77,19 @@ class Console:
     def clear_bar(self) -> None:
         """Take a bar off the terminal."""
         if self._bar and self._bar_file is not None:
-            self._write(self._bar_file, _CLEAR_LINE)
+            self._write(self._bar_file, self._cleared(self._bar_file))
         self._bar = ""
 
     def _draw_bar(self, text: str, file: TextIO) -> None:
+        cleared = self._cleared(file)
         self._bar, self._bar_file = text, file
-        self._write(file, _CLEAR_LINE + text)
+        self._write(file, cleared + text)
+
+    def _cleared(self, file: TextIO) -> str:
+        """Return what takes the bar off: notebooks know the carriage return alone."""
+        if not _is_notebook(file):
+            return _CLEAR_LINE
+        return f"\r{' ' * len(self._bar)}\r" if self._bar else "\r"
 
     def _label(self, rank: int) -> str:
         return f"[{rank}] " if self._prefix else ""
@@ -140,3 +147,8 @@ def _last_state(text: str) -> str:
 def _is_terminal(file: TextIO) -> bool:
     isatty = getattr(file, "isatty", None)
     return bool(isatty and isatty())
+
+
+def _is_notebook(file: TextIO) -> bool:
+    """Whether a file shows what is written to it below a cell."""
+    return type(file).__module__.partition(".")[0] in ("ipykernel", "google")

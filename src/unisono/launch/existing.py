@@ -21,9 +21,10 @@ from unisono.launch.deadline import deadline
 from unisono.launch.device import Device
 from unisono.launch.entering import own_group
 from unisono.launch.here import Here, here
+from unisono.launch.in_process import seeded
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
-from unisono.launch.stacks import site_of
+from unisono.launch.stacks import hide_own_frames, site_of
 
 if TYPE_CHECKING:
     from unisono.comm import Communicator
@@ -75,9 +76,10 @@ def _show_own_errors_only() -> None:
 
     before = sys.excepthook
 
-    def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
         if not isinstance(error, RankFailed) or error.rank in (None, rank):
-            before(kind, error, frames)
+            hide_own_frames(error)
+            before(kind, error, error.__traceback__)
             return
         reason = str(error).partition("\n")[0]
         print(f"unisono: rank {rank} stopped at {site_of(error)}: {reason}", file=sys.stderr)
@@ -102,7 +104,10 @@ def run_here(request: Request, convention: Convention) -> Results[Any]:
     ready = time.perf_counter()
     place = _place(comm, request)
     try:
-        with deadline(request.timeout_s, rank=comm.rank, size=comm.size):
+        with (
+            deadline(request.timeout_s, rank=comm.rank, size=comm.size),
+            seeded(request.seed, comm.rank),
+        ):
             value = convention.call(request.fn, request.args, request.kwargs, place)
     except BaseException as error:
         post_failure(error)

@@ -73,14 +73,12 @@ def setup(
 @contextmanager
 def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> Iterator[Here]:
     """Make this process a rank for the length of the block."""
-    import torch
-
     from unisono.comm.environment import detect
     from unisono.comm.start import open_store, stop_world
     from unisono.launch.entering import enter_world
 
     before, known = dict(os.environ), here()
-    states = random.getstate(), _numpy_state(), torch.get_rng_state()
+    states = _random_states()
     run_id = secrets.token_hex(8)
     for name in ("MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
         os.environ.pop(name, None)
@@ -114,12 +112,37 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
         set_here(known)
         os.environ.clear()
         os.environ.update(before)
-        random.setstate(states[0])
-        if states[1] is not None:
-            sys.modules["numpy"].random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        _set_random_states(states)
 
 
-def _numpy_state() -> Any:
+@contextmanager
+def seeded(seed: int | None, rank: int) -> Iterator[None]:
+    """Seed this rank's generators inside the block, and put them back behind it; None: nothing."""
+    if seed is None:
+        yield
+        return
+    from unisono.launch.functional import seed_generators
+
+    states = _random_states()
+    seed_generators(seed + rank)
+    try:
+        yield
+    finally:
+        _set_random_states(states)
+
+
+def _random_states() -> tuple[Any, Any, Any]:
+    import torch
+
     numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
+    state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), state, torch.get_rng_state()
+
+
+def _set_random_states(states: tuple[Any, Any, Any]) -> None:
+    import torch
+
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+    torch.set_rng_state(states[2])

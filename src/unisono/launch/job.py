@@ -15,7 +15,7 @@ from unisono.launch.device import Device
 from unisono.launch.logs import Logs
 from unisono.launch.platform import Platform
 from unisono.launch.platform_table import rank_table
-from unisono.launch.request import Request, checked_request
+from unisono.launch.request import Request, check_names, checked_request
 from unisono.launch.results import Results
 
 __all__ = ["Job", "dry_run", "submit"]
@@ -146,13 +146,14 @@ def submit(
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
+    seed: int | None = None,
     **kwargs: Any,
 ) -> Job:
     """Start what `run` would run, and return at once with a handle on it.
 
-    The parameters are those of `run`. A thread of this process supervises the ranks, and they end
-    with it; on `"slurm"` the job is queued, and lives on. Output goes to the logs only, unless
-    `logs` says otherwise.
+    The parameters are those of `run`, but for `record` and `watch`. A thread of this process
+    supervises the ranks, and they end with it; on `"slurm"` the job is queued, and lives on. Output
+    goes to the logs only, unless `logs` says otherwise.
 
     Example:
         >>> import unisono
@@ -160,6 +161,17 @@ def submit(
         >>> list(job.result())
         [0, 1]
     """
+    check_names(
+        fn,
+        args,
+        on=on,
+        ranks=ranks,
+        nodes=nodes,
+        timeout_s=timeout_s,
+        max_restarts=max_restarts,
+        logs=logs,
+        seed=seed,
+    )
     if logs is None or not isinstance(logs, Logs):
         logs = Logs(dir=logs, console="none")
     request = checked_request(
@@ -172,6 +184,7 @@ def submit(
         timeout_s=timeout_s,
         max_restarts=max_restarts,
         logs=logs,
+        seed=seed,
     )
     return submit_request(request)
 
@@ -205,6 +218,7 @@ def dry_run(
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
+    seed: int | None = None,
     **kwargs: Any,
 ) -> str:
     """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
@@ -215,6 +229,17 @@ def dry_run(
         >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
         rank  node              device
     """
+    check_names(
+        fn,
+        args,
+        on=on,
+        ranks=ranks,
+        nodes=nodes,
+        timeout_s=timeout_s,
+        max_restarts=max_restarts,
+        logs=logs,
+        seed=seed,
+    )
     request = checked_request(
         fn,
         args,
@@ -225,6 +250,7 @@ def dry_run(
         timeout_s=timeout_s,
         max_restarts=max_restarts,
         logs=logs,
+        seed=seed,
     )
     return describe_request(request)
 

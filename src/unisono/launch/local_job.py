@@ -27,6 +27,7 @@ from unisono.launch.rank_files import CANCEL
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.run import telling
+from unisono.launch.stacks import own_frames_hidden
 
 LOOK_S = 0.2
 """Seconds between two looks for an order of another process."""
@@ -99,13 +100,14 @@ class LocalJob(Job):
 
     def result(self, timeout_s: float | None = None) -> Results[Any]:
         """Wait, and return the results or raise what went wrong."""
-        if not self.wait(timeout_s):
-            raise TimeoutError(f"job {self.id} has not ended within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        if self._results is None:
-            raise RankFailed(f"job {self.id} left no results")
-        return self._results
+        with own_frames_hidden():
+            if not self.wait(timeout_s):
+                raise TimeoutError(f"job {self.id} has not ended within {timeout_s:g} s")
+            if self._error is not None:
+                raise self._error
+            if self._results is None:
+                raise RankFailed(f"job {self.id} left no results")
+            return self._results
 
     def cancel(self) -> None:
         """End all ranks, and wait until they have."""

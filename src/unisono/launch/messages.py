@@ -96,6 +96,14 @@ class Lingering:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Finishing:
+    """The rank is about to leave, but first finishes what must not be lost, such as a save."""
+
+    seconds: float
+    """Longest time it takes for that."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preempt:
     """The function asks for a stop signal, to rehearse one."""
 
@@ -103,7 +111,18 @@ class Preempt:
     """Who shall get it."""
 
 
-Message = Standing | Hello | Address | Ready | Returned | Failed | Requeued | Lingering | Preempt
+Message = (
+    Standing
+    | Hello
+    | Address
+    | Ready
+    | Returned
+    | Failed
+    | Requeued
+    | Lingering
+    | Finishing
+    | Preempt
+)
 
 
 def send_message(fd: int, message: Message) -> None:

@@ -26,6 +26,7 @@ from unisono.launch.job_files import write_private
 from unisono.launch.listening import Listener
 from unisono.launch.messages import (
     Failed,
+    Finishing,
     Hello,
     Lingering,
     Message,
@@ -83,6 +84,7 @@ class Minder(Listener):
             self._look_for_launcher()
             if self._is_dismissed:
                 self._step_until(lambda: not rank.is_running, LEAVE_S)
+                self._wait_for_work()
                 break
         if rank.is_done and (self._is_dismissed or not rank.is_running):
             self._end()
@@ -213,6 +215,9 @@ class Minder(Listener):
             case Lingering():
                 names = ", ".join(message.threads)
                 self._state.warning = f"left with threads still running: {names}"
+            case Finishing():
+                rank.finishing_s = self._state.finishing_s = message.seconds
+                self._note(self._state.state)
             case Preempt():
                 self._orders.give(preempt=message.rank)
             case Failed():
@@ -282,6 +287,7 @@ class Minder(Listener):
             rank.order(stop=True)
             rank.signal_group(signal.SIGTERM)
             self._step_until(lambda: not rank.is_running, self._plan.grace_s)
+            self._wait_for_work()
         if rank.is_running:
             rank.signal_group(signal.SIGKILL)
             rank.collect()
@@ -291,6 +297,11 @@ class Minder(Listener):
         if rank.is_done:
             self._state.exit_code, self._state.peak_mb = rank.exit_code, rank.peak_mb
         rank.close()
+
+    def _wait_for_work(self) -> None:
+        """Give a rank that finishes a save the time it asked for."""
+        if self._rank.is_running and self._rank.finishing_s:
+            self._step_until(lambda: not self._rank.is_running, self._rank.finishing_s)
 
     def _note(self, state: str) -> None:
         self._state.state = state

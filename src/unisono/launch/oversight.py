@@ -137,8 +137,9 @@ class Oversight:
         except BaseException:
             with suppress(OSError):
                 self.stop("the launcher was interrupted")
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(self._plan.grace_s + 2.0)
+            for limit_s in (lambda: self._plan.grace_s + 2.0, self._finishing_s):
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(limit_s())
             raise
         finally:
             _end(process)
@@ -149,10 +150,10 @@ class Oversight:
         while process.poll() is None:
             self._on_tick()
             self._look()
-            if self._stopped_at is not None and (
-                time.monotonic() > self._stopped_at + self._plan.grace_s + LEAVE_S
-            ):
-                return
+            if self._stopped_at is not None:
+                late_s = time.monotonic() - self._stopped_at - self._plan.grace_s - LEAVE_S
+                if late_s > 0 and late_s > self._finishing_s():
+                    return
             with suppress(subprocess.TimeoutExpired):
                 elapsed_s = time.monotonic() - self._began
                 process.wait(rank_files.pause_s(elapsed_s, self._plan.ranks))
@@ -182,6 +183,11 @@ class Oversight:
             self.stop("cancelled")
         else:
             self._check_deadline(now)
+
+    def _finishing_s(self) -> float:
+        """Return how long ranks may take that finish a save before they end."""
+        states = rank_files.read_states(self._dir, self._plan.ranks, self._attempt)
+        return max((state.finishing_s for state in states if state is not None), default=0.0)
 
     def _have_all(self, words: Sequence[str]) -> bool:
         return all(state is not None and state.state in words for state in self._states)

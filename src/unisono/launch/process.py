@@ -103,6 +103,7 @@ class RankProcess(ABC):
         self.returned: Returned | None = None
         self.is_requeued = False
         self.lingering: tuple[str, ...] = ()
+        self.finishing_s = 0.0
         self.standing: Standing | None = None
         self.failed: Failed | None = None
         self.failed_at = 0.0

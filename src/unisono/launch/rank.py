@@ -29,7 +29,7 @@ from unisono.launch.device import Device
 from unisono.launch.heap import keep_freed_memory
 from unisono.launch.here import Here
 from unisono.launch.job_files import process_start, write_private
-from unisono.launch.leaving import leave
+from unisono.launch.leaving import finish_work, leave
 from unisono.launch.lifeline import Lifeline, Stopped, kill_own_group
 from unisono.launch.messages import (
     Address,
@@ -44,7 +44,7 @@ from unisono.launch.messages import (
 from unisono.launch.payload import dump_exception, dump_value, load_call
 from unisono.launch.platform import Platform
 from unisono.launch.setting import Setting
-from unisono.launch.stacks import site_of
+from unisono.launch.stacks import format_error, site_of
 from unisono.launch.stopping import note_request
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from unisono.launch.server import Assignment
 
 _LINGER_S = 30.0
-_OWN_DIR = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +125,7 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     except BaseException as error:
         code = _report(error, report_fd, lifeline)
     lifeline.leave()
+    finish_work(report_fd, job.platform.grace_s)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     if code:
@@ -310,20 +310,12 @@ def describe(error: BaseException) -> Failed:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failed(
         summary=summary,
-        traceback=_user_traceback(error),
+        traceback=format_error(error),
         pickled=dump_exception(error),
         is_consequence=is_consequence(error),
         exit_code=code,
         site=site_of(error),
     )
-
-
-def _user_traceback(error: BaseException) -> str:
-    """Format the traceback from the first frame that is not the launcher's."""
-    frames = error.__traceback__
-    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == _OWN_DIR:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 _CONNECTION_WORDS = (

@@ -55,6 +55,8 @@ class RankState:
     """Where it stood among collectives then, as `messages.Standing`."""
     warning: str = ""
     """What was strange about its end, although its result counts."""
+    finishing_s: float = 0.0
+    """How long it may take to finish a save before it ends."""
     at: dict[str, float] = field(default_factory=dict)
     """When it came into each state, by the clock of its host."""
 

@@ -17,7 +17,7 @@ from unisono.launch.logs import Logs, checked_logs
 from unisono.launch.places import resolve
 from unisono.launch.platform import Platform
 
-RESERVED = RUN_NAMES
+RESERVED = (*RUN_NAMES, "seed", "record", "watch")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 
 
@@ -47,6 +47,8 @@ class Request:
     """What is run: the function, or the script."""
     is_script: bool = False
     """Whether it is a whole script, which may initialise torch.distributed by itself."""
+    seed: int | None = None
+    """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
 
     @property
     def ranks(self) -> int:
@@ -69,14 +71,21 @@ def checked_request(
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
     is_script: bool = False,
+    seed: int | None = None,
 ) -> Request:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
     `is_called_plainly` is false where ranks add arguments of their own to the call; `fields` are
     more fields of the platform that the caller gives; `title` is shown instead of the function;
-    `is_script` leaves it to the function when its ranks join their world.
+    `is_script` leaves it to the function when its ranks join their world; `seed` is that of `run`.
     """
+    if seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise PlatformError.because(
+                f"unisono.run(..., seed={seed!r})", "not an integer >= 0", None, "seed=0"
+            )
+        fields = {**(fields or {}), "seed": seed}
     if is_called_plainly:
         check_call(fn, args, kwargs)
     is_explicit = ranks is not None or on not in (None, "auto")
@@ -115,7 +124,37 @@ def checked_request(
         is_explicit=is_explicit,
         name=title or function_name(fn),
         is_script=is_script,
+        seed=seed,
     )
+
+
+def check_names(fn: Callable[..., object], args: tuple[object, ...], **given: object) -> None:
+    """Raise `PlatformError` if a keyword given to `run` is a parameter of `fn`, too.
+
+    Nobody can know which of the two is meant. What a partial or a positional argument fills is
+    settled.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    filled = [p.name for p in parameters.values() if p.kind in kinds][: len(args)]
+    if isinstance(fn, functools.partial):
+        filled += fn.keywords
+    for name, value in given.items():
+        parameter = parameters.get(name)
+        if value is None or parameter is None or name in filled:
+            continue
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            fn_name = function_name(fn)
+            raise PlatformError.because(
+                f"unisono.run({fn_name}, ..., {name}={value!r})",
+                f"run takes {name} itself, and {fn_name} has a parameter of that name",
+                None,
+                f"unisono.run(functools.partial({fn_name}, {name}=...), ...): that one is "
+                f"{fn_name}'s; {name}= beside it is run's",
+            )
 
 
 def _checked_limits(timeout_s: Any, max_restarts: Any) -> tuple[float | None, int]:

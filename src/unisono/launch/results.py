@@ -6,9 +6,12 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from unisono.errors import PlatformError
+
+if TYPE_CHECKING:
+    from unisono.train.report.building import Report
 
 __all__ = ["Elsewhere", "Results"]
 
@@ -38,6 +41,7 @@ class Results(Sequence[T], Generic[T]):
         platform: where it ran, as `on` says it.
         threads: CPU threads of each rank.
         dir: directory of the run, if it was kept.
+        report: report of the run, if it was recorded (`run(..., record="name")`).
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Results(Sequence[T], Generic[T]):
         self.restarts = restarts
         self.threads = threads
         self.dir = dir
+        self.report: Report | None = None
 
     @property
     def ranks(self) -> int:

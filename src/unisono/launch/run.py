@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import time
@@ -17,12 +18,14 @@ from unisono.launch.conventions import Convention
 from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
 from unisono.launch.existing import run_here
+from unisono.launch.in_process import seeded
 from unisono.launch.interrupts import termination_as_exception
 from unisono.launch.logs import Logs
 from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
-from unisono.launch.request import Request, checked_request
+from unisono.launch.request import Request, check_names, checked_request
 from unisono.launch.results import Results
+from unisono.launch.stacks import own_frames_hidden
 from unisono.launch.warm import prepare
 
 __all__ = ["run"]
@@ -51,6 +54,9 @@ def run(
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
+    seed: int | None = None,
+    record: str | bool | None = None,
+    watch: bool | None = None,
     **kwargs: Any,
 ) -> Results[T]:
     """Call `fn(*args, **kwargs)` on every rank and return what each returned, in rank order.
@@ -71,7 +77,13 @@ def run(
         timeout_s: deadline, counted from the moment all ranks are ready.
         max_restarts: how many times to start again after a failure; 0 if not given.
         logs: a directory to keep logs in, or a `Logs`.
-        kwargs: keyword arguments of `fn`.
+        seed: seeds the generators of Python, numpy and torch, on rank r with `seed + r`.
+        record: name of a record: `runs/NAME` gets metrics, traces and a report, which is also
+            `results.report`; True takes the function's name.
+        watch: serve a page that shows the run while it lasts, and record it; in a notebook the
+            page appears below the cell.
+        kwargs: keyword arguments of `fn`; one that `run` has, too, goes into a
+            `functools.partial(fn, ...)`.
 
     Raises:
         RankFailed: a rank raised or died; all are stopped, the error has that rank's traceback.
@@ -83,18 +95,24 @@ def run(
         >>> list(unisono.run(lambda: unisono.world().rank, on="cpu", ranks=2))
         [0, 1]
     """
-    request = checked_request(
-        fn,
-        args,
-        kwargs,
-        on=on,
-        ranks=ranks,
-        nodes=nodes,
-        timeout_s=timeout_s,
-        max_restarts=max_restarts,
-        logs=logs,
-    )
-    return execute(request, Convention())
+    given: dict[str, Any] = {
+        "on": on,
+        "ranks": ranks,
+        "nodes": nodes,
+        "timeout_s": timeout_s,
+        "max_restarts": max_restarts,
+        "logs": logs,
+        "seed": seed,
+    }
+    with own_frames_hidden():
+        check_names(fn, args, **given, record=record, watch=watch)
+        request = checked_request(fn, args, kwargs, **given)
+        if not record and not watch:
+            return execute(request, Convention())
+        # Records live above this layer; only who asks for one has to load them.
+        recording = importlib.import_module("unisono.train.recording.launching")
+        name = record if isinstance(record, str) else request.name
+        return recording.run_recorded(request, name, watch=bool(watch))
 
 
 def execute(request: Request, convention: Convention) -> Results[Any]:
@@ -141,7 +159,8 @@ def _run_inline(request: Request) -> Results[Any]:
             os.environ["UNISONO_RESTART"] = str(attempt)
             stopping.forget_request()
             try:
-                value = request.fn(*request.args, **request.kwargs)
+                with seeded(request.seed, 0):
+                    value = request.fn(*request.args, **request.kwargs)
             except Requeue:
                 continue
             return Results(

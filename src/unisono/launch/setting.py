@@ -1,4 +1,7 @@
-"""What a rank takes over from its launcher: environment, directory, warning filters, torch's modes.
+"""What a rank takes over from its launcher: environment, directory, and what is set in Python.
+
+That is warning filters, the root logger, torch's modes, and the source of cells and other code that
+is in no file, so that tracebacks of a rank show its lines.
 
 A fresh interpreter inherits most of it; a rank forked from the warm server has to be told, or it
 would see the world as it was when the server started.
@@ -6,6 +9,8 @@ would see the world as it was when the server started.
 
 from __future__ import annotations
 
+import linecache
+import logging
 import os
 import pickle
 import sys
@@ -21,6 +26,9 @@ MISLEADING = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Variables of a launcher that tell of another world than that of its ranks."""
+_STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
+_SOURCE_BYTES = 4 << 20
+"""Most source that is sent along."""
 _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
 
 
@@ -38,6 +46,10 @@ class Setting:
     """Warning filters."""
     modes: dict[str, Any]
     """Defaults of torch that a script may have set before it runs a function."""
+    logger: dict[str, Any]
+    """Level and format of the root logger; nothing if it is as Python makes it."""
+    sources: dict[str, str]
+    """Text of code that is in no file, by the name that its frames have."""
 
     @classmethod
     def now(cls, environment: Mapping[str, str]) -> Setting:
@@ -51,6 +63,8 @@ class Setting:
             umask=_umask(),
             filters=_travelling_filters(),
             modes=_modes_of_torch(),
+            logger=_root_logger(),
+            sources=_sources_in_memory(),
         )
 
     def apply(self, own: Mapping[str, str]) -> None:
@@ -63,7 +77,10 @@ class Setting:
                 os.chdir(self.directory)
 
     def apply_inside(self) -> None:
-        """Take over what is set in Python: the warning filters and the modes of torch."""
+        """Take over what is set in Python."""
+        for name, text in self.sources.items():
+            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        self._set_up_logging()
         warnings.filters[:] = self.filters  # pyright: ignore[reportIndexIssue]
         warnings._filters_mutated()  # pyright: ignore[reportAttributeAccessIssue]
         if self.modes and self.modes != _modes_of_torch():  # setting them loads torch's compiler
@@ -74,6 +91,47 @@ class Setting:
             torch.use_deterministic_algorithms(
                 self.modes["deterministic"], warn_only=self.modes["warns_only"]
             )
+
+    def _set_up_logging(self) -> None:
+        """Log as the launcher does, unless a module of the function has seen to it."""
+        root = logging.getLogger()
+        if not self.logger or root.handlers or root.level != logging.WARNING:
+            return
+        root.setLevel(self.logger["level"])
+        if "format" in self.logger:
+            stream = sys.stdout if self.logger["is_stdout"] else sys.stderr
+            handler = logging.StreamHandler(stream)
+            handler.setLevel(self.logger["handler_level"])
+            handler.setFormatter(logging.Formatter(*self.logger["format"]))
+            root.addHandler(handler)
+
+
+def _root_logger() -> dict[str, Any]:
+    """Return what this process has set at the root logger."""
+    root = logging.getLogger()
+    found: dict[str, Any] = {"level": root.level}
+    handler = next((h for h in root.handlers if type(h) is logging.StreamHandler), None)
+    if handler is not None:
+        made = handler.formatter or logging.Formatter()
+        style = _STYLES.get(type(made._style).__name__, "%")
+        found["format"] = made._fmt, made.datefmt, style
+        found["handler_level"] = handler.level
+        found["is_stdout"] = handler.stream in (sys.stdout, sys.__stdout__)
+    return {} if found == {"level": logging.WARNING} else found
+
+
+def _sources_in_memory() -> dict[str, str]:
+    """Return the source of cells; files are read where they are needed."""
+    found: dict[str, str] = {}
+    left = _SOURCE_BYTES
+    for name, entry in reversed(list(linecache.cache.items())):  # the newest first
+        if len(entry) == 4 and entry[1] is None and not name.endswith("<doctest>"):
+            text = "".join(entry[2])
+            left -= len(text)
+            if left < 0:
+                break
+            found[name] = text
+    return found
 
 
 def _umask() -> int:

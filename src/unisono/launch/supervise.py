@@ -25,6 +25,7 @@ from unisono.launch.listening import Listener
 from unisono.launch.messages import (
     Address,
     Failed,
+    Finishing,
     Hello,
     Lingering,
     Message,
@@ -218,6 +219,8 @@ class Supervisor(Listener):
                 rank.standing = message
             case Lingering():
                 rank.lingering = message.threads
+            case Finishing():
+                rank.finishing_s = message.seconds
             case Preempt():
                 for other in self._ranks:
                     if other.rank == message.rank:
@@ -251,7 +254,7 @@ class Supervisor(Listener):
         """Let all ranks leave; a crash now is worth a warning, the results count."""
         for rank in self._ranks:
             rank.order(finish=True)
-        self._step_until(lambda: not any(rank.is_running for rank in self._ranks), LEAVE_S)
+        self._wait_for_end(self._ranks, LEAVE_S)
         for rank in self._ranks:
             if rank.lingering:
                 names = ", ".join(rank.lingering)
@@ -357,8 +360,15 @@ class Supervisor(Listener):
         for rank in running:
             rank.order(stop=True)
             rank.signal_group(signal.SIGTERM)
-        if running:
-            self._step_until(lambda: not any(rank.is_running for rank in running), self._grace_s)
+        self._wait_for_end(running, self._grace_s)
+
+    def _wait_for_end(self, ranks: Sequence[RankProcess], limit_s: float) -> None:
+        """Wait until these ranks have ended; longer for those that finish a save."""
+        if any(rank.is_running for rank in ranks):
+            self._step_until(lambda: not any(rank.is_running for rank in ranks), limit_s)
+        if late := [rank for rank in ranks if rank.is_running and rank.finishing_s]:
+            longest_s = max(rank.finishing_s for rank in late)
+            self._step_until(lambda: not any(rank.is_running for rank in late), longest_s)
 
     def _kill_all(self) -> None:
         """Kill what is left, and read what all ranks have left in their pipes."""

@@ -1,6 +1,7 @@
 """One rank at the terminal: `UNISONO_STDIN_RANK=0` gives rank 0 the launcher's standard input.
 
-So `breakpoint()` works in that rank. The others, and all ranks otherwise, read nothing.
+So `breakpoint()` works in that rank, and the others pass over theirs. Ranks without a terminal read
+nothing.
 """
 
 from __future__ import annotations
@@ -60,8 +61,14 @@ def settle(rank: int) -> None:
     """In a rank: read the standard input if it is ours, else say so where a debugger would."""
     if os.environ.get(VARIABLE) == str(rank):
         sys.stdin = sys.__stdin__ = open(_STDIN, closefd=False)  # noqa: SIM115
+    elif os.environ.get(VARIABLE):
+        sys.breakpointhook = _pass_breakpoint
     else:
         sys.breakpointhook = _refuse_breakpoint
+
+
+def _pass_breakpoint(*_args: object, **_kwargs: object) -> None:
+    """Go on: the terminal, and the user's look, are with another rank."""
 
 
 def _refuse_breakpoint(*_args: object, **_kwargs: object) -> NoReturn:

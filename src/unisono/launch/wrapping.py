@@ -18,6 +18,7 @@ from unisono.launch.platform import Platform
 from unisono.launch.request import checked_request
 from unisono.launch.results import Results
 from unisono.launch.run import execute, telling
+from unisono.launch.stacks import own_frames_hidden
 
 __all__ = ["Wrapper", "wrapper"]
 
@@ -46,7 +47,8 @@ class Wrapper:
 
         On SLURM the job is queued, and its handle returned at once.
         """
-        return self._start(task, args, kwargs, is_decorated=False)
+        with own_frames_hidden():
+            return self._start(task, args, kwargs, is_decorated=False)
 
     def _start(
         self,
@@ -92,7 +94,8 @@ def wrapper(
     def decorate(fn: Callable[..., Any]) -> Callable[..., Results[Any] | Job]:
         @functools.wraps(fn)
         def launch(*args: Any, **kwargs: Any) -> Results[Any] | Job:
-            return Wrapper(platform)._start(fn, args, kwargs, is_decorated=True)
+            with own_frames_hidden():
+                return Wrapper(platform)._start(fn, args, kwargs, is_decorated=True)
 
         return launch
 

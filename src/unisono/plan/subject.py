@@ -185,6 +185,8 @@ def _module(place: str, word: str) -> Any:
                 sys.path.insert(0, "")
             return importlib.import_module(place)
         path = Path(place).resolve(strict=True)
+        if str(path.parent) not in sys.path:  # its neighbours, as for a script
+            sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{place} cannot be loaded")

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from unisono.train.checkpoint import Checkpoint, Restored
     from unisono.train.recording.opening import current_run, log, record, span
     from unisono.train.recording.run import Run
-    from unisono.train.report.building import build_report
+    from unisono.train.report.building import Report, build_report
     from unisono.train.resumable import Resumable
 
 _HOMES = {
     "Checkpoint": "unisono.train.checkpoint",
+    "Report": "unisono.train.report.building",
     "Restored": "unisono.train.checkpoint",
     "Resumable": "unisono.train.resumable",
     "Run": "unisono.train.recording.run",
@@ -29,6 +30,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpoint",
+    "Report",
     "Restored",
     "Resumable",
     "Run",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import gc
+import html
 import json
+import re
 import sys
 import threading
 import time
+import urllib.request
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +24,9 @@ from unisono.comm import averaging_costs, trace, tracing
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
 from unisono.errors import PartitionError, PlatformError, Requeue, UnisonoError
 from unisono.topology import Partition
-from unisono.train import current_run, log, record, span
+from unisono.train import Report, current_run, log, record, span
 from unisono.train.recording.directory import make_run_directory
+from unisono.train.recording.tee import _Tee
 from unisono.train.report.data import RecordedRun, report_data
 
 
@@ -337,3 +342,61 @@ def test_layer_wise_updates_stay_on_in_a_recorded_run_and_give_the_same_bits(tmp
     assert recorded[0] == plainly[0] == [{"2"}] * 4
     assert torch.equal(recorded[1], plainly[1])
     assert run._mark_count == 4  # and each step is told once
+
+
+def test_the_handle_of_a_record_comes_back_from_ranks_as_its_report(here):
+    def train():
+        with record("digits") as run:
+            run.log(loss=0.5)
+        return run
+
+    for report in unisono.run(train, on="cpu", ranks=2, logs=unisono.Logs(console="none")):
+        assert isinstance(report, Report)
+        assert report.dir == (here / "runs" / "digits").absolute()
+        assert "<iframe" in report._repr_html_()
+    assert "srcdoc" not in Report(here).__repr__()
+
+
+def test_a_copy_of_output_can_be_looked_at_before_it_is_made():
+    assert not hasattr(_Tee.__new__(_Tee), "anything")
+
+
+def test_run_records_and_hands_out_the_report(here, capsys):
+    def train(steps):
+        for step in range(steps):
+            log(loss=1.0 / (step + 1))
+        return steps
+
+    results = unisono.run(train, 3, on="cpu", ranks=2, record="digits")
+    assert list(results) == [3, 3]
+    assert results.report.dir == (here / "runs" / "digits").absolute()
+    assert "report in runs/digits/report.html" in capsys.readouterr().err
+    assert results.report.path.read_text() in html.unescape(results.report._repr_html_())
+    assert "0.5" in (results.report.dir / "metrics.csv").read_text()
+    again = unisono.run(train, 2, on="inline", record=True)
+    assert again.report.dir.name.endswith("train")
+    with pytest.raises(unisono.errors.RankFailed):
+        unisono.run(train, None, on="cpu", ranks=1, record="failed")
+    assert (here / "runs" / "failed" / "report.html").is_file()
+    assert unisono.run(train, 1, on="inline").report is None
+
+
+def test_run_shows_a_page_while_it_lasts_below_the_cell_of_a_notebook(here, monkeypatch, capsys):
+    shown: list[str] = []
+    notebook = SimpleNamespace(
+        get_ipython=lambda: object(),
+        display=SimpleNamespace(display=lambda view: shown.append(ask(view._repr_html_()))),
+    )
+
+    def ask(frame):
+        url = re.search(r'<iframe src="(http://127.0.0.1:[^"]+)"', frame)[1]
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            assert "frame-ancestors http://127.0.0.1:*" in answer.headers["Content-Security-Policy"]
+            assert answer.headers["X-Frame-Options"] is None
+            return answer.read().decode()
+
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    results = unisono.run(log, on="cpu", ranks=2, watch=True)
+    assert "watch at http://127.0.0.1:" in capsys.readouterr().err
+    assert "<title>log, live" in shown[0]
+    assert results.report.path.is_file()

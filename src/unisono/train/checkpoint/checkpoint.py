@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
 from collections.abc import Iterator, KeysView, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from unisono.comm import Communicator
+from unisono.comm.processes import own_card
 from unisono.errors import CheckpointError, Requeue
+from unisono.nn import Shard
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.arrangement import arrange
 from unisono.train.checkpoint.blocks import copied, held, is_empty, is_leaf, packed, shard_of
@@ -29,7 +33,7 @@ from unisono.train.checkpoint.together import (
     together,
     words,
 )
-from unisono.train.checkpoint.tree import taken_apart
+from unisono.train.checkpoint.tree import put_together, taken_apart
 
 __all__ = ["Checkpoint", "Restored"]
 
@@ -124,6 +128,7 @@ class Checkpoint:
                 f"Checkpoint(keep_best={keep_best!r})", None, None, 'keep_best="min", or "max"'
             )
         self._token = shared_directory(self.comm, self.directory)
+        self._cards = self.comm.all_gather_object(own_card())
         self._saves = 0
         self._under_way: Background | None = None
 
@@ -199,14 +204,15 @@ class Checkpoint:
             )
         plans, contents = save_plans(arrangement, everything)
         to_write = {stored_name(*p): pieces[p[0]] for p in arrangement.writes[self.comm.rank]}
-        if self.comm.rank == 0 and self._saves == 0:
-            folder.sweep(self.directory, f"{folder.PARTIAL}{self._token}")
         self._saves += 1
+        partial = self.directory / f"{folder.PARTIAL}{self._token}-{self._saves}"
+        if self.comm.rank == 0:  # of killed runs, and of a rank that came too late to a failed save
+            folder.sweep(self.directory, partial.name)
         self._carry_out(
             Order(
                 rank=self.comm.rank,
                 ranks=self.comm.size,
-                partial=self.directory / f"{folder.PARTIAL}{self._token}-{self._saves}",
+                partial=partial,
                 plans=plans,
                 contents=contents,
                 planner=SavePlanner(to_write),
@@ -221,6 +227,7 @@ class Checkpoint:
                 keep=self.keep,
                 best=self.keep_best,
                 timeout_s=self.comm.timeout_s,
+                cards=self._cards,
             )
         )
 
@@ -326,7 +333,18 @@ class Checkpoint:
         reading = together(self.comm, asked, lambda: Reading(saved, as_rank))
         together(self.comm, asked, lambda: check_fits(reading, parts))
         trees = together(self.comm, asked, lambda: reading.trees({**parts, _VALUES: None}))
-        together(self.comm, asked, lambda: self._apply(parts, trees, same, saved, random_states))
+        before = together(self.comm, asked, lambda: _remembered(parts))
+        problem: BaseException | None = None
+        try:
+            self._apply(parts, trees, same, saved, random_states)
+        except Exception as error:
+            problem = error
+        problems = self.comm.all_gather_object(words(problem))
+        if any(problems):  # on whichever rank: all go back to what they had
+            lost = self.comm.all_gather_object(_take_back(parts, before))
+            odd = ", ".join(dict.fromkeys(name for names in lost for name in names))
+            but = f", but {odd} would not take its state of before" if odd else ""
+            check(f"{asked}: all objects are as they were{but}", problems, problem)
         return Restored(saved.step, saved.path, saved.manifest.ranks, trees[_VALUES])
 
     def _apply(
@@ -386,3 +404,33 @@ class Checkpoint:
                 "start anew in another directory, or bring the files back",
             )
         return None
+
+
+def _remembered(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Return the states that objects have now, in memory of their own. Local."""
+    before: dict[str, Any] = {_RANDOM: random_states()}
+    for name, part in parts.items():
+        rest, leaves = taken_apart(part.capture(), is_leaf)
+        with suppress(Exception):  # what cannot be copied is kept as it is
+            rest = copy.deepcopy(rest)
+        own = {path: _own_block(leaf) for path, leaf in leaves.values()}
+        before[name] = put_together(rest, own)
+    return before
+
+
+def _own_block(leaf: Any) -> Any:
+    """Return a copy of a tensor, or of this rank's block of it, as `Part.apply` takes it."""
+    tensor = leaf.tensor if isinstance(leaf, Shard) else leaf
+    return tensor.detach().clone()
+
+
+def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str]:
+    """Give objects the states that they had before a restore; return names of those that refuse."""
+    refused: list[str] = []
+    for name, part in parts.items():
+        try:
+            part.apply(before[name], same_ranks=True)
+        except Exception:
+            refused.append(name)
+    set_random_states(before[_RANDOM])
+    return refused

@@ -20,6 +20,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from unisono.comm.processes import is_card_dead
+from unisono.launch.leaving import add_work, remove_work
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest
 from unisono.train.checkpoint.planners import SavePlanner
@@ -65,6 +67,8 @@ class Order:
     keep: int | None
     best: str | None
     timeout_s: float
+    cards: Sequence[list[str | int]]
+    """The process of each rank, as `own_card` names it."""
 
 
 def write(order: Order) -> Outcome:
@@ -98,6 +102,7 @@ def commit(order: Order, outcomes: Sequence[Outcome]) -> str | None:
         for path in folder.outdated(directory, order.keep, order.best):
             folder.remove(path)
     except Exception as error:
+        folder.remove(order.partial)  # a full disk is not made fuller by what does not count
         return f"rank 0: {told(error)}"
     return None
 
@@ -127,7 +132,8 @@ def _writer(order: Order) -> FileSystemWriter:
 class Background:
     """A save in a thread of its own.
 
-    The process does not end before the thread has: an interpreter, or a rank, that exits waits.
+    The process does not end before the thread has: an interpreter that exits waits, and so does a
+    rank, also one whose function raised.
     """
 
     def __init__(self, order: Order) -> None:
@@ -139,6 +145,7 @@ class Background:
         self._handed: Sequence[Outcome] | None = None
         self._thread = threading.Thread(target=self._run, name="unisono-checkpoint", daemon=True)
         atexit.register(self._thread.join)
+        add_work(self)
         self._thread.start()
 
     def written(self) -> Outcome:
@@ -151,6 +158,22 @@ class Background:
         self._handed = outcomes
         self._thread.join()
         atexit.unregister(self._thread.join)
+        remove_work(self)
+
+    def finish(self, limit_s: float) -> str | None:
+        """Wait for the end where nobody will ask for the outcome; return what went wrong. Local."""
+        what = f"the save of step {self.order.manifest.step} in {self.order.partial.parent}"
+        end = time.monotonic() + limit_s
+        self._thread.join(limit_s)
+        atexit.unregister(self._thread.join)
+        # Whoever starts ranks may end them all as soon as the first one has left.
+        while self.order.rank and self.order.partial.exists() and time.monotonic() < end:
+            if is_card_dead(self.order.cards[0]):
+                break
+            time.sleep(_POLL_S)
+        if self._thread.is_alive():
+            return f"{what} was not done after {limit_s:g} s, and is given up"
+        return None if self.error is None else f"{what} failed: {self.error}"
 
     def _run(self) -> None:
         order = self.order
@@ -176,6 +199,12 @@ class Background:
                 if path.exists():
                     found[rank] = pickle.loads(path.read_bytes())
             late = sorted(set(range(self.order.ranks)) - set(found))
+            gone = [rank for rank in late if is_card_dead(self.order.cards[rank])]
+            # One that has ended may have left its outcome a moment before.
+            gone = [r for r in gone if not (self.order.partial / f"{_OUTCOME}{r}").exists()]
+            if gone:
+                words = f"ranks {gone} ended before their part was written"
+                return [*found.values(), Outcome(error=words)]
             if late and time.monotonic() > end:
                 words = f"ranks {late} have written nothing for {self.order.timeout_s:g} s"
                 return [*found.values(), Outcome(error=words)]

@@ -45,7 +45,7 @@ KEPT_MARKS = 2_000
 
 
 class Run:
-    """The record of this rank; `record` hands it out.
+    """The record of this rank; `record` hands it out. Returned from a rank it becomes a `Report`.
 
     Attributes:
         dir: directory of the run.
@@ -80,6 +80,12 @@ class Run:
         self._began_ns = time.perf_counter_ns()
         self._hook = register_optimizer_step_post_hook(self._mark_step)
         self._write_part("running", None)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel as the report: open files stay with their rank."""
+        from unisono.train.report.building import Report
+
+        return Report, (self.dir,)
 
     def log(self, *, step: int | None = None, **values: Any) -> None:
         """Note the value of some metrics at a step; see `unisono.train.log`. Local."""

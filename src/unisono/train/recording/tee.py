@@ -23,6 +23,8 @@ class _Tee:
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_stream":  # not there yet, as while it is unpickled
+            raise AttributeError(name)
         return getattr(self._stream, name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +13,45 @@ from unisono.train.report.data import RecordedRun, report_data
 from unisono.train.report.page import page
 from unisono.train.report.tensorboard import write_tensorboard
 
-__all__ = ["build_report", "finish"]
+__all__ = ["Report", "build_report", "finish"]
 
 _AGAINST = "against"
+_FRAME = (
+    '<iframe title="report" sandbox="allow-scripts" srcdoc="{page}" '
+    'style="width: 100%; height: 720px; border: 0"></iframe>'
+)
 _KEPT = ("rank", "host", "device", "backend", "threads", "status", "peak_mb", "layouts")
+
+
+class Report:
+    """The report of a recorded run; a notebook shows it below the cell.
+
+    Args:
+        directory: of the run, as `runs/NAME`.
+
+    Attributes:
+        dir: the same.
+
+    >>> Report("runs/digits").path.as_posix()
+    'runs/digits/report.html'
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.dir = Path(directory)
+
+    @property
+    def path(self) -> Path:
+        """The page."""
+        return self.dir / directories.REPORT
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame; one that is not there yet is made of what there is."""
+        if not self.path.is_file():
+            build_report(self.dir)
+        return _FRAME.format(page=html.escape(self.path.read_text(encoding="utf-8")))
+
+    def __repr__(self) -> str:
+        return f"Report({str(self.dir)!r})"
 
 
 def build_report(directory: str | Path, *, against: Sequence[str | Path] | None = None) -> Path:

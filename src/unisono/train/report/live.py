@@ -63,6 +63,10 @@ class LiveView:
         """Where the page is."""
         return f"http://127.0.0.1:{self._server.server_port}/{self._token}/"
 
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, for a notebook of this host."""
+        return f'<iframe src="{self.url}" style="width: 100%; height: 560px; border: 0"></iframe>'
+
     def __enter__(self) -> LiveView:
         self._thread.start()
         return self

@@ -1,0 +1,117 @@
+"""A launcher around a run that is recorded: `run(..., record=)`, `unisono run --record`, `--watch`.
+
+Ranks record; whoever started them writes the report when they have ended, well or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unisono.environment import detect
+from unisono.errors import PlatformError
+from unisono.launch.conventions import Convention
+from unisono.launch.detection import is_in_world
+from unisono.launch.interrupts import termination_as_exception
+from unisono.launch.job import submit_request
+from unisono.launch.request import Request
+from unisono.launch.results import Results
+from unisono.launch.run import execute
+from unisono.train.report.building import Report, finish
+
+
+def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
+    """Run a request with recording ranks, and with a page that shows them if that is wanted."""
+    if request.platform.detect and is_in_world():
+        if watch and detect().rank == 0:
+            print("unisono: already in a world; watch is not used", file=sys.stderr)
+        return execute(in_world(request, name), Convention())
+    if watch and request.place == "inline":
+        raise PlatformError.because(
+            'unisono.run(..., on="inline", watch=True)',
+            "a run in this very process, which is busy with it",
+            hint='on="cpu", ranks=1',
+        )
+    request, directory = into_directory(request, name)
+    try:
+        results = watched(request, directory) if watch else execute(request, Convention())
+    finally:
+        write_report(directory)
+    results.report = Report(directory)
+    return results
+
+
+def in_world(request: Request, name: str) -> Request:
+    """Return the request of ranks that somebody else started, which agree on a directory."""
+    return _calling(request, functools.partial(call_in_world, name))
+
+
+def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]) -> object:
+    """In a rank: call `function` with a record open."""
+    from unisono.train.recording.opening import call_recorded
+
+    return call_recorded(directory, started_ns, function)
+
+
+def call_in_world(name: str, function: Callable[[], object]) -> object:
+    """In a rank that somebody else started: the same, its directory agreed on by all ranks."""
+    from unisono.train.recording.opening import record
+
+    with record(name):
+        return function()
+
+
+def into_directory(request: Request, name: str) -> tuple[Request, Path]:
+    """Return the request with its ranks recording, and the directory that they write to."""
+    from unisono.train.recording.facts import begin_run
+
+    directory, started_ns = begin_run(name)
+    wrapper = functools.partial(call_in_rank, directory, started_ns)
+    return _calling(request, wrapper), Path(directory)
+
+
+def _calling(request: Request, wrapper: Callable[[Callable[[], object]], object]) -> Request:
+    """Return the request with its function called by `wrapper`."""
+    function = functools.partial(request.fn, *request.args, **request.kwargs)
+    return replace(request, fn=functools.partial(wrapper, function), args=(), kwargs={})
+
+
+def write_report(directory: Path) -> Path:
+    """Write the report of a run that has ended, well or not, and say where it is."""
+    path = finish(directory)
+    print(f"unisono: report in {near(path)}", file=sys.stderr)
+    return path
+
+
+def watched(request: Request, directory: Path) -> Results[Any]:
+    """Run a request while a page shows it, and return its results."""
+    from unisono.train.report.live import LiveView
+
+    with termination_as_exception():
+        job = submit_request(request)
+        try:
+            with LiveView(directory, job, request.ranks) as view:
+                print(f"unisono: watch at {view.url}", file=sys.stderr, flush=True)
+                _show_below_cell(view)
+                job.wait()
+        except BaseException:
+            job.cancel()
+            raise
+    return job.result()
+
+
+def _show_below_cell(view: object) -> None:
+    """In a notebook: show the page below the cell."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        ipython.display.display(view)
+
+
+def near(path: Path) -> Path:
+    """Return `path` as one would type it from here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
