@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -306,3 +307,45 @@ def test_processes_that_a_rank_started_end_with_it(tmp_path, has_ended, spawn_me
 
     fail(start_children, tmp_path, spawn_method=spawn_method, ranks=ranks)
     assert all(has_ended(int(pid)) for pid in (tmp_path / "mark").read_text().split())
+
+
+def deny(words):
+    raise ConnectionError(words)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda: deny("the database is gone"),
+        lambda: exec("raise RuntimeError('Connection reset by peer: my sensor')"),
+        lambda: exec("import unisono; raise unisono.errors.RankFailed('a world of my own')"),
+        lambda: __import__("socket").create_connection(("127.0.0.1", 1), timeout=1),
+    ],
+    ids=["ConnectionError", "RuntimeError", "RankFailed", "refused"],
+)
+def test_what_the_users_code_raises_is_an_error_of_its_own_rank(tmp_path, own):
+    def work(_mark):
+        if unisono.world().rank == 1:
+            own()
+        time.sleep(0.1)
+        raise ValueError("later")
+
+    error, _ = fail(work, tmp_path)
+    assert isinstance(error, RankFailed)
+    assert error.rank == 1
+
+
+def test_a_lost_connection_inside_torch_is_a_consequence(tmp_path):
+    def work(mark):
+        import torch.distributed as dist
+
+        if unisono.world().rank == 1:
+            mark.touch()
+            time.sleep(0.15)
+            raise ValueError("the cause")
+        where = "tcp://127.0.0.1:1?rank=1&world_size=2"
+        next(iter(dist.rendezvous(where, timeout=timedelta(seconds=0.05))))
+
+    error, _ = fail(work, tmp_path)
+    assert error.rank == 1
+    assert isinstance(error.__cause__, ValueError)

@@ -304,6 +304,8 @@ def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
 
 def describe(error: BaseException) -> Failed:
     """Return the report of `error`: text, the exception if it can travel, and whose fault it is."""
+    from unisono.comm.failures import tells_of_another
+
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     code: int | None = None
     if isinstance(error, SystemExit):
@@ -312,7 +314,7 @@ def describe(error: BaseException) -> Failed:
         summary=summary,
         traceback=_user_traceback(error),
         pickled=dump_exception(error),
-        is_consequence=is_consequence(error),
+        is_consequence=tells_of_another(error),
         exit_code=code,
         site=site_of(error),
     )
@@ -324,29 +326,3 @@ def _user_traceback(error: BaseException) -> str:
     while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == _OWN_DIR:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
-
-
-_CONNECTION_WORDS = (
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "timed out waiting",
-    "failed to recv",
-    "socket timeout",
-    "connection was likely closed",
-)
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether `error` says no more than that another rank went away or did not come."""
-    import torch.distributed as dist
-
-    from unisono.errors import RankFailed, RankTimeout
-
-    if isinstance(error, (RankFailed, RankTimeout, ConnectionError)):
-        return True
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _CONNECTION_WORDS)
