@@ -106,6 +106,14 @@ class Preempt:
 Message = Standing | Hello | Address | Ready | Returned | Failed | Requeued | Lingering | Preempt
 
 
+def _unlock_after_fork() -> None:
+    global _sending
+    _sending = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_unlock_after_fork)
+
+
 def send_message(fd: int, message: Message) -> None:
     """Write one message; blocks until the launcher has taken it."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

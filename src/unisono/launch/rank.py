@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from unisono.environment import RANK_PID, rank_mark
 from unisono.errors import Requeue
 from unisono.launch import terminal
 from unisono.launch.conventions import Convention
@@ -30,7 +31,7 @@ from unisono.launch.heap import keep_freed_memory
 from unisono.launch.here import Here
 from unisono.launch.job_files import process_start, write_private
 from unisono.launch.leaving import leave
-from unisono.launch.lifeline import Lifeline, Stopped, kill_own_group
+from unisono.launch.lifeline import Lifeline, Stopped, drop_descriptor, kill_own_group
 from unisono.launch.messages import (
     Address,
     Failed,
@@ -111,6 +112,12 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     write_private(stack_path.with_suffix(".pid"), known.encode())
     lifeline = Lifeline(control_fd, note_request, lambda: _tell_standing(report_fd))
     lifeline.take(job.platform.stop_signals)
+
+    def drop() -> None:
+        drop_descriptor(report_fd)
+        faulthandler.unregister(number)
+
+    lifeline.part_from_children(drop)
     # A minder starts ranks with these blocked, so that none is lost before now.
     heeded = {signal.SIGTERM, number, *(signal.Signals[n] for n in job.platform.stop_signals)}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)
@@ -213,6 +220,7 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
                 _offer_store()
             platform.master_addr, platform.master_port = address
             environment = replace(environment, master=address)
+    os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
     return enter_world(
         environment,
         platform,
