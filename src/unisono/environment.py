@@ -112,8 +112,8 @@ def detect(env: Mapping[str, str] | None = None) -> Environment:
     """Tell which world the variables in `env` (default: this process's) describe.
 
     Returns an `Environment` of kind `bare` (a world of one rank) when no launcher is seen, and of
-    kind `off` when `UNISONO_DETECT=0` says not to look. A process that a rank has started is `bare`,
-    too, although it has all variables of that rank.
+    kind `off` when `UNISONO_DETECT=0` says not to look. A process that a rank has started is
+    `bare`, too, although it has all variables of that rank.
 
     Example:
         >>> detect(

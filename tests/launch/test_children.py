@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,13 +54,14 @@ def test_a_forked_child_keeps_the_handler_of_the_user_and_no_pipe_to_the_launche
         from unisono.launch.here import here
 
         me = here()
-        assert me is not None and me.report_fd is not None
+        assert me is not None
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             is_ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-            os.write(write, f"{is_ignored} {os.readlink(f'/proc/self/fd/{me.report_fd}')}".encode())
+            target = Path(f"/proc/self/fd/{me.report_fd}").readlink()
+            os.write(write, f"{is_ignored} {target}".encode())
             os._exit(0)
         os.waitpid(pid, 0)
         return os.read(read, 1000).decode()
@@ -116,7 +118,10 @@ def test_a_child_of_a_script_that_has_not_joined_its_world_does_not_join_it(tmp_
 
 def test_the_mark_of_a_rank_counts_for_its_children_and_not_for_those_of_other_launchers():
     rank = {
-        **{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"},
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4000",
         "UNISONO_RUN_ID": "3f2a",
     }
     mine = {**rank, RANK_PID: rank_mark(rank, os.getpid())}

@@ -58,6 +58,7 @@ _READ_ELSEWHERE = frozenset(
         "FORCE_ON",
         "HOST_ID",
         "JOB_DIR",
+        "LOG_MB",
         "RANK_PID",
         "REQUIRE",
         "RESTART",
