@@ -90,6 +90,7 @@ class Oversight:
         self._began = time.monotonic()
         self._ready_at: float | None = None
         self._returned_at: float | None = None
+        self._bad_since: float | None = None
         self._stopped_at: float | None = None
         self._stop_reason = ""
         self._deadline = ""
@@ -175,8 +176,10 @@ class Oversight:
         if self._have_all(GOOD):
             self._returned_at = now
             self._orders.give(finish=True)
-        elif bad := [state for state in states if state.state in BAD]:
-            if time.time() - min(state.at.get(state.state, 0.0) for state in bad) > COLLECT_S:
+        elif any(state.state in BAD for state in states):
+            # By our own clock: that of the rank's host may be minutes ahead.
+            self._bad_since = now if self._bad_since is None else self._bad_since
+            if now - self._bad_since > COLLECT_S:
                 self.stop("another rank failed")
         elif (self._dir / CANCEL).exists():
             self.stop("cancelled")
