@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ import torch
 
 import unisono
 from unisono.errors import RankFailed, RankTimeout, RemoteError
+from unisono.launch import leftovers
+from unisono.launch.job_files import process_start
 
 AT_ONCE_S = 4.0  # two seconds are promised; a loaded machine may take longer
 
@@ -349,3 +352,40 @@ def test_a_lost_connection_inside_torch_is_a_consequence(tmp_path):
     error, _ = fail(work, tmp_path)
     assert error.rank == 1
     assert isinstance(error.__cause__, ValueError)
+
+
+def test_what_failed_runs_leave_expires_and_nothing_else_does(tmp_path, monkeypatch):
+    def failed_run():
+        with pytest.raises(RankFailed) as caught:
+            unisono.run(divmod, 1, 0, ranks=1, logs=unisono.Logs(console="none"))
+        return Path(str(caught.value.job_dir))
+
+    def made(name, *, marks=(), days=0.0, mode=0o700):
+        path = tmp_path / name
+        path.mkdir(mode=mode)
+        path.chmod(mode)
+        for mark in marks:
+            (path / mark).touch(mode=0o600)
+            os.utime(path / mark, (time.time() - days * 86400,) * 2)
+        return path
+
+    first = failed_run()
+    assert "ZeroDivisionError" in (first / "rank-0.log").read_text()
+    of_others = [
+        made("unisono-mine", days=30),  # a directory of the user's own
+        made("unisono-open", marks=[leftovers.KEPT], days=30, mode=0o755),
+        made("other", marks=[leftovers.KEPT], days=30),
+        made("unisono-live", marks=[leftovers.KEPT, leftovers.MARK], days=30),
+    ]
+    (tmp_path / "unisono-live" / leftovers.MARK).write_text(
+        f"{os.getpid()} {process_start(os.getpid())} {socket.gethostname()}"
+    )
+    (tmp_path / "unisono-link").symlink_to(tmp_path / "other")
+    old = made("unisono-old", marks=[leftovers.KEPT], days=8)
+    young = made("unisono-young", marks=[leftovers.KEPT], days=6)
+    second = failed_run()
+    assert not old.exists()
+    assert all(path.is_dir() for path in (first, second, young, *of_others))
+    monkeypatch.setattr(leftovers, "KEEP_COUNT", 2)
+    third = failed_run()  # clears before it leaves its own
+    assert [path.exists() for path in (young, first, second, third)] == [False, True, True, True]
