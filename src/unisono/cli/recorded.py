@@ -96,7 +96,7 @@ def write_report(directory: Path) -> Path:
 
 def watched(request: Request, directory: Path | None) -> Results[Any]:
     """Run a request while a page shows it, and return its results."""
-    from unisono.launch.interrupts import termination_as_exception
+    from unisono.launch.interrupts import signals_of_launcher
     from unisono.launch.job import submit_request
     from unisono.train.report.live import LiveView
 
@@ -106,7 +106,7 @@ def watched(request: Request, directory: Path | None) -> Results[Any]:
             "a run in this very process, which is busy with it",
             hint="--on cpu --ranks 1",
         )
-    with termination_as_exception():
+    with signals_of_launcher():
         job = submit_request(request)
         try:
             with LiveView(directory, job, request.ranks) as view:

@@ -86,6 +86,14 @@ def read_error(directory: Path, ranks: int, ending: Ending) -> RankFailed | Rank
     return _lost(directory, ranks, ending, fates, late)
 
 
+def own_failure(directory: Path, ranks: int, attempt: int) -> RankFailed | RankTimeout | None:
+    """Return the error of an attempt that was interrupted, where a rank did more than end."""
+    fates = read_fates(directory, ranks, attempt)
+    if not any(fate.is_own for fate in fates):
+        return None
+    return verdict.failure(fates, stacks={}, job_dir=str(directory), attempt=attempt)
+
+
 def _lost(
     directory: Path, ranks: int, ending: Ending, fates: list[verdict.Fate], late: list[int]
 ) -> RankFailed:

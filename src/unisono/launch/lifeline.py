@@ -32,6 +32,7 @@ class Lifeline:
         control_fd: int,
         on_request: Callable[[], None],
         on_question: Callable[[], None] = lambda: None,
+        on_interrupt: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         self._fd = control_fd
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -39,6 +40,7 @@ class Lifeline:
         self._leaving = False
         self._on_request = on_request
         self._on_question = on_question
+        self._on_interrupt = on_interrupt
         self._taken: set[signal.Signals] = set()
         threading.Thread(target=self._read_orders, name="unisono-lifeline", daemon=True).start()
         self.take(("SIGTERM",))
@@ -95,6 +97,9 @@ class Lifeline:
                     self._stop_ordered.set()
                 elif order.get("where"):
                     self._on_question()
+                    continue
+                elif order.get("interrupt"):
+                    self._on_interrupt(float(order["interrupt"]))
                     continue
                 self._orders.put(order)
         if not self._leaving:

@@ -46,7 +46,12 @@ from unisono.launch.payload import dump_exception, dump_value, load_call
 from unisono.launch.platform import Platform
 from unisono.launch.setting import Setting
 from unisono.launch.stacks import site_of
-from unisono.launch.stopping import note_request
+from unisono.launch.stopping import (
+    interruptible,
+    note_interrupt,
+    note_request,
+    was_interrupted,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -110,7 +115,7 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     # Whoever attaches to the job from elsewhere asks this process for its stacks.
     known = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
     write_private(stack_path.with_suffix(".pid"), known.encode())
-    lifeline = Lifeline(control_fd, note_request, lambda: _tell_standing(report_fd))
+    lifeline = Lifeline(control_fd, note_request, lambda: _tell_standing(report_fd), note_interrupt)
     lifeline.take(job.platform.stop_signals)
 
     def drop() -> None:
@@ -154,7 +159,8 @@ def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
     send_message(report_fd, Ready())
     begin = time.perf_counter()
     try:
-        value = job.convention.call(fn, args, kwargs, here)
+        with interruptible():
+            value = job.convention.call(fn, args, kwargs, here)
     except Requeue:
         send_message(report_fd, Requeued())
     else:
@@ -316,13 +322,14 @@ def describe(error: BaseException) -> Failed:
 
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     code: int | None = None
+    has_obeyed = was_interrupted() and isinstance(error, (KeyboardInterrupt, SystemExit))
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failed(
         summary=summary,
         traceback=_user_traceback(error),
         pickled=dump_exception(error),
-        is_consequence=tells_of_another(error),
+        is_consequence=has_obeyed or tells_of_another(error),
         exit_code=code,
         site=site_of(error),
     )

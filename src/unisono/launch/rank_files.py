@@ -24,6 +24,8 @@ PAYLOAD = "payload.pkl"
 """Search path, function, arguments: what each rank is started with."""
 CANCEL = "cancel"
 """Is there once somebody has cancelled the job."""
+INTERRUPT = "interrupt"
+"""Is there once somebody has interrupted the launcher that waits for the job."""
 GOOD = ("returned", "requeued")
 """States of a rank whose function came to a good end."""
 BAD = ("failed", "died")
@@ -137,7 +139,7 @@ class Orders:
     It is there before the ranks are, and grows in place: on a network file system that is seen
     much sooner than a new file. There two hosts that add at once may also tear a line, so whoever
     gives an order looks whether it is whole, and readers leave out what is none. Orders are
-    `{"finish": true}`, `{"stop": "why"}` and `{"preempt": rank}`.
+    `{"finish": true}`, `{"stop": "why"}`, `{"interrupt": seconds}` and `{"preempt": rank}`.
     """
 
     def __init__(self, directory: Path, attempt: int) -> None:

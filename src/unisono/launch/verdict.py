@@ -44,6 +44,11 @@ class Fate:
     log_tail: str = ""
     """End of what it printed."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it failed or died of itself, and not because of another rank or an interrupt."""
+        return _is_bad(self) and not (self.failed is not None and self.failed.is_consequence)
+
 
 def choose_cause(fates: Sequence[Fate]) -> Fate:
     """Return the rank that failed first in meaning, not in time.
