@@ -389,3 +389,42 @@ def test_what_failed_runs_leave_expires_and_nothing_else_does(tmp_path, monkeypa
     monkeypatch.setattr(leftovers, "KEEP_COUNT", 2)
     third = failed_run()  # clears before it leaves its own
     assert [path.exists() for path in (young, first, second, third)] == [False, True, True, True]
+
+
+@both_starts
+def test_a_crash_shows_where_the_python_code_stood(tmp_path, spawn_method):
+    def crash(_mark):
+        import ctypes
+
+        if unisono.world().rank == 1:
+            ctypes.string_at(0)
+        time.sleep(60)
+
+    error, _ = fail(crash, tmp_path, spawn_method=spawn_method)
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.signal) == (1, "SIGSEGV")
+    assert "It stood at:" in str(error)
+    assert "test_failures.py" in str(error.traceback)
+    assert "in crash" in str(error.traceback)
+    assert "in string_at" in str(error)
+    assert "launch/rank.py" not in str(error)
+
+
+@pytest.mark.parametrize("after", ["barrier", "all_reduce"])
+def test_ranks_with_different_numbers_of_batches_are_named_with_their_lines(tmp_path, after):
+    def train(_mark):
+        comm = unisono.world()
+        for _ in range(3 + comm.rank):
+            comm.all_reduce(torch.ones(10))  # a step
+        if after == "barrier":
+            comm.barrier()
+        else:
+            comm.all_reduce(torch.ones(3))
+
+    error, _ = fail(train, tmp_path)
+    first = train.__code__.co_firstlineno
+    later = first + (5 if after == "barrier" else 7)
+    lines = str(error).splitlines()
+    assert f"  rank 0: test_failures.py:{later} in train" in lines
+    assert f"  rank 1: test_failures.py:{first + 3} in train" in lines
+    assert "HINT: different numbers of batches?" in lines[-1]

@@ -18,7 +18,7 @@ from unisono.comm.tuning import measure_limits
 from unisono.comm.verbs_message import MessageVerbs
 from unisono.comm.verbs_object import ObjectVerbs
 from unisono.comm.verbs_reduce import ReduceVerbs
-from unisono.errors import MeshError, UnisonoError
+from unisono.errors import MeshError, UnisonoError, an
 
 _sources: list[tuple[Callable[[object], bool], Callable[[Any], GroupEntry]]] = []
 
@@ -157,7 +157,7 @@ class Communicator(ReduceVerbs, ObjectVerbs, MessageVerbs):
             if not isinstance(value, int) or not -(2**63) <= value < 2**63:
                 raise MeshError.because(
                     f"split({what}={value!r})",
-                    f"a {type(value).__name__}; ranks compare whole numbers of 64 bits",
+                    f"{an(type(value).__name__)}; ranks compare whole numbers of 64 bits",
                     None,
                     "split(comm.rank % 2); color=None for a rank that takes no part",
                 )

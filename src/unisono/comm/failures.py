@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from unisono.comm import watchdog
 from unisono.comm.call import Call
-from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
+from unisono.errors import RankFailed, RankTimeout, UnisonoError, name_ranks
 
 _POSTED_WAIT_S = 1.0
 _COMM = f"{Path(__file__).resolve().parent}/"
@@ -128,7 +128,7 @@ def timed_out(
     if isinstance(cause, RankTimeout) and "timed out after" not in told:
         lines = [f"{call.describe()} at {call.site} was given up", f"  {told}"]
     if missing:
-        lines.append(f"  {_absence(call)}: rank {compress_ranks(missing)}")
+        lines.append(f"  {_absence(call)}: {name_ranks(missing)}")
     last: dict[int, str] = {}
     for rank in others:
         if rank not in answers:
@@ -207,7 +207,7 @@ def _hint(
     if unlike and call.op not in ("send", "recv", "exchange"):
         here, there = ("'on'", "'off'") if call.is_checked else ("'off'", "'on'")
         return (
-            f"check mode is {here} here and {there} on rank {compress_ranks(unlike)}: "
+            f"check mode is {here} here and {there} on {name_ranks(unlike)}: "
             "UNISONO_CHECK=1 for all ranks, or check() at the same place on all of them"
         )
     me = next((place for place, rank in enumerate(ranks) if rank not in others), -1)
@@ -221,7 +221,7 @@ def _hint(
     ]
     if mutual:
         return (
-            f"this rank and rank {compress_ranks(mutual)} wait for a message of each other: "
+            f"this rank and {name_ranks(mutual)} wait for a message of each other: "
             "let one send first, or both call comm.exchange(sends, recvs)"
         )
     return (

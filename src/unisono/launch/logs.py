@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
 from unisono.launch.caution import warn
 
 __all__ = ["Logs", "checked_logs"]
@@ -55,7 +55,7 @@ def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
     elif not isinstance(logs, Logs):
         raise PlatformError.because(
             f"unisono.run(..., logs={logs!r})",
-            f"a {type(logs).__name__}",
+            an(type(logs).__name__),
             None,
             'logs="runs" for a directory, or logs=unisono.Logs(console="rank0")',
         )

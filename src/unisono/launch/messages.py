@@ -68,6 +68,8 @@ class Failed:
     """Code of a `SystemExit`."""
     site: str = ""
     """Innermost line of the user's code, as `file.py:12 in step`."""
+    is_mismatch: bool = False
+    """Whether it says that ranks make different calls: each of them is one half of the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

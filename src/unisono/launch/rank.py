@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from unisono.environment import RANK_PID, rank_mark
-from unisono.errors import Requeue
+from unisono.errors import CollectiveMismatch, Requeue
 from unisono.launch import terminal
 from unisono.launch.conventions import Convention
 from unisono.launch.device import Device
@@ -109,9 +109,12 @@ def live_as_forked(assignment: Assignment) -> NoReturn:
 
 def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     stack_path = Path(os.environ["UNISONO_JOB_DIR"], f"rank-{os.environ['RANK']}.stack")
-    stack_file = open(os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")  # noqa: SIM115, PTH123
+    # What an earlier attempt has left there is not about this one.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+    stack_file = open(os.open(stack_path, flags, 0o600), "w")  # noqa: SIM115, PTH123
     number = signal.Signals[job.platform.stack_signal]
     faulthandler.register(number, file=stack_file, all_threads=True)
+    faulthandler.enable(file=stack_file, all_threads=True)  # where it stands if it crashes
     # Whoever attaches to the job from elsewhere asks this process for its stacks.
     known = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
     write_private(stack_path.with_suffix(".pid"), known.encode())
@@ -121,6 +124,8 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     def drop() -> None:
         drop_descriptor(report_fd)
         faulthandler.unregister(number)
+        with contextlib.suppress(Exception):  # no stderr
+            faulthandler.enable()
 
     lifeline.part_from_children(drop)
     # A minder starts ranks with these blocked, so that none is lost before now.
@@ -332,6 +337,7 @@ def describe(error: BaseException) -> Failed:
         is_consequence=has_obeyed or tells_of_another(error),
         exit_code=code,
         site=site_of(error),
+        is_mismatch=isinstance(error, CollectiveMismatch),
     )
 
 

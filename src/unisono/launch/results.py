@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, overload
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
 
 __all__ = ["Elsewhere", "Results"]
 
@@ -82,7 +82,7 @@ class Results(Sequence[T], Generic[T]):
         if isinstance(value, Elsewhere):
             raise PlatformError.because(
                 f"results[{index}]",
-                f"a {value.kind} that stayed on rank {value.rank}",
+                f"{an(value.kind)} that stayed on rank {value.rank}",
                 None,
                 "return numbers, strings, lists, dicts, numpy arrays or tensors",
             )

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono.errors import compress_ranks
+from unisono.errors import name_ranks
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
@@ -18,6 +18,7 @@ _BOTTOM = re.compile(
     re.MULTILINE,
 )
 """The frames below the user's function, the same in every rank."""
+_CRASH = "Fatal Python error: "
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _OWN_THREADS = ("launch/lifeline.py", "comm/watchdog.py")
 _LIBRARIES = tuple(
@@ -41,6 +42,19 @@ def user_threads(dump: str) -> str:
 def _with_frames(block: str) -> str:
     """Return the stack of a thread; one that has no frame of its own says so."""
     return block if "\n" in block else f"{block}\n  in a function that is not written in Python"
+
+
+def crash_in(path: Path) -> str:
+    """Return where a rank stood when it crashed, by the file of its stacks; nothing if it did not.
+
+    The interpreter writes it there itself when a native library makes an error that ends it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    _, found, dump = text.rpartition(_CRASH)
+    return user_threads(dump) if found else ""
 
 
 def user_line(dump: str) -> str:
@@ -85,9 +99,7 @@ def grouped(stacks: Mapping[int, str], first: int | None = None) -> str:
         # Thread numbers differ between processes that stand at the same place.
         text = re.sub(r"0x[0-9a-f]{8,}", "0x...", stacks[rank])
         ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(
-        f"--- rank {compress_ranks(ranks)}\n{text}" for text, ranks in ranks_of.items()
-    )
+    return "\n".join(f"--- {name_ranks(ranks)}\n{text}" for text, ranks in ranks_of.items())
 
 
 def outside_collectives(stacks: Mapping[int, str]) -> list[int]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from unisono.errors import name_ranks
 from unisono.launch import verdict
 from unisono.launch.caution import warn
 from unisono.launch.console import Console, RankStream
@@ -36,7 +37,7 @@ from unisono.launch.messages import (
     Standing,
 )
 from unisono.launch.process import RankProcess, read_available
-from unisono.launch.stacks import user_threads
+from unisono.launch.stacks import crash_in, user_threads
 
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before the cause is chosen."""
@@ -311,7 +312,14 @@ class Supervisor(Listener):
         self._stop_all()
         self._kill_all()
         return verdict.failure(
-            [replace(fate, log_tail=self._log_tail(fate.rank)) for fate in fates],
+            [
+                replace(
+                    fate,
+                    log_tail=self._log_tail(fate.rank),
+                    crash=crash_in(self._job_dir / f"rank-{fate.rank}.stack"),
+                )
+                for fate in fates
+            ],
             stacks=stacks,
             job_dir=str(self._job_dir),
             attempt=self._attempt,
@@ -333,7 +341,7 @@ class Supervisor(Listener):
         self._kill_all()
         return verdict.timeout(
             fates,
-            what=f"{verdict.name_ranks(late)} of {size} {deadline}",
+            what=f"{name_ranks(late)} of {size} {deadline}",
             stacks=stacks,
             suspect=verdict.suspect(late, standings, stacks),
             last_collective={rank: standing.call for rank, standing in standings.items()},
