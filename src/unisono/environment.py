@@ -15,7 +15,15 @@ from typing import Literal
 
 from unisono.errors import PlatformError
 
-__all__ = ["Environment", "Kind", "detect", "expand_tasks_per_node"]
+__all__ = ["RANK_PID", "Environment", "Kind", "detect", "expand_tasks_per_node", "rank_mark"]
+
+RANK_PID = "UNISONO_RANK_PID"
+"""Variable with the mark of the rank from whose environment this process has its variables."""
+_PLACE = (
+    *("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID"),
+)
+"""A launcher that starts a process as a rank of its own changes at least one of these."""
 
 Kind = Literal["off", "bare", "unisono", "torchrun", "openmpi", "mpich", "slurm"]
 
@@ -104,7 +112,8 @@ def detect(env: Mapping[str, str] | None = None) -> Environment:
     """Tell which world the variables in `env` (default: this process's) describe.
 
     Returns an `Environment` of kind `bare` (a world of one rank) when no launcher is seen, and of
-    kind `off` when `UNISONO_DETECT=0` says not to look.
+    kind `off` when `UNISONO_DETECT=0` says not to look. A process that a rank has started is
+    `bare`, too, although it has all variables of that rank.
 
     Example:
         >>> detect(
@@ -119,11 +128,24 @@ def detect(env: Mapping[str, str] | None = None) -> Environment:
     return _read(kind, _NAMES[kind], env)
 
 
+def rank_mark(env: Mapping[str, str], pid: int) -> str:
+    """Return the mark of a rank with these variables: its process and its place.
+
+    A process that the rank starts inherits all of them, but is no rank: its pid is another one.
+    """
+    return ":".join((str(pid), *(env.get(name, "") for name in _PLACE)))
+
+
 def _kind(env: Mapping[str, str]) -> Kind:
     """Return the first kind whose condition holds."""
     if env.get("UNISONO_DETECT") == "0":
         return "off"
-    if "UNISONO_RUN_ID" in env and "RANK" in env:
+    owner = env.get(RANK_PID, "").partition(":")[0]
+    is_child = owner.isdigit() and int(owner) != os.getpid()
+    if is_child and env[RANK_PID] == rank_mark(env, int(owner)):
+        return "bare"
+    # A child with another place: a launcher that a rank has started has put it there.
+    if not is_child and "UNISONO_RUN_ID" in env and "RANK" in env:
         return "unisono"
     if "TORCHELASTIC_RUN_ID" in env or all(
         name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -54,6 +54,32 @@ def _indented(text: str) -> str:
     return text.strip("\n").replace("\n", "\n    ")
 
 
+_LIKE_YOU_OR_ONE = ("uni", "uint", "use", "utf", "one")
+
+
+def an(word: str) -> str:
+    """Put the article before a word, as it is spoken.
+
+    >>> an("int"), an("Linear"), an("AdaptiveAvgPool2d"), an("LSTM"), an("uint8")
+    ('an int', 'a Linear', 'an AdaptiveAvgPool2d', 'an LSTM', 'a uint8')
+    """
+    first, lower = word[:2], word.lower()
+    if first.isupper() and first[1:] not in "AEIOU":  # spelled out: an el-es-tee-em
+        takes_n = first[0] in "AEFHILMNORSX"
+    else:
+        takes_n = lower[:1] in "aeiou" and not lower.startswith(_LIKE_YOU_OR_ONE)
+    return f"{'an' if takes_n or lower.startswith(('ndarray', 'nn.')) else 'a'} {word}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence.
+
+    >>> name_ranks([3]), name_ranks([0, 1, 2, 5])
+    ('rank 3', 'ranks 0-2, 5')
+    """
+    return f"rank{'s' if len(set(ranks)) > 1 else ''} {compress_ranks(ranks)}"
+
+
 def compress_ranks(ranks: Sequence[int]) -> str:
     """Write a set of ranks the short way.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 
 import unisono
 from unisono.errors import RankFailed, RankTimeout, RemoteError
+from unisono.launch import leftovers
+from unisono.launch.job_files import process_start
 
 AT_ONCE_S = 4.0  # two seconds are promised; a loaded machine may take longer
 
@@ -306,3 +310,121 @@ def test_processes_that_a_rank_started_end_with_it(tmp_path, has_ended, spawn_me
 
     fail(start_children, tmp_path, spawn_method=spawn_method, ranks=ranks)
     assert all(has_ended(int(pid)) for pid in (tmp_path / "mark").read_text().split())
+
+
+def deny(words):
+    raise ConnectionError(words)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda: deny("the database is gone"),
+        lambda: exec("raise RuntimeError('Connection reset by peer: my sensor')"),
+        lambda: exec("import unisono; raise unisono.errors.RankFailed('a world of my own')"),
+        lambda: __import__("socket").create_connection(("127.0.0.1", 1), timeout=1),
+    ],
+    ids=["ConnectionError", "RuntimeError", "RankFailed", "refused"],
+)
+def test_what_the_users_code_raises_is_an_error_of_its_own_rank(tmp_path, own):
+    def work(_mark):
+        if unisono.world().rank == 1:
+            own()
+        time.sleep(0.1)
+        raise ValueError("later")
+
+    error, _ = fail(work, tmp_path)
+    assert isinstance(error, RankFailed)
+    assert error.rank == 1
+
+
+def test_a_lost_connection_inside_torch_is_a_consequence(tmp_path):
+    def work(mark):
+        import torch.distributed as dist
+
+        if unisono.world().rank == 1:
+            mark.touch()
+            time.sleep(0.15)
+            raise ValueError("the cause")
+        where = "tcp://127.0.0.1:1?rank=1&world_size=2"
+        next(iter(dist.rendezvous(where, timeout=timedelta(seconds=0.05))))
+
+    error, _ = fail(work, tmp_path)
+    assert error.rank == 1
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_what_failed_runs_leave_expires_and_nothing_else_does(tmp_path, monkeypatch):
+    def failed_run():
+        with pytest.raises(RankFailed) as caught:
+            unisono.run(divmod, 1, 0, ranks=1, logs=unisono.Logs(console="none"))
+        return Path(str(caught.value.job_dir))
+
+    def made(name, *, marks=(), days=0.0, mode=0o700):
+        path = tmp_path / name
+        path.mkdir(mode=mode)
+        path.chmod(mode)
+        for mark in marks:
+            (path / mark).touch(mode=0o600)
+            os.utime(path / mark, (time.time() - days * 86400,) * 2)
+        return path
+
+    first = failed_run()
+    assert "ZeroDivisionError" in (first / "rank-0.log").read_text()
+    of_others = [
+        made("unisono-mine", days=30),  # a directory of the user's own
+        made("unisono-open", marks=[leftovers.KEPT], days=30, mode=0o755),
+        made("other", marks=[leftovers.KEPT], days=30),
+        made("unisono-live", marks=[leftovers.KEPT, leftovers.MARK], days=30),
+    ]
+    (tmp_path / "unisono-live" / leftovers.MARK).write_text(
+        f"{os.getpid()} {process_start(os.getpid())} {socket.gethostname()}"
+    )
+    (tmp_path / "unisono-link").symlink_to(tmp_path / "other")
+    old = made("unisono-old", marks=[leftovers.KEPT], days=8)
+    young = made("unisono-young", marks=[leftovers.KEPT], days=6)
+    second = failed_run()
+    assert not old.exists()
+    assert all(path.is_dir() for path in (first, second, young, *of_others))
+    monkeypatch.setattr(leftovers, "KEEP_COUNT", 2)
+    third = failed_run()  # clears before it leaves its own
+    assert [path.exists() for path in (young, first, second, third)] == [False, True, True, True]
+
+
+@both_starts
+def test_a_crash_shows_where_the_python_code_stood(tmp_path, spawn_method):
+    def crash(_mark):
+        import ctypes
+
+        if unisono.world().rank == 1:
+            ctypes.string_at(0)
+        time.sleep(60)
+
+    error, _ = fail(crash, tmp_path, spawn_method=spawn_method)
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.signal) == (1, "SIGSEGV")
+    assert "It stood at:" in str(error)
+    assert "test_failures.py" in str(error.traceback)
+    assert "in crash" in str(error.traceback)
+    assert "in string_at" in str(error)
+    assert "launch/rank.py" not in str(error)
+
+
+@pytest.mark.parametrize("after", ["barrier", "all_reduce"])
+def test_ranks_with_different_numbers_of_batches_are_named_with_their_lines(tmp_path, after):
+    def train(_mark):
+        comm = unisono.world()
+        for _ in range(3 + comm.rank):
+            comm.all_reduce(torch.ones(10))  # a step
+        if after == "barrier":
+            comm.barrier()
+        else:
+            comm.all_reduce(torch.ones(3))
+
+    error, _ = fail(train, tmp_path)
+    first = train.__code__.co_firstlineno
+    later = first + (5 if after == "barrier" else 7)
+    lines = str(error).splitlines()
+    assert f"  rank 0: test_failures.py:{later} in train" in lines
+    assert f"  rank 1: test_failures.py:{first + 3} in train" in lines
+    assert "HINT: different numbers of batches?" in lines[-1]

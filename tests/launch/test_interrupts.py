@@ -81,3 +81,151 @@ def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
         for launcher in launchers:
             launcher.kill()
             launcher.wait()
+
+
+SAVING = """
+import os, sys, time, unisono
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+
+def note(word):
+    rank = unisono.world().rank
+    (folder / f"{word}-{rank}").write_text(str(os.getpid()))
+
+def asks():
+    note("up")
+    while not unisono.should_stop():
+        time.sleep(0.05)
+    time.sleep(1.5)  # longer than the grace of a rank that failed
+    note("saved")
+    unisono.requeue()
+
+def catches():
+    note("up")
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        assert unisono.should_stop()
+        time.sleep(1.5)
+        note("saved")
+        raise
+
+def refuses():
+    note("up")
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            note("asked")
+
+def breaks():
+    note("up")
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        raise OSError(f"rank {unisono.world().rank} cannot save")
+
+platform = unisono.Platform(device=sys.argv[3], ranks=2, interrupt_s=20)
+unisono.run(globals()[sys.argv[2]], on=platform, max_restarts=3)
+print("went on")
+"""
+
+
+@pytest.fixture
+def saving(tmp_path, monkeypatch):
+    """Start a run of one of the functions above; wait until all of its ranks are up."""
+    started = []
+
+    def start(function, on="cpu", command=None):
+        script = tmp_path / "saving.py"
+        script.write_text(SAVING)
+        words = command or [sys.executable, str(script), str(tmp_path), function, on]
+        process = subprocess.Popen(
+            words,
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def pids_in(folder):
+    return [int(path.read_text()) for path in folder.glob("up-?")]
+
+
+@pytest.mark.parametrize("on", ["cpu", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("function", ["asks", "catches"])
+def test_the_first_ctrl_c_lets_ranks_save_and_end(saving, tmp_path, has_ended, function, on):
+    launcher = saving(function, on)
+    launcher.send_signal(signal.SIGINT)
+    output, errors = launcher.communicate(timeout=60)
+    assert len(list(tmp_path.glob("saved-?"))) == 2, errors
+    assert launcher.returncode == -signal.SIGINT, errors
+    assert "went on" not in output
+    assert "the ranks have 20 s to save and end (Ctrl-C again kills them)" in errors
+    assert "RankFailed" not in errors
+    assert all(map(has_ended, pids_in(tmp_path)))
+    assert list(tmp_path.glob("unisono-*")) == []
+
+
+@pytest.mark.parametrize("on", ["cpu", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_the_second_ctrl_c_kills(saving, tmp_path, has_ended, on):
+    launcher = saving("refuses", on)
+    launcher.send_signal(signal.SIGINT)
+    assert wait_until(lambda: len(list(tmp_path.glob("asked-?"))) == 2, 10)
+    begin = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=30)
+    assert time.monotonic() - begin < 10, "that is the time for an orderly end"
+    assert launcher.returncode == -signal.SIGINT, errors
+    assert all(map(has_ended, pids_in(tmp_path)))
+    assert list(tmp_path.glob("unisono-*")) == []
+
+
+def test_what_goes_wrong_while_ranks_save_is_told_and_kept(saving, tmp_path):
+    launcher = saving("breaks")
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == -signal.SIGINT, errors
+    assert "raised OSError: rank " in errors
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    (kept,) = tmp_path.glob("unisono-*")
+    assert "cannot save" in (kept / "rank-0.log").read_text()
+
+
+def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(tmp_path, has_ended):
+    script = SAVING.replace("interrupt_s=20", "interrupt_s=1")
+    (tmp_path / "saving.py").write_text(script)
+    words = [sys.executable, str(tmp_path / "saving.py"), str(tmp_path), "refuses", "cpu"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as launcher:
+        assert wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
+        launcher.send_signal(signal.SIGINT)
+        _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == -signal.SIGINT, errors
+    assert all(map(has_ended, pids_in(tmp_path)))
+
+
+def test_ctrl_c_on_the_command_line_lets_ranks_save_and_ends_with_code_130(saving, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        SAVING.partition("platform =")[0].replace("sys.argv[1]", repr(str(tmp_path)))
+        + "catches()\n"
+    )
+    command = [sys.executable, "-m", "unisono", "run", "--ranks", "2", str(script)]
+    launcher = saving("", command=command)
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130, errors
+    assert len(list(tmp_path.glob("saved-?"))) == 2
+    assert errors.rstrip().endswith("unisono: interrupted")
+    assert "Traceback" not in errors

@@ -27,7 +27,7 @@ import unisono
 from unisono.cores import usable_cores
 from unisono.errors import PlatformError, RankFailed, RankTimeout
 from unisono.launch import payload, terminal
-from unisono.launch.interrupts import termination_as_exception
+from unisono.launch.interrupts import signals_of_launcher
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stacks import is_own_file
 
@@ -272,7 +272,7 @@ def test_a_rank_that_crashes_after_it_returned_is_a_warning_and_its_result_count
 def test_a_hang_up_of_the_terminal_ends_a_launcher_as_an_exception_first(tmp_path):
     def launcher():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-        with termination_as_exception():
+        with signals_of_launcher():
             try:
                 os.kill(os.getpid(), signal.SIGHUP)
                 time.sleep(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -140,7 +141,7 @@ def test_a_deadline_prints_equal_stacks_once_and_the_suspect_first():
     stacks = {0: same.format("01"), 1: "elsewhere", 2: same.format("02")}
     error = timeout([fate(r) for r in range(4)], what="too slow", stacks=stacks, suspect=1)
     text = str(error)
-    assert text.index("--- rank 1\n") < text.index("--- rank 0, 2\n")
+    assert text.index("--- rank 1\n") < text.index("--- ranks 0, 2\n")
     assert text.count("in wait") == 1
     assert "No stack from rank 3" in text
     assert (error.rank, sorted(error.stacks)) == (1, [0, 1, 2])
@@ -153,3 +154,23 @@ def test_an_import_that_can_be_served_gets_the_option_that_does_it():
     )
     other = report("ModuleNotFoundError: No module named 'heater'")
     assert "--compat" not in str(failure([fate(0, failed=other)], stacks={}))
+
+
+def test_ranks_in_different_calls_are_all_named_with_their_lines():
+    halves = [report(f"CollectiveMismatch: {r}", site=f"train.py:{r} in step") for r in range(2)]
+    fates = [
+        fate(rank, failed=replace(half, is_mismatch=True), failed_at=float(rank))
+        for rank, half in enumerate(halves)
+    ]
+    text = str(failure([*fates, fate(2), fate(3)], stacks={2: STACK.format(9)}))
+    assert (
+        "The ranks do not make the same calls:\n"
+        "  rank 0: train.py:0 in step\n"
+        "  rank 1: train.py:1 in step\n"
+        "  rank 2: b.py:9 in f\n"
+        "  rank 3: in no call of the group any more\n"
+    ) in text
+    assert "HINT: different numbers of batches?" in text
+
+
+STACK = 'Current thread 0x00007f01 (most recent call first):\n  File "b.py", line {} in f'

@@ -101,7 +101,7 @@ def test_channels_are_dropped_whole_and_samples_apart(kind):
 def test_a_layer_for_single_samples_is_refused():
     with pytest.raises(PartitionError, match=r"0 is a Dropout3d[\s\S]*5 dims[\s\S]*Dropout2d"):
         distribute(nn.Sequential(nn.Dropout3d()), Partition([1, 1, 1, 1]))
-    with pytest.raises(PartitionError, match=r"0 is a InstanceNorm2d[\s\S]*InstanceNorm1d"):
+    with pytest.raises(PartitionError, match=r"0 is an InstanceNorm2d[\s\S]*InstanceNorm1d"):
         distribute(nn.Sequential(nn.InstanceNorm2d(2)), Partition([1, 1, 1]))
 
 

@@ -131,7 +131,7 @@ def test_a_bad_input_on_one_rank_is_refused_on_all():
         layer(torch.ones(2))
     with pytest.raises(PartitionError, match="shapes differ"):
         layer(torch.ones(2 + P.root.rank))
-    mixed = pytest.raises(CollectiveMismatch, match="grad on: ranks 0; off: ranks 1")
+    mixed = pytest.raises(CollectiveMismatch, match="grad on: rank 0; off: rank 1")
     with mixed, torch.set_grad_enabled(P.root.rank == 0):
         layer(torch.ones(2))
 

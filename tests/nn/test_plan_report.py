@@ -63,7 +63,7 @@ def test_what_distribute_or_a_layer_refuses_is_refused():
     P, alone = Partition([1, 1, 2, 1]), Partition([1, 1])
     with pytest.raises(PartitionError, match="no partition"):
         plan_report(nn.Conv1d(1, 1, 3), (1, 1, 8))
-    with pytest.raises(PartitionError, match="0 is a LSTM"):
+    with pytest.raises(PartitionError, match="0 is an LSTM"):
         plan_report(nn.Sequential(nn.LSTM(4, 4)), (1, 4, 8, 8), P)
     with pytest.raises(PartitionError, match="with a DistributedLinear"):
         plan_report(DistributedLinear(alone, alone, alone, 2, 2), (1, 2))

@@ -240,7 +240,7 @@ def test_gradients_recorded_on_some_ranks_only():
             with torch.set_grad_enabled(unisono.world().rank == 1):
                 layer(ones(1, 1, 4))
 
-        refused(call, "grad on: ranks 1; off: ranks 0", kind=CollectiveMismatch)
+        refused(call, "grad on: rank 1; off: rank 0", kind=CollectiveMismatch)
         layer(ones(1, 1, 4))
 
 

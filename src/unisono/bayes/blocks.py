@@ -9,7 +9,7 @@ import torch
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.moments import Delta, Moments
 from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 
 
 def check_layers(layers: Sequence[object]) -> None:
@@ -18,7 +18,7 @@ def check_layers(layers: Sequence[object]) -> None:
         if not isinstance(layer, BaseLayer):
             raise PartitionError.because(
                 f"layer {n} = {layer!r}",
-                f"a {type(layer).__name__}",
+                an(type(layer).__name__),
                 None,
                 "layers of unisono.bayes; from_torch(module) reads those of torch.nn",
             )

@@ -17,7 +17,7 @@ from unisono.bayes.normalization import BatchNorm2d
 from unisono.bayes.parameters import CAPS, TAIL, cap_class
 from unisono.bayes.sequential import Sequential
 from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
-from unisono.errors import CollectiveMismatch, PartitionError
+from unisono.errors import CollectiveMismatch, PartitionError, an
 
 CAP_BATCHES = ("local", "global")
 NORM_STATS = (False, True, "running", "batch")
@@ -58,7 +58,7 @@ class DDPSequential:
         if not isinstance(model, Sequential):
             raise PartitionError.because(
                 "DDPSequential of a unisono.bayes.Sequential",
-                f"a {type(model).__module__}.{type(model).__qualname__}",
+                an(f"{type(model).__module__}.{type(model).__qualname__}"),
                 None,
                 "DDPSequential(Sequential(Linear(1, 8), ReLU(), Linear(8, 1)), config); "
                 "from_torch(module) makes one of a torch module",

@@ -58,13 +58,13 @@ def _tell(job: str, directory: str) -> None:
 
 def supervise(request: Request) -> int:
     """Be the supervising process: print the id, let go of the terminal, wait for the end."""
-    from unisono.launch.interrupts import termination_as_exception
+    from unisono.launch.interrupts import signals_of_launcher
     from unisono.launch.job import submit_request
 
     job = submit_request(request)
     print(job.id, job.dir, flush=True)
     _let_go()
-    with termination_as_exception():
+    with signals_of_launcher():
         try:
             job.wait()
         except BaseException:

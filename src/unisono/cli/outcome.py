@@ -25,7 +25,9 @@ def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool =
         if not _is_unread(sys.stdout):
             raise
         return UNREAD
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt.__cause__, UnisonoError):  # of a rank that was to end
+            print(_block(interrupt.__cause__, name), file=sys.stderr)
         print("unisono: interrupted", file=sys.stderr)
         return INTERRUPTED
     except UnisonoError as error:

@@ -14,7 +14,7 @@ from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
 from unisono.comm import written
 from unisono.comm.headers import DTYPES
-from unisono.errors import MeshError, PartitionError, UnisonoError
+from unisono.errors import MeshError, PartitionError, UnisonoError, an
 
 _MOVABLE = frozenset(DTYPES)
 
@@ -138,7 +138,7 @@ def check_rank(rank: int, size: int, what: str, verb: str) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise MeshError.because(
             f"{verb}({what}={rank!r})",
-            f"a {type(rank).__name__}",
+            an(type(rank).__name__),
             None,
             f"{what}=0, a whole number below {size}",
         )
@@ -157,7 +157,7 @@ def check_dim(dim: int, x: Tensor, verb: str) -> int:
     dims = max(x.dim(), 1)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise PartitionError.because(
-            f"{verb}(dim={dim!r})", f"a {type(dim).__name__}", None, "dim=0, a whole number"
+            f"{verb}(dim={dim!r})", an(type(dim).__name__), None, "dim=0, a whole number"
         )
     if not -dims <= dim < dims:
         raise PartitionError.because(

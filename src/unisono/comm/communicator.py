@@ -16,7 +16,7 @@ from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.hosts import host_id
 from unisono.comm.messages import Messages, StartedVerbs
 from unisono.comm.tuning import measure_limits
-from unisono.errors import MeshError, UnisonoError
+from unisono.errors import MeshError, UnisonoError, an
 
 _sources: list[tuple[Callable[[object], bool], Callable[[Any], GroupEntry]]] = []
 
@@ -160,7 +160,7 @@ class Communicator(Messages):
             if not isinstance(value, int) or not -(2**63) <= value < 2**63:
                 raise MeshError.because(
                     f"split({what}={value!r})",
-                    f"a {type(value).__name__}; ranks compare whole numbers of 64 bits",
+                    f"{an(type(value).__name__)}; ranks compare whole numbers of 64 bits",
                     None,
                     "split(comm.rank % 2); color=None for a rank that takes no part",
                 )

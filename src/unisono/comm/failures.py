@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from unisono.comm import watchdog
 from unisono.comm.call import Call
-from unisono.errors import RankFailed, RankTimeout, compress_ranks
+from unisono.errors import RankFailed, RankTimeout, UnisonoError, name_ranks
 
 _POSTED_WAIT_S = 1.0
+_COMM = f"{Path(__file__).resolve().parent}/"
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_OF_TORCH = tuple(f"{_TORCH}/{part}/" for part in ("distributed", "autograd", "nn/parallel"))
+"""Where torch itself waits for other ranks; backward waits for those of DDP."""
+_LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, ConnectionError)
+_LOST_WORDS = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "failed to recv",
+    "socket timeout",
+    "connection was likely closed",
+)
+"""Words of gloo, which has no type of its own for a peer that is gone."""
 
 NEW_GROUP = "new_group"
 """Operation of the call that stands for making a group."""
@@ -37,6 +57,28 @@ def posted_failure() -> RankFailed | None:
         return dog.poll_failure() if dog is not None else None
     except RuntimeError:
         return None
+
+
+def tells_of_another(error: BaseException) -> bool:
+    """Whether `error` says no more than that another rank went away or did not come.
+
+    Judged first by who raised it: only this package, or torch while it waits for other ranks. What
+    the user's own code raises, whatever its type and words, is an error of this rank.
+    """
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    origin = frame.tb_frame.f_code.co_filename if frame is not None else ""
+    if not origin.startswith((_COMM, *_OF_TORCH)):
+        return False
+    if isinstance(error, (RankFailed, RankTimeout)):
+        return origin.startswith(_COMM)
+    if isinstance(error, UnisonoError):
+        return False
+    if isinstance(error, _LOST):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _LOST_WORDS)
 
 
 def connection_lost(call: Call, backend_words: str) -> RankFailed:
@@ -86,7 +128,7 @@ def timed_out(
     if isinstance(cause, RankTimeout) and "timed out after" not in told:
         lines = [f"{call.describe()} at {call.site} was given up", f"  {told}"]
     if missing:
-        lines.append(f"  {_absence(call)}: rank {compress_ranks(missing)}")
+        lines.append(f"  {_absence(call)}: {name_ranks(missing)}")
     last: dict[int, str] = {}
     for rank in others:
         if rank not in answers:
@@ -165,7 +207,7 @@ def _hint(
     if unlike and call.op not in ("send", "recv", "exchange"):
         here, there = ("'on'", "'off'") if call.is_checked else ("'off'", "'on'")
         return (
-            f"check mode is {here} here and {there} on rank {compress_ranks(unlike)}: "
+            f"check mode is {here} here and {there} on {name_ranks(unlike)}: "
             "UNISONO_CHECK=1 for all ranks, or check() at the same place on all of them"
         )
     me = next((place for place, rank in enumerate(ranks) if rank not in others), -1)
@@ -179,7 +221,7 @@ def _hint(
     ]
     if mutual:
         return (
-            f"this rank and rank {compress_ranks(mutual)} wait for a message of each other: "
+            f"this rank and {name_ranks(mutual)} wait for a message of each other: "
             "let one send first, or both call comm.exchange(sends, recvs)"
         )
     return (

@@ -6,6 +6,7 @@ itself brings its own group, and that is the world; in others whoever first asks
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,14 @@ class _Waiting:
 
 
 _waiting: _Waiting | None = None
+
+
+def _forget_after_fork() -> None:
+    global _waiting
+    _waiting = None  # a forked process is not the rank, and must not join in its place
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def join_at_first_use(join: Callable[[], None], store: dist.Store) -> None:

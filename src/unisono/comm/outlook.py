@@ -18,7 +18,7 @@ from unisono.comm import watchdog
 from unisono.comm.call import Call, sent_to
 from unisono.comm.standoff import find_receiver, tell_senders
 from unisono.comm.watchdog import Watchdog
-from unisono.errors import CollectiveMismatch, UnisonoError, compress_ranks
+from unisono.errors import CollectiveMismatch, UnisonoError, name_ranks
 
 _COMPARED = ("op", "kind", "root")
 
@@ -106,10 +106,10 @@ def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
         return None
     here = f"{call.describe()} at {call.site}"
     told = {rank: f"returned after {made['collectives']} calls" for rank, made in late.items()}
-    lines = [f"{here} waits in vain: rank {compress_ranks(list(late))} will not come"]
+    lines = [f"{here} waits in vain: {name_ranks(list(late))} will not come"]
     lines += [f"  rank {rank} {text} of {call.group}" for rank, text in sorted(told.items())]
     lines.append(f"  rank {dog.rank} is in call {call.number}")
-    lines.append("  HINT: all ranks must make the same collectives before they return")
+    lines.append("  HINT: different numbers of batches? All ranks must make the same collectives")
     return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)
 
 
@@ -133,7 +133,7 @@ def _never_sent(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
             f"returned after {made.get(sent_to(dog.rank, tag), 0)} messages to rank {dog.rank}, "
             f"which waits for message {number}"
         )
-    lines = [f"{here} waits in vain: rank {compress_ranks(list(late))} will not send"]
+    lines = [f"{here} waits in vain: {name_ranks(list(late))} will not send"]
     lines += [f"  rank {rank} {text}" for rank, text in sorted(told.items())]
     lines.append("  HINT: all ranks must make the same calls before they return")
     return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)
@@ -154,5 +154,7 @@ def _unlike(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
     told = {item["rank"]: item["text"] for item in said}
     lines = [f"ranks of {call.group} wait for each other in different calls"]
     lines += [f"  rank {rank} | {text}" for rank, text in sorted(told.items())]
-    lines.append("  HINT: all ranks must make the same collectives in the same order")
+    lines.append(
+        "  HINT: different numbers of batches? All ranks must make the same collectives, in order"
+    )
     return CollectiveMismatch("\n".join(lines), told)

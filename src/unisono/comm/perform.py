@@ -31,9 +31,6 @@ from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
 T = TypeVar("T")
 
-_LOST = ("onnection", "closed", "reset", "roken pipe", "EOF", "abort", "peer")
-"""Words by which gloo, which raises nothing but RuntimeError, tells that a peer has gone."""
-
 
 @dataclass(slots=True, eq=False)
 class Transfer(Generic[T]):
@@ -277,9 +274,8 @@ class Performer:
         ):
             self._entry.broken = str(error).partition("\n")[0]
             return error
-        if isinstance(error, UnisonoError) or not isinstance(error, RuntimeError):
-            return error
-        if not any(word in str(error) for word in _LOST):
+        is_lost = isinstance(error, RuntimeError) and failures.tells_of_another(error)
+        if isinstance(error, UnisonoError) or not is_lost:
             return error
         lost = failures.connection_lost(call, str(error))
         self._entry.broken = str(lost).partition("\n")[0]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from unisono.comm import addresses, transports
 from unisono.comm.backends import choose_backend
 from unisono.comm.closing import close_world
+from unisono.environment import RANK_PID, rank_mark
 from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ def start_world(
             world_size=environment.size,
             timeout=timedelta(seconds=timeout_s),
         )
+        # What this rank starts has the same variables, and would wait for a world of its own.
+        _set_for_this_world(RANK_PID, rank_mark(os.environ, os.getpid()), always=True)
     comm = world()
     return comm if comm.device == place else comm.with_device(place)
 
@@ -237,7 +240,8 @@ def stop_world() -> None:
             os.environ[name] = before
 
 
-def _set_for_this_world(name: str, value: str) -> None:
-    if name not in os.environ:
-        _changed_environment[name] = None
+def _set_for_this_world(name: str, value: str, *, always: bool = False) -> None:
+    """Set a variable until `stop_world`; one that is set already only if `always`."""
+    if always or name not in os.environ:
+        _changed_environment.setdefault(name, os.environ.get(name))
         os.environ[name] = value

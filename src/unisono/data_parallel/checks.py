@@ -12,7 +12,7 @@ from unisono.data_parallel.compression import check_compression
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.data_parallel.partial_step import is_per_parameter
-from unisono.errors import explain
+from unisono.errors import an, explain
 
 
 def check_options(
@@ -52,7 +52,7 @@ def check_module(module: nn.Module, wrapper: str) -> None:
             kind = type(part).__name__
             raise ValueError(
                 explain(
-                    f"{wrapper} of a module with a {kind} in it",
+                    f"{wrapper} of a module with {an(kind)} in it",
                     f"{name or 'the module itself'}, which averages its gradients already",
                     None,
                     f"{wrapper}(model.module)" if not name else f"use {name}.module in its place",

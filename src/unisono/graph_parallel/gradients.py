@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator, checking
-from unisono.errors import LayoutError, MeshError, PartitionError
+from unisono.errors import LayoutError, MeshError, PartitionError, an
 from unisono.graph_parallel.equality import difference_over_ranks
 from unisono.graph_parallel.groups import current_groups
 from unisono.graph_parallel.matrix import GraphGroups, graph_groups
@@ -97,7 +97,7 @@ def _listed(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
         if not isinstance(p, Tensor):
             raise PartitionError.because(
                 "sync_gradients of a model or its parameters",
-                f"a {type(p).__name__}: {p!r:.60}",
+                f"{an(type(p).__name__)}: {p!r:.60}",
                 None,
                 "sync_gradients(model), or sync_gradients(model.parameters())",
             )

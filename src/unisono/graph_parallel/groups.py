@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from unisono.comm import Communicator, has_world, world
-from unisono.errors import MeshError
+from unisono.errors import MeshError, an
 from unisono.graph_parallel.asserted import AssertedMeshError, AssertedPartitionError
 from unisono.graph_parallel.matrix import (
     GraphGroups,
@@ -111,7 +111,7 @@ class use_groups:
         if not isinstance(groups, GraphGroups | Mesh):
             raise MeshError.because(
                 f"use_groups({groups!r:.60})",
-                f"a {type(groups).__name__}, neither GraphGroups nor a Mesh",
+                f"{an(type(groups).__name__)}, neither GraphGroups nor a Mesh",
                 None,
                 "use_groups(graph_groups(2)), or use_groups(Mesh(dp=2, gp=2))",
             )

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm import Communicator, written
 from unisono.comm.sites import call_site
-from unisono.errors import LayoutError, UnisonoError
+from unisono.errors import LayoutError, UnisonoError, an
 from unisono.graph_parallel.equality import difference_over_ranks
 from unisono.graph_parallel.layout_rules import result_kind, tensors_in, writes_first
 
@@ -198,7 +198,7 @@ def _refuse(verb: str, tag: Tag | None) -> None:
     wrong = _WRONG.get(verb.split()[0], {}).get("" if tag is None else tag.kind)
     if tag is not None and wrong is not None:
         raise LayoutError.because(
-            f"{verb.split()[0]} of a {tag.kind} tensor",
+            f"{verb.split()[0]} of {an(tag.kind)} tensor",
             f"{wrong}\nit became {tag.kind} at {tag.site}",
             None,
             f"leave this {verb.split()[0]} out, or say what the tensor is: mark(x, 'partial')",

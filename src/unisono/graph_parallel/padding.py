@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm.arguments import check_dim
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.graph_parallel.asserted import AssertedPartitionError
 from unisono.graph_parallel.groups import get_gp_world_size
 from unisono.topology.decompose import split_sizes
@@ -38,7 +38,7 @@ def pad_tensor(tensor: Tensor, dim: int = -1, target_size: int | None = None) ->
     target = -(-size // ranks) * ranks if target_size is None else target_size
     if not isinstance(target, int):
         raise PartitionError.because(
-            f"pad_tensor(target_size={target!r})", f"a {type(target).__name__}", None, "a length"
+            f"pad_tensor(target_size={target!r})", an(type(target).__name__), None, "a length"
         )
     if target < size:
         raise AssertedPartitionError.because(

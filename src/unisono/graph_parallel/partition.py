@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.graph_parallel.ordering import cut_by_cost, morton_order
 from unisono.graph_parallel.stats import GraphStats
 from unisono.topology.decompose import bounds, split_sizes
@@ -189,7 +189,7 @@ def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
     if not isinstance(edge_index, Tensor):
         raise PartitionError.because(
             asked,
-            f"edge_index is a {type(edge_index).__name__}",
+            f"edge_index is {an(type(edge_index).__name__)}",
             None,
             "torch.tensor(edge_index), [2, E] of torch.int64: sources and targets",
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono import operators
 from unisono.comm import Communicator, checking
 from unisono.comm.arguments import check_tensor
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.graph_parallel import halo_lists, regions
 from unisono.graph_parallel.conventions import MISSING
 from unisono.graph_parallel.layout import tagged, watched
@@ -273,7 +273,7 @@ class GraphPlan:
         if not isinstance(part, GraphPartition):
             raise PartitionError.because(
                 "GraphPlan",
-                f"partition is a {type(part).__name__}",
+                f"partition is {an(type(part).__name__)}",
                 None,
                 f"GraphPartition.balanced(edge_index, num_nodes, {ranks})",
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono import operators
 from unisono.comm import Communicator, checking
 from unisono.comm.arguments import whole_numbers
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.graph_parallel.conventions import MISSING, check_grad
 from unisono.graph_parallel.groups import current_gp
 from unisono.graph_parallel.layout import watched
@@ -160,7 +160,7 @@ def _count(natoms: object) -> int:
     except TypeError:
         raise PartitionError.because(
             f"gather(natoms={natoms!r})",
-            f"a {type(natoms).__name__}, no number of rows",
+            f"{an(type(natoms).__name__)}, no number of rows",
             None,
             "natoms=len(pos): the rows of all ranks together",
         ) from None

@@ -188,8 +188,12 @@ def job_directory(request: Request) -> Iterator[Path]:
     except (RankFailed, RankTimeout):
         leftovers.keep_directory(path)
         raise
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
+    except BaseException as error:
+        # An interrupt has a cause where a rank failed after it.
+        if isinstance(error.__cause__, (RankFailed, RankTimeout)):
+            leftovers.keep_directory(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
         raise
     shutil.rmtree(path, ignore_errors=True)
 

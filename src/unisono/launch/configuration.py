@@ -59,6 +59,8 @@ _READ_ELSEWHERE = frozenset(
         "FRAMES",
         "HOST_ID",
         "JOB_DIR",
+        "LOG_MB",
+        "RANK_PID",
         "REQUIRE",
         "RESTART",
         "RUN_ID",

@@ -43,6 +43,11 @@ class Console:
         """Whether anything of `rank` appears here."""
         return rank in self._shown or rank == self._raw_rank
 
+    @property
+    def shows_any(self) -> bool:
+        """Whether anything of any rank appears here."""
+        return bool(self._shown) or self._raw_rank is not None
+
     def raw(self, text: str, file: TextIO) -> None:
         """Show the output of a rank at the terminal as it comes: its prompts have no end."""
         self._write(file, text)

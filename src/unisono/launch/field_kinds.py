@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
 from unisono.launch.platform import OLD_NAMES, Platform
 
 
@@ -89,7 +89,7 @@ def check_kinds(platform: Platform) -> None:
             example = repr(shlex.split(value) or [value])
         raise PlatformError.because(
             f"Platform({name}={value!r})",
-            f"a {type(value).__name__}, where {kind.what} is needed",
+            f"{an(type(value).__name__)}, where {kind.what} is needed",
             None,
             f"{name}={example}",
         )

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import RankFailed, RankTimeout
+from unisono.errors import RankFailed, RankTimeout, name_ranks
 from unisono.launch import job_files, rank_files, verdict
 from unisono.launch.caution import warn
 from unisono.launch.messages import Standing
 from unisono.launch.oversight import Ending
 from unisono.launch.rank_files import GOOD, RankState
 from unisono.launch.results import Results
-from unisono.launch.stacks import user_threads
+from unisono.launch.stacks import crash_in, user_threads
 from unisono.launch.supervise import tail
 
 
@@ -77,7 +77,7 @@ def read_error(directory: Path, ranks: int, ending: Ending) -> RankFailed | Rank
             late = [rank for rank in late if rank not in waiting] or late
         return verdict.timeout(
             fates,
-            what=f"{verdict.name_ranks(late)} of {ranks} {ending.deadline}",
+            what=f"{name_ranks(late)} of {ranks} {ending.deadline}",
             stacks=stacks,
             suspect=verdict.suspect(late, standings, stacks),
             last_collective={rank: standing.call for rank, standing in standings.items()},
@@ -86,13 +86,21 @@ def read_error(directory: Path, ranks: int, ending: Ending) -> RankFailed | Rank
     return _lost(directory, ranks, ending, fates, late)
 
 
+def own_failure(directory: Path, ranks: int, attempt: int) -> RankFailed | RankTimeout | None:
+    """Return the error of an attempt that was interrupted, where a rank did more than end."""
+    fates = read_fates(directory, ranks, attempt)
+    if not any(fate.is_own for fate in fates):
+        return None
+    return verdict.failure(fates, stacks={}, job_dir=str(directory), attempt=attempt)
+
+
 def _lost(
     directory: Path, ranks: int, ending: Ending, fates: list[verdict.Fate], late: list[int]
 ) -> RankFailed:
     """Return the error of a world that ended without a word of the ranks `late`."""
     output = tail(directory / "starter.log").splitlines()[-verdict.LOG_LINES :]
     code = "" if ending.exit_code is None else f" (code {ending.exit_code})"
-    lines = [f"{verdict.name_ranks(late)} of {ranks} ended without a word{code}"]
+    lines = [f"{name_ranks(late)} of {ranks} ended without a word{code}"]
     lines += [f"  {line}" for line in output]
     lines.append(f"HINT: the host may have gone down; logs are in {directory}")
     first = fates[late[0]] if late else None
@@ -133,6 +141,7 @@ def read_fates(directory: Path, ranks: int, attempt: int) -> list[verdict.Fate]:
                 failed_at=state.at.get("failed", 0.0) if state else 0.0,
                 exit_code=state.exit_code if state and state.state == "died" else None,
                 peak_mb=state.peak_mb if state else None,
+                crash=crash_in(directory / f"rank-{rank}.stack"),
                 log_tail="\n".join(text.splitlines()[-verdict.LOG_LINES :]),
             )
         )

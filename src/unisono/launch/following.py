@@ -67,13 +67,19 @@ class _Log:
     def show_new(self) -> None:
         """Pass on what has come."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._place)
-                while data := file.read(_CHUNK):
-                    self._place += len(data)
-                    self.stream.feed(data if self._tracebacks else self._output_in(data))
+            if self._path.stat().st_size < self._place:  # a new one has begun
+                self._show_rest(self._path.with_name(f"{self._path.name}.old"))
+                self._place = 0
+            self._show_rest(self._path)
         except FileNotFoundError:
             return
+
+    def _show_rest(self, path: Path) -> None:
+        with path.open("rb") as file:
+            file.seek(self._place)
+            while data := file.read(_CHUNK):
+                self._place += len(data)
+                self.stream.feed(data if self._tracebacks else self._output_in(data))
 
     def _output_in(self, data: bytes) -> bytes:
         """Return `data` without tracebacks; what may become a mark waits for its end."""

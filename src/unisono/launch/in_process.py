@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from unisono.environment import RANK_PID, rank_mark
 from unisono.errors import PlatformError
 from unisono.launch.conventions import Convention, choose_convention
 from unisono.launch.here import Here, here, set_here
@@ -80,7 +81,7 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
     before, known = dict(os.environ), here()
     states = _random_states()
     run_id = secrets.token_hex(8)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
+    for name in (RANK_PID, "MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
         os.environ.pop(name, None)
     os.environ |= {
         "RANK": str(rank),
@@ -106,6 +107,7 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
             platform.master_port = platform.master_port or store.port  # pyright: ignore[reportAttributeAccessIssue]
             os.environ["MASTER_ADDR"] = platform.master_addr
             os.environ["MASTER_PORT"] = str(platform.master_port)
+        os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
         yield enter_world(environment, platform, store=store, name="in-process")
     finally:
         stop_world()

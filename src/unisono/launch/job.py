@@ -122,6 +122,8 @@ class Job(ABC):
         while True:
             is_over = self.done()
             if path.exists():
+                if path.stat().st_size < place:  # it was full, and a new one has begun
+                    place = 0
                 with path.open("rb") as file:
                     file.seek(place)
                     data = file.read()

@@ -20,6 +20,12 @@ from unisono.launch.job_files import check_ours, process_start, write_private
 
 MARK = ".temporary"
 """File in a directory that nobody wants once its launcher has ended."""
+KEPT = ".kept"
+"""File in a directory that a failed run has left for its user to look at."""
+KEEP_S = 7 * 24 * 3600.0
+"""How long such a directory stays."""
+KEEP_COUNT = 20
+"""How many of them stay, the latest ones."""
 _GIVE_UP_S = 2.0
 
 
@@ -64,6 +70,7 @@ def unused_memory(segments: Iterable[Path]) -> list[Path]:
 def make_temporary_directory(parent: Path | None) -> Path:
     """Make a private directory that ends with its launcher; clear away those of dead ones."""
     remove_orphaned_directories(parent)
+    remove_expired_directories(parent)
     path = Path(tempfile.mkdtemp(prefix="unisono-", dir=parent))
     owner = f"{os.getpid()} {process_start(os.getpid())} {socket.gethostname()}"
     write_private(path / MARK, owner.encode())
@@ -71,16 +78,40 @@ def make_temporary_directory(parent: Path | None) -> Path:
 
 
 def keep_directory(path: Path) -> None:
-    """Let a temporary directory outlive its launcher."""
+    """Let a temporary directory outlive its launcher, for a time."""
+    with suppress(OSError):  # a full disk: it stays, without an end
+        write_private(path / KEPT, b"")
     (path / MARK).unlink(missing_ok=True)
+
+
+def remove_expired_directories(parent: Path | None) -> None:
+    """Remove what failed runs have left: what is older than `KEEP_S`, and all but `KEEP_COUNT`.
+
+    Only private directories of this user that `keep_directory` has marked; a run that goes on has
+    no such mark.
+    """
+    kept: list[tuple[float, Path]] = []
+    for mark in _folder(parent).glob(f"unisono-*/{KEPT}"):
+        with suppress(OSError, ValueError):  # another user's, or being removed
+            check_ours(mark.parent)
+            check_ours(mark)
+            if not (mark.parent / MARK).exists():
+                kept.append((mark.lstat().st_mtime, mark.parent))
+    kept.sort(reverse=True)
+    for place, (at, path) in enumerate(kept):
+        if place >= KEEP_COUNT or time.time() - at > KEEP_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_orphaned_directories(parent: Path | None) -> None:
     """Remove temporary directories whose launchers, of this host, have been killed."""
-    folder = Path(tempfile.gettempdir()) if parent is None else parent
-    for mark in folder.glob(f"unisono-*/{MARK}"):
+    for mark in _folder(parent).glob(f"unisono-*/{MARK}"):
         with suppress(OSError, ValueError):  # another user's, or being removed
             check_ours(mark)
             pid, start, host = mark.read_text().split()
             if host == socket.gethostname() and str(process_start(int(pid))) != start:
                 shutil.rmtree(mark.parent, ignore_errors=True)
+
+
+def _folder(parent: Path | None) -> Path:
+    return Path(tempfile.gettempdir()) if parent is None else parent

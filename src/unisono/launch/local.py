@@ -47,6 +47,7 @@ def run_local(
         start_timeout_s=platform.start_timeout_s,
         timeout_s=timeout_s,
         grace_s=platform.grace_s,
+        interrupt_s=platform.interrupt_s,
         job_dir=job_dir,
         attempt=attempt,
         stack_signal=signal.Signals[platform.stack_signal],

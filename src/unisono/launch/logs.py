@@ -1,18 +1,22 @@
-"""Where the ranks' output goes: which ranks the console shows, and the directory of the logs."""
+"""Where the ranks' output goes: which ranks the console shows, and the log of each rank."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
+from unisono.launch.caution import warn
 
 __all__ = ["Logs", "checked_logs"]
 
 SHOW_ALL_UP_TO = 8
 """Largest world of which the console `auto` shows every rank."""
+LOG_MB = 1024.0
+"""Largest log of a rank; `UNISONO_LOG_MB` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
     elif not isinstance(logs, Logs):
         raise PlatformError.because(
             f"unisono.run(..., logs={logs!r})",
-            f"a {type(logs).__name__}",
+            an(type(logs).__name__),
             None,
             'logs="runs" for a directory, or logs=unisono.Logs(console="rank0")',
         )
@@ -71,3 +75,54 @@ def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
             f"ranks of a world of {ranks} are 0 to {ranks - 1}",
         )
     return logs
+
+
+class RankLog:
+    """The log of one rank, to which bytes are added as they come.
+
+    It never ends the run: where the disk takes no more, the output goes on without it. Nor does it
+    fill the disk: at half of `UNISONO_LOG_MB` it becomes `rank-N.log.old`, and a new one begins.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._half = _log_mb() * 2**20 / 2
+        self._has_warned = False
+        self._fd = self._open()
+
+    def write(self, data: bytes) -> None:
+        """Add `data`; warn once where that fails."""
+        view = memoryview(data)
+        try:
+            size = os.fstat(self._fd).st_size
+            if size and size + len(view) > self._half:
+                self._begin_anew()
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warn(f"{self._path} takes no more output ({error.strerror}); the run goes on")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _begin_anew(self) -> None:
+        self._path.replace(self._path.with_name(f"{self._path.name}.old"))
+        fd = self._open()
+        os.close(self._fd)
+        self._fd = fd
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def _log_mb() -> float:
+    text = os.environ.get("UNISONO_LOG_MB", "")
+    try:
+        return float(text) if text else LOG_MB
+    except ValueError:
+        raise PlatformError.because(
+            f"UNISONO_LOG_MB={text}", "not a number", None, f"UNISONO_LOG_MB={LOG_MB:g}"
+        ) from None

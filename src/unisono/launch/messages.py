@@ -68,6 +68,8 @@ class Failed:
     """Code of a `SystemExit`."""
     site: str = ""
     """Innermost line of the user's code, as `file.py:12 in step`."""
+    is_mismatch: bool = False
+    """Whether it says that ranks make different calls: each of them is one half of the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,14 @@ Message = (
     | Finishing
     | Preempt
 )
+
+
+def _unlock_after_fork() -> None:
+    global _sending
+    _sending = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_unlock_after_fork)
 
 
 def send_message(fd: int, message: Message) -> None:

@@ -70,6 +70,7 @@ class Minder(Listener):
         self._signals: list[int] = []
         self._is_dismissed = False
         self._stop_reason: str | None = None
+        self._interrupted_until: float | None = None
         self._heeded = {signal.Signals[name] for name in (*plan.stop_signals, plan.stack_signal)}
         self._heeded.add(signal.SIGTERM)
         self._rank = self._start(place)
@@ -104,8 +105,21 @@ class Minder(Listener):
             self._note("stopped")
             # Not before the others have shown where they stand, too.
             self._step_until(lambda: not rank.is_running, COLLECT_S)
+        self._wait_for_others()
         self._end()
         return 1
+
+    def _wait_for_others(self) -> None:
+        """Stay, after an interrupt, until all ranks have ended: who starts us ends all with us."""
+        while (
+            self._interrupted_until is not None
+            and self._stop_reason is None
+            and time.monotonic() < self._interrupted_until
+        ):
+            self._step(0.05)
+            self._heed_signals()
+            self._heed_orders()
+            self._look_for_launcher()
 
     def _was_ended_by_starter(self) -> bool:
         """Whether the rank was killed after another had failed: that is how starters clean up.
@@ -246,6 +260,12 @@ class Minder(Listener):
             elif "finish" in order:
                 self._is_dismissed = True
                 self._rank.order(finish=True)
+            elif "interrupt" in order:
+                self._interrupted_until = time.monotonic() + float(order["interrupt"])
+                if self._rank.is_ready:
+                    self._rank.order(interrupt=order["interrupt"])
+                else:  # no function runs that could save anything
+                    self._stop_reason = "interrupted"
             elif "stack" in order:
                 self._rank.signal(signal.Signals[self._plan.stack_signal])
             elif order.get("preempt") == self._rank.rank:

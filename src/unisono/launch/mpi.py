@@ -19,6 +19,7 @@ from unisono.errors import JobCancelled, PlatformError
 from unisono.launch import file_outcome, job_files, rank_files
 from unisono.launch.console import Console
 from unisono.launch.following import LogFollower
+from unisono.launch.interrupts import announce, first_told_to
 from unisono.launch.leftovers import unused_memory
 from unisono.launch.local import pack_payload
 from unisono.launch.mpiexec import clean_environment, command, find_mpiexec
@@ -78,13 +79,22 @@ def run_mpi(
     if on_start is not None:
         on_start(watch)
     segments = _segments()
+
+    def interrupt() -> None:
+        if console.shows_any:
+            announce(platform.interrupt_s)
+        oversight.interrupt()
+
     try:
-        ending = oversight.run()
+        with first_told_to(lambda: watch.ask(interrupt)):
+            ending = oversight.run()
     finally:
         watch.close()
         for segment in unused_memory(_segments() - segments):
             with suppress(OSError):
                 segment.unlink()
+    if oversight.is_interrupted:
+        raise KeyboardInterrupt from file_outcome.own_failure(job_dir, size, attempt)
     if ending.state == "cancelled":
         raise JobCancelled(f"the run in {job_dir} was cancelled")
     if ending.state not in ("done", "requeued"):

@@ -21,7 +21,7 @@ from typing import Literal
 
 from unisono.launch import job_files, rank_files
 from unisono.launch.job_files import write_private
-from unisono.launch.rank_files import BAD, CANCEL, GOOD, Orders, RankState
+from unisono.launch.rank_files import BAD, CANCEL, GOOD, INTERRUPT, Orders, RankState
 from unisono.launch.remote_plan import Plan
 
 POLL_S = 0.1
@@ -90,6 +90,8 @@ class Oversight:
         self._began = time.monotonic()
         self._ready_at: float | None = None
         self._returned_at: float | None = None
+        self._bad_since: float | None = None
+        self._interrupted_until: float | None = None
         self._stopped_at: float | None = None
         self._stop_reason = ""
         self._deadline = ""
@@ -109,6 +111,17 @@ class Oversight:
         if self._stopped_at is None:
             self._stopped_at, self._stop_reason = time.monotonic(), reason
             self._orders.give(stop=reason)
+
+    def interrupt(self) -> None:
+        """Ask all ranks to save and end, as Ctrl-C does; stop them where they take too long."""
+        if self._interrupted_until is None:
+            self._interrupted_until = time.monotonic() + self._plan.interrupt_s
+            self._orders.give(interrupt=self._plan.interrupt_s)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the ranks were asked to end."""
+        return self._interrupted_until is not None
 
     def stacks(self, timeout_s: float = 2.0) -> dict[int, str]:
         """Return where the ranks stand that answer in time. From any thread."""
@@ -137,6 +150,8 @@ class Oversight:
         except BaseException:
             with suppress(OSError):
                 self.stop("the launcher was interrupted")
+            if self.is_interrupted:  # this is the second Ctrl-C
+                self._end_ranks_here()
             for limit_s in (lambda: self._plan.grace_s + 2.0, self._finishing_s):
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(limit_s())
@@ -173,11 +188,19 @@ class Oversight:
             write_private(path, json.dumps(entry).encode())
         if self._stopped_at is not None or self._returned_at is not None:
             return
+        if (self._dir / INTERRUPT).exists():
+            self.interrupt()
         if self._have_all(GOOD):
             self._returned_at = now
             self._orders.give(finish=True)
-        elif bad := [state for state in states if state.state in BAD]:
-            if time.time() - min(state.at.get(state.state, 0.0) for state in bad) > COLLECT_S:
+        elif self._interrupted_until is not None:
+            is_over = now > self._interrupted_until or self._have_all((*GOOD, *BAD, "stopped"))
+            if is_over or (self._dir / CANCEL).exists():
+                self.stop("interrupted")
+        elif any(state.state in BAD for state in states):
+            # By our own clock: that of the rank's host may be minutes ahead.
+            self._bad_since = now if self._bad_since is None else self._bad_since
+            if now - self._bad_since > COLLECT_S:
                 self.stop("another rank failed")
         elif (self._dir / CANCEL).exists():
             self.stop("cancelled")
@@ -206,6 +229,8 @@ class Oversight:
         words = [state.state if state else None for state in self._states]
         if self._deadline:  # who failed then was stopped, or saw another one go
             state = "timeout"
+        elif self.is_interrupted:
+            state = "cancelled"
         elif any(word in BAD for word in words):
             state = "failed"
         elif self._have_all(GOOD):

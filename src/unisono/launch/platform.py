@@ -133,6 +133,8 @@ class Platform(metaclass=_Remembering):
     """Deadline of each collective, in all groups."""
     grace_s: float = field(default=1.0, kw_only=True)
     """Time between asking a rank to stop and killing it."""
+    interrupt_s: float = field(default=30.0, kw_only=True)
+    """Time that ranks have to save and end after the first Ctrl-C."""
     seed_per_rank: bool | None = field(default=None, kw_only=True)
     """Whether rank r gets `seed + r`; None: yes under `run`, no under `Wrapper`."""
     upon_error: Callable[[BaseException], object] | None = field(default=None, kw_only=True)

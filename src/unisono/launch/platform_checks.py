@@ -206,7 +206,7 @@ def _check_groups(platform: Platform) -> None:
 
 
 def _check_seconds(platform: Platform) -> None:
-    for name in ("start_timeout_s", "comm_timeout_s", "grace_s"):
+    for name in ("start_timeout_s", "comm_timeout_s", "grace_s", "interrupt_s"):
         value = getattr(platform, name)
         if value <= 0:
             raise PlatformError.because(

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from unisono.launch.leftovers import end_processes_of
+from unisono.launch.logs import RankLog
 from unisono.launch.messages import (
     Failed,
     Hello,
@@ -48,14 +48,13 @@ class Pipes:
     control: tuple[int, int]
     stdout: tuple[int, int]
     stderr: tuple[int, int]
-    log: IO[bytes]
+    log: RankLog
     stack_path: Path
 
     @classmethod
     def open(cls, rank: int, job_dir: Path) -> Pipes:
         """Make the pipes and the log of `rank`."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        log = os.fdopen(os.open(job_dir / f"rank-{rank}.log", flags, 0o600), "ab", buffering=0)
+        log = RankLog(job_dir / f"rank-{rank}.log")
         stack = job_dir / f"rank-{rank}.stack"
         return cls(os.pipe(), os.pipe(), _wide_pipe(), _wide_pipe(), log, stack)
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from unisono.errors import Requeue
+from unisono.environment import RANK_PID, rank_mark
+from unisono.errors import CollectiveMismatch, Requeue
 from unisono.launch import terminal
 from unisono.launch.conventions import Convention
 from unisono.launch.device import Device
@@ -30,7 +31,7 @@ from unisono.launch.heap import keep_freed_memory
 from unisono.launch.here import Here
 from unisono.launch.job_files import process_start, write_private
 from unisono.launch.leaving import finish_work, leave
-from unisono.launch.lifeline import Lifeline, Stopped, kill_own_group
+from unisono.launch.lifeline import Lifeline, Stopped, drop_descriptor, kill_own_group
 from unisono.launch.messages import (
     Address,
     Failed,
@@ -45,7 +46,12 @@ from unisono.launch.payload import dump_exception, dump_value, load_call
 from unisono.launch.platform import Platform
 from unisono.launch.setting import Setting
 from unisono.launch.stacks import format_error, site_of
-from unisono.launch.stopping import note_request
+from unisono.launch.stopping import (
+    interruptible,
+    note_interrupt,
+    note_request,
+    was_interrupted,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -102,14 +108,25 @@ def live_as_forked(assignment: Assignment) -> NoReturn:
 
 def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     stack_path = Path(os.environ["UNISONO_JOB_DIR"], f"rank-{os.environ['RANK']}.stack")
-    stack_file = open(os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")  # noqa: SIM115, PTH123
+    # What an earlier attempt has left there is not about this one.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+    stack_file = open(os.open(stack_path, flags, 0o600), "w")  # noqa: SIM115, PTH123
     number = signal.Signals[job.platform.stack_signal]
     faulthandler.register(number, file=stack_file, all_threads=True)
+    faulthandler.enable(file=stack_file, all_threads=True)  # where it stands if it crashes
     # Whoever attaches to the job from elsewhere asks this process for its stacks.
     known = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
     write_private(stack_path.with_suffix(".pid"), known.encode())
-    lifeline = Lifeline(control_fd, note_request, lambda: _tell_standing(report_fd))
+    lifeline = Lifeline(control_fd, note_request, lambda: _tell_standing(report_fd), note_interrupt)
     lifeline.take(job.platform.stop_signals)
+
+    def drop() -> None:
+        drop_descriptor(report_fd)
+        faulthandler.unregister(number)
+        with contextlib.suppress(Exception):  # no stderr
+            faulthandler.enable()
+
+    lifeline.part_from_children(drop)
     # A minder starts ranks with these blocked, so that none is lost before now.
     heeded = {signal.SIGTERM, number, *(signal.Signals[n] for n in job.platform.stop_signals)}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)
@@ -147,7 +164,8 @@ def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
     send_message(report_fd, Ready())
     begin = time.perf_counter()
     try:
-        value = job.convention.call(fn, args, kwargs, here)
+        with interruptible():
+            value = job.convention.call(fn, args, kwargs, here)
     except Requeue:
         send_message(report_fd, Requeued())
     else:
@@ -213,6 +231,7 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
                 _offer_store()
             platform.master_addr, platform.master_port = address
             environment = replace(environment, master=address)
+    os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
     return enter_world(
         environment,
         platform,
@@ -304,41 +323,19 @@ def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
 
 def describe(error: BaseException) -> Failed:
     """Return the report of `error`: text, the exception if it can travel, and whose fault it is."""
+    from unisono.comm.failures import tells_of_another
+
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     code: int | None = None
+    has_obeyed = was_interrupted() and isinstance(error, (KeyboardInterrupt, SystemExit))
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failed(
         summary=summary,
         traceback=format_error(error),
         pickled=dump_exception(error),
-        is_consequence=is_consequence(error),
+        is_consequence=has_obeyed or tells_of_another(error),
         exit_code=code,
         site=site_of(error),
+        is_mismatch=isinstance(error, CollectiveMismatch),
     )
-
-
-_CONNECTION_WORDS = (
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "timed out waiting",
-    "failed to recv",
-    "socket timeout",
-    "connection was likely closed",
-)
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether `error` says no more than that another rank went away or did not come."""
-    import torch.distributed as dist
-
-    from unisono.errors import RankFailed, RankTimeout
-
-    if isinstance(error, (RankFailed, RankTimeout, ConnectionError)):
-        return True
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _CONNECTION_WORDS)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import base64
 import json
 import os
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unisono.errors import PlatformError
 from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.messages import Failed
 
@@ -21,10 +24,16 @@ PAYLOAD = "payload.pkl"
 """Search path, function, arguments: what each rank is started with."""
 CANCEL = "cancel"
 """Is there once somebody has cancelled the job."""
+INTERRUPT = "interrupt"
+"""Is there once somebody has interrupted the launcher that waits for the job."""
 GOOD = ("returned", "requeued")
 """States of a rank whose function came to a good end."""
 BAD = ("failed", "died")
 """States of a rank that ends the others."""
+_TIMES = 3
+"""How often an order is written until it is whole."""
+_HOLE_S = 2.0
+"""How long zeros in the orders may wait for their bytes."""
 
 
 @dataclass(kw_only=True)
@@ -130,13 +139,15 @@ class Orders:
     """The orders of an attempt: a file that grows by one JSON object a line.
 
     It is there before the ranks are, and grows in place: on a network file system that is seen
-    much sooner than a new file. Orders are `{"finish": true}`, `{"stop": "why"}` and
-    `{"preempt": rank}`.
+    much sooner than a new file. There two hosts that add at once may also tear a line, so whoever
+    gives an order looks whether it is whole, and readers leave out what is none. Orders are
+    `{"finish": true}`, `{"stop": "why"}`, `{"interrupt": seconds}` and `{"preempt": rank}`.
     """
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self._path = directory / f"orders-{attempt}"
         self._read = 0
+        self._hole_since: float | None = None
 
     def open(self) -> None:
         """Make the file."""
@@ -144,11 +155,15 @@ class Orders:
 
     def give(self, **order: Any) -> None:
         """Add an order."""
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
-        try:
-            os.write(fd, json.dumps(order).encode() + b"\n")
-        finally:
-            os.close(fd)
+        line = json.dumps(order).encode()
+        for _ in range(_TIMES):
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+            try:
+                os.write(fd, b"\n" + line + b"\n")  # apart from what may be torn before it
+            finally:
+                os.close(fd)
+            if line in self._path.read_bytes().splitlines():
+                return
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yield the orders that came since the last call."""
@@ -159,18 +174,35 @@ class Orders:
                 data = file.read()
         except (OSError, ValueError):
             return
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = self._before_hole(data)
+        whole = whole[: whole.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
-            yield json.loads(line)
+            with suppress(ValueError):  # torn
+                order = json.loads(line)
+                if isinstance(order, dict):
+                    yield order
+
+    def _before_hole(self, data: bytes) -> bytes:
+        """Return what comes before zeros: a file may be longer for a moment than what has come."""
+        if (hole := data.find(b"\0")) < 0:
+            self._hole_since = None
+            return data
+        now = time.monotonic()
+        self._hole_since = now if self._hole_since is None else self._hole_since
+        return data[:hole] if now - self._hole_since < _HOLE_S else data.replace(b"\0", b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the content of a private file of ours; None if it is not there."""
-    if not path.exists() and not path.is_symlink():
-        return None
-    check_ours(path)
+    """Return the content of a private file of ours; None if it is not there, or not yet whole."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        check_ours(path)
+    except PlatformError:
+        if not path.exists() and not path.is_symlink():
+            return None
+        raise
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # replaced at this moment, on a network file system
         return None
+    return found if isinstance(found, dict) else None

@@ -39,6 +39,8 @@ class Plan:
     """Deadline of the function."""
     grace_s: float
     """Time between asking a rank to stop and killing it."""
+    interrupt_s: float
+    """Time that ranks have to save and end after the first Ctrl-C."""
     max_restarts: int
     """Attempts after a failure."""
     max_requeues: int
@@ -76,6 +78,7 @@ class Plan:
             start_timeout_s=platform.start_timeout_s,
             timeout_s=timeout_s,
             grace_s=platform.grace_s,
+            interrupt_s=platform.interrupt_s,
             max_restarts=max_restarts,
             max_requeues=platform.max_requeues,
             stop_signals=tuple(platform.stop_signals),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
 from unisono.launch.configuration import RUN_NAMES, read_configuration
 from unisono.launch.device import Device
 from unisono.launch.logs import Logs, checked_logs
@@ -186,7 +186,7 @@ def check_call(
     if not callable(fn):
         raise PlatformError.because(
             f"unisono.run({fn!r}, ...)",
-            f"a {type(fn).__name__}, which cannot be called",
+            f"{an(type(fn).__name__)}, which cannot be called",
             None,
             "unisono.run(train, cfg), with the function and its arguments apart",
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
 
 if TYPE_CHECKING:
     from unisono.train.report.building import Report
@@ -87,7 +87,7 @@ class Results(Sequence[T], Generic[T]):
         if isinstance(value, Elsewhere):
             raise PlatformError.because(
                 f"results[{index}]",
-                f"a {value.kind} that stayed on rank {value.rank}",
+                f"{an(value.kind)} that stayed on rank {value.rank}",
                 None,
                 "return numbers, strings, lists, dicts, numpy arrays or tensors",
             )

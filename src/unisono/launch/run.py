@@ -19,7 +19,7 @@ from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
 from unisono.launch.existing import run_here
 from unisono.launch.in_process import seeded
-from unisono.launch.interrupts import termination_as_exception
+from unisono.launch.interrupts import signals_of_launcher
 from unisono.launch.logs import Logs
 from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
@@ -129,7 +129,7 @@ def execute(request: Request, convention: Convention) -> Results[Any]:
         if request.platform.kind is not Device.MPI:
             prepare(request.platform.spawn_method)
         call = dump_call(request.fn, request.args, request.kwargs)
-        with termination_as_exception(), job_directory(request) as job_dir:
+        with signals_of_launcher(), job_directory(request) as job_dir:
             return Attempts(
                 request=request, call=call, job_dir=job_dir, convention=convention
             ).run()

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
 
 __all__ = ["call_function", "check_script", "nearest_first", "run_module", "run_script"]
 
@@ -80,7 +80,7 @@ def call_function(
     if inspect.isgenerator(value) or inspect.iscoroutine(value):
         raise PlatformError.because(
             f"unisono run {place}:{name}",
-            f"a {type(value).__name__}: calling the function runs nothing",
+            f"{an(type(value).__name__)}: calling the function runs nothing",
             None,
             "a function that runs it to its end",
         )

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.environment import RANK_PID
+
 MISLEADING = (
-    *("UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
+    *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Variables of a launcher that tell of another world than that of its ranks."""

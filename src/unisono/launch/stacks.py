@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
-from unisono.errors import UnisonoError, compress_ranks
+from unisono.errors import UnisonoError, name_ranks
 
 FRAMES = "UNISONO_FRAMES"
 """`all` in this variable shows our own frames in every traceback."""
@@ -27,6 +27,7 @@ _BOTTOM = re.compile(
     re.MULTILINE,
 )
 """The frames below the user's function, the same in every rank."""
+_CRASH = "Fatal Python error: "
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _SHIPPED = tuple(str(Path(_PACKAGE, name)) for name in ("_examples", "_benchmarks"))
 """Programs that an installed package carries along: users run them as they run their own."""
@@ -53,6 +54,19 @@ def user_threads(dump: str) -> str:
 def _with_frames(block: str) -> str:
     """Return the stack of a thread; one that has no frame of its own says so."""
     return block if "\n" in block else f"{block}\n  in a function that is not written in Python"
+
+
+def crash_in(path: Path) -> str:
+    """Return where a rank stood when it crashed, by the file of its stacks; nothing if it did not.
+
+    The interpreter writes it there itself when a native library makes an error that ends it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    _, found, dump = text.rpartition(_CRASH)
+    return user_threads(dump) if found else ""
 
 
 def user_line(dump: str) -> str:
@@ -184,9 +198,7 @@ def grouped(stacks: Mapping[int, str], first: int | None = None) -> str:
         # Thread numbers differ between processes that stand at the same place.
         text = re.sub(r"0x[0-9a-f]{8,}", "0x...", stacks[rank])
         ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(
-        f"--- rank {compress_ranks(ranks)}\n{text}" for text, ranks in ranks_of.items()
-    )
+    return "\n".join(f"--- {name_ranks(ranks)}\n{text}" for text, ranks in ranks_of.items())
 
 
 def outside_collectives(stacks: Mapping[int, str]) -> list[int]:

@@ -1,14 +1,17 @@
 """Stopping in good order: a request to stop, agreed on by all ranks, and a new attempt after it.
 
 A signal only sets a flag. `should_stop` asks all ranks whether one of them has it; the function
-then saves and calls `requeue`.
+then saves and calls `requeue`. Ctrl-C in the launcher sets it, too; a function that does not ask
+gets a `KeyboardInterrupt`, as it would in a process on its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.errors import PlatformError, Requeue
@@ -18,6 +21,9 @@ from unisono.launch.messages import Preempt, send_message
 __all__ = ["job_dir", "requeue", "restart_count", "should_stop", "simulate_preemption"]
 
 _wanted = threading.Event()
+_interrupted = threading.Event()
+_is_working = False
+"""Whether the function runs, which alone an interrupt is for."""
 _calls = 0
 _agreed = False
 
@@ -25,6 +31,46 @@ _agreed = False
 def note_request() -> None:
     """Remember that somebody wants this rank to stop."""
     _wanted.set()
+
+
+def note_interrupt(seconds: float) -> None:
+    """Somebody has interrupted the launcher: end within so many seconds. From any thread.
+
+    A function that has asked `should_stop` before will ask again: it is interrupted only if it has
+    not done so in half of the time.
+    """
+    _interrupted.set()
+    _wanted.set()
+    if _calls == 0:
+        _interrupt_main()
+    else:
+        timer = threading.Timer(seconds / 2, lambda: None if _agreed else _interrupt_main())
+        timer.daemon = True
+        timer.start()
+
+
+def was_interrupted() -> bool:
+    """Whether somebody has interrupted the launcher."""
+    return _interrupted.is_set()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let interrupts reach the main thread inside the block: the function of the rank runs."""
+    global _is_working
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # from a shell's background job
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _is_working = True
+    try:
+        yield
+    finally:
+        _is_working = False
+
+
+def _interrupt_main() -> None:
+    main = threading.main_thread().ident
+    if _is_working and main is not None:
+        signal.pthread_kill(main, signal.SIGINT)  # which also ends a sleep, unlike a flag
 
 
 def forget_request() -> None:

@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from unisono.errors import name_ranks
 from unisono.launch import verdict
 from unisono.launch.caution import warn
 from unisono.launch.console import Console, RankStream
 from unisono.launch.following import FAILED
+from unisono.launch.interrupts import announce, first_told_to
 from unisono.launch.listening import Listener
 from unisono.launch.messages import (
     Address,
@@ -36,7 +38,7 @@ from unisono.launch.messages import (
     Standing,
 )
 from unisono.launch.process import RankProcess, read_available
-from unisono.launch.stacks import user_threads
+from unisono.launch.stacks import crash_in, user_threads
 
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before the cause is chosen."""
@@ -92,6 +94,7 @@ class Supervisor(Listener):
         start_timeout_s: float,
         timeout_s: float | None,
         grace_s: float,
+        interrupt_s: float,
         job_dir: Path,
         attempt: int,
         stack_signal: signal.Signals = signal.SIGUSR1,
@@ -102,6 +105,9 @@ class Supervisor(Listener):
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
         self._grace_s = grace_s
+        self._interrupt_s = interrupt_s
+        self._interrupted_until: float | None = None
+        self._is_killed = False
         self._job_dir = job_dir
         self._attempt = attempt
         self._streams: list[RankStream] = []
@@ -118,7 +124,8 @@ class Supervisor(Listener):
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._stop_all()
+            if not self._is_killed:
+                self._stop_all()
         finally:  # also when a second Ctrl-C interrupts the wait for an orderly end
             self._kill_all()
             for stream in self._streams:
@@ -164,14 +171,20 @@ class Supervisor(Listener):
 
     def until_all_returned(self) -> Outcome:
         """Return when every rank has returned and left; raise if one failed or time ran out."""
-        while not all(rank.is_done for rank in self._ranks):
-            self._step(self._seconds_left())
-            if any(rank.is_bad for rank in self._ranks):
-                raise self._failure()
-            if self._seconds_left() == 0.0:
-                raise self._timeout()
+        with first_told_to(lambda: self.ask(self._interrupt)):
+            while not all(rank.is_done for rank in self._ranks):
+                self._step(self._seconds_left())
+                if self._interrupted_until is not None:
+                    self._await_interrupted()
+                    break
+                if any(rank.is_bad for rank in self._ranks):
+                    raise self._failure()
+                if self._seconds_left() == 0.0:
+                    raise self._timeout()
         ended = time.monotonic()
         self._dismiss()
+        if self._interrupted_until is not None:
+            raise KeyboardInterrupt
         ready_at = self._ready_at or ended
         return Outcome(
             values=[rank.returned.value for rank in self._ranks if rank.returned],
@@ -180,6 +193,32 @@ class Supervisor(Listener):
             start_s=ready_at - self._began,
             wall_s=ended - ready_at,
         )
+
+    def _interrupt(self) -> None:
+        """The first Ctrl-C: ask all ranks to end."""
+        for rank in self._ranks:
+            self._read_report(rank)  # the last may be ready by now
+        if self._ready_at is None:  # no function runs that could save anything
+            raise KeyboardInterrupt
+        if self._console.shows_any:
+            announce(self._interrupt_s)
+        self._interrupted_until = time.monotonic() + self._interrupt_s
+        for rank in self._ranks:
+            rank.order(interrupt=self._interrupt_s)
+
+    def _await_interrupted(self) -> None:
+        """Let all ranks come to an end; raise `KeyboardInterrupt` unless all have returned."""
+        until = self._interrupted_until or 0.0
+        self._is_killed = True  # by a second Ctrl-C, from here on
+        while not all(rank.is_done or rank.is_bad for rank in self._ranks):
+            if (left := until - time.monotonic()) <= 0:
+                break
+            self._step(left)
+        self._is_killed = False
+        if all(rank.is_done for rank in self._ranks):
+            return
+        has_failed = any(fate.is_own for fate in self._fates())
+        raise KeyboardInterrupt from (self._failure() if has_failed else None)
 
     def _seconds_left(self) -> float | None:
         """Return the time to the next deadline; None is for ever, 0.0 is over."""
@@ -276,7 +315,14 @@ class Supervisor(Listener):
         self._stop_all()
         self._kill_all()
         return verdict.failure(
-            [replace(fate, log_tail=self._log_tail(fate.rank)) for fate in fates],
+            [
+                replace(
+                    fate,
+                    log_tail=self._log_tail(fate.rank),
+                    crash=crash_in(self._job_dir / f"rank-{fate.rank}.stack"),
+                )
+                for fate in fates
+            ],
             stacks=stacks,
             job_dir=str(self._job_dir),
             attempt=self._attempt,
@@ -298,7 +344,7 @@ class Supervisor(Listener):
         self._kill_all()
         return verdict.timeout(
             fates,
-            what=f"{verdict.name_ranks(late)} of {size} {deadline}",
+            what=f"{name_ranks(late)} of {size} {deadline}",
             stacks=stacks,
             suspect=verdict.suspect(late, standings, stacks),
             last_collective={rank: standing.call for rank, standing in standings.items()},

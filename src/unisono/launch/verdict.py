@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.errors import RankFailed, RankTimeout, RemoteError, compress_ranks
+from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks
 from unisono.launch.messages import Failed, Standing
 from unisono.launch.payload import load_exception
 from unisono.launch.stacks import grouped, outside_collectives, user_line
@@ -43,6 +43,13 @@ class Fate:
     """Largest memory it used, once it ended."""
     log_tail: str = ""
     """End of what it printed."""
+    crash: str = ""
+    """Its Python stacks when a signal ended it, where the interpreter could write them."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it failed or died of itself, and not because of another rank or an interrupt."""
+        return _is_bad(self) and not (self.failed is not None and self.failed.is_consequence)
 
 
 def choose_cause(fates: Sequence[Fate]) -> Fate:
@@ -88,10 +95,13 @@ def failure(
     waiting |= {rank: user_line(text) for rank, text in stacks.items() if rank != cause.rank}
     lines = [_headline(cause, size)]
     if cause.failed is None:
+        if cause.crash:
+            lines.append(f"It stood at:\n{_indent(cause.crash)}")
         if cause.log_tail:
             lines.append(f"Last lines of its output:\n{_indent(cause.log_tail)}")
     elif original is not None:
         lines.append(cause.failed.traceback.rstrip())
+    lines += _different_calls(fates, stacks) if _is_mismatch(cause) else []
     lines += _others(fates, cause, consequences, waiting)
     lines.append(f"HINT: {_hint(cause, job_dir)}")
     message = "\n".join(lines)
@@ -113,7 +123,7 @@ def failure(
             host=cause.host,
             exit_code=None if killed else (cause.failed or cause).exit_code,
             signal=_signal_name(-(cause.exit_code or 0)) if killed else None,
-            traceback=cause.failed.traceback if cause.failed else None,
+            traceback=cause.failed.traceback if cause.failed else cause.crash or None,
             exception=original,
             consequences=consequences,
             waiting=waiting,
@@ -217,13 +227,32 @@ def _others(
     return [f"Stopped as a consequence: {name_ranks(stopped)}" + (f" ({told})" if told else "")]
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3` or `ranks 0-2, 5`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {compress_ranks(ranks)}"
+def _is_mismatch(fate: Fate) -> bool:
+    return fate.failed is not None and fate.failed.is_mismatch
+
+
+def _different_calls(fates: Sequence[Fate], stacks: Mapping[int, str]) -> list[str]:
+    """Name the line of every rank: which of them is wrong, only the user can tell."""
+    places = {fate.rank: fate.failed.site for fate in fates if fate.failed and fate.failed.site}
+    places |= {rank: user_line(text) for rank, text in stacks.items()}
+    by_place: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        by_place.setdefault(place, []).append(rank)
+    if not by_place:
+        return []
+    told = [f"  {name_ranks(ranks)}: {place}" for place, ranks in by_place.items()]
+    silent = [fate.rank for fate in fates if fate.rank not in places]
+    told += [f"  {name_ranks(silent)}: in no call of the group any more"] if silent else []
+    return ["The ranks do not make the same calls:", *told]
 
 
 def _hint(fate: Fate, job_dir: str | None) -> str:
     at = _logs_at(job_dir)
+    if _is_mismatch(fate):
+        return (
+            "different numbers of batches? drop_last=True, a DistributedSampler, or model.join(); "
+            f"UNISONO_CHECK=1 compares every call{at}"
+        )
     if fate.failed is not None and _TWICE in fate.failed.traceback:
         return f"the ranks have joined their world already: {_ONCE}{at}"
     if fate.failed is not None and _NEVER in fate.failed.traceback:

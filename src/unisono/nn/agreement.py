@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono import errors
 from unisono.comm import Communicator
 from unisono.comm.pending import Pending
-from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, compress_ranks
+from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, name_ranks
 from unisono.nn.structure import current_mode
 
 SAME, CHANGED, BAD = 0, 1, 2
@@ -233,7 +233,7 @@ def refuse_mixed_grad_mode(comm: Communicator | None, grad_on: int) -> None:
     without = [rank for rank, (on,) in zip(ranks, modes, strict=True) if not on]
     raise CollectiveMismatch.because(
         "a distributed layer called in different grad modes",
-        f"grad on: ranks {compress_ranks(with_grad)}; off: ranks {compress_ranks(without)}",
+        f"grad on: {name_ranks(with_grad)}; off: {name_ranks(without)}",
         None,
         "torch.no_grad() on all ranks or on none",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.topology import Partition
 from unisono.topology.window import as_int
 
@@ -54,7 +54,7 @@ def chosen_axis(partition: Partition, axis: int, name: str) -> int:
     if as_int(axis) is None:
         raise PartitionError.because(
             f"{name}={axis!r} on {partition!r}",
-            f"a {type(axis).__name__}",
+            an(type(axis).__name__),
             None,
             f"an axis from 0 to {partition.dim - 1}, or a slice of them",
         )

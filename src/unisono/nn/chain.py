@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm.uncompiled import runs_uncompiled
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, ask, chained
 from unisono.nn.joining import Join
 from unisono.nn.structure import Structure
@@ -103,5 +103,5 @@ def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _no_tensor(found: object) -> UnisonoError:
     return PartitionError.because(
-        "forward of a split network", f"a {type(found).__name__}", None, "call it with tensors"
+        "forward of a split network", an(type(found).__name__), None, "call it with tensors"
     )

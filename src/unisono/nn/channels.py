@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.nn.structure import Cuts
 from unisono.nn.windows import balanced_in, recut
 from unisono.operators.halo import HaloExchange, HaloOnGroup
@@ -31,7 +31,7 @@ def balanced_channels(layer: str, count: int, P: Partition, cuts: Cuts) -> tuple
             f"{layer} of {count} channels",
             f"an input of global shape {[own[-1] for own in cuts]}",
             f"{found} channels != {count}",
-            f"a {layer} of {found} channels",
+            f"{an(layer)} of {found} channels",
         )
     return tuple(split_cuts(count, P.shape[1]))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.nn.chain import DistributedSequential, children_of
 from unisono.nn.distribute_checks import (
     check_carries_nothing,
@@ -136,13 +136,16 @@ def distribute(
         )
     if not isinstance(module, nn.Module):
         raise PartitionError.because(
-            "distribute(module, partition)", f"a {type(module).__name__}", None, "a torch.nn.Module"
+            "distribute(module, partition)",
+            an(type(module).__name__),
+            None,
+            "a torch.nn.Module",
         )
     if not isinstance(partition, Partition):
         sizes = list(partition) if isinstance(partition, tuple | list) else [1, 1, 2, 1]
         raise PartitionError.because(
             f"distribute(module, {partition!r})",
-            f"a {type(partition).__name__} for the partition",
+            f"{an(type(partition).__name__)} for the partition",
             None,
             f"distribute(module, unisono.Partition({sizes}))",
         )
@@ -190,7 +193,7 @@ def _converted(
         elif may_draw(made):
             EqualDraws(made, walk.everyone)
     if isinstance(made, GlobalAvgPool) and not in_chain:
-        _refuse_gathering(f"{path} is a {type(module).__name__}")
+        _refuse_gathering(f"{path} is {an(type(module).__name__)}")
     made.training = module.training
     walk.seen[key] = made
     return made
@@ -287,7 +290,7 @@ def _custom(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
         hint = "write a layer on unisono.nn.Module, or move it behind the Flatten"
         refuse(path, module, "no split twin of it is known", hint)
     if base not in _TRUSTED_BASES:
-        hint = f"hold a {base.__name__} and call it, in a class that is derived from nn.Module"
+        hint = f"hold {an(base.__name__)} and call it, in a class that is derived from nn.Module"
         refuse(path, module, f"its forward is written on that of {base.__name__}", hint)
     if walk.custom == "refuse":
         hint = 'custom="recurse" if its forward only calls its children and elementwise functions'
@@ -333,7 +336,7 @@ def _kept_softmax(module: nn.Module, path: str, P: Partition) -> nn.Module:
     at = dim if dim is None or dim >= 0 else dim + P.dim
     if at is None or P.shape[at] != 1:
         raise PartitionError.because(
-            f"distribute: {path or 'the module'} is a {type(module).__name__} over dim {dim}",
+            f"distribute: {path or 'the module'} is {an(type(module).__name__)} over dim {dim}",
             f"{P!r} splits that dim" if at is not None else "no dim is given",
             None,
             "softmax over an unsplit dim, such as dim=1",

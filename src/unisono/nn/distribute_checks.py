@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.nn.module import Module
 
 _CALL_HOOKS = {
@@ -39,7 +39,7 @@ INSTANCE_NORMS: dict[type[nn.Module], int] = {
 
 def refuse(path: str, module: nn.Module, reason: str, hint: str) -> NoReturn:
     """Refuse a module of a network, by its path."""
-    where = f"distribute: {path or 'the module'} is a {type(module).__name__}"
+    where = f"distribute: {path or 'the module'} is {an(type(module).__name__)}"
     raise PartitionError.because(where, reason, None, hint)
 
 
@@ -102,7 +102,8 @@ def _check_hooks(module: nn.Module, path: str, hooks: dict[str, str]) -> None:
     for attribute, kind in hooks.items():
         if getattr(module, attribute, None):
             hint = "register it on the module that distribute returns, where it sees own blocks"
-            refuse(path, module, f"it has a {kind}, and nobody knows whether that may be cut", hint)
+            why = f"it has {an(kind)}, and nobody knows whether that may be cut"
+            refuse(path, module, why, hint)
 
 
 def check_keeps_samples_apart(module: nn.Module, path: str, *, trusts: bool, dim: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import INPUTS, NO_GRAD, Agreement, Question
 from unisono.nn.module import Module
 from unisono.nn.structure import Structure, Table
@@ -91,7 +91,7 @@ class PlannedModule(Module, Generic[P]):
         if is_hollow:
             found = "a tensor on meta, without data to send"
         if wrong:
-            found = "None" if wrong[0] is None else f"a {type(wrong[0]).__name__}"
+            found = "None" if wrong[0] is None else an(type(wrong[0]).__name__)
         return PartitionError.because(
             f"forward of {type(self).__name__}", found, None, "call it with tensors"
         )

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from torch import nn
 
 from unisono.comm import Communicator
-from unisono.errors import CollectiveMismatch, compress_ranks
+from unisono.errors import CollectiveMismatch, name_ranks
 
 _MISSING = "nothing more"
 
@@ -37,7 +37,7 @@ def check_same_network(module: nn.Module, comm: Communicator, asked: str) -> Non
         asked,
         f"rank {comm.ranks[0]}: {ours}\nrank {comm.ranks[odd[0]]}: {theirs}",
         f"networks that differ from rank {comm.ranks[0]}'s: "
-        f"ranks {compress_ranks([comm.ranks[rank] for rank in odd])}",
+        f"{name_ranks([comm.ranks[rank] for rank in odd])}",
         "build the same network on every rank; its values may differ",
     )
 

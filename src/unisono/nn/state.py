@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.errors import CollectiveMismatch, PartitionError, RankTimeout
+from unisono.errors import CollectiveMismatch, PartitionError, RankTimeout, an
 from unisono.nn.module import Module
 from unisono.nn.parameters import Holding, whole
 from unisono.nn.planned import PlannedModule
@@ -117,7 +117,7 @@ def own_block(value: Any, holding: Holding, key: str) -> Tensor:
         return _from_shards(cast("Sequence[Shard]", shards), holding, key)
     if not isinstance(value, Tensor):
         raise PartitionError.because(
-            f"load_state_dict of {key}", f"a {type(value).__name__}", None, "a tensor, or shards"
+            f"load_state_dict of {key}", an(type(value).__name__), None, "a tensor, or shards"
         )
     if tuple(value.shape) == holding.global_shape:
         return value[holding.slices]

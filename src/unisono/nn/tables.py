@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.comm.headers import pack_shape, unpack_shape
-from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, compress_ranks
+from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, name_ranks
 from unisono.nn.agreement import raise_together, refuse_mixed_grad_mode
 from unisono.nn.structure import Structure, Table, current_mode
 
@@ -99,7 +99,7 @@ def _check_alike(
         raise CollectiveMismatch.because(
             f"set-up of {arguments[0]}",
             "\n".join(f"rank {comm.ranks[rank]}: {said[rank]}" for rank in (0, odd[0])),
-            f"{name}: not equal on ranks {compress_ranks([comm.ranks[rank] for rank in odd])}",
+            f"{name}: not equal on {name_ranks([comm.ranks[rank] for rank in odd])}",
             hint,
         )
 

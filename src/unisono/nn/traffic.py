@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.nn.batch_norm import DistributedBatchNorm
 from unisono.nn.conv_feature import _FeatureConv
 from unisono.nn.conv_transpose import _FeatureConvTranspose
@@ -68,7 +68,7 @@ def partition_of(layer: PlannedModule[Any]) -> Partition:
     if isinstance(layer, _KNOWN) and is_as_made and getattr(layer, "balance", True):
         return layer.P_x
     raise PartitionError.because(
-        f"plan_report of a network with a {type(layer).__name__}",
+        f"plan_report of a network with {an(type(layer).__name__)}",
         "it counts what layers send that distribute makes",
         None,
         "with unisono.comm.trace() as t: net(x)",

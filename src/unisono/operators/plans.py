@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_dim, check_sizes, check_tensor
-from unisono.errors import PartitionError, UnisonoError, explain
+from unisono.errors import PartitionError, UnisonoError, an, explain
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def check_comm(comm: object, verb: str) -> Communicator:
     raise TypeError(
         explain(
             f"{verb}(..., comm={comm!r})",
-            "no communicator" if comm is None else f"a {type(comm).__name__}, no Communicator",
+            "no communicator" if comm is None else f"{an(type(comm).__name__)}, no Communicator",
             None,
             f"comm={'Communicator.of(group)' if is_group else 'unisono.world()'}",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.comm import Communicator
-from unisono.errors import compress_ranks
+from unisono.errors import name_ranks
 
 
 def raise_together(title: str, found: Sequence[str], *, comm: Communicator) -> None:
@@ -38,6 +38,6 @@ def raise_what_was_found(title: str, everybody: Sequence[Sequence[str]]) -> None
 
 
 def _line(text: str, ranks: Sequence[int], size: int) -> str:
-    where = "all ranks" if len(ranks) == size else f"rank {compress_ranks(ranks)}"
+    where = "all ranks" if len(ranks) == size else name_ranks(ranks)
     indented = text.strip().replace("\n", "\n    ")
     return f"  {where}: {indented}" if size > 1 else f"  {indented}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.testing.agreement import raise_together
 from unisono.testing.layouts import Layout, as_layout
 from unisono.topology import Partition
@@ -207,7 +207,7 @@ def _one_each(given: object, count: int) -> list[Spread]:
         return [given] * count
     raise PartitionError.because(
         "check_parity(..., partition)",
-        f"a {type(given).__name__}",
+        an(type(given).__name__),
         hint="a Partition, a Layout, None (replicated), or a list of them",
     )
 

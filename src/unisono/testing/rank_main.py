@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from unisono.errors import an
 from unisono.testing.assertions import show_comparisons
 from unisono.testing.leaks import HOST_KINDS, KINDS, Holdings
 from unisono.testing.messages import (
@@ -167,7 +168,7 @@ def _pickled(value: Any, rank: int) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:
         raise TypeError(
-            f"rank {rank} returned a {type(value).__name__} that cannot travel to the test "
+            f"rank {rank} returned {an(type(value).__name__)} that cannot travel to the test "
             f"process: {error}"
         ) from None
 

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unisono.errors import compress_ranks
+from unisono.errors import name_ranks
 
 _TAIL_LINES = 40
 _ADDRESSES = re.compile(r"\[[0-9.]+\]:[0-9]+|0x[0-9a-f]+")
@@ -115,9 +115,9 @@ def write_report(findings: Findings) -> str:
     for rank, code in findings.died.items():
         sections.append(_section(f"rank {rank} died: {how_it_died(code)}", _crash(findings, rank)))
     for ranks, text in _alike(findings.raised):
-        sections.append(_section(f"{_ranks(ranks)} raised", text))
+        sections.append(_section(f"{name_ranks(ranks)} raised", text))
     for ranks, text in _alike(findings.waiting):
-        title = f"{_ranks(ranks)} still waiting {findings.waited}".rstrip()
+        title = f"{name_ranks(ranks)} still waiting {findings.waited}".rstrip()
         sections.append(_section(title, text))
     for rank, text in sorted(findings.output.items()):
         if text.strip():
@@ -135,10 +135,6 @@ def _alike(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
     for rank, text in texts.items():
         groups.setdefault(_ADDRESSES.sub("*", text), []).append(rank)
     return [(ranks, texts[ranks[0]]) for ranks in groups.values()]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {compress_ranks(ranks)}"
 
 
 def _section(title: str, text: str) -> str:

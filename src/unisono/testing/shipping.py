@@ -18,7 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from unisono.errors import UnisonoError
+from unisono.errors import UnisonoError, an
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 _MACHINERY = ("__builtins__", "__cached__", "__loader__", "__spec__")
@@ -229,7 +229,7 @@ def _blame(
         if (why := _why_not(value)) is not None:
             return CannotTravel.because(
                 f"{kind} {label} of {name} is needed on the ranks",
-                f"a {type(value).__qualname__}, which cannot be sent to another process: {why}",
+                f"{an(type(value).__qualname__)}, which cannot be sent to another process: {why}",
                 hint=f"make it inside {name}, on each rank, or pass plain data",
             )
     inner = getattr(function, "__func__", function)
@@ -238,7 +238,7 @@ def _blame(
         if key in inner.__globals__ and (why := _why_not(inner.__globals__[key])) is not None:
             return CannotTravel.because(
                 f"{name} uses the global {key!r}",
-                f"a {type(inner.__globals__[key]).__qualname__}, which cannot be sent: {why}",
+                f"{an(type(inner.__globals__[key]).__qualname__)}, which cannot be sent: {why}",
                 hint=f"make it inside {name}, on each rank",
             )
     return CannotTravel.because(f"{name} is needed on the ranks", f"it cannot be sent: {error}")

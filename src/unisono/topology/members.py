@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from unisono.errors import PartitionError, compress_ranks
+from unisono.errors import PartitionError, name_ranks
 from unisono.topology.decompose import fitting_shape
 
 __all__ = ["check_members", "check_shape"]
@@ -47,7 +47,7 @@ def check_members(shape: tuple[int, ...], ranks: tuple[int, ...], root_size: int
         twice = [rank for rank in set(ranks) if ranks.count(rank) > 1]
         raise PartitionError.because(
             asked,
-            f"rank {compress_ranks(twice)} more than once",
+            f"{name_ranks(twice)} more than once",
             f"{len(set(ranks))} different ranks for {count} blocks",
             "each rank once",
         )

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -17,7 +18,7 @@ from unisono.errors import MissingExtra, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Platform, dry_run, file_outcome, rank_files
 from unisono.launch.meeting import candidates, meet
 from unisono.launch.messages import Failed
-from unisono.launch.oversight import Ending
+from unisono.launch.oversight import COLLECT_S, Ending, Oversight
 from unisono.launch.rank_files import Orders, RankState
 from unisono.launch.remote_plan import Plan, own_versions
 from unisono.launch.slurm import cluster_checks, commands, driver, submission
@@ -250,6 +251,67 @@ def test_orders_are_read_once_and_only_whole(tmp_path):
         file.write(b'"late"}\n')
     assert list(reader.new()) == [{"stop": "late"}]
     assert list(reader.new()) == []
+
+
+def test_torn_orders_are_left_out_and_given_again(tmp_path, monkeypatch):
+    giver, reader = Orders(tmp_path, 0), Orders(tmp_path, 0)
+    giver.open()
+    path = tmp_path / "orders-0"
+    path.write_bytes(b'{"preempt": 1}\n{"pree')  # another host was interrupted here
+    giver.give(finish=True)
+    with path.open("ab") as file:
+        file.write(b'"stop"\n[1]\n')
+    assert list(reader.new()) == [{"preempt": 1}, {"finish": True}]
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\0" * 16)  # longer already, but the bytes have not come
+    assert list(reader.new()) == []
+    path.write_bytes(whole + b'{"stop": "a bc"}'.ljust(16) + b"\n")
+    assert list(reader.new()) == [{"stop": "a bc"}]
+
+    write, lost = os.write, []
+
+    def lose_first(fd, data):
+        if not lost:
+            lost.append(data)
+            return write(fd, b"x" * len(data))  # somebody else's bytes are at this place
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", lose_first)
+    giver.give(stop="now")
+    monkeypatch.undo()
+    assert list(reader.new()) == [{"stop": "now"}]
+
+
+def test_zeros_that_stay_do_not_hide_later_orders(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_files, "_HOLE_S", 0.05)
+    giver, reader = Orders(tmp_path, 0), Orders(tmp_path, 0)
+    giver.open()
+    (tmp_path / "orders-0").write_bytes(b"\0" * 8)
+    giver.give(stop="now")
+    assert list(reader.new()) == []
+    time.sleep(0.1)
+    assert list(reader.new()) == [{"stop": "now"}]
+
+
+def test_a_state_that_is_not_yet_whole_counts_as_not_said(tmp_path):
+    path = tmp_path / "rank-0.state.json"
+    path.write_text('{"rank": 0, "att')
+    path.chmod(0o600)
+    assert rank_files.read_state(tmp_path, 0, 1) is None
+
+
+def test_the_clock_of_another_host_does_not_delay_the_stop(tmp_path):
+    plan = plan_of()
+    oversight = Oversight(tmp_path, plan, 1, ["true"])
+    Orders(tmp_path, 1).open()
+    ahead = RankState(rank=0, attempt=1, host="h", state="failed", at={"failed": time.time() + 300})
+    rank_files.write_state(tmp_path, ahead)
+    orders = Orders(tmp_path, 1)
+    oversight._look()
+    assert list(orders.new()) == []  # others may have something to say
+    time.sleep(COLLECT_S + 0.1)
+    oversight._look()
+    assert list(orders.new()) == [{"stop": "another rank failed"}]
 
 
 def state(rank, word, **fields):

@@ -416,10 +416,19 @@ def test_a_script_uses_the_nodes_or_the_ranks_it_already_has(cluster, tmp_path, 
     assert len(list(tmp_path.glob(".unisono/jobs/*"))) == (starter == "salloc")
 
 
-def test_ctrl_c_cancels_the_job(cluster):
+def test_ctrl_c_lets_the_ranks_save_and_ends_the_job(cluster):
     Path("script.py").write_text(
         "import time, unisono\n"
-        "unisono.run(lambda: print('up', flush=True) or time.sleep(600), on='slurm')\n"
+        "from pathlib import Path\n"
+        "def work():\n"
+        "    print('up', flush=True)\n"
+        "    try:\n"
+        "        time.sleep(600)\n"
+        "    except KeyboardInterrupt:\n"
+        "        time.sleep(2 * unisono.world().rank)\n"
+        "        Path(f'saved-{unisono.world().rank}').touch()\n"
+        "        raise\n"
+        "unisono.run(work, on='slurm', nodes=2, logs=unisono.Logs(console='rank0', prefix=False))\n"
     )
     process = subprocess.Popen(
         [sys.executable, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -427,7 +436,9 @@ def test_ctrl_c_cancels_the_job(cluster):
     with process:
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in process.communicate(timeout=120)[1]
+        errors = process.communicate(timeout=120)[1]
+    assert "KeyboardInterrupt" in errors
+    assert sorted(str(path) for path in Path().glob("saved-?")) == ["saved-0", "saved-1"], errors
     directory = next(Path(".unisono", "jobs").iterdir())
     assert Job.attach(directory).status() == "cancelled"
 

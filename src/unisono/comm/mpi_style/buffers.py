@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono.comm.arguments import check_sizes
 from unisono.comm.mpi_style.chunking import displacements
-from unisono.errors import PartitionError, explain
+from unisono.errors import PartitionError, an, explain
 
 Buffer = Tensor | np.ndarray
 """What a verb sends from or receives into."""
@@ -37,7 +37,7 @@ def as_tensor(buffer: object, verb: str, what: str) -> Tensor:
     raise TypeError(
         explain(
             f"{verb}: {what}",
-            f"a {type(buffer).__name__}",
+            an(type(buffer).__name__),
             None,
             f"a tensor or a numpy array ({verb.lower()} takes Python objects)",
         )

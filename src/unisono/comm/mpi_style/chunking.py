@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.comm.headers import split_evenly
-from unisono.errors import MeshError, PartitionError, explain
+from unisono.errors import MeshError, PartitionError, an, explain
 
 Slices = tuple[slice, ...]
 
@@ -17,7 +17,7 @@ def check_axis(axis: object, dims: int, verb: str, what: str = "axis") -> int:
     """Return `axis` counted from the front."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(
-            explain(f"{verb}({what}={axis!r})", f"a {type(axis).__name__}", None, f"{what}=0")
+            explain(f"{verb}({what}={axis!r})", an(type(axis).__name__), None, f"{what}=0")
         )
     if not -dims <= axis < dims:
         raise PartitionError.because(

@@ -27,7 +27,7 @@ from unisono.comm.mpi_style.verbs_message import MessageVerbs
 from unisono.comm.mpi_style.verbs_object import ObjectVerbs
 from unisono.comm.mpi_style.verbs_reduce import ReduceVerbs
 from unisono.comm.start import start_world, stop_world
-from unisono.errors import MeshError, explain
+from unisono.errors import MeshError, an, explain
 
 _boxes: weakref.WeakKeyDictionary[GroupEntry, dict[int, Mailbox]] = weakref.WeakKeyDictionary()
 _contexts: weakref.WeakKeyDictionary[GroupEntry, itertools.count[int]] = weakref.WeakKeyDictionary()
@@ -81,7 +81,7 @@ class MPICommunication(
             raise TypeError(
                 explain(
                     f"MPICommunication({handle!r})",
-                    f"a {type(handle).__name__}",
+                    an(type(handle).__name__),
                     None,
                     "None, a Communicator, a ProcessGroup or an mpi4py communicator",
                 )

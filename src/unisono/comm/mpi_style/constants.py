@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from unisono.comm.reductions import defined_ops
-from unisono.errors import PartitionError, explain
+from unisono.errors import PartitionError, an, explain
 
 ANY_SOURCE: Final = -1001
 """Receive from whoever sends."""
@@ -108,7 +108,7 @@ def as_op(op: object, verb: str) -> Op:
             if op == getattr(mpi, ours.name):
                 return ours
     raise TypeError(
-        explain(f"{verb}(op={op!r})", f"a {type(op).__name__}", None, "op=MPI.SUM, MPI.MAX, ...")
+        explain(f"{verb}(op={op!r})", an(type(op).__name__), None, "op=MPI.SUM, MPI.MAX, ...")
     )
 
 

@@ -20,7 +20,7 @@ from unisono.comm.mpi_style.performing import Performer
 from unisono.comm.mpi_style.request import Request
 from unisono.comm.mpi_style.status import Status
 from unisono.comm.raw import bytes_of, dense
-from unisono.errors import PartitionError, explain
+from unisono.errors import PartitionError, an, explain
 
 
 class MessageVerbs(Performer):
@@ -144,7 +144,7 @@ class MessageVerbs(Performer):
 
 def _check_tag(tag: int, verb: str) -> int:
     if isinstance(tag, bool) or not isinstance(tag, int):
-        raise TypeError(explain(f"{verb}(tag={tag!r})", f"a {type(tag).__name__}", None, "tag=0"))
+        raise TypeError(explain(f"{verb}(tag={tag!r})", an(type(tag).__name__), None, "tag=0"))
     if tag < 0:
         raise PartitionError.because(
             f"{verb}(tag={tag})", None, f"{tag} < 0", "tag=0 or more; ANY_TAG only receives"

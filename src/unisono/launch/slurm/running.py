@@ -1,4 +1,4 @@
-"""`run(on="slurm")`: submit, show the logs, wait. Ctrl-C cancels the job."""
+"""`run(on="slurm")`: submit, show the logs, wait. Ctrl-C ends the job, the second at once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from unisono.launch import job_files
 from unisono.launch.console import Console
 from unisono.launch.conventions import Convention
+from unisono.launch.file_outcome import own_failure
 from unisono.launch.following import LogFollower
-from unisono.launch.interrupts import termination_as_exception
+from unisono.launch.interrupts import announce, first_told_to, signals_of_launcher
+from unisono.launch.oversight import LEAVE_S
+from unisono.launch.platform import Platform
+from unisono.launch.rank_files import INTERRUPT
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.run import telling
+from unisono.launch.slurm.job import SlurmJob
 from unisono.launch.slurm.submission import submit
 
 _PAUSE_S = 0.05
@@ -25,22 +31,40 @@ def run_on_slurm(request: Request, convention: Convention) -> Results[Any]:
     console = Console(shown, prefix=logs.prefix and request.ranks > 1)
     platform = request.platform.copy()
     platform.upon_finish = None  # that is for rank 0
-    with telling(platform), termination_as_exception():
+    with telling(platform), signals_of_launcher():
         job = submit(request, convention, is_tied=True)
         follower = LogFollower(job.dir, console, shown)
         told = 0
+        interrupted: list[float] = []
         try:
-            while not job.done():
-                follower.look()
-                if logs.console != "none":
-                    told += _tell(job.announcements()[told:])
-                time.sleep(_PAUSE_S)
+            with first_told_to(lambda: interrupted.append(time.monotonic())):
+                while not job.done():
+                    follower.look()
+                    if logs.console != "none":
+                        told += _tell(job.announcements()[told:])
+                    if interrupted and not (job.dir / INTERRUPT).exists():
+                        _interrupt(job, platform, is_shown=logs.console != "none")
+                    limit_s = platform.interrupt_s + platform.grace_s + LEAVE_S
+                    if interrupted and time.monotonic() > interrupted[0] + limit_s:
+                        raise KeyboardInterrupt
+                    time.sleep(_PAUSE_S)
         except BaseException:
             job.cancel()
             raise
         finally:
             follower.close()
+        if interrupted:
+            raise KeyboardInterrupt from own_failure(job.dir, job.ranks, job.attempt)
         return job.result()
+
+
+def _interrupt(job: SlurmJob, platform: Platform, *, is_shown: bool) -> None:
+    """Have the ranks of a job save and end; one that has none yet is cancelled."""
+    if job.status() != "running":
+        raise KeyboardInterrupt
+    if is_shown:
+        announce(platform.interrupt_s)
+    job_files.write_private(job.dir / INTERRUPT, b"")
 
 
 def _tell(lines: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from unisono.environment import detect
 from unisono.errors import PlatformError
 from unisono.launch.conventions import Convention
 from unisono.launch.detection import is_in_world
-from unisono.launch.interrupts import termination_as_exception
+from unisono.launch.interrupts import signals_of_launcher
 from unisono.launch.job import submit_request
 from unisono.launch.request import Request
 from unisono.launch.results import Results
@@ -91,7 +91,7 @@ def watched(request: Request, directory: Path) -> Results[Any]:
     """Run a request while a page shows it, and return its results."""
     from unisono.train.report.live import LiveView
 
-    with termination_as_exception():
+    with signals_of_launcher():
         job = submit_request(request)
         try:
             with LiveView(directory, job, request.ranks) as view:

@@ -25,7 +25,7 @@ from unisono.comm.averaging_costs import CostLedger
 from unisono.comm.environment import detect
 from unisono.comm.tracing import Recorder
 from unisono.data_parallel.partial_step import only_observes
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import PartitionError, UnisonoError, an
 from unisono.launch.here import here
 from unisono.topology.decompose import split_cuts
 from unisono.train.recording import directory as directories
@@ -274,7 +274,7 @@ def _step(step: Any) -> int:
     if number is None or abs(number) > LARGEST_STEP:
         raise UnisonoError.because(
             f"log(step={_short(step)})",
-            f"a {type(step).__name__}",
+            an(type(step).__name__),
             "no whole number" if number is None else f"beyond {LARGEST_STEP}, 2**53",
             "count the steps: log(step=3, ...), or leave step out",
         )
@@ -299,7 +299,7 @@ def _number(name: str, value: Any) -> Any:
         return float(number)
     except (TypeError, ValueError, OverflowError) as error:
         raise UnisonoError.because(
-            f"log({name}={_short(value)})", f"a {type(value).__name__}", str(error), "a number"
+            f"log({name}={_short(value)})", an(type(value).__name__), str(error), "a number"
         ) from None
 
 

@@ -17,8 +17,8 @@ POINTS = 800
 LOG_BYTES = 20_000
 """Bytes from the end of each rank's log."""
 LOGS_SHOWN = 64
-_CONSEQUENCES = ("RankFailed", "RankTimeout", "Stopped", "onnection")
-"""Words of errors that only say that another rank went away."""
+_CONSEQUENCES = ("RankFailed", "RankTimeout", "Stopped")
+"""Types of errors that only say that another rank went away."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RecordedRun:
             for part in self.parts
             if part["trouble"]
         ]
-        told.sort(key=lambda pair: any(word in pair[1] for word in _CONSEQUENCES))
+        told.sort(key=lambda pair: pair[1].partition(":")[0].split(".")[-1] in _CONSEQUENCES)
         return f"rank {told[0][0]}: {told[0][1]}" if told else ""
 
     @property

@@ -52,10 +52,11 @@
     ].filter(Boolean));
     const stalled = state.ranks.filter((r) => r.state === "stalled" && r.where);
     const waiting = state.ranks.filter((r) => r.state === "waiting");
-    const list = (some) => some.map((r) => r.rank).join(", ");
+    const list = (some) => `rank${some.length > 1 ? "s" : ""} ${some.map((r) => r.rank).join(", ")}`;
+    const verb = (words, some) => some.length > 1 ? words.replace(/^waits\b/, "wait") : words;
     alarm.replaceChildren(...(state.status === "running" && (stalled.length || waiting.length) ? [U.el("p", { class: "trouble" },
-      stalled.length ? `No news from rank ${list(stalled)}: ${stalled[0].where}. ` : "",
-      waiting.length ? `Rank ${list(waiting)} ${waiting[0].where || "waits"}.` : "")] : []));
+      stalled.length ? `No news from ${list(stalled)}: ${stalled[0].where}. ` : "",
+      waiting.length ? `R${list(waiting).slice(1)} ${verb(waiting[0].where || "waits", waiting)}.` : "")] : []));
     cards.replaceChildren(...state.ranks.map((rank) => card(rank, state)));
     empty.style.display = state.metrics.length ? "none" : "";
     const curves = state.metrics.map((m) => ({ title: m.name, series: { label: m.name, x: m.steps, y: m.mean, low: m.low, high: m.high } }));

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 
 
 class MPIExpandableBuffer:
@@ -93,7 +93,7 @@ def manager_or_new(buffer_manager: MPIBufferManager | None) -> MPIBufferManager:
     if not isinstance(buffer_manager, MPIBufferManager):
         raise PartitionError.because(
             f"buffer_manager={buffer_manager!r}",
-            f"a {type(buffer_manager).__name__}",
+            an(type(buffer_manager).__name__),
             None,
             "backend.BufferManager(), or None",
         )

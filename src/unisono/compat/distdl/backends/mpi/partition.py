@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from unisono.comm import Communicator
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.topology import Partition, broadcast_groups, reduce_groups
 from unisono.topology.fanout import Group
 
@@ -343,7 +343,7 @@ def layout_of(P: MPIPartition | Partition) -> Partition:
         return P
     if not isinstance(P, MPIPartition):
         raise TypeError(
-            f"a partition is needed, not a {type(P).__name__}\n"
+            f"a partition is needed, not {an(type(P).__name__)}\n"
             "  HINT: P_world.create_partition_inclusive(ranks), and a grid of it"
         )
     if P._layout is None:
