@@ -23,6 +23,7 @@ from unisono.nn.joining import Join
 from unisono.nn.planned import PlannedModule
 from unisono.nn.rehearsal import on_paper
 from unisono.nn.traffic import Traffic, partition_of, traffic, whole_output
+from unisono.nn.trusted import layers_around, trust, trusted
 from unisono.topology import Partition
 from unisono.topology.decompose import block
 from unisono.topology.halo_plan import HaloPlan
@@ -90,7 +91,17 @@ class _Rehearsal:
         """From the shape of a whole tensor to that of the own part, at this point of the walk."""
 
     def staged(self, module: nn.Module, path: str) -> nn.Module:
-        """Return a module for whole tensors in place of a split one."""
+        """Return a module for whole tensors in place of a split one, as closely looked at."""
+        made = self._stage(module, path)
+        about = trusted(module)
+        if about is not None:
+            trust(made, about)
+        layer = next(layers_around(module), None)
+        if layer is not None:
+            layer.attach(made)
+        return made
+
+    def _stage(self, module: nn.Module, path: str) -> nn.Module:
         if isinstance(module, PlannedModule):
             return _OnWhole(self, module, path)
         if isinstance(module, OwnDropout):
