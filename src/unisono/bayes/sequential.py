@@ -113,7 +113,7 @@ class Sequential(StoredState, RecurrentStates, Described):
         var = out.mean if out.var is None else out.var
         # the usual end: one product of both; infinities may make it NaN too
         product = float(torch.dot(out.mean.reshape(-1), var.reshape(-1)))
-        if product == product:  # noqa: PLR0124 - no NaN
+        if product == product:
             return
         if nan_in(out.mean, out.var):
             with self._all_or_nothing(keep=False), self._without_ranks():
