@@ -123,6 +123,8 @@ WRONG = {
     "matmul": (lambda m, x: x @ x.mT @ x, "dim 2|dim 3", "unisono.nn.Module"),
     "crop": (lambda m, x: x[:, :, : x.shape[2] - 1], "dim 2", "nn.ZeroPad2d"),
     "shift": (lambda m, x: x[:, :, 1:] - x[:, :, :-1], "dim 2", "nn.ZeroPad2d"),
+    "far crop": (lambda m, x: x[:, :, :100], "dim 2", "nn.ZeroPad2d"),
+    "far narrow": (lambda m, x: x.narrow(2, 1, 3), "dim 2", "nn.ZeroPad2d"),
     "every other": (lambda m, x: x[:, :, ::2], "dim 2", "nn.ZeroPad2d"),
     "narrow": (lambda m, x: x.narrow(2, 0, 1), "dim 2", "nn.ZeroPad2d"),
     "roll": (lambda m, x: x.roll(1, 2), "dim 2", "unisono.nn.Module"),
@@ -283,8 +285,14 @@ def test_samples_that_are_split_are_looked_at_whole():
         plain = Does(what)
         net = distribute(plain, P, custom="recurse")
         torch.testing.assert_close(net(x[where]), plain(x)[where[:1]])
-    with pytest.raises(PartitionError, match=r"the module \(Does\)[\s\S]*dim 0"):
-        distribute(Does(lambda m, x: x - x.mean(0)), P, custom="recurse")(x)
+    for wrong in (
+        lambda m, x: x - x.mean(0),
+        lambda m, x: F.conv2d(x[:, 0], torch.ones(1, x.shape[0], 1, 1)),  # samples as channels
+        lambda m, x: F.conv2d(x, x[:, :, :3, :3]),  # a weight of each sample
+        lambda m, x: torch.einsum("nchw,mchw->nm", x, x),
+    ):
+        with pytest.raises(PartitionError, match=r"the module \(Does\)[\s\S]*dim 0"):
+            distribute(Does(wrong), P, custom="recurse")(x[where])
 
 
 @pytest.mark.parametrize("what", [centre, attention])

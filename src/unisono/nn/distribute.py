@@ -35,7 +35,7 @@ from unisono.nn.module import Module
 from unisono.nn.same_network import check_same_network
 from unisono.nn.state import own_block
 from unisono.nn.trusted import Layer, Trust, trust, trusted
-from unisono.nn.trusted_rules import WHOLE, Cut
+from unisono.nn.trusted_calls import WHOLE, Cut
 from unisono.nn.twins import ELEMENTWISE, NORMS, SPATIAL, twin_of
 from unisono.topology import Partition
 

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from unisono.comm.uncompiled import runs_uncompiled
 from unisono.errors import PartitionError
-from unisono.nn.trusted_rules import WHOLE, Cut, check_known, cut_of, cuts, followed, tensors_in
+from unisono.nn.trusted_calls import WHOLE, Cut, check_known, cut_of, cuts, tensors_in
+from unisono.nn.trusted_rules import followed
 
 
 class _Frames(threading.local):

@@ -6,63 +6,25 @@ Each function that is known has a rule, by its name; whatever is not known is re
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
-Cut = frozenset[int]
-"""The dims of a tensor of which ranks hold different parts; none: it is whole on every rank."""
-WHOLE: Cut = frozenset()
-cuts = WeakTensorKeyDictionary()
-"""What is known of tensors, for as long as they live: a cell may keep its state between calls."""
-
-
-def cut_of(x: Tensor) -> Cut:
-    """Return the split dims of a tensor; of one that nobody has seen, none."""
-    return cuts.get(x) or WHOLE
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, those in lists and dictionaries too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-class Refusing(Protocol):
-    """Somebody who can say where a call stands."""
-
-    def refuse(self, asked: str, found: str, hint: str) -> NoReturn:
-        """Raise."""
-        ...
-
-
-def check_known(by: Refusing, x: Tensor) -> None:
-    """Refuse a tensor that came by a way on which nobody could look."""
-    if x.grad_fn is None:
-        return
-    if x.grad_fn.name() == "CheckpointFunctionBackward":
-        by.refuse(
-            "checkpoint(..., use_reentrant=True)",
-            "its backward runs functions again outside of this forward, where gradients of "
-            "parameters do not meet",
-            "use_reentrant=False",
-        )
-    if x not in cuts:
-        by.refuse(
-            f"a tensor {list(x.shape)}",
-            "it came neither from torch functions of this forward nor by its arguments: nobody "
-            "knows whether it is split",
-            "hand it to forward as an argument; plain Python instead of torch.jit.script",
-        )
+from unisono.nn.trusted_calls import (
+    HINTS,
+    WHOLE,
+    Call,
+    Cut,
+    Refusing,
+    cut_of,
+    cuts,
+    hint_for,
+    names_in,
+    tensors_in,
+)
 
 
 def followed(by: Refusing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,107 +57,6 @@ def _name(func: Any) -> str:
     return name.split(".")[0]  # relu.default
 
 
-class Call:
-    """One call of a torch function."""
-
-    def __init__(self, by: Refusing, func: Any, name: str, args: Any, kwargs: Any) -> None:
-        self.by, self.func, self.name = by, func, name
-        self.args, self.kwargs = args, kwargs
-        self.tensors = list(tensors_in((args, kwargs)))
-        self.is_split = any(cut_of(x) for x in self.tensors)
-
-    @property
-    def x(self) -> Tensor:
-        """The tensor that the function is about: its first argument."""
-        first = self.args[0] if self.args else self.kwargs.get("input", self.kwargs.get("self"))
-        return first if isinstance(first, Tensor) else self.refuse_unknown()
-
-    def given(self, place: int, *names: str, default: Any = None) -> Any:
-        """Return an argument by its place or by one of its names."""
-        if len(self.args) > place:
-            return self.args[place]
-        return next((self.kwargs[name] for name in names if name in self.kwargs), default)
-
-    def several(self, *names: str) -> tuple[int, ...]:
-        """Return numbers that stand by themselves or in one tuple, behind the tensor."""
-        named = next((self.kwargs[name] for name in names if name in self.kwargs), ())
-        found: tuple[Any, ...] = self.args[1:] or (named,)
-        return tuple(found[0]) if isinstance(found[0], tuple | list) else found
-
-    def check(self) -> None:
-        """Refuse arguments that nobody knows, and draws that ranks would not share."""
-        for x in self.tensors:
-            check_known(self.by, x)
-            is_trained = isinstance(x, nn.Parameter) and x.requires_grad
-            if is_trained and x not in cuts and torch.is_grad_enabled():
-                self.refuse(
-                    f"with a parameter {list(x.shape)} of another module, whose gradient would "
-                    "be that of own points alone",
-                    "a parameter of this module, or a call of the module that owns it",
-                )
-        if _is_drawn(self):
-            self.refuse(
-                "draws on each rank numbers of its own, those of one process on none",
-                "a child nn.Dropout, nn.Dropout2d; or generator=, seeded alike on all ranks",
-            )
-
-    def check_along(self, dims: Any, x: Tensor | None = None) -> tuple[int, ...]:
-        """Refuse split dims among those that the function looks along; None: all."""
-        x = self.x if x is None else x
-        if dims is None or isinstance(dims, bool) or dims in ((), []):
-            every = tuple(range(x.dim()))
-        else:
-            every = tuple(d % max(x.dim(), 1) for d in ((dims,) if isinstance(dims, int) else dims))
-        for d in sorted(cut_of(x)):
-            if d in every:
-                self.refuse_dim(x, d)
-        return every
-
-    def refuse_dim(self, x: Tensor, dim: int) -> NoReturn:
-        """Refuse to look along a split dim."""
-        self.refuse(
-            f"looks along dim {dim} of own blocks {list(x.shape)}, which is split over ranks",
-            _hint(self.name),
-        )
-
-    def refuse_unknown(self) -> NoReturn:
-        """Refuse a function of which nothing is known."""
-        x = next(x for x in self.tensors if cut_of(x))
-        dims = ", ".join(map(str, sorted(cut_of(x))))
-        self.refuse(
-            f"may look along dim {dims} of own blocks {list(x.shape)}, split over ranks",
-            _hint(self.name),
-        )
-
-    def refuse(self, found: str, hint: str) -> NoReturn:
-        """Refuse this call."""
-        self.by.refuse(self.name, f"{self.name} {found}", hint)
-
-
-_LAYER_HINT = "a layer of torch as a child, or a layer of your own on unisono.nn.Module"
-_HINTS = {
-    "mean": "nn.AdaptiveAvgPool2d(1), in an nn.Sequential",
-    "adaptive_avg_pool": "nn.AdaptiveAvgPool2d(1), in an nn.Sequential",
-    "interpolate": "a child nn.Upsample(size=...) or nn.Upsample(scale_factor=...)",
-    "upsample": "a child nn.Upsample(size=...) or nn.Upsample(scale_factor=...)",
-    "conv": "a child nn.Conv2d (nn.ConvTranspose2d), which owns its weight",
-    "max_pool": "a child nn.MaxPool2d",
-    "avg_pool": "a child nn.AvgPool2d",
-    "batch_norm": "a child nn.BatchNorm2d",
-    "instance_norm": "a child nn.InstanceNorm2d",
-    "group_norm": "a child nn.GroupNorm",
-    "layer_norm": "a child nn.LayerNorm",
-    "pad": "a child nn.ZeroPad2d, or another padding layer",
-    "__getitem__": "crop with a child nn.ZeroPad2d((0, 0, 0, -1)), or nn.Upsample(size=...)",
-    "narrow": "crop with a child nn.ZeroPad2d((0, 0, 0, -1)), or nn.Upsample(size=...)",
-    "flatten": "nn.Flatten in an nn.Sequential: whole samples go on from there",
-}
-
-
-def _hint(name: str) -> str:
-    return next((hint for word, hint in _HINTS.items() if name.startswith(word)), _LAYER_HINT)
-
-
 Rule = Callable[[Call], Callable[[Tensor], Cut]]
 """From a call to the split dims of each tensor that it returns; refuses what may be wrong."""
 
@@ -221,7 +82,7 @@ def _together(call: Call, tensors: Sequence[Tensor], *, spreads: bool = True) ->
             at = " and ".join(map(str, sorted(sizes)))
             call.refuse(
                 f"meets own blocks of {at} points in dim {d}, which is split over ranks",
-                _HINTS["__getitem__"],
+                HINTS["__getitem__"],
             )
     return frozenset(split)
 
@@ -253,8 +114,6 @@ def _along(place: int, default: Any = None) -> Rule:
     return rule
 
 
-_PROBE = 7
-"""Points of a split dim in a probe: what a forward does must not depend on how many there are."""
 _MARK = 1009
 """Stride of a split dim 0 in a probe; no small multiple of one is another."""
 
@@ -264,7 +123,9 @@ def _moved(call: Call) -> Callable[[Tensor], Cut]:
     x, cut = call.x, cut_of(call.x)
     if any(cut_of(y) for y in call.tensors if y is not x):
         call.refuse_unknown()
-    sizes = [_PROBE if d in cut else n for d, n in enumerate(x.shape)]
+    # as long as no number among the arguments reaches: what is done must not depend on it
+    long = 7 + 2 * max(map(abs, [*x.shape, *_numbers((call.args[1:], call.kwargs))]))
+    sizes = [long if d in cut else n for d, n in enumerate(x.shape)]
     marks = [_MARK + d if d in cut else 0 for d in range(x.dim())]
     probe = torch.empty_strided(sizes, marks, device="meta")
     rest = call.args[1:]
@@ -279,9 +140,9 @@ def _moved(call: Call) -> Callable[[Tensor], Cut]:
     found: list[Cut] = []
     for y in results:
         at = {d: y.stride(d) for d in range(y.dim()) if y.stride(d) in marks and y.stride(d)}
-        whole = all(y.shape[d] == _PROBE for d in at) and not y.storage_offset()
+        whole = all(y.shape[d] == long for d in at) and not y.storage_offset()
         if sorted(at.values()) != sorted(m for m in marks if m) or not whole:
-            lost = set(marks) - {at[d] for d in at if y.shape[d] == _PROBE} - {0}
+            lost = set(marks) - {at[d] for d in at if y.shape[d] == long} - {0}
             call.refuse_dim(x, min((marks.index(m) for m in lost), default=min(cut)))
         found.append(frozenset(at))
     places = iter(found)
@@ -291,6 +152,19 @@ def _moved(call: Call) -> Callable[[Tensor], Cut]:
         return next(places) if next(dims, -1) == out.dim() else call.refuse_unknown()
 
     return placed
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    """Yield the whole numbers among arguments."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, slice):
+        yield from _numbers((value.start, value.stop, value.step))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, dict):
+        yield from _numbers(tuple(value.values()))
 
 
 def _basic(call: Call, index: Any) -> Any:
@@ -342,7 +216,7 @@ def _reshaped(call: Call) -> Callable[[Tensor], Cut]:
                 call.refuse(
                     f"{list(x.shape)} -> {list(out.shape)} joins dim {d} with others or cuts it, "
                     "and that dim is split over ranks",
-                    _hint("flatten"),
+                    hint_for("flatten"),
                 )
         return frozenset(places)
 
@@ -437,17 +311,23 @@ def _einsum(call: Call) -> Callable[[Tensor], Cut]:
     every = set[str]().union(*split)
     for names, x in zip(letters, parts, strict=True):
         mine = {names[d] for d in cut_of(x)}
-        if every & set(names) - mine or (mine and mine != every) or every - set(after):
+        if (
+            len(set(names)) < len(names)
+            or every & set(names) - mine
+            or (mine and mine != every)
+            or every - set(after)
+        ):
             call.refuse_unknown()
     return lambda _: frozenset(after.index(letter) for letter in every)
 
 
 def _per_sample(call: Call) -> Callable[[Tensor], Cut]:
     """What keeps samples (dim 0) apart and looks at everything else."""
-    for x in call.tensors:
-        call.check_along([d for d in range(x.dim()) if d > 0], x)
-    samples = [x for x in call.tensors if cut_of(x)]
-    if samples[0] is not call.x:
+    x, kind = call.x, re.search(r"conv.*(\d)d", call.name)
+    is_sample = kind is not None and x.dim() != int(kind[1]) + 2  # dim 0 is then the channels
+    is_sample |= call.name == "fold" and x.dim() != 3
+    call.check_along(None if is_sample else range(1, x.dim()))
+    if any(cut_of(y) for y in call.tensors if y is not x):
         call.refuse_unknown()
     return lambda _: frozenset({0})
 
@@ -490,21 +370,8 @@ def _unknown(call: Call) -> NoReturn:
     call.refuse_unknown()
 
 
-def _is_drawn(call: Call) -> bool:
-    """Whether the call draws from torch's default generators."""
-    if "dropout" in call.name:
-        return bool(call.given(2, "training", "train", default=True))
-    if call.name == "scaled_dot_product_attention":
-        return bool(call.given(4, "dropout_p", default=0.0))
-    return call.name in _RANDOM and call.kwargs.get("generator") is None
-
-
-def _names(text: str) -> list[str]:
-    return text.split()
-
-
 _QUESTIONS = frozenset(
-    _names("""
+    names_in("""
         dim size numel nelement ndimension stride __len__ element_size storage_offset get_device
         is_floating_point is_complex is_signed is_contiguous requires_grad_ retain_grad
         register_hook __hash__ __repr__ __format__ is_same_size result_type _set_grad_enabled
@@ -512,29 +379,22 @@ _QUESTIONS = frozenset(
     + ["__set__ requires_grad"]
     + [
         f"__get__ {name}"
-        for name in _names("""
+        for name in names_in("""
         shape ndim dtype device layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta
         is_sparse is_quantized is_mps is_nested _version itemsize nbytes
     """)
     ]
 )
 """Answered without values. Sizes are those of the own block."""
-_RANDOM = frozenset(
-    _names("""
-        rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ normal
-        normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ multinomial poisson
-        gumbel_softmax
-    """)
-)
 _OPERATORS = frozenset(
-    _names("""
+    names_in("""
         add sub mul div truediv floordiv mod pow and or xor lshift rshift neg pos abs invert eq ne
         lt le gt ge
     """)
 )
 """As in `__add__`, `__radd__` and `__iadd__`."""
 _ONE_BY_ONE = frozenset(
-    _names("""
+    names_in("""
         abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bfloat16
         bitwise_and bitwise_not bitwise_or bitwise_xor broadcast_tensors ceil celu clamp clamp_max
         clamp_min clip clone complex conj conj_physical contiguous copy copysign cos cosh deg2rad
@@ -552,12 +412,13 @@ _ONE_BY_ONE = frozenset(
 )
 """Also in place: `add_`. Those of dropout are reached in `eval()` only."""
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_names("float int bool long type to type_as pixel_shuffle"), _same),
+    **dict.fromkeys(names_in("float int bool long type to type_as"), _same),
+    "pixel_shuffle": lambda call: (call.check_along(-3), _same(call))[1],
     **dict.fromkeys(("__get__ data", "__get__ real", "__get__ imag"), _same),
     **dict.fromkeys(("view_as_real", "view_as_complex"), lambda call: lambda _: cut_of(call.x)),
     "where": _chosen,
     **dict.fromkeys(
-        _names("""
+        names_in("""
         sum mean nansum nanmean amax amin max min argmax argmin prod any all logsumexp softmax
         log_softmax softmin var std var_mean std_mean median cumsum cumprod logcumsumexp aminmax
         count_nonzero
@@ -573,7 +434,7 @@ _RULES: dict[str, Rule] = {
     **{f"fft_{kind}n": _along(2) for kind in ["fft", "ifft", "rfft", "irfft"]},
     "normalize": _along(2, 1),
     **dict.fromkeys(
-        _names("""
+        names_in("""
         permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze select narrow
         unbind chunk split tensor_split split_with_sizes t adjoint __getitem__
     """),
@@ -597,7 +458,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _normed),
     "pad": _padded,
     **dict.fromkeys(
-        _names("""
+        names_in("""
         conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d interpolate
         max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
         adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
