@@ -104,9 +104,9 @@ def error_bars() -> None:
     left.plot(names["x"], names["y"], "k.", ms=3, label="seen")
     left.set(title="The band widens where nothing was seen", xlabel="x")
     left.legend(frameon=False, fontsize=8)
-    spread = np.sqrt(names["spread"] ** 2 + names["NOISE"] ** 2)
+    spread = np.sqrt(names["spread"] ** 2 + names["noise"] ** 2)
     levels, shares = names["metric"].calibration_curve(
-        names["together"], spread, names["progress"][352:]
+        names["together"], spread, names["progress"][names["new"]]
     )
     right.plot([0, 1], [0, 1], color="#bbbbbb")
     right.plot(levels, shares, "o-", ms=4, color=RANKS[1])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+import sys
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from sklearn import datasets
+from sklearn.metrics import brier_score_loss
 
 from unisono import bayes
 from unisono.bayes import Normalizer, Utils, cuda, metric
@@ -159,3 +162,120 @@ def test_batches_change_with_the_epoch_and_repeat_with_the_seed():
 def test_a_world_of_one_gets_everything():
     (one,) = bayes.batches(np.arange(3), np.arange(3), 8, comm=Communicator.of(None))
     assert sorted(one[0]) == [0, 1, 2]
+
+
+def sets_of_sklearn():
+    """Return inputs and targets of three data sets that come with scikit-learn."""
+    wine = datasets.load_wine().data
+    return {
+        "diabetes": datasets.load_diabetes(return_X_y=True),
+        "wine": (np.delete(wine, 0, 1), wine[:, 0]),
+        "friedman": datasets.make_friedman1(500, noise=1.0, random_state=0),
+    }
+
+
+def predicted(x, y, seed):
+    """Train on 60% of the rows; return mean, std and y of the next 20% and the last 20%."""
+    order = np.random.default_rng(seed).permutation(len(x))
+    x, y = x[order], y[order]
+    first, second = int(0.6 * len(x)), int(0.8 * len(x))
+    x = ((x - x[:first].mean(0)) / x[:first].std(0)).astype(np.float32)
+    y = ((y - y[:first].mean()) / y[:first].std()).astype(np.float32)
+    bayes.manual_seed(seed)
+    net = bayes.Sequential(bayes.Linear(x.shape[1], 50), bayes.ReLU(), bayes.Linear(50, 1))
+    updater = bayes.OutputUpdater("cpu")
+    for epoch in range(5):
+        for a, b in bayes.batches(x[:first], y[:first, None], 16, epoch=epoch):
+            net(a)
+            updater.update(net.output_z_buffer, b, 0.5**2, net.input_delta_z_buffer)
+            net.backward()
+            net.step()
+    return [
+        (*net.predict(x[rows]), y[rows]) for rows in (slice(first, second), slice(second, None))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("diabetes", None), ("wine", None), ("friedman", None), ("diabetes", 0.9), ("friedman", 0.9)],
+)
+def test_with_the_noise_of_held_out_rows_intervals_hold_what_they_promise(name, level):
+    x, y = sets_of_sklearn()[name]
+    shares, bare = [], []
+    for seed in range(8):
+        held, (mean, std, seen) = predicted(x, y, seed)
+        noise = metric.observation_noise(*held, level=level)
+        shares.append(metric.coverage(mean, np.hypot(std, noise), seen, 0.9))
+        bare.append(metric.coverage(mean, std, seen, 0.9))
+    # one split of 36 wines is off by 5% by chance; the mean of eight is not
+    assert 0.86 <= np.mean(shares) <= 0.94, shares
+    assert np.mean(bare) < 0.88, "without the noise they are too narrow"
+
+
+def test_observation_noise_finds_the_truth():
+    own, noise = RNG.uniform(0.05, 1.0, 20_000), 0.4
+    y = np.hypot(own, noise) * RNG.normal(size=20_000)
+    assert metric.observation_noise(np.zeros(20_000), own, y) == pytest.approx(noise, abs=0.02)
+    assert metric.observation_noise(0.0, own, y, level=0.9) == pytest.approx(noise, abs=0.05)
+    pair = np.stack([y, 3 * y], 1)
+    found = metric.observation_noise(np.zeros((20_000, 2)), np.stack([own, 3 * own], 1), pair)
+    assert found == pytest.approx([noise, 3 * noise], abs=0.06)
+    y[::3] = np.nan
+    assert metric.observation_noise(0.0, own, y) == pytest.approx(noise, abs=0.03)
+    assert metric.observation_noise([0.0, 0.0], [1.0, 1.0], [0.1, -0.1]) == 0.0
+    with pytest.raises(UnisonoError, match="1 known"):
+        metric.observation_noise([0.0, 0.0], [1.0, 1.0], [0.1, np.nan])
+
+
+def test_scores_of_classes():
+    p = RNG.dirichlet(np.ones(4), 20_000)
+    label = (p.cumsum(1) > RNG.random((20_000, 1))).argmax(1)  # drawn as the probabilities say
+    true = np.eye(4)[label]
+    assert metric.brier_score(p, label) == pytest.approx(((p - true) ** 2).sum(1).mean())
+    pair = np.stack([1 - p[:, 0], p[:, 0]], 1)
+    binary = 2 * brier_score_loss(label == 0, p[:, 0])
+    assert metric.brier_score(pair, label == 0) == pytest.approx(binary)
+    assert metric.expected_calibration_error(p, label) < 0.02
+    sharp = p**3 / (p**3).sum(1, keepdims=True)  # promises too much
+    assert metric.expected_calibration_error(sharp, label) > 0.15
+    sure, right, share = metric.reliability_curve(p, label, 10)
+    assert share.sum() == pytest.approx(1)
+    assert np.isnan(sure[:2]).all(), "the largest of four is 0.25 at least"
+    assert np.nanmax(np.abs(sure - right)) < 0.05
+    assert metric.expected_calibration_error([[1.0, 0.0]], [0]) == 0.0
+    for wrong, told in (
+        (([0.2, 0.8], [0, 1]), "np.stack"),
+        (([[0.2, 0.7]], [0]), "their sum is 0.900"),
+        (([[np.nan, 0.7]], [0]), "nan"),
+        (([[0.2, 0.8]], [2]), "2 classes"),
+        (([[0.2, 0.8]], [0, 1]), "2 labels"),
+    ):
+        with pytest.raises(UnisonoError, match=told):
+            metric.brier_score(*wrong)
+
+
+def test_a_reliability_plot_shows_the_curve(tmp_path):
+    p = RNG.dirichlet(np.ones(3), 500)
+    label = (p.cumsum(1) > RNG.random((500, 1))).argmax(1)
+    axes = metric.reliability_plot(p, label, 5)
+    _, right, _ = metric.reliability_curve(p, label, 5)
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx(np.nan_to_num(right))
+    assert f"{metric.expected_calibration_error(p, label, 5):.3f}" in axes.get_title()
+    axes.figure.savefig(tmp_path / "plot.png")
+    assert metric.reliability_plot(p, label, ax=axes) is axes
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UnisonoError, match=r"unisono\[plot\]"):
+        metric.reliability_plot([[0.5, 0.5]], [0])
+
+
+def test_probabilities_of_a_tree_of_classes_add_up_to_one():
+    measure = bayes.HRCSoftmaxMetric(10)
+    mean, var = RNG.normal(size=(3, measure.hrc_softmax.len)), np.full((3, 11), 0.5)
+    p = measure.get_probabilities(mean, var)
+    assert p.shape == (3, 10)
+    assert p.sum(1) == pytest.approx(np.ones(3))
+    assert (p.argmax(1) == measure.get_predicted_labels(mean, var)).all()
+    assert metric.brier_score(p, [0, 1, 2]) > 0

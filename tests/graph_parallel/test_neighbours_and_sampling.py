@@ -53,6 +53,34 @@ def test_neighbours_are_those_of_all_pairs(points, cutoff, seed):
     assert as_set(gp.radius_graph(pos, cutoff, targets=targets)) == wanted
 
 
+@pytest.mark.parametrize("dims", [1, 2, 4, 6])
+def test_neighbours_in_any_dimension(dims):
+    draw = torch.Generator().manual_seed(dims)
+    pos = 3 * torch.rand(40, dims, dtype=torch.float64, generator=draw)
+    cutoff = 0.5 * dims
+    apart = (pos[:, None] - pos[None]).norm(dim=2).fill_diagonal_(99.0)
+    found = gp.radius_graph(pos, cutoff)
+    assert set(map(tuple, found.edge_index.T.tolist())) == set(
+        map(tuple, (apart <= cutoff).nonzero().tolist())
+    )
+    assert found.shifts.shape == (found.edge_index.shape[1], dims)
+    if dims > 2:
+        return
+    # a cell, as a large patch of copies shows them
+    cell = torch.tensor([[1.3, 0.2], [-0.4, 1.1]], dtype=torch.float64)[:dims, :dims]
+    few = pos[:5]
+    steps = torch.cartesian_prod(*[torch.arange(-4.0, 5)] * dims).reshape(-1, dims).double()
+    wanted = set()
+    for shift in steps @ cell:
+        near = (few[:, None] + shift - few[None]).norm(dim=2) <= 1.2
+        for s, d in near.nonzero().tolist():
+            if s != d or bool((shift != 0).any()):
+                wanted.add((s, d, *(round(v, 6) for v in shift.tolist())))
+    wide = few.max(0).values - few.min(0).values
+    assert float(wide.max()) < 3.2, "the patch is large enough"
+    assert as_set(gp.radius_graph(few, 1.2, cell=cell)) == wanted
+
+
 @pytest.mark.parametrize("cutoff", [0.4, 1.1, 1.9])
 def test_periodic_images_are_neighbours_also_of_themselves(cutoff):
     draw = torch.Generator().manual_seed(0)
@@ -66,8 +94,11 @@ def test_periodic_images_are_neighbours_also_of_themselves(cutoff):
 
 
 def test_bad_positions_are_refused():
-    with pytest.raises(PartitionError, match=r"\[N, 3\]"):
-        gp.radius_graph(torch.zeros(4, 2), 1.0)
+    for wrong in (torch.zeros(4), torch.zeros(4, 0), torch.zeros(4, 2, dtype=torch.int64)):
+        with pytest.raises(PartitionError, match=r"\[N, D\]"):
+            gp.radius_graph(wrong, 1.0)
+    with pytest.raises(PartitionError, match=r"\[3, 3\] for points in 2 dim[\s\S]*\[2, 2\]"):
+        gp.radius_graph(torch.zeros(4, 2), 1.0, cell=torch.eye(3))
     with pytest.raises(PartitionError, match="cutoff > 0"):
         gp.radius_graph(torch.zeros(4, 3), 0.0)
     with pytest.raises(PartitionError, match="point 0"):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +17,7 @@ from unisono import Mesh
 from unisono import graph_parallel as gp
 from unisono.comm import check, world
 from unisono.data_parallel import DataParallel
-from unisono.errors import LayoutError, MeshError
+from unisono.errors import CollectiveMismatch, LayoutError, MeshError, PartitionError
 from unisono.graph_parallel import GraphPartition
 
 CUTOFF = 1.3
@@ -288,3 +292,93 @@ def test_a_model_without_errors_passes_the_layout_check_and_check_mode():
             part = GraphPartition.contiguous(6, 2)
             loss, *_ = parallel_loss(model, sample, part, mode)
             loss.backward()
+
+
+@pytest.mark.ranks(4, timeout=60)
+def test_a_wrapped_model_has_whole_gradients_after_every_backward():
+    comm = world()
+    with gp.use_groups(Mesh(dp=2, gp=2)):
+        _, grads = expected([molecule(n, n) for n in SAMPLES], head=True)
+        plain = Potential(head=True)
+        names = list(plain.state_dict())
+        with torch.no_grad():
+            for p in plain.parameters():
+                p += comm.rank  # all but the first are wrong, and are given its values
+        net = gp.GraphParallel(plain, replicated=plain.head)
+        assert list(net.state_dict()) == names
+        for model in (net, copy.deepcopy(net)):
+            local_loss(model.module)[0].backward()
+            assert_equal(grads_of(model.module), grads)
+            local_loss(model.module)[0].backward()  # onto what is there, as torch does
+            assert_equal(grads_of(model.module), [2 * g for g in grads])
+            with (
+                pytest.raises(LayoutError, match=r"no_sync\(\)[\s\S]*summed again"),
+                model.no_sync(),
+            ):
+                local_loss(model.module)[0].backward()
+            for to_none in (True, False):
+                model.zero_grad(set_to_none=to_none)
+                with model.no_sync():
+                    local_loss(model.module)[0].backward()
+                local_loss(model.module)[0].backward()
+                assert_equal(grads_of(model.module), [2 * g for g in grads])
+            with pytest.raises(LayoutError, match="leave sync_gradients out"):
+                gp.sync_gradients(model)
+            model.zero_grad()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            local_loss(net.module)[0].backward()
+            optimizer.step()
+        for p in net.parameters():
+            assert torch.equal(p.detach(), comm.broadcast(p.detach(), 0)), "replicas differ"
+
+
+class Fails(nn.Module):
+    """Its backward fails when told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.last = nn.Linear(2, 1)
+        self.fails = False
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.fails:
+            y.register_hook(lambda _: 1 / 0)
+        return self.last(y).sum()
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_that_fails_loses_no_gradient_and_unfrozen_parameters_are_kept_too():
+    groups = gp.graph_groups(2)
+    model = Fails()
+    model.first.requires_grad_(False)
+    net = gp.GraphParallel(model, groups=groups)
+    x = torch.ones(1, 2) * (1 + groups.gp.rank)
+    net(x).backward()
+    before = model.last.weight.grad.clone()
+    model.first.requires_grad_(True)
+    model.fails = True
+    with pytest.raises(ZeroDivisionError):
+        net(x).backward()
+    model.fails = False
+    loss = net(x)
+    assert torch.equal(model.last.weight.grad, before)
+    net.zero_grad()
+    loss.backward()
+    assert model.first.bias.grad == pytest.approx(2 * model.last.weight.detach()[0])
+    gone = weakref.ref(net)
+    del net, model, loss
+    gc.collect()
+    assert gone() is None, "nothing keeps a model alive that nobody uses"
+
+
+@pytest.mark.ranks(2)
+def test_models_that_differ_are_refused():
+    groups = gp.graph_groups(2)
+    with pytest.raises(CollectiveMismatch, match="build the same model"):
+        gp.GraphParallel(nn.Linear(2, 1 + groups.gp.rank), groups=groups)
+    with pytest.raises(PartitionError, match=r"torch\.nn\.Module"):
+        gp.GraphParallel("model", groups=groups)

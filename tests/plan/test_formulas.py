@@ -34,6 +34,7 @@ from unisono.plan.workload import (
     Layer,
     Pace,
     SentBucket,
+    SpaceCut,
     Window,
     Workload,
     fit_pace,
@@ -248,8 +249,16 @@ def test_impossible_ways_say_why():
     assert "no graph" in reasons["graph (halos)"]
     assert "unisono.bayes" in reasons["Bayesian"]
     many = spatial(WORK, replace(CLUSTER, ranks_per_node=2048), 8)
-    assert isinstance(many, Impossible)
-    assert "64 ranks along 32 points, 32 // 64 = 0 < 1" in many.reason
+    assert isinstance(many, Prediction), "distribute allows blocks without points"
+    assert "64 ranks along the 32 points of layer conv, some idle" in many.note
+    full = spatial(WORK, replace(CLUSTER, ranks_per_node=1024), 8)
+    assert isinstance(full, Prediction)
+    assert many.samples_per_s < 2 * full.samples_per_s, "idle ranks do not help"
+    said = {(0,): SpaceCut(refusal="its forward looks along dim 2"), (0, 1): SpaceCut()}
+    no = spatial(replace(WORK, space=said), CLUSTER, 8, team=2)
+    assert isinstance(no, Impossible)
+    assert "looks along dim 2" in no.reason
+    assert isinstance(spatial(replace(WORK, space=said), CLUSTER, 8, team=4), Impossible)
     wide = tensor(WORK, replace(CLUSTER, nodes=64), 8, team=256)
     assert isinstance(wide, Impossible)
     assert "256 ranks share the features of 8192 to 128" in wide.reason

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from unisono.cli import main
-from unisono.errors import PlatformError
+from unisono.errors import PartitionError, PlatformError
+from unisono.nn import distribute, plan_report
 from unisono.plan import (
     Calibration,
     Cluster,
@@ -24,10 +25,13 @@ from unisono.plan import (
     read_calibration,
 )
 from unisono.plan.calibration import TYPICAL
+from unisono.plan.prediction import Impossible
 from unisono.plan.presets import PRESETS
 from unisono.plan.report import table
 from unisono.plan.subject import as_subject
+from unisono.plan.teams import spatial
 from unisono.plan.workload import Pace, SentBucket, Workload
+from unisono.topology import Partition
 
 
 @pytest.fixture(autouse=True)
@@ -285,3 +289,65 @@ def test_efficiency_above_one_comes_from_a_shared_update_and_the_table_says_so()
     assert found["data parallel, blocking"].efficiency <= 1.0
     assert "above 100%" in table(list(found.values()))
     assert "above 100%" not in table([found["data parallel, blocking"]])
+
+
+class Centred(nn.Module):
+    """A forward of its own: right on own blocks, or not."""
+
+    def __init__(self, dims):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.dims = dims
+
+    def forward(self, x):
+        """Subtract a mean."""
+        y = self.conv(x)
+        return y - y.mean(self.dims, keepdim=True)
+
+
+def front(*layers):
+    """Return a small network with these layers in it."""
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *layers)
+
+
+NETS = {
+    "chain": (lambda: front(nn.ReLU(), nn.Flatten(), nn.Linear(4 * 8 * 12, 3)), ["0", "1"]),
+    "pooled": (lambda: front(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), ["0"]),
+    "Flatten first": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(2 * 8 * 12, 3)), []),
+    "no twin": (lambda: front(nn.AdaptiveMaxPool2d(2)), None),
+    "softmax over the height": (lambda: front(nn.Softmax(2)), ["0", "1"]),
+    "softmax over the width": (lambda: front(nn.Softmax(3)), None),
+    "channels": (lambda: Centred((1,)), ["conv"]),
+    "space": (lambda: Centred((2, 3)), None),
+    "no window": (lambda: nn.Sequential(nn.BatchNorm2d(2), nn.PReLU(2)), ["0", "1"]),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_planner_report_and_distribute_give_one_answer(name, few_rounds):
+    make, split = NETS[name]
+    batch = torch.randn(4, 2, 8, 12)
+    strip = Partition([1, 1, 1, 2])  # two ranks share the longer side
+    work = profile(Subject(model=make(), batch=(batch,), loss=lambda y: y.square().mean()))
+    said = work.space[(1,)]
+    shm = Link(name="shm", latency_s=1e-5, bytes_per_s=1e9)
+    cluster = Cluster(nodes=1, ranks_per_node=2, inner=shm, outer=shm)
+    found = spatial(work, cluster, 4)
+    if split is None:
+        assert isinstance(found, Impossible)
+        assert found.reason == said.refusal
+        with pytest.raises(PartitionError) as told:
+            plan_report(make(), batch.shape, strip)
+        assert str(told.value).splitlines()[0].strip() in found.reason
+        return
+    assert sorted(said.layers) == split
+    assert isinstance(found, Prediction if split else Impossible)
+    assert plan_report(make(), batch.shape, strip).count("\n") >= len(split)
+    if split:
+        assert ('custom="recurse"' in found.note) == (said.custom == "recurse")
+        distribute(make(), Partition([1, 1, 1, 1]), custom=said.custom)
+        if said.custom == "recurse":
+            with pytest.raises(PartitionError, match="forward of its own"):
+                distribute(make(), Partition([1, 1, 1, 1]))
+            with pytest.raises(PartitionError, match="forward of its own"):
+                plan_report(make(), batch.shape, strip, custom="refuse")

@@ -151,6 +151,11 @@ class BaseLayer(ABC):
             return {}
         return dict(zip(("mu_w", "var_w", "mu_b", "var_b"), self.params.values, strict=True))
 
+    def deltas(self) -> tuple[Tensor, ...]:
+        """Return the live deltas of the parameters."""
+        p = self.params
+        return () if p is None else (p.delta_mean_w, p.delta_var_w, p.delta_mean_b, p.delta_var_b)
+
     def children(self) -> list[BaseLayer]:
         """Return the layers directly inside."""
         return []

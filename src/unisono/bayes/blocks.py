@@ -9,7 +9,7 @@ import torch
 from unisono.bayes.base_layer import BaseLayer, Shape
 from unisono.bayes.moments import Delta, Moments
 from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
-from unisono.errors import PartitionError, an
+from unisono.errors import PartitionError, UnisonoError, an
 
 
 def check_layers(layers: Sequence[object]) -> None:
@@ -43,6 +43,46 @@ def backward_through(layers: Sequence[BaseLayer], delta: Delta, *, to_input: boo
             break
         back = layer.backward(back, to_input=to_input or n > 0)
     return back
+
+
+def nan_in(*values: torch.Tensor | None) -> bool:
+    """Whether one of these tensors holds a NaN."""
+    return any(t is not None and bool(torch.isnan(t).any()) for t in values)
+
+
+def not_a_number(where: str, found: str) -> UnisonoError:
+    """Return the error of a net that has met a NaN."""
+    return PartitionError.because(
+        f"{where} of a net in which a NaN has come up",
+        found,
+        None,
+        "standardise inputs and targets; net.double() if numbers grow large; load an earlier state "
+        "if parameters hold it",
+    )
+
+
+def first_nan(layers: Sequence[BaseLayer], x: Moments, place: str = "") -> str:
+    """Say which layer a NaN comes from; runs them once more.
+
+    Args:
+        layers: of a net, or of a block in it.
+        x: what they read, finite.
+        place: of the block.
+    """
+    for n, layer in enumerate(layers):
+        where = f"layer {place}{n}, {layer.get_layer_info()}"
+        if isinstance(layer, LayerBlock):
+            found = first_nan(layer.layers, x, f"{place}{n}.")
+            if found:
+                return found
+        for _, leaf in layer.leaves(""):
+            for name, tensor in leaf.tensors().items():
+                if nan_in(tensor):
+                    return f"{where}: {name} of {leaf.get_layer_info()} holds a NaN"
+        x = layer.forward(x)
+        if nan_in(x.mean, x.var, x.slope):
+            return f"{where}: its output is NaN, of finite inputs and parameters"
+    return ""
 
 
 def plan_through(layers: Sequence[BaseLayer], shape: Shape | None, place: str = "") -> Shape | None:

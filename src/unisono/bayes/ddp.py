@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from unisono.bayes.arrays import ArrayLike, Output
+from unisono.bayes.blocks import not_a_number
 from unisono.bayes.ddp_config import DDPConfig
 from unisono.bayes.ddp_world import join
 from unisono.bayes.geometry import alike
@@ -177,11 +178,19 @@ class DDPSequential:
         Local; collective in training with `sync_norm_stats="batch"`.
         """
         self._link_norms()  # a copy of this object has norms that forgot it
-        return self.model.forward(mu_x, var_x)
+        self.model.tells_at_step = True  # a NaN of this rank alone must not leave others waiting
+        try:
+            return self.model.forward(mu_x, var_x)
+        finally:
+            self.model.tells_at_step = False
 
     def backward(self) -> None:
         """Carry this rank's deltas to all layers. Local."""
-        self.model.backward()
+        self.model.tells_at_step = True
+        try:
+            self.model.backward()
+        finally:
+            self.model.tells_at_step = False
 
     @torch.no_grad()
     def step(self) -> None:
@@ -193,12 +202,15 @@ class DDPSequential:
         if arena.bucket is not self._bucket:  # the net has another dtype or device now
             self._make_bucket()
         rows = self.model.take_pending()
+        problem = self.model.take_problem()
         deltas, rest = arena.bucket[: 2 * arena.size], arena.bucket[2 * arena.size :]
         if not rows:
             deltas.zero_()
-        rest.copy_(self._tail(rows, rest))
+        rest.copy_(self._tail(rows, rest, problem))
         self.comm.all_reduce_(arena.bucket)
-        total, *classes = rest[:TAIL].tolist()
+        total, *classes, problems = rest[:TAIL].tolist()
+        if problems:
+            self._refuse_nan(problem)
         if not total:
             return
         if self.average:
@@ -211,12 +223,19 @@ class DDPSequential:
             cap = max(c for c, ranks in zip(CAPS, classes, strict=True) if ranks)
         self.model.apply_deltas(cap)
 
-    def _tail(self, rows: int, like: Tensor) -> Tensor:
-        """Return what goes behind the deltas: rows, cap class, weighted running values."""
+    def _refuse_nan(self, problem: str) -> NoReturn:
+        """Tell all ranks alike who has met a NaN, and where; nothing is applied."""
+        everybody: list[str] = self.comm.all_gather_object(problem)
+        told = [f"rank {rank}: {found}" for rank, found in enumerate(everybody) if found]
+        raise not_a_number("step", "\n".join(told))
+
+    def _tail(self, rows: int, like: Tensor, problem: str) -> Tensor:
+        """Return what goes behind the deltas: rows, cap class, NaN met, weighted running values."""
         tail = [0.0] * TAIL
         if rows:
             tail[0] = rows
             tail[1 + cap_class(rows)] = 1.0
+        tail[TAIL - 1] = float(bool(problem))
         parts = [like.new_tensor(tail)]
         if self._averages_running:
             for norm in self._norms:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from unisono.bayes.hierarchical import tree_of
 from unisono.bayes.toolbox import Utils
-from unisono.errors import PartitionError
+from unisono.errors import MissingExtra, PartitionError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
 REDUCTIONS = ("mean", "sum", "none")
@@ -87,6 +91,69 @@ def calibration_curve(
     return asked, np.array([coverage(mean, std, y, float(level)) for level in asked])
 
 
+def observation_noise(
+    mean: ArrayLike, std: ArrayLike, y: ArrayLike, *, level: float | None = None
+) -> float | Floats:
+    """Return the standard deviation of the observation noise, estimated from held-out data.
+
+    The error of a prediction has two parts: what the net does not know (`std`), and the rest, the
+    noise of an observation together with what the net cannot express. `np.hypot(std, noise)` is the
+    error bar of a new observation. Data that the net has learnt from give too small a number.
+
+    Args:
+        mean: predictions of rows that the net has not seen, `[rows]` or `[rows, outputs]`.
+        std: the net's own standard deviations, as `net.predict` gives them.
+        y: what was observed there; NaN is missing.
+        level: None for the most likely value; or a share such as 0.9 for the value with which
+            intervals of that level hold that share of `y`, whatever its distribution.
+
+    Returns:
+        One number, or one for each of several outputs; 0 where the net's own `std` is wide enough
+        already.
+
+    >>> mean, std = np.zeros(4), np.full(4, 0.6)
+    >>> round(observation_noise(mean, std, [1.0, -1.0, 1.0, -1.0]), 2)
+    0.8
+    """
+    middle, s, seen = _paired(mean=mean, std=std, y=y)
+    if middle.ndim > 1 and math.prod(middle.shape[1:]) > 1:
+        columns = zip(*(a.reshape(len(a), -1).T for a in (middle, s, seen)), strict=True)
+        return np.array([observation_noise(*column, level=level) for column in columns])
+    known = ~np.isnan(seen)
+    square, own = np.square(seen - middle)[known], np.square(s)[known]
+    if len(square) < 2:
+        raise PartitionError.because(
+            "observation_noise(mean, std, y)",
+            f"{len(square)} known observations",
+            f"{len(square)} < 2",
+            "rows that were kept apart from training, some dozens at least",
+        )
+    return math.sqrt(_likely(square, own) if level is None else _covering(square, own, level))
+
+
+def _likely(square: Floats, own: Floats) -> float:
+    """Return the noise variance with the largest Gaussian likelihood of these squared errors."""
+    largest = float(square.max())
+    if largest == 0.0:
+        return 0.0
+    found = 0.0
+    tried = np.concatenate([[0.0], np.geomspace(1e-10 * largest, largest, 200)])
+    for _ in range(4):  # the likelihood may have several peaks: look everywhere, then closer
+        total = np.maximum(own + tried[:, None], 1e-300)
+        best = int(np.argmin((np.log(total) + square / total).sum(1)))
+        around = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
+        found = float(tried[best])
+        tried = np.linspace(*around, 60)
+    return found
+
+
+def _covering(square: Floats, own: Floats, level: float) -> float:
+    """Return the noise variance with which intervals of `level` hold that share of the errors."""
+    needed = np.sort(square / _reach(level) ** 2 - own)
+    place = math.ceil((len(needed) + 1) * level) - 1  # one new observation among them
+    return max(0.0, float(needed[min(place, len(needed) - 1)]))
+
+
 def crps(mean: ArrayLike, std: ArrayLike, y: ArrayLike) -> float:
     """Return the mean continuous ranked probability score of Gaussian predictions."""
     middle, s, seen = _paired(mean=mean, std=std, y=y)
@@ -107,6 +174,104 @@ def classification_error(prediction: ArrayLike, label: ArrayLike) -> float:
             f"{len(found)} labels, one for each prediction",
         )
     return float((found != known).mean())
+
+
+def brier_score(probabilities: ArrayLike, label: ArrayLike) -> float:
+    """Return the mean squared distance between probabilities and what came true.
+
+    Args:
+        probabilities: `[rows, classes]`.
+        label: the true class of each row.
+
+    >>> brier_score([[0.8, 0.2], [0.4, 0.6]], [0, 1])
+    0.2...
+    """
+    found, known = _classes(probabilities, label)
+    true = np.zeros_like(found)
+    true[np.arange(len(known)), known] = 1.0
+    return float(np.square(found - true).sum(1).mean())
+
+
+def reliability_curve(
+    probabilities: ArrayLike, label: ArrayLike, bins: int = 10
+) -> tuple[Floats, Floats, Floats]:
+    """Return how sure a classifier was, how often it was right, and how many rows that is.
+
+    Rows are sorted into bins of equal width by the probability of the class they were given.
+
+    Args:
+        probabilities: `[rows, classes]`.
+        label: the true class of each row.
+        bins: their number, between 0 and 1.
+
+    Returns:
+        Mean probability, share of right answers, and share of all rows, for each bin; the first two
+        are NaN where there are no rows.
+    """
+    if bins < 1:
+        raise PartitionError.because(f"bins={bins}", "counted from 1", f"{bins} < 1", "bins=10")
+    found, known = _classes(probabilities, label)
+    sure, right = found.max(1), found.argmax(1) == known
+    place = np.minimum((sure * bins).astype(int), bins - 1)
+    rows = np.bincount(place, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        return (
+            np.bincount(place, sure, bins) / rows,
+            np.bincount(place, right, bins) / rows,
+            rows / max(len(known), 1),
+        )
+
+
+def expected_calibration_error(probabilities: ArrayLike, label: ArrayLike, bins: int = 15) -> float:
+    """Return how far a classifier's probabilities are from how often it is right (ECE).
+
+    The mean over the bins of `reliability_curve`, each with the weight of its rows.
+
+    >>> expected_calibration_error([[0.9, 0.1], [0.9, 0.1]], [0, 1])
+    0.4
+    """
+    sure, right, share = reliability_curve(probabilities, label, bins)
+    return float(np.nansum(np.abs(sure - right) * share))
+
+
+def reliability_plot(
+    probabilities: ArrayLike, label: ArrayLike, bins: int = 10, *, ax: Axes | None = None
+) -> Axes:
+    """Draw `reliability_curve`: bars at the diagonal are right, below it they promise too much.
+
+    Args:
+        probabilities: `[rows, classes]`.
+        label: the true class of each row.
+        bins: their number.
+        ax: where to draw; None for a figure of its own.
+
+    Returns:
+        The axes; `reliability_plot(...).figure.savefig("classes.png")`.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    sure, right, share = reliability_curve(probabilities, label, bins)
+    if ax is None:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtra.of("plot", "reliability_plot", str(error)) from error
+        ax = Figure(figsize=(4.2, 4), layout="constrained").subplots()
+    middles = (np.arange(bins) + 0.5) / bins
+    gap = expected_calibration_error(probabilities, label, bins)
+    ax.bar(middles, np.nan_to_num(right), width=0.94 / bins, color="#53a2dd", label="right")
+    ax.plot([0, 1], [0, 1], color="#777777", linewidth=1, linestyle="--")
+    ax.plot(sure, right, "o", color="#1f5fa8", markersize=4, label="mean probability in the bin")
+    for at, height, part in zip(middles, right, share, strict=True):
+        if part:
+            ax.annotate(f"{part:.0%}", (at, height), ha="center", va="bottom", fontsize=7)
+    ax.set(
+        xlim=(0, 1), ylim=(0, 1.05), xlabel="probability of the class that was given",
+        ylabel="share of right answers", title=f"calibration error {gap:.3f}",
+    )  # fmt: skip
+    ax.legend(loc="upper left", frameon=False, fontsize=8)
+    return ax
 
 
 class HRCSoftmaxMetric:
@@ -131,9 +296,48 @@ class HRCSoftmaxMetric:
         rows = np.asarray(m_pred).size // self.hrc_softmax.len
         return self.utils.get_labels(m_pred, v_pred, self.hrc_softmax, self.num_classes, rows)[0]
 
+    def get_probabilities(self, m_pred: ArrayLike, v_pred: ArrayLike) -> Floats:
+        """Return the probability of each class `[samples, classes]`; each row adds up to 1."""
+        tree, classes = self.hrc_softmax, self.num_classes
+        flat = np.asarray(self.utils.obs_to_label_prob(m_pred, v_pred, tree, classes), dtype=float)
+        rows = flat.reshape(-1, classes)
+        return rows / rows.sum(1, keepdims=True)
+
     def error_rate(self, m_pred: ArrayLike, v_pred: ArrayLike, label: ArrayLike) -> float:
         """Return the share of wrong labels."""
         return classification_error(self.get_predicted_labels(m_pred, v_pred), label)
+
+
+def _classes(probabilities: ArrayLike, label: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
+    """Return probabilities `[rows, classes]` and labels that fit them."""
+    found = np.asarray(probabilities, dtype=np.float64)
+    known = np.asarray(label).reshape(-1)
+    if found.ndim != 2 or len(found) != len(known):
+        raise PartitionError.because(
+            f"probabilities of shape {found.shape} and {len(known)} labels",
+            "one row for each label, one column for each class",
+            None,
+            "np.stack([1 - p, p], 1) for the probability p of class 1"
+            if found.ndim == 1
+            else "probabilities [rows, classes], and as many labels as rows",
+        )
+    off = np.abs(found.sum(1) - 1)
+    if len(found) and not (off.max() < 1e-3 and found.min() >= -1e-6):  # NaN too
+        row = int(np.argmax(np.where(np.isnan(off), np.inf, off)))
+        raise PartitionError.because(
+            f"probabilities of shape {found.shape}",
+            f"row {row} is {found[row].tolist()}",
+            f"their sum is {found[row].sum():.3f}",
+            "each row adds up to 1; scipy.special.softmax for scores",
+        )
+    if len(known) and not (known.min() >= 0 and known.max() < found.shape[1]):
+        raise PartitionError.because(
+            f"labels from {known.min()} to {known.max()}",
+            f"{found.shape[1]} classes",
+            f"0 <= label < {found.shape[1]}",
+            "labels that count classes from 0",
+        )
+    return found, known.astype(np.int64)
 
 
 def _paired(**arrays: ArrayLike) -> list[Floats]:

@@ -17,8 +17,9 @@ ALIGNED = 16
 """Every block of an arena starts at a multiple of this many numbers (a cache line)."""
 CHUNK = 1 << 15
 """Numbers per piece of an update on the CPU, so that a piece stays in the cache."""
-TAIL = 4
-"""Numbers behind the deltas that data-parallel training adds: rows, and the cap class one-hot."""
+TAIL = 5
+"""Numbers behind the deltas that data-parallel training adds: rows, the cap class one-hot, and
+whether the rank has met a NaN."""
 FLOOR = 1e-5
 """What a variance becomes that an update made zero or negative."""
 CAPS = (0.1, 2.0, 3.0)
@@ -132,23 +133,30 @@ class Arena:
         """Whether exactly these parameters live here (a layer may have moved to another net)."""
         return len(members) == len(self.members) and all(p.home is self for p in members)
 
-    def scale_deltas(self) -> None:
-        """Turn sums over the batch into deltas: times the variance, and its square."""
+    def scale_deltas(self) -> bool:
+        """Turn sums over the batch into deltas: times the variance, and its square.
+
+        Returns:
+            Whether there may be a NaN among them: one product of both, while they are in the cache.
+        """
+        product = 0.0
         for mean, var, v in self._pieces(self.delta_mean, self.delta_var, self.var):
             mean.mul_(v)
             var.mul_(v).mul_(v)
+            product += float(mean.dot(var))
+        return math.isnan(product)
 
     def step(self, cap: float) -> None:
         """Add the deltas, each at most `sqrt(var) / cap`, and floor the variances."""
         self.floored.zero_()
-        lowest = math.inf
+        needs_floor = False
         for mean, v, dm, dv in self._pieces(self.mean, self.var, self.delta_mean, self.delta_var):
             bar = v.sqrt().div_(cap)
             low = bar.neg()
             mean.add_(dm.clamp(low, bar))
             v.add_(dv.clamp(low, bar))
-            lowest = min(lowest, float(v.amin()))
-        if not lowest > 0:
+            needs_floor |= not float(v.amin()) > 0  # a NaN too, which min() would pass over
+        if needs_floor:
             self._floor()
 
     def _floor(self) -> None:

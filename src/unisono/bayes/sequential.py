@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -17,9 +18,18 @@ from unisono.bayes.arrays import (
     to_tensor,
 )
 from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.blocks import backward_through, fixed_input, forward_through, plan_through
+from unisono.bayes.blocks import (
+    backward_through,
+    first_nan,
+    fixed_input,
+    forward_through,
+    nan_in,
+    not_a_number,
+    plan_through,
+)
 from unisono.bayes.linear import Linear
 from unisono.bayes.moments import Delta, Moments
+from unisono.bayes.normalization import BatchNorm2d
 from unisono.bayes.parameters import CAPS, cap_class
 from unisono.bayes.sequential_memory import RecurrentStates
 from unisono.bayes.sequential_state import StoredState
@@ -66,6 +76,10 @@ class Sequential(StoredState, RecurrentStates, Described):
         self._corrected: Moments | None = None
         """The input that `_input_delta` is of."""
         self._pending = 0
+        self._problem = ""
+        """Where a NaN was met that nobody has been told of yet."""
+        self.tells_at_step = False
+        """Whether a NaN in training is told in `step`, by somebody who asks `take_problem`."""
 
     def __call__(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
         """As `forward`."""
@@ -83,12 +97,52 @@ class Sequential(StoredState, RecurrentStates, Described):
         with self._all_or_nothing():
             x = self._read(mu_x, var_x)
             out = forward_through(self.layers, x)
+            self._check_output(x, out)
         self._input, self._batch, self._remembers = x, x.mean.shape[0], self._training
         self._output_shape = tuple(out.mean.shape[1:])
         self.output_z_buffer.hold(out)
         self.input_delta_z_buffer.expect(out.mean, self._batch)
         shaped = isinstance(mu_x, Tensor) and mu_x.dim() >= 2
         return self._given_back(out, mu_x, shaped)
+
+    def _check_output(self, x: Moments, out: Moments) -> None:
+        """Refuse a NaN in the output, with the layer that it comes from.
+
+        Later it would be taken for a missing observation, or spread to all parameters.
+        """
+        var = out.mean if out.var is None else out.var
+        # the usual end: one product of both; infinities may make it NaN too
+        product = float(torch.dot(out.mean.reshape(-1), var.reshape(-1)))
+        if product == product:
+            return
+        if nan_in(out.mean, out.var):
+            with self._all_or_nothing(keep=False), self._without_ranks():
+                found = first_nan(self.layers, x)
+            self._tell("forward", found or "the output of the net is NaN")
+
+    @contextlib.contextmanager
+    def _without_ranks(self) -> Iterator[None]:
+        """Let batch norms look at own rows alone, whatever other ranks do meanwhile."""
+        norms = [layer for layer in self.all_layers() if isinstance(layer, BatchNorm2d)]
+        before = [norm.sum_over_ranks for norm in norms]
+        for norm in norms:
+            norm.sum_over_ranks = None
+        try:
+            yield
+        finally:
+            for norm, verb in zip(norms, before, strict=True):
+                norm.sum_over_ranks = verb
+
+    def _tell(self, where: str, found: str) -> None:
+        if self.tells_at_step and self._training:
+            self._problem = self._problem or f"{where}: {found}"
+            return
+        raise not_a_number(where, found)
+
+    def take_problem(self) -> str:
+        """Return where a NaN was met since the last call, and forget it."""
+        found, self._problem = self._problem, ""
+        return found
 
     def _given_back(self, out: Moments, like: ArrayLike, shaped: bool) -> tuple[Output, Output]:
         if isinstance(like, Tensor):
@@ -164,16 +218,27 @@ class Sequential(StoredState, RecurrentStates, Described):
     def backward(self) -> None:
         """Carry the deltas in `input_delta_z_buffer` to all layers. Local."""
         delta = self._incoming()
-        self.arena  # noqa: B018 - parameters that moved get their deltas back before they are written
+        arena = self.arena  # parameters that moved get their deltas back before they are written
         shape = (self._batch, *(self._output_shape or ()))
         back = backward_through(
             self.layers, delta.reshaped(*shape), to_input=self.input_state_update
         )
-        self.arena.scale_deltas()
+        if arena.scale_deltas():
+            self._check_deltas(delta)
         self._pending = self._batch
         self._input_delta = back if self.input_state_update else None
         self._corrected = self._input
         self.output_delta_z_buffer.hold(delta if back is None else back, self._batch)
+
+    def _check_deltas(self, incoming: Delta) -> None:
+        """Refuse NaN among the deltas; the last layer that has one met it first."""
+        if nan_in(*incoming):
+            self._tell("backward", "the deltas of the output hold a NaN: input_delta_z_buffer")
+            return
+        for key, leaf in reversed(list(self.leaves())):
+            if nan_in(*leaf.deltas()):
+                self._tell("backward", _of_deltas(key, leaf))
+                return
 
     def _incoming(self) -> Delta:
         if not self._remembers:
@@ -213,7 +278,10 @@ class Sequential(StoredState, RecurrentStates, Described):
     @torch.no_grad()
     def step(self) -> None:
         """Apply the deltas of the last backward pass; a second step does nothing. Local."""
-        if rows := self.take_pending():
+        rows = self.take_pending()
+        if found := self.take_problem():
+            raise not_a_number("step", found)
+        if rows:
             self.apply_deltas(CAPS[cap_class(rows)])
 
     def take_pending(self) -> int:
@@ -222,10 +290,12 @@ class Sequential(StoredState, RecurrentStates, Described):
         Deltas that were written by hand count as those of one row at least.
         """
         rows = self._pending
-        for _, leaf in self.leaves():
+        for key, leaf in self.leaves():
             if leaf.deltas_written:
                 leaf.deltas_written = False
                 rows = max(rows, 1)
+                if not self._problem and nan_in(*leaf.deltas()):
+                    self._problem = f"step: {_of_deltas(key, leaf)}"
         self._pending = 0
         return rows
 
@@ -300,7 +370,10 @@ class Sequential(StoredState, RecurrentStates, Described):
             self.eval()
             whole = self._read(x, None)
             pieces = whole.mean.split(batch_size or max(whole.mean.shape[0], 1))
-            outs = [forward_through(self.layers, Moments(piece)) for piece in pieces]
+            outs: list[Moments] = []
+            for piece in map(Moments, pieces):
+                outs.append(forward_through(self.layers, piece))
+                self._check_output(piece, outs[-1])
         mean = torch.cat([out.mean.flatten(1) for out in outs])
         std = torch.cat([out.spread().flatten(1) for out in outs]).clamp_min(0).sqrt()
         if isinstance(x, Tensor):
@@ -350,3 +423,7 @@ class Sequential(StoredState, RecurrentStates, Described):
 
     def __iter__(self) -> Iterator[BaseLayer]:
         return iter(self.layers)
+
+
+def _of_deltas(key: str, leaf: BaseLayer) -> str:
+    return f"layer {key}, {leaf.get_layer_info()}: its deltas hold a NaN"

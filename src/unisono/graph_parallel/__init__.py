@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from unisono.errors import LayoutError
-from unisono.graph_parallel.gradients import sync_gradients
+from unisono.graph_parallel.gradients import GraphParallel, sync_gradients
 from unisono.graph_parallel.groups import (
     cleanup_gp,
     divide_and_check_no_remainder,
@@ -122,6 +122,7 @@ __all__ = [
     "trim_tensor",
     # graphs
     "GraphBatchSampler",
+    "GraphParallel",
     "GraphPartition",
     "GraphPlan",
     "GraphStats",

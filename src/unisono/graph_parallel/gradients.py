@@ -1,4 +1,4 @@
-"""`sync_gradients`: parameter gradients over the dp x gp matrix of ranks.
+"""`GraphParallel`, `sync_gradients`: parameter gradients over the dp x gp matrix of ranks.
 
 Parameters of the partitioned part of a model hold one term on each rank of a row: sum over gp.
 Parameters used after the last reduce or gather hold the whole: mean over gp. Both: mean over dp.
@@ -6,17 +6,167 @@ Parameters used after the last reduce or gather hold the whole: mean over gp. Bo
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.comm import Communicator, checking
-from unisono.errors import LayoutError, MeshError, PartitionError, an
+from unisono.errors import CollectiveMismatch, LayoutError, MeshError, PartitionError, an
 from unisono.graph_parallel.equality import difference_over_ranks
 from unisono.graph_parallel.groups import current_groups
 from unisono.graph_parallel.matrix import GraphGroups, graph_groups
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function at the end of the running backward; torch has no public name for it."""
+_kept = WeakIdKeyDictionary()
+"""Parameters whose gradients a `GraphParallel` brings together."""
+
+
+class GraphParallel(nn.Module):
+    """A model on parts of graphs whose replicas stay equal: gradients are whole after `backward()`.
+
+    The constructor gives all ranks the parameters and buffers of the first one. Each backward ends
+    with what `sync_gradients` does, which then can no longer be forgotten. The names in
+    `state_dict()` are those of the model. Collective over the matrix of ranks: the constructor, and
+    every backward outside of `no_sync()`.
+
+    Args:
+        module: the model; `forward` is passed on to it.
+        replicated: as in `sync_gradients`.
+        groups: the matrix; default the current one.
+        bucket_mb: as in `sync_gradients`.
+
+    >>> net = GraphParallel(nn.Linear(2, 1))  # a world of one rank
+    >>> net(torch.ones(3, 2)).sum().backward()
+    >>> net.module.weight.grad.tolist()
+    [[3.0, 3.0]]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        replicated: nn.Module | Iterable[Tensor] = (),
+        groups: GraphGroups | None = None,
+        bucket_mb: float = 25.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise PartitionError.because(
+                "GraphParallel(module)", f"a {type(module).__name__}", None, "a torch.nn.Module"
+            )
+        _check_bucket(bucket_mb)
+        self.module = module
+        self._replicated, self._bucket_mb = _listed(replicated), bucket_mb
+        self._groups = _matrix(groups)
+        self._is_local = False
+        self._holds_terms = False
+        """Whether `.grad` holds terms of backwards in `no_sync`, not yet summed."""
+        self._is_queued = False
+        self._complete: list[tuple[Tensor, Tensor | None]] = []
+        """Gradients of earlier backwards, set aside while the terms of this one are summed."""
+        self._share()
+        self._watch()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        if self._is_queued:  # the last backward failed: what it left is no gradient
+            self._is_queued = False
+            for p, before in self._complete:
+                p.grad = before
+            self._complete = []
+        self._watch()
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients as they are in backwards inside; the next one outside sums them all."""
+        before, self._is_local = self._is_local, True
+        try:
+            yield
+        finally:
+            self._is_local = before
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the model, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state of a model, wrapped or not."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Give all ranks the values of the first one."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        kinds = [(name, tuple(t.shape), str(t.dtype)) for name, t in named]
+        for comm in (self._groups.gp, self._groups.dp):
+            if comm.size == 1:
+                continue
+            if not comm.all_equal(kinds):
+                raise CollectiveMismatch.because(
+                    f"GraphParallel over {comm.size} ranks",
+                    "names, shapes or dtypes of parameters and buffers differ",
+                    None,
+                    "build the same model on all ranks",
+                )
+            for _, tensor in named:
+                tensor.copy_(comm.broadcast(tensor.detach(), 0))
+
+    def _watch(self) -> None:
+        """Look at every trained parameter: new ones, and those of a copy, too."""
+        for p in self.module.parameters():
+            keeper = _kept.get(p)
+            if p.requires_grad and (keeper is None or keeper() is not self):
+                p.register_hook(self._begin)
+                _kept[p] = weakref.ref(self)
+
+    def _begin(self, _: Tensor) -> None:
+        """Get ready before the first gradient of a backward is added to `.grad`."""
+        if self._is_queued:
+            return
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if self._is_local and not self._holds_terms:
+            if any(p.grad is not None and bool(p.grad.any()) for p in trained):
+                raise LayoutError.because(
+                    "backward() in GraphParallel.no_sync()",
+                    "gradients that are summed over ranks already would be summed again",
+                    None,
+                    "zero_grad() first, or no_sync() around all backwards of a step but the last",
+                )
+            self._holds_terms = True
+        elif not self._holds_terms:
+            self._complete = [(p, p.grad) for p in trained]
+            for p in trained:
+                p.grad = None
+        self._is_queued = True
+        _queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._is_queued = False
+        if self._is_local:
+            return
+        _sync(_listed(self.module), self._replicated, self._groups, self._bucket_mb)
+        self._holds_terms = False
+        with torch.no_grad():
+            for p, before in self._complete:
+                if before is not None:
+                    p.grad = before if p.grad is None else before.add_(p.grad)
+        self._complete = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy looks after its own parameters."""
+        super().__setstate__(state)
+        self._is_queued, self._complete = False, []
+        self._watch()
 
 
 def sync_gradients(
@@ -38,9 +188,22 @@ def sync_gradients(
         bucket_mb: gradients travel joined in buckets of this size.
     """
     _check_bucket(bucket_mb)
-    groups = _matrix(groups)
-    whole = {id(p) for p in _listed(replicated)}
-    wanted = [p for p in _listed(parameters) if p.requires_grad]
+    listed = _listed(parameters)
+    if any(p in _kept for p in listed):
+        raise LayoutError.because(
+            "sync_gradients of a model in GraphParallel",
+            "its gradients are summed over ranks at the end of every backward",
+            None,
+            "leave sync_gradients out; net.no_sync() for backwards that only accumulate",
+        )
+    _sync(listed, _listed(replicated), _matrix(groups), bucket_mb)
+
+
+def _sync(
+    parameters: list[Tensor], replicated: list[Tensor], groups: GraphGroups, bucket_mb: float
+) -> None:
+    whole = {id(p) for p in replicated}
+    wanted = [p for p in parameters if p.requires_grad]
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
         is_whole = [id(p) in whole for p in wanted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ class Neighbours(NamedTuple):
     edge_index: Tensor
     """`[2, E]`, int64: source and target; sorted by target, then source."""
     shifts: Tensor
-    """`[E, 3]`: add it to `pos[source]` for the image that is near; zeros without a cell."""
+    """`[E, D]`: add it to `pos[source]` for the image that is near; zeros without a cell."""
 
 
 def radius_graph(
@@ -30,15 +31,17 @@ def radius_graph(
     """Return the edges from all points within `cutoff` of each target. Local, no gradient.
 
     Args:
-        pos: `[N, 3]`.
+        pos: `[N, D]`, in one dimension or more.
         cutoff: largest distance; points exactly there count.
-        cell: rows are the vectors of a periodic cell, `[3, 3]`, or `[B, 3, 3]` with `batch`. Then
+        cell: rows are the vectors of a periodic cell, `[D, D]`, or `[B, D, D]` with `batch`. Then
             a point may be its own neighbour through an image.
         batch: graph of each point `[N]`; points of different graphs are never neighbours.
         targets: points that need their neighbours, such as a rank's own nodes; default all.
 
     >>> radius_graph(torch.tensor([[0.0, 0, 0], [1, 0, 0], [3, 0, 0]]), 1.5).edge_index.tolist()
     [[1, 0], [0, 1]]
+    >>> radius_graph(torch.tensor([[0.0, 0], [1, 0], [1, 1]]), 1.0).edge_index.tolist()
+    [[1, 0, 2, 1], [0, 1, 1, 2]]
     """
     points, wanted = _checked(pos, cutoff, targets)
     graphs = _graphs(batch, len(points))
@@ -62,48 +65,68 @@ def _near_cells(
     cutoff: float,
     graphs: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return pairs (number of image, target) whose cells of side `cutoff` touch."""
+    """Return pairs (number of image, target) whose cells of side `cutoff` touch.
+
+    Cells divide the widest dims, three at most: each dim more has three times as many neighbours.
+    """
     if len(images) == 0 or len(wanted) == 0:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     where = points[images] + shifts
+    widest = (where.max(0).values - where.min(0).values).argsort(descending=True)[:3]
+    where, homes = where[:, widest], points[wanted][:, widest]
+    dims = len(widest)
     low = where.min(0).values
     cells = ((where - low) / cutoff).floor().long()
-    extent = cells.max(0).values + 3  # a free layer on each side, so that cells never wrap
-    stride = torch.tensor([int(extent[1] * extent[2]), int(extent[2]), 1])
-    volume = int(extent.prod())
+    extent = (cells.max(0).values + 3).tolist()  # a free layer each side: cells never wrap
+    stride = torch.tensor([math.prod(extent[d + 1 :]) for d in range(dims)])
+    volume = math.prod(extent)
 
     def key_of(cell: Tensor, graph: Tensor) -> Tensor:
         return ((cell + 1) * stride).sum(1) + graph * volume
 
     keys, by_cell = key_of(cells, graphs[images]).sort(stable=True)
-    home = ((points[wanted] - low) / cutoff).floor().long()
-    steps = torch.cartesian_prod(*[torch.tensor([-1, 0, 1])] * 3)
-    around = key_of((home[:, None] + steps).reshape(-1, 3), graphs[wanted].repeat_interleave(27))
+    home = ((homes - low) / cutoff).floor().long()
+    steps = torch.cartesian_prod(*[torch.tensor([-1, 0, 1])] * dims).reshape(-1, dims)
+    near = len(steps)
+    around = key_of(
+        (home[:, None] + steps).reshape(-1, dims), graphs[wanted].repeat_interleave(near)
+    )
     first, last = torch.searchsorted(keys, around), torch.searchsorted(keys, around, right=True)
     counts = last - first
     start = (counts.cumsum(0) - counts).repeat_interleave(counts)
     place = torch.arange(int(counts.sum())) - start + first.repeat_interleave(counts)
-    return by_cell[place], wanted.repeat_interleave(27).repeat_interleave(counts)
+    return by_cell[place], wanted.repeat_interleave(near).repeat_interleave(counts)
 
 
 def _images(
     points: Tensor, cutoff: float, cell: Tensor | None, graphs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return for each image of a point its number and its shift."""
+    dims = points.shape[1]
     if cell is None:
-        return torch.arange(len(points)), torch.zeros(len(points), 3, dtype=points.dtype)
-    cells = cell.detach().cpu().double().reshape(-1, 3, 3)
+        return torch.arange(len(points)), torch.zeros(len(points), dims, dtype=points.dtype)
+    if cell.dim() not in (2, 3) or tuple(cell.shape[-2:]) != (dims, dims):
+        raise PartitionError.because(
+            "radius_graph(cell=...)",
+            f"a cell of shape {list(cell.shape)} for points in {dims} dimensions",
+            None,
+            f"one cell [{dims}, {dims}], or one for each graph [B, {dims}, {dims}]",
+        )
+    cells = cell.detach().cpu().double().reshape(-1, dims, dims)
     count = int(graphs.max()) + 1 if len(graphs) else 0
     if cells.shape[0] not in (1, max(count, 1)):
         raise PartitionError.because(
             "radius_graph(cell=...)",
             f"{cells.shape[0]} cells for {count} graphs",
             None,
-            "one cell [3, 3], or one for each graph [B, 3, 3]",
+            f"one cell [{dims}, {dims}], or one for each graph [B, {dims}, {dims}]",
         )
     if bool((torch.linalg.det(cells).abs() < 1e-12).any()):
         raise PartitionError.because(
-            "radius_graph(cell=...)", "the three vectors span no volume", None, "a 3-D cell"
+            "radius_graph(cell=...)",
+            "the vectors span no volume",
+            None,
+            f"{dims} vectors that do not lie in one plane",
         )
     numbers: list[Tensor] = []
     shifts: list[Tensor] = []
@@ -119,21 +142,24 @@ def _images(
         first = (low - fraction.max(0).values).floor().long()
         last = (high - fraction.min(0).values).ceil().long()
         ranges = [torch.arange(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
-        steps = torch.cartesian_prod(*ranges).double()
+        steps = torch.cartesian_prod(*ranges).reshape(-1, dims).double()
         moved = fraction[:, None] + steps
         inside = ((moved >= low) & (moved <= high)).all(2)
         point, step = inside.nonzero(as_tuple=True)
         numbers.append(mine[point])
         shifts.append(steps[step] @ vectors)
     if not numbers:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, 3, dtype=points.dtype)
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dims, dtype=points.dtype)
     return torch.cat(numbers), torch.cat(shifts)
 
 
 def _checked(pos: Tensor, cutoff: float, targets: Tensor | None) -> tuple[Tensor, Tensor]:
-    if pos.dim() != 2 or pos.shape[1] != 3 or not pos.is_floating_point():
+    if pos.dim() != 2 or pos.shape[1] < 1 or not pos.is_floating_point():
         raise PartitionError.because(
-            "radius_graph", f"positions of shape {list(pos.shape)}, {pos.dtype}", None, "[N, 3]"
+            "radius_graph",
+            f"positions of shape {list(pos.shape)}, {pos.dtype}",
+            None,
+            "[N, D], floating point: a row for each point; pos[:, None] on a line",
         )
     if not cutoff > 0:
         raise PartitionError.because(f"radius_graph(cutoff={cutoff})", None, None, "cutoff > 0")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, cast
 
 import torch
@@ -34,6 +34,8 @@ from unisono.nn.layer_norm import DistributedLayerNorm
 from unisono.nn.module import Module
 from unisono.nn.same_network import check_same_network
 from unisono.nn.state import own_block
+from unisono.nn.trusted import Layer, Trust, trust, trusted
+from unisono.nn.trusted_calls import WHOLE, Cut
 from unisono.nn.twins import ELEMENTWISE, NORMS, SPATIAL, twin_of
 from unisono.topology import Partition
 
@@ -44,6 +46,8 @@ _TRUSTED_BASES = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.PRe
 """What a forward of its own may be written on: nothing of these looks at neighbours by itself."""
 _TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 _FLATTENING = (nn.Flatten, nn.Linear)
+_SEEN_THROUGH = (*ELEMENTWISE, nn.Softmax, nn.LogSoftmax, nn.ModuleList, nn.ModuleDict)
+"""Kept as they are: a forward that is followed may call them on any order of dims."""
 _CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -69,6 +73,13 @@ class _Walk:
     def stage(self) -> tuple[bool, Partition]:
         """What changes when samples are gathered, wholly or in space."""
         return self.is_split, self.partition
+
+    @property
+    def cut(self) -> Cut:
+        """The dims of which ranks hold different parts at this point."""
+        if self.is_split:
+            return frozenset(d for d, parts in enumerate(self.partition.shape) if parts > 1)
+        return frozenset({0}) if self.head == "batch" and self.everyone.size > 1 else WHOLE
 
     @property
     def place(self) -> int:
@@ -116,12 +127,10 @@ def distribute(
         partition: `[batch, 1, space...]`: how the input `(N, C, ...)` is cut.
         head: what happens at the first Flatten or Linear: "replicate" gathers the tensor on every
             rank, and every rank computes the rest; "batch" re-cuts it by samples.
-        custom: "recurse" replaces the children of modules with a forward of their own and trusts
-            that forward, which runs on own blocks: it may call its children and elementwise
-            functions, and cut or join tensors in dims that are not split. A crop such as
-            `a[:, :, : b.shape[2]] + b` in a split dim adds rows of different places without a
-            word: crop with a child `nn.ZeroPad2d((0, 0, 0, -1))`, or bring `b` to the size of `a`
-            with `nn.Upsample(size=...)`. "refuse" raises.
+        custom: "recurse" replaces the children of modules with a forward of their own and runs that
+            forward on own blocks: it may call its children, treat points one by one, and look along
+            dims that are not split. What looks along a split dim (`x.mean((2, 3))`,
+            `F.interpolate`, a crop) is refused when it is called. "refuse" raises.
 
     Raises:
         PartitionError: a layer that cannot be split, with its path and the reason.
@@ -178,7 +187,8 @@ def _converted(
     key = (id(module), *walk.stage)
     if key in walk.seen:
         return walk.seen[key]
-    if walk.is_split:
+    before, is_split = walk.cut, walk.is_split
+    if is_split:
         check_carries_nothing(module, path)
         check_takes_samples(module, path, walk.partition.dim)
         made = _replacement(module, path, walk)
@@ -195,8 +205,31 @@ def _converted(
     if isinstance(made, GlobalAvgPool) and not in_chain:
         _refuse_gathering(f"{path} is {an(type(module).__name__)}")
     made.training = module.training
+    if walk.custom == "recurse" and walk.everyone.active and walk.everyone.size > 1:
+        own = trusted(made)
+        if own is not None:
+            trust(made, replace(own, is_chained=in_chain and path != ""))
+        elif not is_split or torch_kind(module) not in _SEEN_THROUGH:
+            _look_away(made, path, before, walk, is_own=made is module)
     walk.seen[key] = made
     return made
+
+
+def _look_away(made: nn.Module, path: str, before: Cut, walk: _Walk, *, is_own: bool) -> None:
+    """Let forwards that are followed take a layer's work for granted, and check what it is given.
+
+    `is_own`: it is a layer of the source, kept as it is.
+    """
+    takes: Cut | None = before
+    gives: Cut | None = walk.cut
+    if type(made) is OwnDropout:  # point by point, whatever the order of dims
+        takes = gives = None
+    elif is_own and isinstance(made, Module):
+        takes = None
+        after = getattr(made, "P_y", None)
+        if isinstance(after, Partition) and after.dim == walk.everyone.dim:
+            gives = frozenset(d for d, parts in enumerate(after.shape) if parts > 1)
+    Layer(path, takes, gives, walk.everyone.dim).attach(made)
 
 
 def _replacement(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
@@ -293,9 +326,10 @@ def _custom(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
         hint = f"hold {an(base.__name__)} and call it, in a class that is derived from nn.Module"
         refuse(path, module, f"its forward is written on that of {base.__name__}", hint)
     if walk.custom == "refuse":
-        hint = 'custom="recurse" if its forward only calls its children and elementwise functions'
+        hint = 'custom="recurse": what its forward calls is then looked at, call by call'
         refuse(path, module, "it has a forward of its own", hint)
     made = _shell(module)
+    about = Trust(path, type(module).__name__, walk.cut, walk.partition.dim)
     gathered: str | None = None
     for name, child in children_of(module):
         where, before = f"{path}.{name}".lstrip("."), walk.stage
@@ -312,6 +346,8 @@ def _custom(module: nn.Module, path: str, walk: _Walk) -> nn.Module:
             refuse(path, module, reason, "give them to a module that stands on one side")
         walk.keeps(made._parameters.values())
         sum_gradients(made, walk.partition, deep=False)
+    if about.cut and walk.everyone.active:
+        trust(made, about)
     return made
 
 

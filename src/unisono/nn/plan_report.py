@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from unisono.nn.joining import Join
 from unisono.nn.planned import PlannedModule
 from unisono.nn.rehearsal import on_paper
 from unisono.nn.traffic import Traffic, partition_of, traffic, whole_output
+from unisono.nn.trusted import layers_around, trust, trusted
 from unisono.topology import Partition
 from unisono.topology.decompose import block
 from unisono.topology.halo_plan import HaloPlan
@@ -36,6 +38,8 @@ def plan_report(
     partition: Partition | None = None,
     *,
     itemsize: int = 4,
+    head: Literal["replicate", "batch"] = "replicate",
+    custom: Literal["refuse", "recurse"] = "recurse",
 ) -> str:
     """Return a table of the layers: own shapes, halo widths, messages and bytes of the worst rank.
 
@@ -49,10 +53,68 @@ def plan_report(
         input_shape: of the whole input.
         partition: how the input of an ordinary network is to be cut; the other has its own.
         itemsize: bytes of an element.
+        head: as in `distribute`.
+        custom: as in `distribute`, which is asked to "recurse" here.
 
     Raises:
         PartitionError: what `distribute`, or a layer called with such an input, refuses.
     """
+    dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+    whole = torch.empty(tuple(input_shape), dtype=dtype, device="meta")
+    calls = rehearsed(net, [whole], partition, itemsize=itemsize, head=head, custom=custom)
+    return _table([call.cells() for call in calls])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer in a forward of a split network."""
+
+    path: str
+    kind: str
+    own: tuple[int, ...]
+    """Shape of the output that the first rank holds."""
+    sent: Traffic
+    """Of the rank that sends most."""
+    is_split: bool
+    """Whether ranks hold different parts of the same samples behind it."""
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row of a table."""
+        widths, boundary = self.sent.verb, "-"
+        if self.sent.halo is not None:
+            widths = ", ".join(f"{a}/{b}" for a, b in _widths(self.sent.halo))
+            boundary = f"{100 * _boundary(self.sent.halo):.0f}%"
+        return (
+            self.path or "-", self.kind, "x".join(map(str, self.own)), widths,
+            str(self.sent.messages), f"{self.sent.sent:,}", boundary,
+        )  # fmt: skip
+
+
+def rehearsed(
+    net: nn.Module,
+    inputs: Sequence[Tensor],
+    partition: Partition | None = None,
+    *,
+    itemsize: int = 4,
+    head: Literal["replicate", "batch"] = "replicate",
+    custom: Literal["refuse", "recurse"] = "recurse",
+) -> list[Call]:
+    """Split a network on paper, run it once without data, and return the calls of its layers.
+
+    This is the one answer to what can be split: it asks `distribute` and the layers themselves.
+
+    Args:
+        net: an ordinary network, or one made by `distribute`.
+        inputs: whole arguments of its forward, on the device "meta".
+        partition: how the first of them is to be cut.
+        itemsize: bytes of an element.
+        head: as in `distribute`.
+        custom: as in `distribute`.
+
+    Raises:
+        PartitionError: what `distribute`, or a layer called with such an input, refuses.
+    """
+    input_shape = inputs[0].shape
     split_layers = (layer for layer in net.modules() if isinstance(layer, PlannedModule))
     known = next(map(partition_of, split_layers), None)
     cut = known or partition
@@ -66,31 +128,41 @@ def plan_report(
     split = copy.deepcopy(net).to("meta")
     if known is None:
         everyone = Partition(cut.shape, comm=on_paper(range(cut.size), 0))
-        split = distribute(split, everyone, custom="recurse")
+        split = distribute(split, everyone, head=head, custom=custom)
         cut = everyone
     kinds = {
         path: type(layer).__name__ for path, layer in net.named_modules(remove_duplicate=False)
     }
     rehearsal = _Rehearsal(cut, kinds, itemsize)
     stage = rehearsal.staged(split, "")
-    dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
     with torch.no_grad(), torch.device("meta"):
-        stage(torch.empty(tuple(input_shape), dtype=dtype))
-    return _table(rehearsal.rows)
+        stage(*inputs)
+    return rehearsal.calls
 
 
 class _Rehearsal:
     """One forward of a split network on tensors without data, and the rows it gives."""
 
     def __init__(self, cut: Partition, kinds: dict[str, str], itemsize: int) -> None:
-        self.rows: list[tuple[str, ...]] = []
+        self.calls: list[Call] = []
+        self._is_split = True
         self._kinds = kinds
         self._itemsize = itemsize
         self._own: Callable[[tuple[int, ...]], tuple[int, ...]] = _blocks_of(cut)
         """From the shape of a whole tensor to that of the own part, at this point of the walk."""
 
     def staged(self, module: nn.Module, path: str) -> nn.Module:
-        """Return a module for whole tensors in place of a split one."""
+        """Return a module for whole tensors in place of a split one, as closely looked at."""
+        made = self._stage(module, path)
+        about = trusted(module)
+        if about is not None:
+            trust(made, about)
+        layer = next(layers_around(module), None)
+        if layer is not None:
+            layer.attach(made)
+        return made
+
+    def _stage(self, module: nn.Module, path: str) -> nn.Module:
         if isinstance(module, PlannedModule):
             return _OnWhole(self, module, path)
         if isinstance(module, OwnDropout):
@@ -131,23 +203,19 @@ class _Rehearsal:
         worst = max(every, key=lambda sent: (sent.sent, sent.messages))
         if isinstance(layer, Join):
             self._own = _samples_of(layer.everyone.size) if layer.cuts_batch else _everything
+            self._is_split = False
             self._add(path, self._own(after), worst, "Join")
             return after
         if isinstance(layer, GlobalAvgPool):
             self._own = _blocks_of(P.sub(0, rank=0))
+            self._is_split = False
         own = self._own(after) if len(after) == P.dim else after
         self._add(path, own, worst)
         return after
 
     def _add(self, path: str, own: Sequence[int], sent: Traffic, kind: str | None = None) -> None:
-        widths, boundary = sent.verb, "-"
-        if sent.halo is not None:
-            widths = ", ".join(f"{a}/{b}" for a, b in _widths(sent.halo))
-            boundary = f"{100 * _boundary(sent.halo):.0f}%"
-        self.rows.append(
-            (path or "-", kind or self._kinds.get(path, "-"), "x".join(map(str, own)), widths,
-             str(sent.messages), f"{sent.sent:,}", boundary)
-        )  # fmt: skip
+        kind = kind or self._kinds.get(path, "-")
+        self.calls.append(Call(path, kind, tuple(own), sent, self._is_split))
 
 
 class _OnWhole(nn.Module):

@@ -13,10 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from unisono.bayes import OutputUpdater, Sequential
+from unisono.errors import PartitionError
 from unisono.graph_parallel import GraphPartition
+from unisono.nn.plan_report import rehearsed
+from unisono.nn.rehearsal import on_paper
 from unisono.plan.layers import measured_layers, nbytes, sent_buckets
 from unisono.plan.subject import GraphInput, Subject
-from unisono.plan.workload import GraphCut, GraphLoad, SentBucket, Workload, fit_pace
+from unisono.plan.workload import (
+    GraphCut,
+    GraphLoad,
+    SentBucket,
+    SpaceCut,
+    Workload,
+    fit_pace,
+)
+from unisono.topology import Partition
 
 __all__ = ["one_thread", "profile", "step_of"]
 
@@ -63,6 +74,7 @@ def profile(subject: Subject, *, team: int = 1) -> Workload:
         buckets=sent_buckets(subject.model, layers),
         layers=layers,
         graph=None if subject.graph is None else _graph_load(subject.graph, team),
+        space=_space_cuts(subject, [layer.name for layer in layers]),
         item_bytes=parameters[0].element_size() if parameters else 4,
     )
 
@@ -175,6 +187,47 @@ def _bayesian_sizes(model: Sequential) -> dict[str, Any]:
         "is_bayesian": True,
         "item_bytes": item,
     }
+
+
+def _space_cuts(subject: Subject, names: Sequence[str]) -> dict[tuple[int, ...], SpaceCut]:
+    """Ask `distribute` about every choice of spatial dims, on paper."""
+    dims = subject.batch[0].dim() - 2
+    choices = (
+        chosen
+        for count in range(1, dims + 1)
+        for chosen in itertools.combinations(range(dims), count)
+    )
+    return {chosen: _space_cut(subject, names, chosen) for chosen in choices if dims <= 3}
+
+
+def _space_cut(subject: Subject, names: Sequence[str], chosen: Sequence[int]) -> SpaceCut:
+    inputs = [torch.empty_like(x, device="meta") for x in subject.batch]
+    dims = inputs[0].dim() - 2
+    grid = Partition(
+        [1, 1, *(2 if d in chosen else 1 for d in range(dims))],
+        comm=on_paper(range(2 ** len(chosen)), 0),
+    )
+    refusal = ""
+    for custom in ("refuse", "recurse"):
+        try:
+            calls = rehearsed(cast("nn.Module", subject.model), inputs, grid, custom=custom)
+        except PartitionError as error:
+            asked, *found = (line.strip() for line in str(error).splitlines())
+            refusal = ": ".join([asked, *(line.removeprefix("found: ") for line in found[:1])])
+            continue
+        except Exception as error:  # of the user's own forward, on tensors without data
+            refusal = f"forward on tensors without data: {type(error).__name__}: {error}"
+            continue
+        whole = {call.path for call in calls if not call.is_split}
+        split = {call.path for call in calls} - whole
+
+        def is_split(name: str, split: set[str] = split, whole: set[str] = whole) -> bool:
+            own, inner = name.removeprefix("-"), f"{name}."
+            seen = [path for path in split | whole if path == own or path.startswith(inner)]
+            return bool(seen) and not whole.intersection(seen)
+
+        return SpaceCut(layers=frozenset(filter(is_split, names)), custom=custom)
+    return SpaceCut(refusal=refusal)
 
 
 def _graph_load(graph: GraphInput, team: int) -> GraphLoad:

@@ -25,27 +25,33 @@ def spatial(
     """Predict distributed convolutions and pools: blocks of each sample, and halos around them.
 
     From the first layer that needs all points (Flatten, Linear) on, every rank computes the whole.
+    Whether and where it can be split is what `distribute` said when the model was measured.
     """
     way, size = "spatial (halos)", _team_size(cluster, team)
+    space = next((layer.input_shape[1:] for layer in workload.layers), ())
+    grid = grid_of(size, space) if space else ()
+    said = (workload.space or {}).get(tuple(d for d, parts in enumerate(grid) if parts > 1))
+    if said is not None and said.refusal:
+        return Impossible(way=way, reason=said.refusal)
     layers = _spatial_part(workload.layers)
+    if said is not None:
+        layers = [layer for layer in workload.layers if layer.name in said.layers]
     windows = [layer for layer in layers if layer.window is not None]
-    if not windows:
+    if not layers or (said is None and not windows):
         return Impossible(way=way, reason="no convolution or pool in front")
-    grid = grid_of(size, windows[0].input_shape[1:])
-    for layer in windows:
-        reason = _too_small(layer, grid)
-        if reason:
-            return Impossible(way=way, reason=reason)
+    busiest = math.prod(
+        -(-points // parts) / points for points, parts in zip(space, grid, strict=True)
+    )
     samples, item = batch * size, workload.item_bytes
     link = _team_link(cluster, size)
     halos = math.fsum(_halo(layer, grid, samples * item, link) for layer in windows)
     joined = math.prod(layers[-1].output_shape) * samples * item
     share = math.fsum(layer.share for layer in layers)
-    part = share / size + (1 - share)
+    part = share * busiest + (1 - share)
     compute = cluster.compute(workload.compute(samples * part))
     gather = 2 * all_gather(joined, size, link) if len(layers) < len(workload.layers) else 0.0
     gradients, _, algorithm = cluster.all_reduce(workload.sent_bytes)
-    hidden = remaining(2 * halos, max(0.0, 2 * halos - share / size * compute), link.overlap)
+    hidden = remaining(2 * halos, max(0.0, 2 * halos - share * busiest * compute), link.overlap)
     return predicted(
         way,
         workload,
@@ -56,7 +62,9 @@ def spatial(
         communication_s=2 * halos + gather + gradients,
         memory_bytes=replica_memory(workload, samples * part),
         algorithm=algorithm,
-        note=f"teams of {size} as {'x'.join(map(str, grid))}; {share:.0%} of the time is split",
+        note=f"teams of {size} as {'x'.join(map(str, grid))}; {share:.0%} of the time is split"
+        + _idle(windows, grid)
+        + ('; distribute(..., custom="recurse")' if said and said.custom == "recurse" else ""),
     )
 
 
@@ -172,19 +180,13 @@ def _spatial_part(layers: Sequence[Layer]) -> list[Layer]:
     return part
 
 
-def _too_small(layer: Layer, grid: Sequence[int]) -> str | None:
-    """Say why the layer cannot be cut so, if it cannot."""
-    window = layer.window
-    if window is None:
-        return None
-    for dim, (points, parts) in enumerate(zip(layer.input_shape[1:], grid, strict=True)):
-        wanted = max(1, -(-window.reach(dim) // 2), window.stride[dim])
-        if parts > 1 and points // parts < wanted:
-            return (
-                f"layer {layer.name}: {parts} ranks along {points} points, "
-                f"{points} // {parts} = {points // parts} < {wanted}"
-            )
-    return None
+def _idle(layers: Sequence[Layer], grid: Sequence[int]) -> str:
+    """Say in which layer first some ranks have nothing to do, if so."""
+    for layer in layers:
+        for points, parts in zip(layer.input_shape[1:], grid, strict=True):
+            if parts > points:
+                return f"; {parts} ranks along the {points} points of layer {layer.name}, some idle"
+    return ""
 
 
 def _halo(layer: Layer, grid: Sequence[int], nbytes_a_number: float, link: Link) -> float:
@@ -196,7 +198,9 @@ def _halo(layer: Layer, grid: Sequence[int], nbytes_a_number: float, link: Link)
     own = [-(-points // parts) for points, parts in zip(space, grid, strict=True)]
     cut = [dim for dim, parts in enumerate(grid) if parts > 1 and window.reach(dim)]
     numbers = sum(window.reach(dim) * math.prod(own) // own[dim] for dim in cut)
-    return exchange(channels * numbers * nbytes_a_number, 2 * len(cut), link)
+    # a halo wider than a block comes from several ranks on each side
+    messages = sum(2 * max(1, -(-window.reach(dim) // (2 * own[dim]))) for dim in cut)
+    return exchange(channels * numbers * nbytes_a_number, messages, link)
 
 
 def _team_link(cluster: Cluster, size: int) -> Link:

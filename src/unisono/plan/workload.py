@@ -9,7 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["GraphCut", "GraphLoad", "Layer", "Pace", "SentBucket", "Window", "Workload", "fit_pace"]
+__all__ = [
+    "GraphCut",
+    "GraphLoad",
+    "Layer",
+    "Pace",
+    "SentBucket",
+    "SpaceCut",
+    "Window",
+    "Workload",
+    "fit_pace",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +99,18 @@ class GraphLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpaceCut:
+    """What `unisono.nn.distribute` says to a cut of some spatial dims."""
+
+    refusal: str = ""
+    """Why it cannot be, if so."""
+    layers: frozenset[str] = frozenset()
+    """Names of the layers that compute on own blocks; the others need whole samples."""
+    custom: str = "refuse"
+    """What has to be said about forwards of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """One training step of a model; times are those of one core, alone."""
 
@@ -106,6 +128,9 @@ class Workload:
     """In the order in which they travel."""
     layers: Sequence[Layer] = ()
     graph: GraphLoad | None = None
+    space: Mapping[tuple[int, ...], SpaceCut] | None = None
+    """By the spatial dims that are cut, from 0; None where no model was there to be asked: then
+    layers in front of the first Flatten, Linear or attention count as split."""
     is_bayesian: bool = False
     item_bytes: int = 4
     """Of a number."""
