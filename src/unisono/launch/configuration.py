@@ -64,6 +64,7 @@ _READ_ELSEWHERE = frozenset(
         "FORCE_ON",
         "HOST_ID",
         "JOB_DIR",
+        "KEY_FILE",
         "REQUIRE",
         "RESTART",
         "RUN_ID",
@@ -125,9 +126,9 @@ class Configuration:
         """
         taken = {OLD_NAMES.get(name, name) for name in given}
         return [
-            f"{name}={sorted(setting.value) if isinstance(setting.value, dict) else setting.value!r}"
-            for name, setting in self.settings.items()
-            if not setting.source.startswith(_PREFIX) and OLD_NAMES.get(name, name) not in taken
+            f"{name}={sorted(s.value) if isinstance(s.value, dict) else s.value!r}"
+            for name, s in self.settings.items()
+            if not s.source.startswith(_PREFIX) and OLD_NAMES.get(name, name) not in taken
         ]
 
     def fields(self) -> dict[str, Any]:

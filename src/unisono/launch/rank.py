@@ -12,13 +12,14 @@ import importlib
 import os
 import pickle
 import queue
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -74,6 +75,8 @@ class Job:
     """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
     is_script: bool = False
     """Whether the function is a whole script, which may initialise torch.distributed by itself."""
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """With it ranks sign what they leave each other (`comm/seal.py`)."""
 
 
 def main() -> NoReturn:
@@ -179,9 +182,11 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
     """Meet the other ranks: rank 0 tells the launcher its address, the others are told it."""
     import torch
 
+    from unisono.comm import seal
     from unisono.comm.environment import detect
     from unisono.launch.entering import enter_world
 
+    seal.give_secret(job.secret)
     keep_freed_memory()
     torch.set_num_threads(_threads(os.environ["OMP_NUM_THREADS"]))
     environment = detect()
