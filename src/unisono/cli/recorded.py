@@ -39,19 +39,19 @@ def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]
     return call_recorded(directory, started_ns, function)
 
 
-def call_in_world(name: str, function: Callable[[], object]) -> object:
+def call_in_world(name: str, has_command: bool, function: Callable[[], object]) -> object:
     """In a rank that somebody else started: the same, its directory agreed on by all ranks."""
     from unisono.train.recording.opening import record
 
-    with record(name):
+    with record(name, command=has_command):
         return function()
 
 
-def into_directory(request: Request, name: str) -> tuple[Request, Path]:
+def into_directory(request: Request, name: str, *, has_command: bool) -> tuple[Request, Path]:
     """Return the request with its ranks recording, and the directory that they write to."""
     from unisono.train.recording.facts import begin_run
 
-    directory, started_ns = begin_run(name)
+    directory, started_ns = begin_run(name, has_command=has_command)
     wrapper = functools.partial(call_in_rank, directory, started_ns)
     return _calling(request, wrapper), Path(directory)
 
@@ -72,9 +72,10 @@ def recording(args: argparse.Namespace, request: Request) -> Iterator[tuple[Requ
 
     name = recorded_name(args)
     if request.platform.detect and is_in_world():
-        yield _calling(request, functools.partial(call_in_world, name)), None
+        wrapper = functools.partial(call_in_world, name, not args.no_command)
+        yield _calling(request, wrapper), None
         return
-    request, directory = into_directory(request, name)
+    request, directory = into_directory(request, name, has_command=not args.no_command)
     if args.detach:  # to a scheduler: nobody here waits for the end
         yield request, directory
         print(f"unisono: unisono report {near(directory)} when it has ended", file=sys.stderr)

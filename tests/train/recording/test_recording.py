@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import os
 import sys
 import threading
 import time
@@ -306,3 +307,18 @@ def test_a_name_that_cannot_be_made_is_refused_on_all_ranks_alike(tmp_path):
     unisono.world().barrier()
     with pytest.raises(PlatformError, match="cannot be made"), record(f"{folder}/file/run"):
         pass
+
+
+def test_files_with_the_command_line_are_private_and_it_can_be_left_out(here, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--token", "hunter2"])
+    before = os.umask(0)
+    try:
+        for name, keep in (("kept", True), ("left-out", False)):
+            with record(name, command=keep) as run:
+                log(loss=1.0)
+            for file in ("config.json", "report.html"):
+                assert (run.dir / file).stat().st_mode & 0o777 == 0o600
+                assert ("hunter2" in (run.dir / file).read_text()) == keep
+            assert read(run.dir / "config.json")["command"][0] == "train.py"
+    finally:
+        os.umask(before)

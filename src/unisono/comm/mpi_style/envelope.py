@@ -74,4 +74,4 @@ class Envelope:
 
 def digest_of(values: Tensor) -> bytes:
     """Return the digest of flat bytes."""
-    return hashlib.sha256(values.cpu().numpy()).digest()
+    return hashlib.sha256(values.cpu().numpy().tobytes()).digest()
