@@ -155,10 +155,16 @@ def _ranks(tmp_path: Path, **more: str) -> list[str]:
     script.write_text(_SCRIPT)
     env = {
         **{name: text for name, text in os.environ.items() if not name.startswith("UNISONO")},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.port), "WORLD_SIZE": "2"},
-        **{"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"},
-        **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-        **{"XDG_STATE_HOME": str(tmp_path / "state"), **more},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(probe.port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "none",
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        **more,
     }
     ranks = [
         subprocess.Popen(
