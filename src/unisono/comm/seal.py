@@ -19,6 +19,7 @@ import secrets
 import stat
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,8 @@ class Seal:
         return self._code(b"", key).hex().encode()
 
 
-_current: tuple[dist.ProcessGroup, Seal] | None = None
+_current: tuple[weakref.ref[dist.ProcessGroup], Seal] | None = None
+"""Known weakly: a world that has ended is not kept alive, nor is its store."""
 
 
 def of_world() -> Seal:
@@ -136,9 +138,17 @@ def of_world() -> Seal:
     world = dist.group.WORLD
     if world is None:
         raise UnisonoError("there is no world whose ranks could sign anything")
-    if _current is None or _current[0] is not world:
-        _current = world, Seal(dist.distributed_c10d._get_default_store(), world.rank())
-    return _current[1]
+    if _current is not None and _current[0]() is world:
+        return _current[1]
+    seal = Seal(dist.distributed_c10d._get_default_store(), world.rank())
+    _current = weakref.ref(world, _forget), seal
+    return seal
+
+
+def _forget(ended: weakref.ref[dist.ProcessGroup]) -> None:
+    global _current
+    if _current is not None and _current[0] is ended:
+        _current = None
 
 
 def give_secret(secret: bytes) -> None:
