@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import Row, markdown, publish
 
 QUIET = unisono.Logs(console="none")
+LARGE_ROUNDS = 3
 FIRST = {
     "ours": "import torch, unisono\n"
     "from launch import ours\n"
@@ -106,6 +108,20 @@ def travel() -> None:
     pickle.loads(pickle.dumps(big(), protocol=pickle.HIGHEST_PROTOCOL))
 
 
+def larger() -> torch.Tensor:
+    return torch.ones(200 << 20)
+
+
+def weigh(x: torch.Tensor) -> float:
+    return float(x[-1])
+
+
+def pickled_and_copied(values: int) -> None:
+    """Pickle `values` results of 800 MB and copy each, all in this process."""
+    for _ in range(values):
+        bytearray(pickle.dumps(larger(), protocol=pickle.HIGHEST_PROTOCOL))
+
+
 def chatter(megabytes: int) -> None:
     line = b"x" * 99 + b"\n"
     for _ in range(megabytes * 100):
@@ -150,6 +166,27 @@ def main() -> None:
             [lambda: unisono.run(big, on="cpu", ranks=1, logs=QUIET), travel], rounds
         )
         rows.append(Row("launch_result: 256 MB", result, copied, "pickle there and back", 4.0))
+        results, copies = in_turns(
+            [
+                lambda: unisono.run(larger, on="cpu", ranks=2, logs=QUIET),
+                lambda: pickled_and_copied(2),
+            ],
+            LARGE_ROUNDS,
+        )
+        rows.append(
+            Row("launch_results: 2 x 800 MB", results, copies, "pickle and copy of both", 1.5)
+        )
+        warnings.filterwarnings("ignore", message="each rank is sent")
+        arguments, copies = in_turns(
+            [
+                lambda: unisono.run(weigh, larger(), on="cpu", ranks=2, logs=QUIET),
+                lambda: pickled_and_copied(2),
+            ],
+            LARGE_ROUNDS,
+        )
+        rows.append(
+            Row("launch_arguments: 800 MB to 2", arguments, copies, "pickle and copy, twice", 1.5)
+        )
         logs, files = in_turns(
             [
                 lambda: unisono.run(chatter, 100, on="cpu", ranks=2, logs=QUIET),

@@ -58,6 +58,15 @@ def test_a_run_leaves_everything_in_its_directory_and_nothing_else(interpreter, 
     assert {path.name for path in script.iterdir()} == {"work.py", "runs"}
 
 
+def test_a_command_line_with_a_secret_need_not_be_recorded(script, monkeypatch):
+    monkeypatch.chdir(script)
+    words = ["run", "--record", "--no-command", "--on", "inline", "work.py", "--", "hunter2"]
+    monkeypatch.setattr(sys, "argv", ["unisono", *words])
+    assert main(words) == 0
+    for path in (script / "runs" / "work").glob("*.*"):
+        assert "hunter2" not in path.read_text()
+
+
 def test_a_run_that_failed_has_a_report_too(interpreter, script):
     words = ["-m", "unisono", "run", "--record", "bad", "--ranks", "2", "work.py", "--", "--fail"]
     done = interpreter.run(words, cwd=script)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from unisono.comm import addresses
 from unisono.comm.environment import Environment
 from unisono.comm.start import open_store, start_world, stop_world
 from unisono.errors import PlatformError
@@ -94,3 +96,26 @@ def test_an_interface_the_user_chose_stays(monkeypatch):
     start_world(Environment(kind="unisono", rank=0, size=1), timeout_s=10)
     stop_world()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def _listens_at(port):
+    """Return the numeric IPv4 addresses at which this host listens with that port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    places = [row[1].split(":") for row in rows if row[3] == "0A"]
+    found = [bytes.fromhex(addr)[::-1] for addr, number in places if int(number, 16) == port]
+    return [".".join(map(str, addr)) for addr in found]
+
+
+def test_the_store_of_several_hosts_listens_at_the_address_of_the_job_alone(monkeypatch):
+    monkeypatch.setattr(addresses, "is_loopback", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(addresses, "own_addresses", lambda: ["192.0.2.1", "127.0.0.2"])
+    world = Environment(kind="unisono", rank=0, size=2, nodes=2, local_size=1)
+    store = open_store(world, timeout_s=5)
+    assert _listens_at(store.port) == ["127.0.0.2"]  # nobody here has the other one
+    assert addresses.of_job(["127.0.0.3"]) == "127.0.0.3"
+    monkeypatch.setattr(addresses, "interfaces", lambda: {"ib0": "127.0.0.4"})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,ib0")
+    assert addresses.of_job(["127.0.0.3"]) == "127.0.0.4"
+    monkeypatch.setattr(addresses, "own_addresses", list)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert addresses.of_job(["127.0.0.1"]) == ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import unisono
 from unisono.errors import PlatformError
+from unisono.launch import configuration
 from unisono.launch.configuration import read_configuration
 from unisono.launch.request import checked_request
 
@@ -88,6 +91,68 @@ def test_each_setting_knows_its_source(monkeypatch, project):
     assert str(project / "unisono.toml") in found.settings["timeout_s"].source
     (project / "inner" / ".git").mkdir()
     assert read_configuration().path is None  # another project begins here
+
+
+def test_a_file_of_another_user_is_never_used(monkeypatch, project):
+    strange = project / "inner" / "unisono.toml"
+    strange.write_text('[run]\nmpiexec = "/tmp/evil"\nenv = {LD_PRELOAD = "/tmp/evil.so"}\n')
+    is_root = os.getuid() == 0
+    if is_root:
+        os.chown(strange, 12345, 12345)
+    else:  # nobody can give files away: let this process be somebody else instead
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.warns(RuntimeWarning, match="belongs to user"):
+        found = request(on="mpi", ranks=2)
+    assert (found.platform.mpiexec, found.platform.env) == (None, None)
+    assert found.timeout_s == (60 if is_root else None)  # the one further up is root's own
+    monkeypatch.setenv("UNISONO_CONFIG", str(strange))
+    with pytest.raises(PlatformError, match="owner is user"):
+        request()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link away")
+def test_a_link_of_another_user_is_not_followed(project):
+    own = project / "own.toml"
+    own.write_text('[run]\nmpiexec = "/tmp/evil"\n')
+    link = project / "inner" / "unisono.toml"
+    link.symlink_to(own)
+    os.chown(link, 12345, 12345, follow_symlinks=False)
+    with pytest.warns(RuntimeWarning, match="belongs to user 12345"):
+        assert request(on="mpi", ranks=2).platform.mpiexec is None
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646])
+def test_a_file_that_others_may_write_is_refused_with_the_cure(project, mode):
+    (project / "unisono.toml").chmod(mode)
+    with pytest.raises(PlatformError, match=f"mode is {mode:04o}") as caught:
+        request()
+    assert f"HINT: chmod go-w {project / 'unisono.toml'}" in str(caught.value)
+    (project / "unisono.toml").chmod(0o644)
+    assert request().ranks == 3
+
+
+def test_the_search_ends_at_the_home_directory(monkeypatch, project):
+    (project / ".git").rmdir()
+    monkeypatch.setenv("HOME", str(project))
+    assert read_configuration().path == project / "unisono.toml"
+    monkeypatch.setenv("HOME", str(project / "inner"))
+    assert read_configuration().path is None
+
+
+def test_what_a_file_decides_is_said_once_and_what_the_caller_gives_is_not_its_doing(
+    monkeypatch, project, capfd
+):
+    monkeypatch.setattr(configuration, "_said", set())
+    (project / "unisono.toml").write_text(
+        '[run]\nranks = 1\ntimeout_s = 60\non = "cpu"\nenv = {TOKEN = "secret"}\n'
+    )
+    for _ in range(2):
+        unisono.run(len, "ab", timeout_s=50)
+    said = [line for line in capfd.readouterr().err.splitlines() if "decides" in line]
+    line = f"unisono: {project / 'unisono.toml'} decides: ranks=1, on='cpu', env=['TOKEN']"
+    assert said == [line]
+    own = request(on=unisono.Platform(device="cpu", ranks=2, env={}), timeout_s=1)
+    assert own.decided_by_file == ""
 
 
 @pytest.mark.parametrize(

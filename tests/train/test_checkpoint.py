@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -12,6 +13,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 import unisono
 from unisono import bayes
@@ -390,6 +395,43 @@ def test_a_save_in_the_background_holds_the_state_of_its_own_time(tmp_path, monk
     assert torch.equal(net[0].weight, expected)
     assert not [t for t in threading.enumerate() if "checkpoint" in t.name]
     assert not [name for name in everything(tmp_path) if "outcome" in name]
+
+
+class Evil:
+    """Leaves a trace where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_ranks_leave_each_other_in_a_checkpoint_is_plain_data():
+    index = MetadataIndex("model.weight", [2, 0], 1)
+    known = saving.Outcome(
+        None,
+        [WriteResult(index, 12, _StorageInfo("__1_0.distcp", 4, 8))],
+        {"__1_0.distcp": (12, 99)},
+    )
+    again = saving.Outcome.from_json(known.to_json())
+    assert again == known
+    assert (again.results[0].index.offset, again.results[0].index.index) == (torch.Size([2, 0]), 1)
+    assert saving.Outcome.from_json(saving.Outcome("full").to_json()).error == "full"
+    elsewhere = known.to_json().replace("__1_0.distcp", "../../x")
+    for text in ("{}", "[1]", "3", '{"error": null, "results": [3], "files": {}}', elsewhere):
+        with pytest.raises(ValueError, match="the outcome of a save"):
+            saving.Outcome.from_json(text)
+
+
+def test_a_pickle_that_somebody_puts_into_a_checkpoint_is_not_read(tmp_path):
+    save = object.__new__(saving.Background)  # rank 0, which waits for the word of rank 1
+    save.order = SimpleNamespace(rank=0, ranks=2, partial=tmp_path, timeout_s=5.0)
+    save.outcome, save._handed = saving.Outcome(), None
+    (tmp_path / "outcome-1").write_bytes(pickle.dumps(Evil(tmp_path / "unpickled"), protocol=0))
+    with pytest.raises(ValueError, match="Expecting value"):
+        save._outcomes()
+    assert not (tmp_path / "unpickled").exists()
 
 
 @pytest.mark.ranks(2)

@@ -263,6 +263,8 @@ def check_settings() -> Check:
     found = [f"{n}={s.value!r} ({s.source})" for n, s in configuration.settings.items()]
     if forced := os.environ.get("UNISONO_FORCE_ON"):
         found.append(f"every device becomes {forced} (UNISONO_FORCE_ON)")
+    if configuration.path is not None:
+        found.insert(0, f"file {configuration.path.absolute()}")
     if configuration.profiles:
         names = ", ".join(configuration.profiles)
         found.append(f"profiles {names} ({configuration.path})")

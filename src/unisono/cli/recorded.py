@@ -41,9 +41,9 @@ def recording(args: argparse.Namespace, request: Request) -> Iterator[tuple[Requ
 
     name = recorded_name(args)
     if request.platform.detect and is_in_world():
-        yield launching.in_world(request, name), None
+        yield launching.in_world(request, name, has_command=not args.no_command), None
         return
-    request, directory = launching.into_directory(request, name)
+    request, directory = launching.into_directory(request, name, has_command=not args.no_command)
     if args.detach:  # to a scheduler: nobody here waits for the end
         yield request, directory
         where = launching.near(directory)

@@ -91,6 +91,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write runs/NAME with a report.html; a NAME with a slash is a path of its own",
     )
     how.add_argument("--watch", action="store_true", help="serve a page that shows it, and record")
+    how.add_argument(
+        "--no-command", action="store_true", help="record without the words of the command line"
+    )
     how.add_argument("--dry-run", action="store_true", help="show the ranks, start nothing")
     how.add_argument("--check", action="store_true", help="check the request, start nothing")
     how.add_argument("--detach", action="store_true", help="run in the background, print the id")

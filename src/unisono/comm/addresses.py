@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -36,6 +37,35 @@ def own_addresses() -> list[str]:
         named = resolve(socket.gethostname())
     found = dict.fromkeys([*named, *interfaces().values()])
     return [address for address in found if not is_loopback(address)]
+
+
+def of_job(candidates: Sequence[str] = ()) -> str:
+    """Return the own address at which the other hosts of a job find this one.
+
+    The interface that the user names for gloo or NCCL goes first, then `candidates`, then
+    `own_addresses`. An address that this host does not have itself (of a gateway, say) is left
+    out. Empty if there is none: then nothing is left but to listen at all of them.
+    """
+    chosen = [
+        interfaces().get(name, "")
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        for name in os.environ.get(variable, "").split(",")
+    ]
+    for address in filter(None, (*chosen, *candidates, *own_addresses())):
+        if not is_loopback(address) and _is_own(address):
+            return address
+    return ""
+
+
+def _is_own(address: str) -> bool:
+    """Whether a socket of this host can listen at a numeric address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def first_reachable(candidates: Sequence[str], port: int) -> str:

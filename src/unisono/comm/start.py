@@ -45,8 +45,9 @@ def open_store(
 
     Args:
         environment: the world. Under torchrun its own store is used and the rest is ignored.
-        addr: where rank 0 listens (default: loopback on one node, all interfaces on several), and
-            where the others find it (default: `environment.master`).
+        addr: where rank 0 listens (default: loopback on one node, the address of the job's network
+            on several, `addresses.of_job`), and where the others find it (default:
+            `environment.master`).
         port: port of `addr`; 0 lets the system give rank 0 a free one (`store.port` tells which).
         timeout_s: deadline of joining, and of each wait in the store.
         nonce: a word of this run. Rank 0 leaves it in the store; a rank that finds another one
@@ -67,7 +68,7 @@ def open_store(
             "set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there",
         )
     if environment.rank == 0:
-        listen_at = addr or ("127.0.0.1" if environment.nodes == 1 else "")
+        listen_at = addr or ("127.0.0.1" if environment.nodes == 1 else addresses.of_job())
         store = _host_store(listen_at, port, deadline)
         if nonce is not None:
             store.set(_NONCE_KEY, nonce)

@@ -2,6 +2,7 @@
 
 Through the world's store it answers other ranks' requests for stacks and notices a failure that a
 rank has posted. It starts with the first group of more than one rank and ends with the world.
+All that it leaves in the store is signed (`seal.py`), and what is not signed is not there for it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from unisono.comm import call as calls
+from unisono.comm import seal
 from unisono.comm.processes import is_card_dead, own_card
 from unisono.comm.sites import thread_stacks
 from unisono.errors import RankFailed
@@ -55,10 +57,12 @@ class Watchdog:
         self.failure: RankFailed | None = None
         self._world = world
         self._store = PrefixStore(_PREFIX, own_connection(store))
+        self._seal = seal.of_world()
         self._store_lock = threading.Lock()
         self._stop = threading.Event()
         self._answered = 0
         self._news: list[dict[str, Any]] = []
+        self._news_read = 0
         self.has_failed = False
         """Whether this rank has posted a failure of its own."""
         self.has_returned = False
@@ -86,14 +90,18 @@ class Watchdog:
             "traceback": "".join(traceback.format_exception(error)),
         }
         self.has_failed = True
+        text = self._signed("failed", json.dumps(record))
         with self._store_lock:
-            self._store.compare_set("failed", "", json.dumps(record))
+            found = bytes(self._store.compare_set("failed", "", text))  # type: ignore[arg-type]
+            if self._seal.verified(found, "failed") is None:
+                self._set("failed", json.dumps(record))  # what was there is nobody's
 
     def poll_failure(self) -> RankFailed | None:
         """Look for a failure posted by another rank."""
         if self.failure is None:
             with self._store_lock:
-                posted = json.loads(self._store.get("failed")) if self._has("failed") else None
+                text = self._get("failed") if self._has("failed") else None
+            posted = json.loads(text) if text is not None else None
             if posted is not None and posted["rank"] != self.rank:
                 self.failure = failure_of(posted, self.size)
         return self.failure
@@ -101,32 +109,34 @@ class Watchdog:
     def put(self, key: str, text: str) -> None:
         """Leave a text for all ranks; a store that has gone takes nothing."""
         with self._store_lock, contextlib.suppress(RuntimeError):
-            self._store.set(key, text)
+            self._set(key, text)
 
     def find(self, key: str) -> str | None:
         """Return a text that a rank has left, None where there is none."""
         with self._store_lock, contextlib.suppress(RuntimeError):
-            return self._store.get(key).decode() if self._has(key) else None
+            return self._get(key) if self._has(key) else None
         return None
 
     def publish(self, record: dict[str, Any]) -> None:
         """Add a record to the news of this world, which all ranks read in one order."""
         with self._store_lock, contextlib.suppress(RuntimeError):
             number = self._store.add("news", 1)
-            self._store.set(f"news/{number}", json.dumps(record))
+            self._set(f"news/{number}", json.dumps(record))
 
     def news(self) -> list[dict[str, Any]]:
         """Return all records published so far; each is fetched once."""
         with self._store_lock, contextlib.suppress(RuntimeError):
-            while self._has(key := f"news/{len(self._news) + 1}"):
-                self._news.append(json.loads(self._store.get(key)))
+            while self._has(key := f"news/{self._news_read + 1}"):
+                self._news_read += 1
+                if (text := self._get(key)) is not None:
+                    self._news.append(json.loads(text))
         return self._news
 
     def ask_stacks(self) -> dict[int, dict[str, Any]]:
         """Collect stacks and latest collective of all other ranks that answer in time."""
         with self._store_lock:
             number = self._store.add("requests", 1)
-            self._store.set(f"request/{number}", str(self.rank))
+            self._set(f"request/{number}", str(self.rank))
         answers: dict[int, dict[str, Any]] = {}
         give_up = time.monotonic() + ANSWER_S
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -135,14 +145,26 @@ class Watchdog:
             for rank in others:
                 key = f"answer/{number}/{rank}"
                 with self._store_lock:
-                    if rank not in answers and self._has(key):
-                        answers[rank] = json.loads(self._store.get(key))
+                    text = self._get(key) if rank not in answers and self._has(key) else None
+                if text is not None:
+                    answers[rank] = json.loads(text)
             if len(answers) < len(others):
                 time.sleep(0.02)
         return answers
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
+
+    def _signed(self, key: str, text: str) -> bytes:
+        return self._seal.sign(text.encode(), key)
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(key, self._signed(key, text))  # type: ignore[arg-type]
+
+    def _get(self, key: str) -> str | None:
+        """Return a text that is there; None if no rank of this world has written it."""
+        body = self._seal.heeded(bytes(self._store.get(key)), key)
+        return None if body is None else body.decode()
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -162,17 +184,20 @@ class Watchdog:
                 key = f"request/{self._answered + 1}"
                 if not self._has(key):
                     return
-                asker = int(self._store.get(key))
+                asker = self._get(key)
                 self._answered += 1
-                if asker != self.rank:
+                if asker is not None and int(asker) != self.rank:
                     answer = json.dumps(describe_self())
-                    self._store.set(f"answer/{self._answered}/{self.rank}", answer)
+                    self._set(f"answer/{self._answered}/{self.rank}", answer)
 
 
 def is_process_dead(rank: int) -> bool:
     """Whether the process of a world rank is known to have ended; asks store and system."""
     store, key = PrefixStore(_PREFIX, default_store()), f"process/{rank}"
-    return bool(store.check([key])) and is_card_dead(json.loads(store.get(key)))
+    if not store.check([key]):
+        return False
+    card = seal.of_world().heeded(bytes(store.get(key)), key)
+    return card is not None and is_card_dead(json.loads(card))
 
 
 def own_connection(store: Store) -> Store:

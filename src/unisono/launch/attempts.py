@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import sys
 import threading
@@ -21,6 +20,7 @@ from unisono.launch.device import Device
 from unisono.launch.local import common_variables, run_local
 from unisono.launch.logs import SHOW_ALL_UP_TO
 from unisono.launch.mpi import run_mpi
+from unisono.launch.parcel import Parcel
 from unisono.launch.platform import Platform
 from unisono.launch.rank import Job as RankJob
 from unisono.launch.request import Request
@@ -36,8 +36,8 @@ class Attempts:
 
     request: Request
     """What was asked."""
-    call: bytes
-    """Function and arguments, pickled."""
+    call: Parcel
+    """Function and arguments."""
     job_dir: Path
     """Directory of the run."""
     convention: Convention = field(default_factory=Convention)
@@ -211,7 +211,8 @@ def _results(outcome: Outcome, request: Request, job_dir: Path, attempt: int) ->
     values: list[Any] = []
     for rank, data in enumerate(outcome.values):
         try:
-            values.append(pickle.loads(data))
+            values.append(data.load())
+            data.close()
         except Exception as error:
             raise RankFailed(
                 f"what rank {rank} of {request.ranks} returned cannot be unpickled here\n"

@@ -3,14 +3,20 @@
 Order: defaults, the file (`[run]`, then a profile), variables, arguments; the later one wins.
 `UNISONO_FORCE_ON` alone goes before an argument, so that a GPU script runs on a laptop unchanged
 (`places.py`).
+
+A file may say which program starts ranks, and with which variables. So a file that somebody else
+could have written is never used.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import stat
+import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +65,7 @@ _READ_ELSEWHERE = frozenset(
         "FRAMES",
         "HOST_ID",
         "JOB_DIR",
+        "KEY_FILE",
         "LOG_MB",
         "RANK_PID",
         "REQUIRE",
@@ -115,6 +122,18 @@ class Configuration:
         }
         return replace(self, settings=_over(variables, _over(profile, general)))
 
+    def from_file(self, given: Iterable[str] = ()) -> list[str]:
+        """Return what the file decides, as `name=value`, but for what the caller has `given`.
+
+        Of a table only the names are told: variables for the ranks may be secrets.
+        """
+        taken = {OLD_NAMES.get(name, name) for name in given}
+        return [
+            f"{name}={sorted(s.value) if isinstance(s.value, dict) else s.value!r}"
+            for name, s in self.settings.items()
+            if not s.source.startswith(_PREFIX) and OLD_NAMES.get(name, name) not in taken
+        ]
+
     def fields(self) -> dict[str, Any]:
         """Return those settings that are fields of a platform (and not arguments of `run`)."""
         return {n: s.value for n, s in self.settings.items() if n not in (*RUN_NAMES, "device")}
@@ -141,7 +160,13 @@ def _over(upper: Mapping[str, Setting], lower: Mapping[str, Setting]) -> dict[st
 def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
     """Return the file: what `UNISONO_CONFIG` says, else the nearest one upwards.
 
-    The search ends at a directory with `.git`, which is where a project ends.
+    The search ends at a directory with `.git`, which is where a project ends, and at the home
+    directory. A file of another user on the way is passed over with a warning: whoever may write
+    to `/tmp` or `/scratch` could otherwise have this user run what they like, or nothing at all.
+
+    Raises:
+        PlatformError: the file that was named, or one of this user's own, could have been written
+            by others; or there is none where `UNISONO_CONFIG` says.
     """
     if named := env.get("UNISONO_CONFIG"):
         path = Path(named)
@@ -150,17 +175,66 @@ def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
                 f"UNISONO_CONFIG={named}", "no such file", None, "unset UNISONO_CONFIG"
             )
         return path
-    for folder in (directory, *directory.parents):
-        if (folder / FILE_NAME).is_file():
-            return folder / FILE_NAME
-        if (folder / ".git").exists():
-            return None
+    for folder in _upwards(directory):
+        path = folder / FILE_NAME
+        if path.is_file():
+            if (owner := _strange_owner(path)) is None:
+                return path
+            warn(
+                f"{path} is not used: it belongs to user {owner}, and what it says could run "
+                f"programs in your name; UNISONO_CONFIG=... names a file of yours"
+            )
     return None
+
+
+def _upwards(directory: Path) -> Iterator[Path]:
+    """Yield a directory and those above it, up to the end of its project or the home directory."""
+    home: Path | None = None
+    with suppress(OSError, RuntimeError):  # a user without a home
+        home = Path.home().resolve()
+    for folder in (directory, *directory.parents):
+        yield folder
+        if (folder / ".git").exists() or folder.resolve() == home:
+            return
+
+
+def _strange_owner(path: Path) -> int | None:
+    """Return who owns the file, or the link to it, if neither this user nor root does."""
+    owners = (path.lstat().st_uid, path.stat().st_uid)
+    return next((owner for owner in owners if owner not in (0, os.getuid())), None)
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file that nobody but this user and root could have written."""
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())  # of the very file that is read, whatever is renamed
+        mode, owner = stat.S_IMODE(found.st_mode), _strange_owner(path)
+        if owner is None and found.st_uid not in (0, os.getuid()):
+            owner = found.st_uid
+        if owner is not None or mode & 0o022:
+            kind = f"its owner is user {owner}" if owner is not None else f"its mode is {mode:04o}"
+            raise PlatformError.because(
+                f"the settings in {path}, which may say which programs run in your name",
+                f"{kind}, so somebody else could have written it",
+                None,
+                f"chmod go-w {path}" if owner is None else "UNISONO_CONFIG=... names a copy",
+            )
+        return file.read().decode("utf-8")
+
+
+_said: set[str] = set()
+
+
+def say_what_file_decides(line: str) -> None:
+    """Print once in a process which file decides where and how its ranks run."""
+    if line and line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(_text_of(path))
     except (OSError, ValueError) as error:
         raise PlatformError.because(f"the settings in {path}", f"{error}") from error
     _check_keys(content, ("run", "platform"), str(path), "tables")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from unisono.launch import job_files, rank_files, verdict
 from unisono.launch.caution import warn
 from unisono.launch.messages import Standing
 from unisono.launch.oversight import Ending
+from unisono.launch.parcel import Parcel
 from unisono.launch.rank_files import GOOD, RankState
 from unisono.launch.results import Results
 from unisono.launch.stacks import crash_in, user_threads
@@ -30,7 +30,7 @@ def read_results(
         path = rank_files.result_path(directory, rank)
         job_files.check_ours(path)
         try:
-            values.append(pickle.loads(path.read_bytes()))
+            values.append(Parcel.in_file(path).load())
         except Exception as error:
             raise RankFailed(
                 f"what rank {rank} of {ranks} returned cannot be unpickled here\n"

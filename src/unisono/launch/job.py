@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from unisono.errors import PlatformError
+from unisono.launch.configuration import say_what_file_decides
 from unisono.launch.conventions import Convention
 from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
@@ -201,6 +202,7 @@ def submit_request(request: Request, convention: Convention | None = None) -> Jo
             None,
             "unisono.run",
         )
+    say_what_file_decides(request.decided_by_file)
     if request.place == "slurm":
         from unisono.launch.slurm.submission import submit as submit_to_slurm
 

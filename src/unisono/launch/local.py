@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import signal
 import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from unisono.launch import terminal
 from unisono.launch.console import Console
+from unisono.launch.parcel import Parcel
 from unisono.launch.platform import Platform
 from unisono.launch.process import ForkedRank, Pipes, RankProcess, ServerGone, spawn_rank
-from unisono.launch.rank import Job
+from unisono.launch.rank import Job, payload_file
 from unisono.launch.setting import MISLEADING
 from unisono.launch.supervise import Outcome, Supervisor
 from unisono.launch.warm import get_server, shutdown, why_not
@@ -52,7 +49,8 @@ def run_local(
         attempt=attempt,
         stack_signal=signal.Signals[platform.stack_signal],
     )
-    with supervisor, _payload(job) as payload_fd:
+    payload_fd = payload_file(job)
+    with supervisor:
         if on_start is not None:
             on_start(supervisor)
         own = [
@@ -167,20 +165,7 @@ def _give_up(ranks: Sequence[ForkedRank]) -> None:
         rank.close()
 
 
-@contextmanager
-def _payload(job: Job) -> Iterator[int]:
-    """Yield a descriptor of a nameless file with our search path and the job.
-
-    A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting.
-    """
-    with tempfile.TemporaryFile() as file:
-        file.write(pack_payload(job))
-        file.flush()
-        yield file.fileno()
-
-
-def pack_payload(job: Job) -> bytes:
-    """Return our search path and the job as ranks read them."""
-    search_path = b"\0".join(os.fsencode(entry) for entry in sys.path)
-    body = pickle.dumps(job, protocol=pickle.HIGHEST_PROTOCOL)
-    return len(search_path).to_bytes(8, "little") + search_path + body
+def write_payload(job: Job, path: Path) -> None:
+    """Write all that a rank is told to a private file, for ranks that share no descriptors."""
+    fd = payload_file(job)
+    Parcel(fd=fd).save(path, end=os.fstat(fd).st_size)

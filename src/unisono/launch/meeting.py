@@ -1,6 +1,7 @@
 """How ranks on several hosts find each other: rank 0 leaves its addresses in a file they share.
 
-Rank 0 listens at a port that the system gives it. The others try its addresses one by one and
+Rank 0 listens at a port that the system gives it, at one address: that of the job's network. Only
+where it does not know any, it listens at all, and the others try its addresses one by one. They
 take the one behind which they find the word of this run, so an address that leads elsewhere
 (somebody else's network, each host's own loopback) does no harm.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import time
 from dataclasses import replace
@@ -73,14 +75,20 @@ def _host(
     timeout_s: float,
     asked: tuple[str | None, int],
 ) -> tuple[dist.Store, tuple[str, int]]:
+    from unisono.comm import seal
     from unisono.comm.start import open_store
 
     addr, port = asked
     own = replace(environment, kind="unisono", master=None)
+    if addr is None and own.nodes > 1:
+        addr = addresses.of_job(candidates()) or None
     store = open_store(own, addr=addr, port=port, timeout_s=timeout_s, nonce=nonce)
     port = store.port  # pyright: ignore[reportAttributeAccessIssue]
     names = [addr] if addr else [LOOPBACK] if own.nodes == 1 else candidates()
-    entry = {"addresses": names, "port": port, "nonce": nonce}
+    entry: dict[str, Any] = {"addresses": names, "port": port, "nonce": nonce}
+    if not seal.has_secret():  # no launcher of ours has brought one
+        entry["secret"] = secrets.token_hex(32)
+        seal.give_secret(entry["secret"].encode())
     write_private(path, json.dumps(entry).encode())
     return store, (names[0], port)
 
@@ -88,9 +96,12 @@ def _host(
 def _join(
     environment: Environment, path: Path, nonce: str, end: float
 ) -> tuple[dist.Store, tuple[str, int]]:
+    from unisono.comm import seal
     from unisono.comm.start import open_store
 
     entry = _wait_for(path, environment, end)
+    if not seal.has_secret():
+        seal.give_secret(entry["secret"].encode())
     port, limit_s = int(entry["port"]), FIRST_TRY_S
     tried: list[str] = []
     while True:

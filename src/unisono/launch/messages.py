@@ -46,8 +46,8 @@ class Ready:
 class Returned:
     """The function returned."""
 
-    value: bytes
-    """What it returned, pickled."""
+    value: bytes | None
+    """What it returned, as the bytes of a parcel; None if they are in the rank's result file."""
     wall_s: float
     """Seconds it took."""
 

@@ -22,7 +22,6 @@ from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
 from unisono.launch import job_files, rank_files
 from unisono.launch.following import FAILED
-from unisono.launch.job_files import write_private
 from unisono.launch.listening import Listener
 from unisono.launch.messages import (
     Failed,
@@ -217,8 +216,9 @@ class Minder(Listener):
                 rank.is_ready = True
                 self._note("ready")
             case Returned():
-                write_private(rank_files.result_path(self._dir, rank.rank), message.value)
                 rank.returned = message
+                if (value := rank.value()) is not None:
+                    value.save(rank_files.result_path(self._dir, rank.rank))
                 self._note("returned")
             case Requeued():
                 rank.is_requeued = True

@@ -21,9 +21,10 @@ from unisono.launch.console import Console
 from unisono.launch.following import LogFollower
 from unisono.launch.interrupts import announce, first_told_to
 from unisono.launch.leftovers import unused_memory
-from unisono.launch.local import pack_payload
+from unisono.launch.local import write_payload
 from unisono.launch.mpiexec import clean_environment, command, find_mpiexec
 from unisono.launch.oversight import Oversight
+from unisono.launch.parcel import Parcel
 from unisono.launch.rank import Job
 from unisono.launch.remote_plan import Plan
 from unisono.launch.supervise import Outcome, Watch
@@ -64,7 +65,7 @@ def run_mpi(
         launcher=(socket.gethostname(), me, job_files.process_start(me) or 0),
     )
     job_files.update_state(job_dir, {"plan": plan.as_json()})
-    job_files.write_private(job_dir / rank_files.PAYLOAD, pack_payload(job))
+    write_payload(job, job_dir / rank_files.PAYLOAD)
     words = [sys.executable, "-m", "unisono.launch.minder", str(job_dir), str(attempt)]
     watch = MpiWatch(console, job_dir, size)
     oversight = Oversight(
@@ -116,11 +117,11 @@ def _segments() -> set[Path]:
     return set(Path("/dev/shm").glob("mpich_shm_*"))
 
 
-def _value(job_dir: Path, rank: int) -> bytes:
-    """Return what a rank returned, pickled, from a private file of this user."""
+def _value(job_dir: Path, rank: int) -> Parcel:
+    """Return what a rank returned, from a private file of this user."""
     path = rank_files.result_path(job_dir, rank)
     job_files.check_ours(path)
-    return path.read_bytes()
+    return Parcel.in_file(path)
 
 
 class MpiWatch:

@@ -20,6 +20,7 @@ import cloudpickle
 
 from unisono.errors import PlatformError
 from unisono.launch.caution import warn
+from unisono.launch.parcel import Parcel, Pickler, packed_bytes
 
 LARGE_BYTES = 64 << 20
 """A call larger than this is worth a warning."""
@@ -28,11 +29,11 @@ _MAX_DEPTH = 8
 
 def dump_call(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
-) -> bytes:
-    """Pickle a call for the ranks, or raise `PlatformError` naming what cannot travel."""
+) -> Parcel:
+    """Pack a call for the ranks, or raise `PlatformError` naming what cannot travel."""
     with _by_value_if_not_importable(fn):
         try:
-            data = _dumps((fn, tuple(args), dict(kwargs)))
+            call = Parcel.of((fn, tuple(args), dict(kwargs)), _Pickler)
         except Exception as error:
             parts = {_name(fn): fn, **_named_arguments(args, kwargs)}
             path, culprit = _first_unpicklable(parts) or (_name(fn), fn)
@@ -42,9 +43,9 @@ def dump_call(
                 f"{type(error).__name__}: {error}",
                 f"make {path} inside the function, or pass what it is made from",
             ) from error
-        if len(data) > LARGE_BYTES:
-            _warn_of_size(len(data), {_name(fn): fn, **_named_arguments(args, kwargs)})
-    return data
+        if (size := call.nbytes()) > LARGE_BYTES:
+            _warn_of_size(size, {_name(fn): fn, **_named_arguments(args, kwargs)})
+    return call
 
 
 def _named_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
@@ -57,7 +58,7 @@ def _named_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> di
 
 def _warn_of_size(size: int, parts: Mapping[str, object]) -> None:
     """Say which part of a call makes it large."""
-    sizes = {path: len(_dumps(value)) for path, value in parts.items()}
+    sizes = {path: packed_bytes(value, _Pickler) for path, value in parts.items()}
     largest = max(sizes, key=lambda path: sizes[path])
     warn(
         f"each rank is sent {size / 2**20:,.0f} MB, of which {largest} is "
@@ -65,18 +66,20 @@ def _warn_of_size(size: int, parts: Mapping[str, object]) -> None:
     )
 
 
-def load_call(data: bytes) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
+def load_call(call: Parcel) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
     """Undo `dump_call`."""
-    return pickle.loads(data)
+    return call.load()
 
 
-def dump_value(value: object) -> bytes:
-    """Pickle a return value; tensors of other devices travel as CPU tensors.
+def dump_value(value: object, file: int | None = None) -> Parcel:
+    """Pack a return value, a long one in `file`; tensors of other devices travel as CPU tensors.
 
     Raises `TypeError` that names the path of the part that cannot be pickled.
     """
     try:
-        return _dumps(value, _ValuePickler)
+        return Parcel.of(value, _ValuePickler, file=file)
+    except OSError:
+        raise  # no memory left for it
     except Exception as error:
         path, culprit = _first_unpicklable({"result": value}) or ("result", value)
         raise TypeError(
@@ -85,7 +88,7 @@ def dump_value(value: object) -> bytes:
         ) from None
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(Pickler):
     """Takes modules with a class of their own, such as `torch.backends.cudnn`, by name."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -93,6 +96,12 @@ class _Pickler(cloudpickle.Pickler):
         if is_special and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
+
+
+class _PlainPickler(_Pickler):
+    """Puts nothing aside."""
+
+    has_parts = False
 
 
 class _ValuePickler(_Pickler):
@@ -105,9 +114,9 @@ class _ValuePickler(_Pickler):
         return super().reducer_override(obj)
 
 
-def _dumps(value: object, pickler: type[cloudpickle.Pickler] = _Pickler) -> bytes:
+def _dumps(value: object) -> bytes:
     buffer = io.BytesIO()
-    pickler(buffer).dump(value)
+    _PlainPickler(buffer).dump(value)
     return buffer.getvalue()
 
 

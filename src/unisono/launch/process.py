@@ -30,12 +30,14 @@ from unisono.launch.messages import (
     Standing,
     send_order,
 )
+from unisono.launch.parcel import Parcel, nameless_file
 
 _CHUNK = 1 << 20
 """Bytes read at a time, and the size of the pipes for output where the system allows it."""
 _BOOTSTRAP = (
-    "import os, sys; f = int(sys.argv[-3]); n = int.from_bytes(os.pread(f, 8, 0), 'little'); "
-    "sys.path[:] = os.fsdecode(os.pread(f, n, 8)).split('\\0'); "
+    "import os, sys; f = int(sys.argv[-4]); p = int.from_bytes(os.pread(f, 8, 0), 'little'); "
+    "n = int.from_bytes(os.pread(f, 8, p), 'little'); "
+    "sys.path[:] = os.fsdecode(os.pread(f, n, p + 8)).split('\\0'); "
     "from unisono.launch.rank import main; main()"
 )
 
@@ -46,6 +48,8 @@ class Pipes:
 
     report: tuple[int, int]
     control: tuple[int, int]
+    result: int
+    """A nameless file for what the rank returns, if that is long; both sides have it open."""
     stdout: tuple[int, int]
     stderr: tuple[int, int]
     log: RankLog
@@ -56,22 +60,24 @@ class Pipes:
         """Make the pipes and the log of `rank`."""
         log = RankLog(job_dir / f"rank-{rank}.log")
         stack = job_dir / f"rank-{rank}.stack"
-        return cls(os.pipe(), os.pipe(), _wide_pipe(), _wide_pipe(), log, stack)
+        ends = (os.pipe(), os.pipe(), nameless_file(), _wide_pipe(), _wide_pipe())
+        return cls(*ends, log, stack)
 
     @property
-    def theirs(self) -> tuple[int, int, int, int]:
-        """The rank's ends: report, control, stdout, stderr."""
-        return self.report[1], self.control[0], self.stdout[1], self.stderr[1]
+    def theirs(self) -> tuple[int, int, int, int, int]:
+        """The rank's ends: report, control, result, stdout, stderr."""
+        return self.report[1], self.control[0], self.result, self.stdout[1], self.stderr[1]
 
     def close_theirs(self) -> None:
         """Close the rank's ends in this process, so that its end can be noticed."""
         for fd in self.theirs:
-            os.close(fd)
+            if fd != self.result:
+                os.close(fd)
 
     def close_ours(self) -> None:
         """Close our ends."""
         self.log.close()
-        for fd in (self.report[0], self.control[1], self.stdout[0], self.stderr[0]):
+        for fd in (self.report[0], self.control[1], self.result, self.stdout[0], self.stderr[0]):
             os.close(fd)
 
 
@@ -143,6 +149,14 @@ class RankProcess(ABC):
     def is_bad(self) -> bool:
         """Whether it failed, or ended without a result."""
         return self.failed is not None or (not self.is_running and not self.is_done)
+
+    def value(self) -> Parcel | None:
+        """Return what its function returned, if it has; good also after `close`."""
+        if self.returned is None:
+            return None
+        if self.returned.value is not None:
+            return Parcel(self.returned.value)
+        return Parcel(fd=os.dup(self.pipes.result), is_owner=True)
 
     def read_messages(self) -> list[Message] | None:
         """Return the messages that have come; None when the rank can send no more."""
@@ -270,8 +284,8 @@ def spawn_rank(
     reads from.
     """
     pipes = Pipes.open(rank, job_dir)
-    report_fd, control_fd, stdout_fd, stderr_fd = pipes.theirs
-    inherited = (payload_fd, report_fd, control_fd)
+    report_fd, control_fd, result_fd, stdout_fd, stderr_fd = pipes.theirs
+    inherited = (payload_fd, report_fd, control_fd, result_fd)
     flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
     label = f"unisono rank {rank} of {ranks}"
     try:

@@ -12,13 +12,14 @@ import importlib
 import os
 import pickle
 import queue
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,6 +43,7 @@ from unisono.launch.messages import (
     Standing,
     send_message,
 )
+from unisono.launch.parcel import ROOM, Parcel
 from unisono.launch.payload import dump_exception, dump_value, load_call
 from unisono.launch.platform import Platform
 from unisono.launch.setting import Setting
@@ -67,8 +69,8 @@ class Job:
 
     argv: list[str]
     """The launcher's `sys.argv`."""
-    call: bytes
-    """Function and arguments, pickled."""
+    call: Parcel
+    """Function and arguments; empty while the job is on its way, for they travel beside it."""
     convention: Convention
     """How to call it."""
     platform: Platform
@@ -79,15 +81,17 @@ class Job:
     """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
     is_script: bool = False
     """Whether the function is a whole script, which may initialise torch.distributed by itself."""
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """With it ranks sign what they leave each other (`comm/seal.py`)."""
 
 
 def main() -> NoReturn:
     """Be the rank that the environment says, with the descriptors named on the command line."""
-    payload_fd, report_fd, control_fd = (int(word) for word in sys.argv[-3:])
-    for fd in (payload_fd, report_fd, control_fd):
+    payload_fd, report_fd, control_fd, result_fd = (int(word) for word in sys.argv[-4:])
+    for fd in (payload_fd, report_fd, control_fd, result_fd):
         os.set_inheritable(fd, False)
-    _, job = _read_payload(payload_fd)
-    _be(job, report_fd, control_fd)
+    _, job = read_payload(payload_fd)
+    _be(job, report_fd, control_fd, result_fd)
 
 
 def live_as_forked(assignment: Assignment) -> NoReturn:
@@ -95,7 +99,7 @@ def live_as_forked(assignment: Assignment) -> NoReturn:
     from unisono.comm.tracing import start_from_environment
     from unisono.launch.server import reseed
 
-    sys.path[:], job = _read_payload(assignment.payload_fd)
+    sys.path[:], job = read_payload(assignment.payload_fd)
     importlib.invalidate_caches()
     # The server's streams belong to a file; these descriptors are now the rank's pipes.
     sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -103,10 +107,10 @@ def live_as_forked(assignment: Assignment) -> NoReturn:
     job.setting.apply(assignment.own)
     reseed()
     start_from_environment()
-    _be(job, assignment.report_fd, assignment.control_fd)
+    _be(job, assignment.report_fd, assignment.control_fd, assignment.result_fd)
 
 
-def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
+def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
     stack_path = Path(os.environ["UNISONO_JOB_DIR"], f"rank-{os.environ['RANK']}.stack")
     # What an earlier attempt has left there is not about this one.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
@@ -135,7 +139,7 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     terminal.settle(int(os.environ["RANK"]))
     try:
-        _live(job, report_fd, lifeline)
+        _live(job, report_fd, result_fd, lifeline)
         code = 0
     except Stopped:
         code = 128 + signal.SIGTERM
@@ -151,7 +155,7 @@ def _be(job: Job, report_fd: int, control_fd: int) -> NoReturn:
     leave(report_fd)
 
 
-def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
+def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
     """Join the world, call the function, send what it returned, and leave when all have."""
     sys.argv = list(job.argv)
     here = _join_world(job, report_fd, lifeline)
@@ -159,6 +163,7 @@ def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
     from unisono.comm.start import stop_world
 
     fn, args, kwargs = load_call(job.call)
+    job.call.close()
     job.setting.apply_inside()
     _rehearse_death(here.rank)
     send_message(report_fd, Ready())
@@ -170,7 +175,8 @@ def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
         send_message(report_fd, Requeued())
     else:
         wall_s = time.perf_counter() - begin
-        send_message(report_fd, Returned(value=dump_value(value), wall_s=wall_s))
+        packed = dump_value(value, result_fd)
+        send_message(report_fd, Returned(value=packed.data, wall_s=wall_s))
     say_returned()
     lifeline.wait_for("finish", timeout_s=float(2**31))
     lifeline.leave()
@@ -179,27 +185,40 @@ def _live(job: Job, report_fd: int, lifeline: Lifeline) -> None:
     stop_world()
 
 
-def _read_payload(payload_fd: int) -> tuple[list[str], Job]:
-    """Return the launcher's search path and the job, and close the descriptor."""
-    size = os.fstat(payload_fd).st_size
-    length = int.from_bytes(os.pread(payload_fd, 8, 0), "little")
-    search_path = os.fsdecode(os.pread(payload_fd, length, 8)).split("\0")
-    skip = 8 + length
-    chunks: list[bytes] = []
-    while skip < size:
-        chunks.append(os.pread(payload_fd, size - skip, skip))
-        skip += len(chunks[-1])
-    os.close(payload_fd)
-    return search_path, pickle.loads(b"".join(chunks))
+def payload_file(job: Job) -> int:
+    """Return a descriptor, good as long as the job, of a nameless file with all it tells ranks.
+
+    A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting. It
+    begins with the place of what comes after the call: our search path, and the rest of the job.
+    """
+    fd, end = job.call.file()
+    search_path = b"\0".join(os.fsencode(entry) for entry in sys.path)
+    body = pickle.dumps(replace(job, call=Parcel(b"")), protocol=pickle.HIGHEST_PROTOCOL)
+    os.pwrite(fd, end.to_bytes(8, "little"), 0)
+    os.pwrite(fd, len(search_path).to_bytes(8, "little") + search_path + body, end)
+    os.ftruncate(fd, end + 8 + len(search_path) + len(body))
+    return fd
+
+
+def read_payload(payload_fd: int) -> tuple[list[str], Job]:
+    """Return the launcher's search path and the job, whose call is not unpickled yet."""
+    end = int.from_bytes(os.pread(payload_fd, 8, 0), "little")
+    length = int.from_bytes(os.pread(payload_fd, 8, end), "little")
+    search_path = os.fsdecode(os.pread(payload_fd, length, end + 8)).split("\0")
+    skip, size = end + 8 + length, os.fstat(payload_fd).st_size
+    job: Job = pickle.loads(os.pread(payload_fd, size - skip, skip))
+    return search_path, replace(job, call=Parcel(fd=payload_fd, offset=ROOM, is_owner=True))
 
 
 def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
     """Meet the other ranks: rank 0 tells the launcher its address, the others are told it."""
     import torch
 
+    from unisono.comm import seal
     from unisono.comm.environment import detect
     from unisono.launch.entering import enter_world
 
+    seal.give_secret(job.secret)
     keep_freed_memory()
     torch.set_num_threads(_threads(os.environ["OMP_NUM_THREADS"]))
     environment = detect()

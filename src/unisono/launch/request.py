@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError, an
-from unisono.launch.configuration import RUN_NAMES, read_configuration
+from unisono.launch.configuration import NAMES, RUN_NAMES, read_configuration
 from unisono.launch.device import Device
 from unisono.launch.logs import Logs, checked_logs
 from unisono.launch.places import resolve
@@ -49,6 +49,8 @@ class Request:
     """Whether it is a whole script, which may initialise torch.distributed by itself."""
     seed: int | None = None
     """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
+    decided_by_file: str = ""
+    """A line that says what a settings file decides; empty if there is none."""
 
     @property
     def ranks(self) -> int:
@@ -90,7 +92,12 @@ def checked_request(
         check_call(fn, args, kwargs)
     is_explicit = ranks is not None or on not in (None, "auto")
     configuration = read_configuration()
-    if not isinstance(on, Platform):
+    arguments = {"ranks": ranks, "nodes": nodes, "timeout_s": timeout_s, "logs": logs, "on": on}
+    arguments["max_restarts"] = max_restarts
+    given = {*(name for name, value in arguments.items() if value is not None), *(fields or ())}
+    if isinstance(on, Platform):
+        given |= {name for name in NAMES if name in ("ranks", "nodes") or on.is_explicit(name)}
+    else:
         on = configuration.value("on") if on is None else on
         configuration = configuration.at(on)
         ranks = configuration.value("ranks") if ranks is None else ranks
@@ -125,6 +132,9 @@ def checked_request(
         name=title or function_name(fn),
         is_script=is_script,
         seed=seed,
+        decided_by_file=f"unisono: {configuration.path} decides: {', '.join(decided)}"
+        if (decided := configuration.from_file(given))
+        else "",
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from unisono.errors import RankFailed, Requeue
 from unisono.launch import stopping
 from unisono.launch.attempts import Attempts, job_directory
+from unisono.launch.configuration import say_what_file_decides
 from unisono.launch.conventions import Convention
 from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
@@ -119,6 +120,7 @@ def execute(request: Request, convention: Convention) -> Results[Any]:
     """Run a checked request to its end, and tell the platform's own functions of it."""
     if request.platform.detect and is_in_world():
         return run_here(request, convention)
+    say_what_file_decides(request.decided_by_file)
     if request.place == "slurm":
         from unisono.launch.slurm.running import run_on_slurm
 

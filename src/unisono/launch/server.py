@@ -48,6 +48,7 @@ class Assignment:
     payload_fd: int
     report_fd: int
     control_fd: int
+    result_fd: int
 
 
 def serve(control_fd: int, launcher_pid: int) -> NoReturn:
@@ -151,7 +152,8 @@ class Server:
         return PAUSE_S if self._may_load_more() else _LOOK_S
 
     def _fork(self, own: dict[str, str], fds: list[int]) -> Assignment | None:
-        payload_fd, report_fd, control_fd, stdout_fd, stderr_fd, status_fd, *stdin = fds
+        payload_fd, report_fd, control_fd, result_fd, *others = fds
+        stdout_fd, stderr_fd, status_fd, *stdin = others
         if (why := refusal()) is not None:
             os.write(status_fd, f"refused {why}\n".encode())
             for fd in fds:
@@ -181,7 +183,7 @@ class Server:
             os.dup2(source, target)
             os.close(source)
         os.close(status_fd)
-        return Assignment(own, payload_fd, report_fd, control_fd)
+        return Assignment(own, payload_fd, report_fd, control_fd, result_fd)
 
     def _leave_to_the_parent(self) -> None:
         """In a forked rank: drop all that belongs to the server."""

@@ -37,6 +37,7 @@ from unisono.launch.messages import (
     Returned,
     Standing,
 )
+from unisono.launch.parcel import Parcel
 from unisono.launch.process import RankProcess, read_available
 from unisono.launch.stacks import crash_in, user_threads
 
@@ -56,8 +57,8 @@ DRAIN_S = 1.0
 class Outcome:
     """A world in which every rank came to a good end."""
 
-    values: Sequence[bytes]
-    """Pickled return values, by rank."""
+    values: Sequence[Parcel]
+    """Return values, by rank."""
     is_requeued: bool
     """Whether the ranks asked for another attempt instead of returning."""
     hosts: Sequence[str]
@@ -187,7 +188,7 @@ class Supervisor(Listener):
             raise KeyboardInterrupt
         ready_at = self._ready_at or ended
         return Outcome(
-            values=[rank.returned.value for rank in self._ranks if rank.returned],
+            values=[value for rank in self._ranks if (value := rank.value()) is not None],
             is_requeued=any(rank.is_requeued for rank in self._ranks),
             hosts=[rank.hello.host for rank in self._ranks if rank.hello],
             start_s=ready_at - self._began,

@@ -17,6 +17,8 @@ class Open:
     """Number of ranks."""
     store: str
     """Path of the file through which the ranks find each other."""
+    secret: bytes
+    """With it they sign what they leave each other."""
     backend: str
     """Backend of the group, as `torch.distributed.init_process_group` spells it."""
     group_timeout_s: float

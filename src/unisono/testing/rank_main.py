@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from unisono.comm import seal
 from unisono.errors import an
 from unisono.testing.assertions import show_comparisons
 from unisono.testing.leaks import HOST_KINDS, KINDS, Holdings
@@ -109,6 +110,7 @@ class _RankProcess:
         self.filters = command.filters
         self.state = RankState.now()
         self.holdings = Holdings.now(_WATCHED)
+        seal.give_secret(command.secret)
         dist.init_process_group(
             command.backend,
             store=FileStore(command.store, command.world),

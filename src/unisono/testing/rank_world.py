@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -84,6 +85,7 @@ class RankWorld:
         command = Open(
             world=self.size,
             store=str(self._store),
+            secret=secrets.token_bytes(32),
             backend=self._backend,
             group_timeout_s=_group_timeout_s(self._timeout_s),
             environ=dict(os.environ),

@@ -6,6 +6,7 @@ import csv
 import gc
 import html
 import json
+import os
 import re
 import sys
 import threading
@@ -400,3 +401,18 @@ def test_run_shows_a_page_while_it_lasts_below_the_cell_of_a_notebook(here, monk
     assert "watch at http://127.0.0.1:" in capsys.readouterr().err
     assert "<title>log, live" in shown[0]
     assert results.report.path.is_file()
+
+
+def test_files_with_the_command_line_are_private_and_it_can_be_left_out(here, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--token", "hunter2"])
+    before = os.umask(0)
+    try:
+        for name, keep in (("kept", True), ("left-out", False)):
+            with record(name, command=keep) as run:
+                log(loss=1.0)
+            for file in ("config.json", "report.html"):
+                assert (run.dir / file).stat().st_mode & 0o777 == 0o600
+                assert ("hunter2" in (run.dir / file).read_text()) == keep
+            assert read(run.dir / "config.json")["command"][0] == "train.py"
+    finally:
+        os.umask(before)

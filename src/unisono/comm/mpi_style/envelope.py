@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from unisono.comm.headers import DTYPES
 
-_HEADER = struct.Struct("<4q4b")
+_HEADER = struct.Struct("<4q4b32s")
 _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _OBJECT = -1
 
@@ -37,12 +38,15 @@ class Envelope:
     """Whether this acknowledges message `serial` of the reader."""
     values: Tensor | None = None
     """The values as flat bytes, when they are here."""
+    digest: bytes = b""
+    """SHA-256 of a pickled object whose bytes travel apart: only these are unpickled."""
 
     def pack(self) -> bytes:
         """Return header and inline values."""
         number = _OBJECT if self.dtype is None else _NUMBER[self.dtype]
         flags = (number, self.is_sync, self.is_apart, self.is_ack)
-        header = _HEADER.pack(self.source, self.serial, self.tag, self.nbytes, *flags)
+        who = (self.source, self.serial, self.tag, self.nbytes)
+        header = _HEADER.pack(*who, *flags, self.digest)
         if self.is_apart or self.values is None:
             return header
         return header + self.values.cpu().numpy().tobytes()
@@ -50,7 +54,8 @@ class Envelope:
     @classmethod
     def unpack(cls, data: bytes) -> Envelope:
         """Undo `pack`."""
-        source, serial, tag, nbytes, number, is_sync, is_apart, is_ack = _HEADER.unpack_from(data)
+        *who, number, is_sync, is_apart, is_ack, digest = _HEADER.unpack_from(data)
+        source, serial, tag, nbytes = who
         inline = bytearray(data[_HEADER.size :])
         values = torch.frombuffer(inline, dtype=torch.uint8) if inline else None
         return cls(
@@ -63,4 +68,10 @@ class Envelope:
             bool(is_apart),
             bool(is_ack),
             torch.empty(0, dtype=torch.uint8) if values is None and not is_apart else values,
+            digest,
         )
+
+
+def digest_of(values: Tensor) -> bytes:
+    """Return the digest of flat bytes."""
+    return hashlib.sha256(values.cpu().numpy().tobytes()).digest()

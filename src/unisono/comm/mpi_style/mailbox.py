@@ -4,6 +4,9 @@ torch.distributed can neither probe nor match tags by "any", so an envelope goes
 world's store, into the receiver's inbox: all senders' envelopes, in one order. Short values travel
 inside it. Long ones go over the group's own transport; the reader fetches them as soon as it meets
 the envelope and acknowledges, which tells the sender that its memory is free again.
+
+Everybody who reaches the store could put an envelope there, and objects are unpickled: so envelopes
+are signed, each for its place in the inbox, and hold the digest of an object that travels apart.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from unisono.comm import call as calls
-from unisono.comm import failures
+from unisono.comm import failures, seal
 from unisono.comm.call import Call
 from unisono.comm.communicator import Communicator
 from unisono.comm.mpi_style import progress
-from unisono.comm.mpi_style.envelope import Envelope
+from unisono.comm.mpi_style.envelope import Envelope, digest_of
 from unisono.comm.mpi_style.receive import Receive
 from unisono.comm.mpi_style.request import Request
 from unisono.comm.pending import Pending
@@ -61,8 +64,9 @@ class Mailbox:
     def __init__(self, comm: Communicator, context: int) -> None:
         self._comm = comm
         self._store: Store | None = None
+        self._place = f"unisono/mail/{comm.group_name}/{context}"
         if comm.size > 1:
-            self._store = PrefixStore(f"unisono/mail/{comm.group_name}/{context}", default_store())
+            self._store = PrefixStore(self._place, default_store())
         self._next = 1
         self._expected: list[Receive] = []
         self._arrived: list[Envelope] = []
@@ -98,7 +102,10 @@ class Mailbox:
         comm, serial = self._comm, next(_serials)
         is_apart = x.numel() > INLINE_BYTES and dst != comm.rank
         envelope = Envelope(comm.rank, serial, tag, x.numel(), dtype, is_sync, is_apart)
+        if dtype is None and comm.size > 1:
+            seal.of_world().check_alike(comm.ranks, timeout_s)
         if is_apart:
+            envelope.digest = digest_of(x) if dtype is None else b""
             kept = x.clone() if is_copied else x
             wire_tag = _FIRST_TAG + serial % _TAGS
             pending = comm.start.send(kept, dst, wire_tag)
@@ -124,6 +131,8 @@ class Mailbox:
     ) -> Request:
         """Receive the next message from `source` with `tag` (None: any) into `buffer`."""
         receive = Receive(source, tag, buffer)
+        if buffer is None and self._comm.size > 1:
+            seal.of_world().check_alike(self._comm.ranks, timeout_s)
         for envelope in self._arrived:
             if receive.takes(envelope):
                 self._arrived.remove(envelope)
@@ -162,9 +171,12 @@ class Mailbox:
         key = f"{self._comm.rank}/{self._next}"
         if not self._store.check([key]):
             return False
-        envelope = Envelope.unpack(self._store.get(key))
+        data = seal.of_world().verified(bytes(self._store.get(key)), f"{self._place}/{key}")
         self._store.delete_key(key)
         self._next += 1
+        if data is None:
+            raise seal.refused(f"message {key.partition('/')[2]} for rank {self._comm.rank}")
+        envelope = Envelope.unpack(data)
         if envelope.is_ack:
             self._acknowledged(envelope.serial)
         else:
@@ -206,7 +218,9 @@ class Mailbox:
             self._arrive(envelope)
         elif self._store is not None:
             place = self._store.add(f"{dst}", 1)
-            self._store.set(f"{dst}/{place}", envelope.pack())  # type: ignore[arg-type]
+            key = f"{dst}/{place}"
+            data = seal.of_world().sign(envelope.pack(), f"{self._place}/{key}")
+            self._store.set(key, data)  # type: ignore[arg-type]
 
     def _arrive(self, envelope: Envelope) -> None:
         receive = next((one for one in self._expected if one.takes(envelope)), None)
@@ -227,6 +241,8 @@ class Mailbox:
             where = torch.empty(envelope.nbytes, dtype=torch.uint8, device=device)
             envelope.values = where
         self._comm.recv_(where, envelope.source, _FIRST_TAG + envelope.serial % _TAGS)
+        if envelope.dtype is None and digest_of(where) != envelope.digest:
+            raise seal.refused(f"an object of rank {envelope.source} with tag {envelope.tag}")
         if not envelope.is_sync:
             self._acknowledge(envelope)
 

@@ -51,6 +51,7 @@ class Receive:
         values, envelope.values = envelope.values, None
         if self._error is None and values is not None:
             if self.buffer is None:
+                # The mailbox takes only what a rank of this world has signed.
                 self._value = pickle.loads(values.cpu().numpy().tobytes())
             elif envelope.nbytes:
                 _fill(self.buffer, values)

@@ -1,16 +1,18 @@
-"""Collectives for Python objects: the lower-case verbs. They pickle, so small things only."""
+"""Collectives for Python objects: the lower-case verbs. They pickle, so small things only.
+
+Each object is signed by its rank (`seal.py`), and nothing else is unpickled.
+"""
 
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
+from unisono.comm import seal
 from unisono.comm.arguments import check_rank
 from unisono.comm.mpi_style.constants import SUM, Op, as_op
 from unisono.comm.mpi_style.performing import Performer
@@ -27,14 +29,15 @@ class ObjectVerbs(Performer):
         mine = self._pickled(obj if comm.rank == root else None)
         length = self._agree([mine.numel()])[root][0]
         work = mine if comm.rank == root else mine.new_empty(length)
-        return _unpickled(self._result(lambda verbs: verbs.broadcast_(work, root)))
+        came = self._result(lambda verbs: verbs.broadcast_(work, root))
+        return self._unpickled(came, root)
 
     def allgather(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order, on every rank."""
         mine = self._pickled(obj)
         sizes = [n for (n,) in self._agree([mine.numel()])]
         joined: Tensor = self._result(lambda verbs: verbs.all_gather(mine, 0, sizes))
-        return [_unpickled(part) for part in joined.split(sizes)]
+        return [self._unpickled(part, src) for src, part in enumerate(joined.split(sizes))]
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Return the objects of all ranks on `root`, None on the others."""
@@ -42,7 +45,9 @@ class ObjectVerbs(Performer):
         check_rank(root, comm.size, "root", "gather")
         sizes = [n for (n,) in self._agree([mine.numel()])]
         joined: Tensor | None = self._result(lambda verbs: verbs.gather(mine, root, 0, sizes))
-        return None if joined is None else [_unpickled(part) for part in joined.split(sizes)]
+        if joined is None:
+            return None
+        return [self._unpickled(part, src) for src, part in enumerate(joined.split(sizes))]
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return object r of the sequence of `root` on rank r; the others may pass None."""
@@ -63,9 +68,8 @@ class ObjectVerbs(Performer):
             )
         whole = torch.cat(parts) if comm.rank == root else None
         like = ((sizes[comm.rank],), torch.uint8)
-        return _unpickled(
-            self._result(lambda verbs: verbs.scatter(whole, root, 0, sizes, like=like))
-        )
+        came = self._result(lambda verbs: verbs.scatter(whole, root, 0, sizes, like=like))
+        return self._unpickled(came, root)
 
     def allreduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM) -> Any:
         """Return the objects of all ranks combined in rank order, on every rank.
@@ -77,9 +81,8 @@ class ObjectVerbs(Performer):
         return functools.reduce(op, self.allgather(sendobj))
 
     def _pickled(self, obj: Any) -> Tensor:
-        raw = bytearray(cloudpickle.dumps(obj))
+        raw = bytearray(seal.dump_object(self._comm, obj))
         return torch.frombuffer(raw, dtype=torch.uint8).to(self._comm.device)
 
-
-def _unpickled(raw: Tensor) -> Any:
-    return pickle.loads(raw.cpu().numpy().tobytes())
+    def _unpickled(self, raw: Tensor, source: int) -> Any:
+        return seal.load_object(self._comm, raw.cpu().numpy().tobytes(), source)

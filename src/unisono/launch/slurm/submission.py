@@ -17,7 +17,7 @@ from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import job_files, registry
 from unisono.launch.attempts import travelling
 from unisono.launch.conventions import Convention
-from unisono.launch.local import pack_payload
+from unisono.launch.local import write_payload
 from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
 from unisono.launch.rank import Job as RankJob
@@ -54,7 +54,7 @@ def submit(request: Request, convention: Convention, *, is_tied: bool = False) -
         partition = None
     else:
         partition = check_cluster(platform)
-    payload = pack_payload(_rank_job(request, convention))
+    rank_job = _rank_job(request, convention)
     directory = job_files.make_directory(
         _parent(request),
         platform.name,
@@ -78,7 +78,7 @@ def submit(request: Request, convention: Convention, *, is_tied: bool = False) -
         "plan": plan.as_json(),
     }
     job_files.write_state(directory, entry)
-    job_files.write_private(directory / PAYLOAD, payload)
+    write_payload(rank_job, directory / PAYLOAD)
     if in_allocation():
         return _start_here(directory, entry, is_tied=is_tied)
     options = directives(platform, directory / OUTPUT, partition=partition)

@@ -1,24 +1,26 @@
 """One save under way: files of this rank, then, on rank 0, the rename that makes it count.
 
 In the background ranks tell each other by files in the new directory: a thread that took part in
-collectives would get in the way of those of the training.
+collectives would get in the way of those of the training. These files are plain data, for others
+may be able to write there.
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
-import pickle
+import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from unisono.comm.processes import is_card_dead
 from unisono.launch.leaving import add_work, remove_work
@@ -47,9 +49,38 @@ class Outcome:
     """What became of the files of one rank."""
 
     error: str | None = None
-    results: list[Any] = field(default_factory=list)
+    results: list[WriteResult] = field(default_factory=list)
     """Where each piece lies, for the table of contents."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return it as plain data."""
+        rows = [
+            {
+                "index": [r.index.fqn, r.index.offset and list(r.index.offset), r.index.index],
+                "size": r.size_in_bytes,
+                "place": asdict(r.storage_data),
+            }
+            for r in self.results
+        ]
+        return json.dumps({"error": self.error, "results": rows, "files": self.files})
+
+    @classmethod
+    def from_json(cls, text: str) -> Outcome:
+        """Undo `to_json`; raises `ValueError` where that is not what the text is."""
+        try:
+            found = json.loads(text)
+            results = [
+                WriteResult(MetadataIndex(*row["index"]), row["size"], _StorageInfo(**row["place"]))
+                for row in found["results"]
+            ]
+            files = {name: (size, crc) for name, (size, crc) in found["files"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not the outcome of a save: {error}") from error
+        names = [r.storage_data.relative_path for r in results]
+        if any(Path(name).name != name for name in names):
+            raise ValueError("the outcome of a save names files outside of its directory")
+        return cls(found["error"], results, files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +228,7 @@ class Background:
             for rank in set(range(self.order.ranks)) - set(found):
                 path = self.order.partial / f"{_OUTCOME}{rank}"
                 if path.exists():
-                    found[rank] = pickle.loads(path.read_bytes())
+                    found[rank] = Outcome.from_json(path.read_text(encoding="utf-8"))
             late = sorted(set(range(self.order.ranks)) - set(found))
             gone = [rank for rank in late if is_card_dead(self.order.cards[rank])]
             # One that has ended may have left its outcome a moment before.
@@ -216,5 +247,5 @@ class Background:
 def _leave_outcome(order: Order, outcome: Outcome) -> None:
     path = order.partial / f"{_OUTCOME}{order.rank}"
     partial = path.with_name(f".{path.name}")
-    partial.write_bytes(pickle.dumps(outcome))
+    partial.write_text(outcome.to_json(), encoding="utf-8")
     partial.replace(path)

@@ -77,9 +77,20 @@ def ranks_in(directory: Path) -> list[int]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file at one stroke, so that a reader finds the old text or the new one."""
+    """Replace a file by a value, as `write_private` does."""
+    write_private(path, json.dumps(value))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file at one stroke, so that a reader finds the old text or the new one.
+
+    Only its owner can read it, whatever the umask: command lines and tracebacks may hold secrets.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value), encoding="utf-8")
+    draft.unlink(missing_ok=True)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123
+        file.write(text)
     draft.replace(path)
 
 

@@ -1,6 +1,7 @@
 """What a run should remember of its surroundings: machine, versions, command, git commit.
 
-Environment variables are not among them: they hold secrets.
+Environment variables are not among them: they hold secrets. So may a command line, which can be
+left out; the files it goes into are for their owner's eyes only.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ _PACKAGES = ("torch", "numpy", "mpi4py", "submitit")
 _GIT_S = 3.0
 
 
-def begin_run(name: str) -> tuple[str, int]:
-    """Make the directory of a run; return it and the moment, in ns, that its clocks count from."""
+def begin_run(name: str, *, has_command: bool = True) -> tuple[str, int]:
+    """Make the directory of a run; return it and the moment, in ns, that its clocks count from.
+
+    `has_command` says whether the words of the command line are kept; else it is the program alone.
+    """
     started_ns = time.time_ns()
     directory = directories.make_run_directory(name)
     known = run_facts(directory.name, started_ns)
+    if not has_command:
+        known["command"] = known["command"][:1]
     directories.write_json(directory / directories.CONFIG, known)
     return str(directory), started_ns
 

@@ -45,9 +45,9 @@ def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
     return results
 
 
-def in_world(request: Request, name: str) -> Request:
+def in_world(request: Request, name: str, *, has_command: bool = True) -> Request:
     """Return the request of ranks that somebody else started, which agree on a directory."""
-    return _calling(request, functools.partial(call_in_world, name))
+    return _calling(request, functools.partial(call_in_world, name, has_command))
 
 
 def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]) -> object:
@@ -57,19 +57,21 @@ def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]
     return call_recorded(directory, started_ns, function)
 
 
-def call_in_world(name: str, function: Callable[[], object]) -> object:
+def call_in_world(name: str, has_command: bool, function: Callable[[], object]) -> object:
     """In a rank that somebody else started: the same, its directory agreed on by all ranks."""
     from unisono.train.recording.opening import record
 
-    with record(name):
+    with record(name, command=has_command):
         return function()
 
 
-def into_directory(request: Request, name: str) -> tuple[Request, Path]:
+def into_directory(
+    request: Request, name: str, *, has_command: bool = True
+) -> tuple[Request, Path]:
     """Return the request with its ranks recording, and the directory that they write to."""
     from unisono.train.recording.facts import begin_run
 
-    directory, started_ns = begin_run(name)
+    directory, started_ns = begin_run(name, has_command=has_command)
     wrapper = functools.partial(call_in_rank, directory, started_ns)
     return _calling(request, wrapper), Path(directory)
 

@@ -63,6 +63,8 @@ class record:
     Args:
         name: of the run; a taken name gets a number. With a slash in it, a path of its own.
         config: what to remember beside machine and versions: learning rate, sizes, ...
+        command: whether to remember the words of the command line, too; False where they hold a
+            password or a token. `unisono run --record` has `--no-command` for it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +74,15 @@ class record:
     ['step', 'seconds']
     """
 
-    def __init__(self, name: str = "run", *, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "run",
+        *,
+        config: Mapping[str, Any] | None = None,
+        command: bool = True,
+    ) -> None:
         self._name = name
+        self._has_command = command
         self._config = dict(config or {})
         self._run: Run | None = None
 
@@ -88,7 +97,7 @@ class record:
         trouble: UnisonoError | None = None
         if comm.rank == 0:
             try:
-                made = begin_run(self._name)
+                made = begin_run(self._name, has_command=self._has_command)
             except UnisonoError as error:
                 trouble = error
         made, trouble = comm.broadcast_object((made, trouble))

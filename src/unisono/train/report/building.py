@@ -90,5 +90,5 @@ def finish(directory: Path, against: Sequence[Path] = ()) -> Path:
     write_tensorboard(directory / directories.TENSORBOARD, run)
     data = report_data(run, [RecordedRun.read(path) for path in against])
     path = directory / directories.REPORT
-    path.write_text(page(data["name"], "report.js", data), encoding="utf-8")
+    directories.write_private(path, page(data["name"], "report.js", data))
     return path

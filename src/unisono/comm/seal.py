@@ -1,0 +1,248 @@
+"""Proof that something was written by a rank of this world, and not by whoever reached its store.
+
+The store of torch takes everybody who can connect, and so do gloo's connections. Whatever is
+unpickled, and every notice that ranks leave each other, therefore carries a code (HMAC-SHA256)
+made with a secret of the world, which never travels through the store:
+
+- our launchers give it to their ranks with the function, by a nameless file or one of mode 0600;
+- ranks that meet through a file (the user's own `srun`) find it there, mode 0600;
+- in all other worlds it is in a private file of the user: `UNISONO_KEY_FILE`, else one below
+  `~/.local/state`, made at the first need. Hosts that do not share it cannot exchange objects.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+import secrets
+import stat
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from unisono.errors import PlatformError, RankTimeout, UnisonoError, compress_ranks
+
+if TYPE_CHECKING:
+    from unisono.comm.communicator import Communicator
+
+VARIABLE = "UNISONO_KEY_FILE"
+_SHA = "sha256"
+_CODE_BYTES = 32
+_LEAST_BYTES = 16
+_POLL_S = 0.01
+_given: bytes | None = None
+
+
+class Seal:
+    """Signs and verifies for one rank of one world.
+
+    Args:
+        store: store of the world.
+        rank: own rank in it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        # A word of this world keeps what was signed in another one of the same user out of it.
+        word = store.compare_set("unisono/word", "", secrets.token_hex(16))
+        self._key = hmac.digest(_secret(), bytes(word), _SHA)
+        self._store = store
+        self._rank = rank
+        self._alike: set[tuple[int, ...]] = set()
+        self._has_warned = False
+        key = self._proof_key(rank)
+        store.set(key, self._proof(key).decode())
+
+    def sign(self, data: bytes, place: str) -> bytes:
+        """Return `data` with its code; it is good at `place` only."""
+        return data + self._code(data, place)
+
+    def verified(self, data: bytes, place: str) -> bytes | None:
+        """Return what was signed; None if no rank of this world has."""
+        body, code = data[:-_CODE_BYTES], data[-_CODE_BYTES:]
+        return body if hmac.compare_digest(code, self._code(body, place)) else None
+
+    def heeded(self, data: bytes, place: str) -> bytes | None:
+        """Return what was signed; None, and once a warning, if it is to be ignored."""
+        body = self.verified(data, place)
+        if body is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rank {self._rank} ignores {place!r} in the store of its world: no rank with its "
+                f"key has written it. Either somebody else has, or hosts hold different keys; then "
+                f"{VARIABLE}=... with one private file for all of them helps",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return body
+
+    def check_alike(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Raise `PlatformError`, on all `ranks` alike, unless they hold one key.
+
+        `ranks` are world ranks whose group exists, so that all have said which key they hold.
+        """
+        who = tuple(ranks)
+        if who in self._alike:
+            return
+        keys = [self._proof_key(rank) for rank in who]
+        end = time.monotonic() + timeout_s
+        while not self._store.check(keys):
+            if time.monotonic() > end:
+                late = [r for r, key in zip(who, keys, strict=True) if not self._store.check([key])]
+                raise RankTimeout(
+                    f"rank {compress_ranks(late)} did not say within {timeout_s:g} s which key it "
+                    "holds, without which no object is accepted from it",
+                    missing=late,
+                )
+            time.sleep(_POLL_S)
+        strange = [
+            rank
+            for rank, key in zip(who, keys, strict=True)
+            if not hmac.compare_digest(bytes(self._store.get(key)), self._proof(key))
+        ]
+        if strange:
+            raise PlatformError.because(
+                "Python objects between ranks that no launcher of unisono has started",
+                f"rank {compress_ranks(strange)} holds another key than rank {self._rank}, and "
+                "objects are unpickled only if a rank of this world is known to have sent them",
+                None,
+                f"{VARIABLE}=FILE for all ranks, a file of mode 0600 with the same content on all "
+                "hosts: openssl rand -hex 32",
+            )
+        self._alike.add(who)
+
+    def _code(self, data: bytes, place: str) -> bytes:
+        text = place.encode()
+        return hmac.digest(self._key, len(text).to_bytes(4, "little") + text + data, _SHA)
+
+    def _proof_key(self, rank: int) -> str:
+        return f"unisono/proof/{rank}"
+
+    def _proof(self, key: str) -> bytes:
+        return self._code(b"", key).hex().encode()
+
+
+_current: tuple[weakref.ref[dist.ProcessGroup], Seal] | None = None
+"""Known weakly: a world that has ended is not kept alive, nor is its store."""
+
+
+def of_world() -> Seal:
+    """Return the seal of the default process group. Local."""
+    global _current
+    world = dist.group.WORLD
+    if world is None:
+        raise UnisonoError("there is no world whose ranks could sign anything")
+    if _current is not None and _current[0]() is world:
+        return _current[1]
+    seal = Seal(dist.distributed_c10d._get_default_store(), world.rank())
+    _current = weakref.ref(world, _forget), seal
+    return seal
+
+
+def _forget(ended: weakref.ref[dist.ProcessGroup]) -> None:
+    global _current
+    if _current is not None and _current[0] is ended:
+        _current = None
+
+
+def give_secret(secret: bytes) -> None:
+    """Have this process use a secret that its launcher has brought by a private way."""
+    global _given
+    _given = secret
+
+
+def has_secret() -> bool:
+    """Whether a launcher has brought one."""
+    return _given is not None
+
+
+def dump_object(comm: Communicator, obj: Any) -> bytes:
+    """Pickle an object for other ranks of `comm`, signed by this one."""
+    data = cloudpickle.dumps(obj)
+    if comm.size == 1:
+        return data
+    seal = of_world()
+    seal.check_alike(comm.ranks, comm.timeout_s)
+    return seal.sign(data, f"object/{comm.group_name}/{comm.rank}")
+
+
+def load_object(comm: Communicator, data: bytes, source: int) -> Any:
+    """Undo `dump_object` of rank `source` of `comm`; nothing unsigned is unpickled.
+
+    Raises:
+        UnisonoError: that rank has not sent it.
+    """
+    if comm.size == 1:
+        return pickle.loads(data)
+    place = f"object/{comm.group_name}/{source}"
+    body = of_world().verified(data, place)
+    if body is None:
+        raise refused(f"an object of rank {source} in {comm.name}")
+    return pickle.loads(body)
+
+
+def refused(what: str) -> UnisonoError:
+    """Return the error for something that would have been unpickled, had it been signed."""
+    return UnisonoError.because(
+        what,
+        "no rank of this world has sent it as it came: it is not unpickled",
+        None,
+        "somebody else reaches the network of this run; see the page on security",
+    )
+
+
+def _secret() -> bytes:
+    """Return the secret of this process."""
+    if _given is not None:
+        return _given
+    if named := os.environ.get(VARIABLE):
+        return _private(Path(named), f"{VARIABLE}={named}")
+    try:
+        path = _own_file()
+    except (OSError, RuntimeError):  # no home that can be written
+        return secrets.token_bytes(_CODE_BYTES)  # nobody's: all ranks learn that they differ
+    return _private(path, f"the key of worlds that other launchers start, {path}")
+
+
+def _own_file() -> Path:
+    """Return the user's own key file, which is made if it is not there."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(state, "unisono", "key")
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_name(f".key.{secrets.token_hex(4)}")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(fd, "wb") as file:  # noqa: PTH123
+                file.write(secrets.token_hex(32).encode() + b"\n")
+            path.hardlink_to(draft)  # appears whole, and the first of several ranks wins
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return path
+
+
+def _private(path: Path, asked: str) -> bytes:
+    """Return the content of a file that only this user can read."""
+    hint = f"openssl rand -hex 32 > {path}; chmod 600 {path}"
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            mode = stat.S_IMODE(found.st_mode)
+            if found.st_uid != os.getuid() or mode & 0o077:
+                problem = f"mode {mode:04o}, owner {found.st_uid} (this user is {os.getuid()})"
+                raise PlatformError.because(asked, problem, None, f"chmod 600 {path}")
+            data = file.read().strip()
+    except OSError as error:
+        raise PlatformError.because(asked, f"{error.strerror}", None, hint) from None
+    if len(data) < _LEAST_BYTES:
+        arithmetic = f"{len(data)} bytes < {_LEAST_BYTES}"
+        raise PlatformError.because(asked, "too short for a secret", arithmetic, hint)
+    return data

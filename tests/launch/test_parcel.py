@@ -1,0 +1,174 @@
+"""Large arguments and results: they arrive whole, quickly, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import unisono
+from unisono.errors import RankFailed
+from unisono.launch import parcel, process
+from unisono.launch.parcel import APART_BYTES, INLINE_BYTES, Parcel
+
+LARGE = INLINE_BYTES // 4
+"""So many numbers of four bytes do not fit into a message."""
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{fd.name} {fd.readlink()}")
+        except OSError:
+            continue
+    return {name for name in found if "memfd:unisono" in name}
+
+
+@pytest.mark.parametrize("count", [3, APART_BYTES // 4, 2 * LARGE])
+def test_tensors_and_arrays_come_back_as_they_were(count):
+    base = torch.arange(float(count))
+    value = {
+        "tensor": base,
+        "view": base[1:],
+        "strided": torch.arange(2.0 * count).view(2, count).t(),
+        "parameter": nn.Parameter(torch.ones(count)),
+        "half": torch.ones(count, dtype=torch.bfloat16),
+        "complex": torch.ones(count, dtype=torch.complex64).conj(),
+        "array": np.arange(count),
+        "fortran": np.asfortranarray(np.ones((count, 2))),
+        "holes": np.arange(2 * count)[::2],
+        "bytes": b"x" * count,
+        "bytearray": bytearray(b"y" * count),
+        "objects": [{"a": None}, lambda x: x + count],
+    }
+    packed = Parcel.of(value)
+    for again in (packed.load(), packed.load()):
+        for name in ("tensor", "view", "strided", "parameter", "half", "complex"):
+            assert torch.equal(again[name], value[name]), name
+            assert again[name].stride() == value[name].stride(), name
+            assert type(again[name]) is type(value[name])
+        assert again["parameter"].requires_grad
+        for name in ("array", "fortran", "holes"):
+            assert np.array_equal(again[name], value[name])
+            assert again[name].flags.writeable
+        assert again["fortran"].flags.f_contiguous
+        assert (again["bytes"], again["bytearray"]) == (value["bytes"], value["bytearray"])
+        assert again["objects"][1](1) == count + 1
+        again["tensor"].zero_()  # memory of its own: the next one is as it was
+        again["tensor"].resize_(count + 1)
+        again["array"][:] = 0
+
+
+def test_tensors_that_share_memory_still_do():
+    base = torch.arange(float(LARGE))
+    again = Parcel.of([base, base[2:], base.view(2, -1)]).load()
+    base.resize_(LARGE + 1)  # packing leaves it as it was
+    again[0].fill_(7)
+    assert bool((again[1] == 7).all())
+    assert bool((again[2] == 7).all())
+
+
+def test_a_parcel_is_a_snapshot_and_its_file_goes_with_it():
+    before = _open_files()
+    value = torch.ones(LARGE)
+    packed = Parcel.of(value)
+    value.zero_()
+    assert len(_open_files() - before) == 1
+    assert bool((packed.load() == 1).all())
+    del packed
+    assert _open_files() == before
+
+
+def test_a_parcel_survives_a_file_of_another_host(tmp_path):
+    for value in ({"a": 1}, {"a": torch.arange(LARGE), "b": np.ones(LARGE)}):
+        Parcel.of(value).save(tmp_path / "result")
+        assert (tmp_path / "result").stat().st_mode & 0o777 == 0o600
+        again = Parcel.in_file(tmp_path / "result").load()
+        assert str(again) == str(value)
+    assert [path.name for path in tmp_path.iterdir()] == ["result"]
+    whole = (tmp_path / "result").read_bytes()
+    (tmp_path / "result").write_bytes(whole[:-1])
+    with pytest.raises(EOFError, match="1 bytes are missing"):
+        Parcel.in_file(tmp_path / "result").load()
+
+
+def _weigh(x, y):
+    return torch.full((LARGE,), float(x.sum()) + float(y.sum()) + unisono.world().rank), y
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_large_arguments_and_results_travel_beside_the_pipe(method, monkeypatch):
+    received = []
+    read = process.read_available
+    monkeypatch.setattr(
+        process, "read_available", lambda fd: received.append(read(fd)) or received[-1]
+    )
+    before = _open_files()
+    place = unisono.Platform(device="cpu", ranks=2, spawn_method=method)
+    results = unisono.run(_weigh, torch.ones(2 * LARGE), np.ones(LARGE), on=place)
+    for rank, (weights, y) in enumerate(results):
+        assert float(weights[-1]) == 3 * LARGE + rank
+        assert np.array_equal(y, np.ones(LARGE))
+    assert sum(len(data or b"") for data in received) < INLINE_BYTES
+    assert _open_files() == before
+
+
+def _die_when_packed():
+    class Deadly:
+        def __reduce__(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+            return str, ("never",)
+
+    return torch.ones(LARGE), (Deadly() if unisono.world().rank else None)
+
+
+def _die_after_packing():
+    import unisono.launch.rank as rank
+
+    if unisono.world().rank:
+        rank.send_message = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    return torch.ones(LARGE)
+
+
+@pytest.mark.parametrize("fn", [_die_when_packed, _die_after_packing])
+def test_a_rank_that_dies_while_it_returns_leaves_nothing(fn):
+    before = _open_files()
+    with pytest.raises(RankFailed, match="rank 1 of 2"):
+        unisono.run(fn, on="cpu", ranks=2)
+    assert _open_files() == before
+
+
+def test_what_is_submitted_may_be_changed_at_once():
+    x = torch.ones(LARGE)
+    job = unisono.submit(_weigh, x, np.zeros(1), on="cpu", ranks=2)
+    x.zero_()
+    assert [float(weights[0]) for weights, _ in job.result()] == [LARGE, LARGE + 1]
+
+
+def test_two_large_results_take_hardly_longer_than_a_pickle_and_a_copy():
+    value = torch.ones(25 << 20)  # 100 MB
+
+    def once() -> float:
+        begin = time.perf_counter()
+        for _ in range(2):
+            bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+        return time.perf_counter() - begin
+
+    def ours() -> float:
+        begin = time.perf_counter()
+        fd = parcel.nameless_file()
+        for _ in range(2):
+            Parcel.of(value, file=fd).load()
+        os.close(fd)
+        return time.perf_counter() - begin
+
+    rounds = [(ours(), once()) for _ in range(5)]
+    assert min(a for a, _ in rounds) < 1.5 * min(b for _, b in rounds), rounds
