@@ -27,7 +27,7 @@ from unisono.comm.mpi_style.envelope import Envelope
 from unisono.comm.mpi_style.receive import Receive
 from unisono.comm.mpi_style.request import Request
 from unisono.comm.pending import Pending
-from unisono.comm.watchdog import default_store
+from unisono.comm.watchdog import store_of
 from unisono.errors import MeshError
 
 INLINE_BYTES = 4096
@@ -62,7 +62,8 @@ class Mailbox:
         self._comm = comm
         self._store: Store | None = None
         if comm.size > 1:
-            self._store = PrefixStore(f"unisono/mail/{comm.group_name}/{context}", default_store())
+            name = str(comm.group_name)
+            self._store = PrefixStore(f"unisono/mail/{name}/{context}", store_of(name))
         self._next = 1
         self._expected: list[Receive] = []
         self._arrived: list[Envelope] = []
