@@ -56,17 +56,23 @@ class Watchdog:
         ranks: all ranks that share the store.
         store: their store.
         is_over: whether they have parted, so that nobody asks any more.
+        connection: a connection to the store that nobody blocks; default: a new one.
     """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], store: Store, is_over: Callable[[], bool]
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        store: Store,
+        is_over: Callable[[], bool],
+        connection: Store | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.failure: RankFailed | None = None
         self.store = store
         self._is_over = is_over
-        self._store = PrefixStore(_PREFIX, own_connection(store))
+        self._store = PrefixStore(_PREFIX, connection or own_connection(store))
         self._store_lock = threading.Lock()
         self._stop = threading.Event()
         self._answered = 0

@@ -7,7 +7,6 @@ Each rank says what it saw in lines `SEEN <rank> <words>`.
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import sys
@@ -65,9 +64,9 @@ def use(comm, ranks):
 
 
 def in_every_order():
-    """Communicators of 2, 4, 3 ranks and a duplicate, in all orders, with the same result."""
+    """Communicators of 2, 4, 3 ranks and a duplicate, each of them first, with the same result."""
     pair, three, whole = [1, 3], [0, 1, 2], [0, 1, 2, 3]
-    for order in itertools.permutations((pair, three, whole)):
+    for order in ((pair, whole, three), (three, pair, whole), (whole, three, pair)):
         made = []
         for ranks in order:
             comm = of_some(ranks)

@@ -27,6 +27,7 @@ from unisono.comm.environment import Environment
 from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
 from unisono.comm.hosts import host_id
 from unisono.comm.transports.mpi.groups import MpiProcessGroup
+from unisono.comm.transports.mpi.health import connect
 from unisono.comm.transports.mpi.library import Threads, load, unavailable
 from unisono.errors import MeshError, RankTimeout, UnisonoError
 
@@ -169,7 +170,10 @@ class Standalone:
         self._is_over = False
         self._made: dict[tuple[int, ...], GroupEntry] = {}
         self._generation: dict[tuple[int, ...], int] = {}
-        self._dog = watchdog.Watchdog(self._rank, ranks, self._store, lambda: self._is_over)
+        self._connection = connect(self._store)
+        self._dog = watchdog.Watchdog(
+            self._rank, ranks, self._store, lambda: self._is_over, self._connection.store
+        )
         self.whole = self._make(ranks, self._deadline_s, own, is_own=True)
         """The group of all ranks of the communicator."""
 

@@ -70,31 +70,32 @@ class Notice:
     text: str
 
 
-class _Connection:
+class Connection:
     """A connection to a store that no blocking call of others can lock."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
 
-_connections: weakref.WeakValueDictionary[tuple[str, int], _Connection] = (
+_connections: weakref.WeakValueDictionary[tuple[str, int], Connection] = (
     weakref.WeakValueDictionary()
 )
 """One per store, for as long as a group uses it."""
 
 
-def _connect(store: Store) -> _Connection:
+def connect(store: Store) -> Connection:
+    """Return a connection of our own to the store beneath all prefixes of `store`."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
-        return _Connection(store)
+        return Connection(store)
     address = (store.host, store.port)
     found = _connections.get(address)
     if found is not None:
         with contextlib.suppress(RuntimeError):
             found.store.check(["unisono"])
             return found
-    found = _connections[address] = _Connection(store.clone())  # type: ignore[attr-defined]
+    found = _connections[address] = Connection(store.clone())  # type: ignore[attr-defined]
     return found
 
 
@@ -113,7 +114,7 @@ class NoticeBoard:
 
     def __init__(self, store: Store, nonce: str, rank: int, size: int) -> None:
         self._home = store  # served by this rank perhaps, and wanted until all have left
-        self._connection = _connect(store)
+        self._connection = connect(store)
         self._store = PrefixStore(f"unisono/mpi/{nonce}", self._connection.store)
         self._rank = rank
         self._size = size
