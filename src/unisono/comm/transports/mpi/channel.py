@@ -33,8 +33,8 @@ CHUNK_BYTES = 256 * 1024 * 1024
 MAX_BYTES = 2**31 - 1
 
 _SPINS = 100
-_RESERVED_TAGS = 3
-"""The largest tags a group keeps for itself: large blocks, goodbyes, `exchange` if tags are few."""
+_RESERVED_TAGS = 2
+"""The largest tags a group keeps for itself: goodbyes, and `exchange` where tags are few."""
 _LOST = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
 
 _abandoned: list[Any] = []
@@ -90,7 +90,9 @@ class Channel:
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Let tensors live until `finish`."""
-        self._held.extend(tensors)
+        for x in tensors:
+            self._held.append(x)
+            self._nbytes += nbytes_of(x)
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield begin and length of the stretches in which `nbytes` bytes travel."""
@@ -101,11 +103,6 @@ class Channel:
         """Start a non-blocking MPI call."""
         with self.threads.lock:
             self._open.append(call(*args))
-
-    def move_alone(self, call: Callable[..., Any], x: Tensor, peer: int) -> None:
-        """Start to send or receive (`call`) a large block beside the collective."""
-        for begin, length in self.pieces(nbytes_of(x)):
-            self.start(call, [self.memory(x, begin, length), self.mpi.BYTE], peer, self.max_tag)
 
     def finish(self) -> None:
         """Wait for everything that was started."""
@@ -140,7 +137,7 @@ class Channel:
             if peer != self.rank:
                 with self.threads.lock, contextlib.suppress(self.mpi.Exception):
                     block = [made, self.mpi.BYTE]
-                    self._goodbyes.append(self.comm.Isend(block, peer, self.max_tag - 1))
+                    self._goodbyes.append(self.comm.Isend(block, peer, self.max_tag))
 
     def hear_goodbyes(self) -> None:
         """Take down the ranks that have left the group so far."""
@@ -148,7 +145,7 @@ class Channel:
         while True:
             with self.threads.lock:
                 status = mpi.Status()
-                message = self.comm.Improbe(mpi.ANY_SOURCE, self.max_tag - 1, status)
+                message = self.comm.Improbe(mpi.ANY_SOURCE, self.max_tag, status)
                 if message is None:
                     return
                 room = bytearray(status.Get_count(mpi.BYTE))
@@ -266,7 +263,7 @@ class Messages:
         if 0 <= tag <= free:
             return tag
         if tag == EXCHANGE_TAG:  # an MPI with few tags
-            return free + 1
+            return self._channel.max_tag - 1
         raise UnisonoError.because(
             f"a message with tag {tag}", f"this MPI has tags 0 to {free}", None, "a smaller tag"
         )

@@ -6,7 +6,7 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -19,8 +19,18 @@ from unisono.comm.transports.mpi.health import Notice
 from unisono.comm.transports.queued import QueuedEngine, SourceTicket
 from unisono.errors import RankFailed, RankTimeout, UnisonoError
 
+Kernel = Callable[..., str | None]
+"""Does a whole collective over a channel; a reduction returns how it was done."""
+
 _TEXT_LIMIT = 6000
 """Longer reports, in characters, lose their middle."""
+
+
+class How(TypedDict):
+    """How a kernel is run: whether it is only started, and until when."""
+
+    async_op: bool
+    timeout_s: float
 
 
 class InlineJobs(JobQueue):
@@ -85,101 +95,71 @@ class MpiEngine(QueuedEngine):
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
         """Replace `x` on every rank by the reduction over all ranks."""
         check_op(op, x.dtype)
-        return self._start("all_reduce", kernels.all_reduce, (x, op), async_op, timeout_s)
+        return self._start("all_reduce", kernels.all_reduce, (x, op), **how)
 
-    def reduce_(
-        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
+    def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
         """Replace `x` on `dst` by the reduction; leaves `x` as it is on the other ranks."""
         check_op(op, x.dtype)
-        return self._start("reduce", kernels.all_reduce, (x, op, dst), async_op, timeout_s)
+        return self._start("reduce", kernels.all_reduce, (x, op, dst), **how)
 
     def reduce_scatter(
-        self,
-        out: Tensor,
-        ins: Sequence[Tensor],
-        op: str,
-        *,
-        alike: int = 0,  # noqa: ARG002
-        async_op: bool,
-        timeout_s: float,
+        self, out: Tensor, ins: Sequence[Tensor], op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`."""
+        del alike  # ranks do not compare their calls
         check_op(op, out.dtype)
-        arguments = (out, ins, op)
-        return self._start("reduce_scatter", kernels.reduce_scatter, arguments, async_op, timeout_s)
+        return self._start("reduce_scatter", kernels.reduce_scatter, (out, ins, op), **how)
 
-    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
         """Replace `x` on every rank by `x` of `src`."""
-        return self._start("broadcast", kernels.broadcast, (x, src), async_op, timeout_s)
+        return self._start("broadcast", kernels.broadcast, (x, src), **how)
 
     def all_gather(
-        self,
-        outs: Sequence[Tensor],
-        x: Tensor,
-        *,
-        alike: int = 0,  # noqa: ARG002
-        async_op: bool,
-        timeout_s: float,
+        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         """Fill `outs[q]` with `x` of rank `q`."""
-        return self._start("all_gather", kernels.all_gather, (outs, x), async_op, timeout_s)
+        del alike
+        return self._start("all_gather", kernels.all_gather, (outs, x), **how)
 
     def all_to_all(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
+        self, outs: Sequence[Tensor], ins: Sequence[Tensor], **how: Unpack[How]
     ) -> Ticket | None:
         """Fill `outs[q]` with `ins[r]` of rank `q`."""
-        return self._start("all_to_all", kernels.all_to_all, (outs, ins), async_op, timeout_s)
+        return self._start("all_to_all", kernels.all_to_all, (outs, ins), **how)
 
     def gather(
-        self,
-        outs: Sequence[Tensor] | None,
-        x: Tensor,
-        dst: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
+        self, outs: Sequence[Tensor] | None, x: Tensor, dst: int, **how: Unpack[How]
     ) -> Ticket | None:
         """Fill `outs[q]` of `dst` with `x` of rank `q`; `outs` is None on the other ranks."""
-        return self._start("gather", kernels.gather, (outs, x, dst), async_op, timeout_s)
+        return self._start("gather", kernels.gather, (outs, x, dst), **how)
 
     def scatter(
-        self,
-        out: Tensor,
-        ins: Sequence[Tensor] | None,
-        src: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
+        self, out: Tensor, ins: Sequence[Tensor] | None, src: int, **how: Unpack[How]
     ) -> Ticket | None:
         """Fill `out` of rank `r` with `ins[r]` of `src`; `ins` is None on the other ranks."""
-        return self._start("scatter", kernels.scatter, (out, ins, src), async_op, timeout_s)
+        return self._start("scatter", kernels.scatter, (out, ins, src), **how)
 
-    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def barrier(self, **how: Unpack[How]) -> Ticket | None:
         """Complete when every rank of the group has called it."""
-        return self._start("barrier", kernels.barrier, (), async_op, timeout_s)
+        return self._start("barrier", kernels.barrier, (), **how)
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the tuples of all ranks, in rank order."""
         rows: list[tuple[int, ...]] = []
-        self._start("all_gather_ints", kernels.all_gather_ints, (values, rows), False, timeout_s)
+        how: How = {"async_op": False, "timeout_s": timeout_s}
+        self._start("all_gather_ints", kernels.all_gather_ints, (values, rows), **how)
         return rows
 
     def _start(
-        self,
-        name: str,
-        kernel: Callable[..., str | None],
-        arguments: tuple[Any, ...],
-        async_op: bool,
-        timeout_s: float,
+        self, name: str, kernel: Kernel, arguments: tuple[Any, ...], **how: Unpack[How]
     ) -> Ticket | None:
         self.channel.threads.check(name)
-        return self.call(name, partial(self._guarded, kernel, arguments), async_op, timeout_s)
+        return self.call(name, partial(self._guarded, kernel, arguments), **how)
 
-    def _guarded(self, kernel: Callable[..., str | None], arguments: tuple[Any, ...]) -> None:
+    def _guarded(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
         with self.channel.kernel():
             self.last_algorithm = kernel(self.channel, *arguments) or "native"
 

@@ -1,7 +1,6 @@
 """Collectives of a group over its channel: moves, and reductions that give all ranks the same bits.
 
-What only moves travels as bytes, so every dtype does. Small blocks go together in one vector call
-of MPI; where only two ranks know the size of a large block, it goes alone, as a message.
+What only moves travels as bytes, so every dtype does, from where it lies.
 
 MPI promises no order of additions. Where its order could show in the bits of a sum, ranks exchange
 their blocks and add them in rank order themselves; elsewhere its own reductions serve.
@@ -22,8 +21,6 @@ from unisono.comm.reductions import accumulation_dtype, reduce_in_rank_order
 from unisono.comm.torch_engine import bytes_of
 from unisono.comm.transports.mpi.channel import MAX_BYTES, Channel, nbytes_of
 
-ALONE_BYTES = 1024 * 1024
-"""A block above this size travels alone."""
 COPIES_BYTES = 256 * 1024
 """Up to this many bytes over all ranks, every rank fetches all blocks and reduces them itself."""
 SMALL_BYTES = 4 * 1024
@@ -76,58 +73,6 @@ def is_one_stretch(blocks: Sequence[Tensor]) -> bool:
     return follows and sum(map(nbytes_of, present)) <= MAX_BYTES
 
 
-class Blocks:
-    """One block per rank, as a vector call of MPI takes them: where they are, or staged.
-
-    Args:
-        channel: the group's channel.
-        tensors: the blocks.
-        counts: bytes of each that take part; 0 leaves a block out.
-        begin: first byte of each block that takes part.
-    """
-
-    def __init__(
-        self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], begin: int = 0
-    ) -> None:
-        self._tensors = tensors
-        self._counts = counts
-        self._begin = begin
-        if is_one_stretch(tensors):
-            self._stage: Tensor | None = None
-            sizes = [nbytes_of(x) for x in tensors]
-            first = next((x for x in tensors if x.numel()), tensors[0])
-            channel.hold(tensors)
-            memory = channel.memory(first, 0, sum(sizes))
-            places = [place + begin for place in itertools.accumulate(sizes[:-1], initial=0)]
-        else:
-            self._stage = torch.empty(sum(counts), dtype=torch.uint8)
-            memory = channel.memory(self._stage)
-            places = list(itertools.accumulate(counts[:-1], initial=0))
-        places = [place if count else 0 for place, count in zip(places, counts, strict=True)]
-        self.spec: list[Any] = [memory, (list(counts), places), channel.mpi.BYTE]
-
-    def load(self) -> None:
-        """Copy what is to be sent to the stage, if there is one."""
-        for part, staged in self._staged():
-            staged.copy_(part)
-
-    def deliver(self) -> None:
-        """Copy what was received from the stage, if there is one."""
-        for part, staged in self._staged():
-            part.copy_(staged)
-
-    def _staged(self) -> list[tuple[Tensor, Tensor]]:
-        if self._stage is None:
-            return []
-        begin = self._begin
-        pieces = self._stage.split(list(self._counts))
-        return [
-            (bytes_of(x)[begin : begin + count], piece)
-            for x, count, piece in zip(self._tensors, self._counts, pieces, strict=True)
-            if count
-        ]
-
-
 def broadcast(channel: Channel, x: Tensor, src: int) -> None:
     """Replace `x` on every rank by `x` of `src`."""
     for begin, length in channel.pieces(nbytes_of(x)):
@@ -140,42 +85,55 @@ def broadcast(channel: Channel, x: Tensor, src: int) -> None:
 def all_gather(channel: Channel, outs: Sequence[Tensor], x: Tensor) -> None:
     """Fill `outs[q]` with `x` of rank `q`.
 
-    Large blocks go alone among few ranks, since that needs no stage; among many, MPI's way of
-    passing them on costs each rank less.
+    MPI passes blocks on among many ranks, for which it wants them behind each other in memory.
     """
     sizes = [nbytes_of(out) for out in outs]
-    if channel.size <= MAX_PAIRWISE_RANKS:
-        _receive_large(channel, outs)
-        if sizes[channel.rank] > ALONE_BYTES:
-            _copy(outs[channel.rank], x)
-            for peer in range(channel.size):
-                if peer != channel.rank:
-                    channel.move_alone(channel.comm.Isend, x, peer)
-        sizes = [0 if size > ALONE_BYTES else size for size in sizes]
-    if sizes[channel.rank] and x.data_ptr() == outs[channel.rank].data_ptr():
+    if not is_one_stretch(outs):
+        if channel.size <= MAX_PAIRWISE_RANKS or sum(sizes) > MAX_BYTES:
+            all_to_all(channel, outs, [x] * channel.size)
+            return
+        joined = torch.empty(sum(sizes), dtype=torch.uint8)
+        all_gather(channel, joined.split(sizes), x)
+        for out, block in zip(outs, joined.split(sizes), strict=True):
+            bytes_of(out).copy_(block)
+        return
+    if x.numel() and x.data_ptr() == outs[channel.rank].data_ptr():
         x = x.clone()  # MPI wants all ranks, or none, to work in place
-    share = max(1, channel.chunk_bytes // channel.size)
-    for begin in range(0, max(sizes), share):
-        counts = [min(max(size - begin, 0), share) for size in sizes]
-        received = Blocks(channel, outs, counts, begin)
-        sent = [channel.memory(x, min(begin, nbytes_of(x)), counts[channel.rank]), channel.mpi.BYTE]
-        channel.start(channel.comm.Iallgatherv, sent, received.spec)
-        channel.finish()
-        received.deliver()
+    first = next((out for out in outs if out.numel()), outs[0])
+    places = list(itertools.accumulate(sizes[:-1], initial=0))
+    channel.hold(outs)
+    received = [channel.memory(first, 0, sum(sizes)), (sizes, places), channel.mpi.BYTE]
+    channel.start(channel.comm.Iallgatherv, [channel.memory(x), channel.mpi.BYTE], received)
     channel.finish()
 
 
 def all_to_all(channel: Channel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
-    """Fill `outs[q]` with `ins[r]` of rank `q`."""
-    _copy(outs[channel.rank], ins[channel.rank])
-    received = Blocks(channel, outs, _joint(channel, outs))
-    sent = Blocks(channel, ins, _joint(channel, ins))
-    _receive_large(channel, outs)
-    _send_large(channel, ins)
-    sent.load()
-    channel.start(channel.comm.Ialltoallv, sent.spec, received.spec)
+    """Fill `outs[q]` with `ins[r]` of rank `q`; blocks may lie anywhere and have any size."""
+    own, own_out = ins[channel.rank], outs[channel.rank]
+    if own_out.numel() and own_out.data_ptr() != own.data_ptr():
+        bytes_of(own_out).copy_(bytes_of(own))
+    sent, received = _addressed(channel, ins), _addressed(channel, outs)
+    channel.start(channel.comm.Ialltoallw, sent, received)
+    for kind in (*sent[2], *received[2]):
+        if kind != channel.mpi.BYTE:
+            kind.Free()  # MPI keeps it until the transfer has ended
     channel.finish()
-    received.deliver()
+
+
+def _addressed(channel: Channel, blocks: Sequence[Tensor]) -> list[Any]:
+    """Return blocks as MPI takes them from anywhere: datatypes that hold addresses and lengths.
+
+    The own block is left out.
+    """
+    mpi, counts, kinds = channel.mpi, [0] * channel.size, [channel.mpi.BYTE] * channel.size
+    for peer, block in enumerate(blocks):
+        pieces = list(channel.pieces(nbytes_of(block)))
+        if pieces and peer != channel.rank:
+            lengths = [length for _, length in pieces]
+            begins = [block.data_ptr() + begin for begin, _ in pieces]
+            counts[peer], kinds[peer] = 1, mpi.BYTE.Create_hindexed(lengths, begins).Commit()
+    channel.hold(blocks)
+    return [mpi.BOTTOM, (counts, [0] * channel.size), kinds]
 
 
 def gather(channel: Channel, outs: Sequence[Tensor] | None, x: Tensor, dst: int) -> None:
@@ -208,30 +166,6 @@ def all_gather_ints(channel: Channel, values: Sequence[int], rows: list[tuple[in
     channel.start(channel.comm.Iallgather, [mine, kind], [everybody, kind])
     channel.finish()
     rows.extend(tuple(row) for row in everybody.tolist())
-
-
-def _joint(channel: Channel, blocks: Sequence[Tensor]) -> list[int]:
-    """Return the bytes of each block that goes with the others; the own block stays here."""
-    sizes = [nbytes_of(block) for block in blocks]
-    sizes[channel.rank] = 0
-    return [0 if size > ALONE_BYTES else size for size in sizes]
-
-
-def _receive_large(channel: Channel, outs: Sequence[Tensor]) -> None:
-    for peer, out in enumerate(outs):
-        if peer != channel.rank and nbytes_of(out) > ALONE_BYTES:
-            channel.move_alone(channel.comm.Irecv, out, peer)
-
-
-def _send_large(channel: Channel, ins: Sequence[Tensor]) -> None:
-    for peer, block in enumerate(ins):
-        if peer != channel.rank and nbytes_of(block) > ALONE_BYTES:
-            channel.move_alone(channel.comm.Isend, block, peer)
-
-
-def _copy(out: Tensor, block: Tensor) -> None:
-    if out.numel() and out.data_ptr() != block.data_ptr():
-        bytes_of(out).copy_(bytes_of(block))
 
 
 def wide_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
