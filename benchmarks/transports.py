@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import unisono
 from unisono import operators
-from unisono.comm import Communicator, transports
+from unisono.comm import Communicator, detect, start_world, transports
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (KB, 10 * KB, 100 * KB, MB, 10 * MB, 100 * MB)
@@ -173,10 +173,8 @@ def mpi_points(ranks: int, options: list[str]) -> list[Point]:
 
 def mpi_job(path: Path, sizes: tuple[int, ...], quick: bool) -> None:
     """Measure MPI beside gloo on this rank of an MPI job; rank 0 writes the points."""
-    from mpi4py import MPI
-
     torch.set_num_threads(1)
-    world = Communicator.of(MPI.COMM_WORLD)
+    world = start_world(detect(), backend="mpi")
     groups = {"gloo": new_group("gloo"), "mpi": new_group("mpi4py")}
     points = measure_groups(groups, sizes, quick)
     if world.rank == 0:

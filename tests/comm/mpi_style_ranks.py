@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
+from unisono.comm import detect, start_world
 from unisono.comm.mpi_style import MPI_WORLD, MPICommunication
 
 
@@ -35,6 +36,7 @@ def main():
     """Run them up to the first that fails, and say so."""
     faulthandler.dump_traceback_later(200, exit=True)
     torch.set_num_threads(1)
+    start_world(detect(), backend="mpi", timeout_s=60)
     comm = MPICommunication(MPI.COMM_WORLD)
     total = torch.ones(1)
     comm.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)  # mpi4py's own constants

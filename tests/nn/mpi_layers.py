@@ -40,7 +40,7 @@ def main():
     """Run them up to the first that fails."""
     faulthandler.dump_traceback_later(200, exit=True)
     torch.set_num_threads(1)
-    comm = unisono.comm.Communicator.of(MPI.COMM_WORLD)
+    comm = unisono.comm.start_world(unisono.comm.detect(), backend="mpi")
     names = []
     try:
         assert comm.backend == "mpi4py", comm.backend

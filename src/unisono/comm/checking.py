@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store
 
 from unisono.comm.call import Call
 from unisono.comm.raw import bytes_of
-from unisono.comm.watchdog import default_store
+from unisono.comm.watchdog import store_of
 from unisono.errors import CollectiveMismatch
 
 Fingerprint = dict[str, Any]
@@ -77,7 +77,7 @@ def verify(call: Call, rank: int, ranks: tuple[int, ...], timeout_s: float) -> N
         CollectiveMismatch: on all ranks, when the calls do not fit.
         TimeoutError: some rank did not arrive.
     """
-    prints = _share(f"{call.key}/{call.seq}", _fingerprint(call), rank, len(ranks), timeout_s)
+    prints = _share(call, "", _fingerprint(call), rank, len(ranks), timeout_s)
     rule = disagreement(prints)
     if rule is not None:
         raise _mismatch(rule, prints, ranks)
@@ -90,7 +90,7 @@ def verify_equal_result(
     finite = bool(torch.isfinite(result).all()) if result.dtype.itemsize > 1 else True
     raw = bytes_of(result.detach().cpu().contiguous()).numpy()
     mine = {"op": call.op, "site": call.site, "crc": zlib.crc32(raw.tobytes()) if finite else None}
-    prints = _share(f"{call.key}/{call.seq}/sum", mine, rank, len(ranks), timeout_s)
+    prints = _share(call, "/sum", mine, rank, len(ranks), timeout_s)
     if len({p["crc"] for p in prints if p["crc"] is not None}) > 1:
         for entry in prints:
             entry["text"] = f"{call.describe()}, checksum {entry['crc']}"
@@ -182,10 +182,11 @@ def _fingerprint(call: Call) -> Fingerprint:
 
 
 def _share(
-    key: str, mine: Fingerprint, rank: int, size: int, timeout_s: float
+    call: Call, what: str, mine: Fingerprint, rank: int, size: int, timeout_s: float
 ) -> list[Fingerprint]:
-    """Exchange `mine` under `key` through the store; the last reader removes the round."""
-    store: Store = PrefixStore("unisono/check", default_store())
+    """Exchange `mine` through the store of the call's group; the last reader removes the round."""
+    key = f"{call.key}/{call.seq}{what}"
+    store: Store = PrefixStore("unisono/check", store_of(call.key))
     store.set(f"{key}/{rank}", json.dumps(mine))
     keys = [f"{key}/{r}" for r in range(size)]
     deadline = time.monotonic() + timeout_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from unisono.comm import seal
 from unisono.comm.arguments import (
     check_dim,
     check_rank,
@@ -592,7 +592,7 @@ class Collectives(Performer):
         mine = self._pickled(obj)
         sizes = self._byte_counts(mine, timeout_s)
         raw = self.all_gather(mine, sizes=sizes, timeout_s=timeout_s)
-        return [_unpickled(part) for part in raw.split(sizes)]
+        return self._unpickled_all(raw, sizes)
 
     def gather_object(
         self, obj: Any, dst: int = 0, *, timeout_s: float | None = None
@@ -602,7 +602,7 @@ class Collectives(Performer):
         mine = self._pickled(obj)
         sizes = self._byte_counts(mine, timeout_s)
         raw = self.gather(mine, dst, sizes=sizes, timeout_s=timeout_s)
-        return None if raw is None else [_unpickled(part) for part in raw.split(sizes)]
+        return None if raw is None else self._unpickled_all(raw, sizes)
 
     def broadcast_object(self, obj: Any, src: int = 0, *, timeout_s: float | None = None) -> Any:
         """Return the object of rank `src` on every rank; the others' is ignored. Collective."""
@@ -610,7 +610,7 @@ class Collectives(Performer):
         mine = self._pickled(obj) if self.rank == src else None
         sizes = self._byte_counts(mine, timeout_s)
         like = ((sizes[src],), torch.uint8)
-        return _unpickled(self.broadcast(mine, src, like=like, timeout_s=timeout_s))
+        return self._unpickled(self.broadcast(mine, src, like=like, timeout_s=timeout_s), src)
 
     def all_equal(self, value: Any, *, timeout_s: float | None = None) -> bool:
         """Return whether all ranks hold an equal value: same type and content. Collective.
@@ -633,8 +633,15 @@ class Collectives(Performer):
             return self._engine.all_gather_ints(values, timeout_s=deadline)
 
     def _pickled(self, obj: Any) -> Tensor:
-        raw = bytearray(cloudpickle.dumps(obj))
+        """Return an object as bytes, signed: nothing else is unpickled by the others."""
+        raw = bytearray(seal.dump_object(self, obj))
         return torch.frombuffer(raw, dtype=torch.uint8).to(self.device)
+
+    def _unpickled(self, raw: Tensor, source: int) -> Any:
+        return seal.load_object(self, raw.cpu().numpy().tobytes(), source)
+
+    def _unpickled_all(self, raw: Tensor, sizes: list[int]) -> list[Any]:
+        return [self._unpickled(part, source) for source, part in enumerate(raw.split(sizes))]
 
     def _byte_counts(self, mine: Tensor | None, timeout_s: float | None) -> list[int]:
         count = 0 if mine is None else mine.numel()
@@ -770,7 +777,7 @@ class StartedCollectives:
         mine = self._comm._pickled(obj)
         sizes = self._comm._byte_counts(mine, timeout_s)
         pending = self.all_gather(mine, sizes=sizes, timeout_s=timeout_s)
-        return _then(pending, lambda raw: [_unpickled(part) for part in raw.split(sizes)])
+        return _then(pending, lambda raw: self._comm._unpickled_all(raw, sizes))
 
     def gather_object(
         self, obj: Any, dst: int = 0, *, timeout_s: float | None = None
@@ -780,7 +787,7 @@ class StartedCollectives:
         sizes = self._comm._byte_counts(mine, timeout_s)
 
         def unpickled(raw: Tensor | None) -> list[Any] | None:
-            return None if raw is None else [_unpickled(part) for part in raw.split(sizes)]
+            return None if raw is None else self._comm._unpickled_all(raw, sizes)
 
         return _then(self.gather(mine, dst, sizes=sizes, timeout_s=timeout_s), unpickled)
 
@@ -792,7 +799,8 @@ class StartedCollectives:
         check_rank(src, comm.size, "src", "broadcast_object")
         mine = comm._pickled(obj) if comm.rank == src else None
         like = ((comm._byte_counts(mine, timeout_s)[src],), torch.uint8)
-        return _then(self.broadcast(mine, src, like=like, timeout_s=timeout_s), _unpickled)
+        pending = self.broadcast(mine, src, like=like, timeout_s=timeout_s)
+        return _then(pending, lambda raw: comm._unpickled(raw, src))
 
     def all_equal(self, value: Any, *, timeout_s: float | None = None) -> Pending[bool]:
         """Start `all_equal`."""
@@ -818,10 +826,6 @@ def rows_first(x: Tensor, dim: int) -> Tensor:
 def rows_back(x: Tensor, dim: int) -> Tensor:
     """Undo `rows_first` on a result."""
     return x if dim == 0 else x.movedim(0, dim).contiguous()
-
-
-def _unpickled(raw: Tensor) -> Any:
-    return pickle.loads(raw.cpu().numpy().tobytes())
 
 
 def _digest(value: Any) -> list[int]:

@@ -79,8 +79,8 @@ class Communicator(Messages):
 
         Args:
             source: None (the world), a Communicator, a ProcessGroup, a DeviceMesh or `Mesh` (with
-                one axis, or `axis`), or an mpi4py communicator (collective: it starts
-                torch.distributed if needed).
+                one axis, or `axis`), or an mpi4py communicator (collective over it when it is
+                seen for the first time; needs no torch.distributed).
             axis: name or number of the mesh axis.
             device: where tensors are expected; default: what the backend serves.
             timeout_s: deadline of each wait.
@@ -202,12 +202,12 @@ class Communicator(Messages):
             groups.release(self._entry)
 
     def _made(self, ranks: tuple[int, ...]) -> Communicator:
-        backend = None if self.group is None else str(dist.get_backend(self.group))
-        entry = groups.entry_for(ranks, backend=backend, wait_s=self.timeout_s)
+        entry = groups.part_of(self._entry, ranks, wait_s=self.timeout_s)
         return type(self)(entry, device=self.device, timeout_s=self._own_timeout_s)
 
     def _identity(self) -> tuple[object, ...]:
-        return self.ranks, self.backend, self.device
+        # Ranks of a group that stands on its own are counted elsewhere than those of the world.
+        return self.ranks, self.backend, self.device, self._entry.maker is None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Communicator) and self._identity() == other._identity()
@@ -232,6 +232,8 @@ class Communicator(Messages):
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
+        if self._entry.maker is not None:
+            return _restore_standing, (self._entry.key, str(self.device), self._own_timeout_s)
         backend = None if self.group is None else str(dist.get_backend(self.group))
         return _restore, (
             self.ranks,
@@ -324,4 +326,17 @@ def _restore(
             "ask for it where it is used: comm = unisono.world() inside the function",
         )
     entry = groups.entry_for(ranks, backend=backend)
+    return Communicator(entry, device=torch.device(device), timeout_s=timeout_s)
+
+
+def _restore_standing(key: str, device: str, timeout_s: float | None) -> Communicator:
+    """Unpickle a communicator that stands on its own, in the process that has made it."""
+    entry = groups.standing(key)
+    if entry is None:
+        raise MeshError.because(
+            f"a pickled Communicator of the group {key}",
+            "this process has no such group: it was closed, or made by another process",
+            None,
+            "make it where it is used: Communicator.of(mpi4py_communicator)",
+        )
     return Communicator(entry, device=torch.device(device), timeout_s=timeout_s)

@@ -43,16 +43,19 @@ def post_failure(error: BaseException) -> None:
     collective then raise `RankFailed` with this rank's traceback. Does nothing in a world of one.
     """
     dog = watchdog.ensure()
-    if dog is not None:
-        dog.post_failure(error)
+    for told in [*watchdog.standing(), *([] if dog is None else [dog])]:
+        told.post_failure(error)
 
 
-def posted_failure() -> RankFailed | None:
+def posted_failure(key: str = "") -> RankFailed | None:
     """Return the failure another rank has posted, if any; asks the store.
 
     None, without starting anything, where the world has ended or is being closed.
+
+    Args:
+        key: key of the group whose ranks are meant, where it has a store of its own.
     """
-    dog = watchdog.current()
+    dog = next(iter(watchdog.standing(key)), None) or watchdog.current()
     try:
         return dog.poll_failure() if dog is not None else None
     except RuntimeError:
@@ -88,7 +91,7 @@ def connection_lost(call: Call, backend_words: str) -> RankFailed:
     """
     give_up = time.monotonic() + _POSTED_WAIT_S
     while True:
-        failure = posted_failure()
+        failure = posted_failure(call.key)
         if failure is not None:
             return failure
         if time.monotonic() > give_up:
@@ -114,7 +117,7 @@ def timed_out(
     """
     if isinstance(cause, RankTimeout) and cause.stacks:
         return cause
-    dog = watchdog.ensure()
+    dog = watchdog.serving(call.key)
     answers: dict[int, dict[str, Any]] = {}
     if dog is not None:
         try:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,19 +35,38 @@ class Handle:
     """Stands for one communicator that uses a group (communicators compare as values)."""
 
 
+class Maker(Protocol):
+    """Makes and ends groups that stand on their own: torch.distributed does not know them."""
+
+    def part(self, whole: GroupEntry, ranks: tuple[int, ...], wait_s: float) -> GroupEntry:
+        """Return the group of some ranks of `whole`. Collective over them when it is made."""
+        ...
+
+    def release(self, entry: GroupEntry) -> None:
+        """Leave a group that nobody holds any more."""
+        ...
+
+
 class GroupEntry:
     """A process group as we use it: ranks, kernels, a counter of calls, and who holds it."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, ranks: tuple[int, ...], *, made_by_us: bool
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: tuple[int, ...],
+        *,
+        made_by_us: bool,
+        maker: Maker | None = None,
     ) -> None:
+        self.maker = maker
+        """Who has made a group that stands on its own; None for one of torch.distributed."""
         self.group = group
         self.ranks = ranks
         self.made_by_us = made_by_us
         self.rank = group.rank() if group is not None else 0
         self.holders: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.hosts: tuple[str, ...] | None = None
-        self.broken: str | None = None if group is None else _inherited()
+        self.broken: str | None = None if group is None or maker is not None else _inherited()
         """Why the group cannot be used any more."""
         self.single: dist.ProcessGroup | None = None
         self.coalescer: Coalescer | None = None
@@ -70,7 +90,9 @@ class GroupEntry:
         """Name for traces and reports, the same on all members."""
         self.key = "self" if group is None else str(group.group_name)
         """Name under which torch.distributed knows the group, the same on all members."""
-        if group is not None and len(ranks) > 1:
+        if maker is not None:
+            _standing[self.key] = self
+        elif group is not None and len(ranks) > 1:
             watchdog.ensure()
 
     def _name(self) -> str:
@@ -96,13 +118,17 @@ class GroupEntry:
         return [device.type for device in self.group._device_types]
 
     def is_alive(self) -> bool:
-        """Whether torch.distributed still knows the group."""
+        """Whether torch.distributed, or its own maker, still knows the group."""
+        if self.maker is not None:
+            return _standing.get(self.key) is self
         return self.group is None or self.group in c10d._world.pg_map
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that serves tensors on `device`."""
         if self.group is None or len(self.ranks) == 1:
             return "self"
+        if self.maker is not None:
+            return self.group.name()
         config = c10d._world.pg_backend_config.get(self.group, "")
         for item in str(config).split(","):
             where, _, name = item.partition(":")
@@ -146,6 +172,8 @@ def _inherited() -> str | None:
 def _after_fork() -> None:
     """In the child: the connections are those of the parent, and using them would mix both up."""
     global _parents_world
+    for entry in _standing.values():
+        entry.broken = f"process {os.getpid()} was forked from a rank that had made it"
     if not dist.is_initialized() or dist.group.WORLD is None:
         return
     _parents_world = weakref.ref(dist.group.WORLD)
@@ -157,6 +185,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 _made: dict[tuple[tuple[int, ...], str, float | None], GroupEntry] = {}
 _wrapped: dict[str, GroupEntry] = {}
+_standing: dict[str, GroupEntry] = {}
+"""Groups that stand on their own, by their keys; they outlive worlds."""
 _generation: dict[tuple[tuple[int, ...], str], int] = {}
 _world_seen: weakref.ref[dist.ProcessGroup] | None = None
 _forgetting: list[Callable[[], None]] = []
@@ -230,6 +260,27 @@ def entry_for(
     return entry
 
 
+def part_of(whole: GroupEntry, ranks: tuple[int, ...], *, wait_s: float) -> GroupEntry:
+    """Return the group of some ranks of `whole`, made as that was if it is not there yet.
+
+    Collective over `ranks` (only they call it) when it is made; local afterwards.
+
+    Args:
+        whole: a group.
+        ranks: world ranks among those of `whole`, in the order they have in the new group.
+        wait_s: how long to wait for the others to come.
+    """
+    if whole.maker is not None:
+        return alone(ranks[0]) if len(ranks) == 1 else whole.maker.part(whole, ranks, wait_s)
+    backend = None if whole.group is None else str(dist.get_backend(whole.group))
+    return entry_for(ranks, backend=backend, wait_s=wait_s)
+
+
+def standing(key: str) -> GroupEntry | None:
+    """Return the group that stands on its own under `key` in this process, if there is one."""
+    return _standing.get(key)
+
+
 def alone(rank: int) -> GroupEntry:
     """Return the entry of a group of this one rank; needs no process group."""
     if rank == 0 and not dist.is_initialized():
@@ -265,6 +316,10 @@ def release(entry: GroupEntry) -> None:
     """Destroy `entry`'s group if we made it and nobody holds it any more."""
     if not entry.made_by_us or entry.holders or entry.group is None:
         return
+    if entry.maker is not None:
+        if _standing.pop(entry.key, None) is entry:
+            entry.maker.release(entry)
+        return
     for key in [key for key, made in _made.items() if made is entry]:
         del _made[key]
     _wrapped.pop(entry.key, None)
@@ -275,7 +330,7 @@ def release(entry: GroupEntry) -> None:
 def count() -> int:
     """Return how many groups this cache has made and still keeps."""
     forget_ended()
-    return sum(entry.made_by_us for entry in _made.values())
+    return sum(entry.made_by_us for entry in _made.values()) + len(_standing)
 
 
 def forget_ended() -> None:
@@ -320,21 +375,25 @@ def accounts() -> dict[str, dict[str, int]]:
             **entry.counted,
             **{calls.sent_to(*to): number for to, number in entry.sent.items()},
         }
-        for key, entry in _wrapped.items()
+        for key, entry in _known().items()
         if entry.is_alive()
     }
 
 
 def collectives_begun() -> dict[str, int]:
     """Return how many collectives of each group this rank has begun. Local, from any thread."""
-    return {key: entry.collectives for key, entry in list(_wrapped.items()) if entry.is_alive()}
+    return {key: entry.collectives for key, entry in _known().items() if entry.is_alive()}
+
+
+def _known() -> dict[str, GroupEntry]:
+    return {**_wrapped, **_standing}
 
 
 def is_broken() -> bool:
     """Whether a group of this rank has failed, so that ranks may not meet any more. Local."""
     return any(
         entry.broken is not None or getattr(entry.group, "failure", None) is not None
-        for entry in (*_wrapped.values(), *_made.values())
+        for entry in (*_known().values(), *_made.values())
         if entry.is_alive()
     )
 

@@ -28,8 +28,9 @@ def hopeless() -> UnisonoError | None:
 
     None, without starting anything, where the world has ended or is being closed.
     """
-    dog = watchdog.current()
     call = calls.waited()
+    own = [] if call is None else watchdog.standing(call.key)
+    dog = own[0] if own else watchdog.current()
     if dog is None:
         return None
     try:
@@ -52,9 +53,10 @@ def announce_return(accounts: Mapping[str, Mapping[str, int]]) -> None:
         accounts: for each group of this rank, how many it has made, and what else was counted.
     """
     dog = watchdog.current()
-    if dog is not None and not dog.has_returned:
-        dog.has_returned = True
-        dog.publish({"returned": dog.rank, "accounts": accounts})
+    for told in [*watchdog.standing(), *([] if dog is None else [dog])]:
+        if not told.has_returned:
+            told.has_returned = True
+            told.publish({"returned": told.rank, "accounts": accounts})
 
 
 def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:

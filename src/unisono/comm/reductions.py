@@ -113,13 +113,21 @@ def combine_(accumulator: Tensor, x: Tensor, op: str) -> Tensor:
 
 def reduce_in_rank_order(out: Tensor, blocks: list[Tensor], op: str) -> None:
     """Fill `out` with the reduction of `blocks`, first to last, rounded once at the end."""
-    wide = accumulation_dtype(out.dtype, op)
+    if out.dtype in _STANDS_FOR:
+        total = encode(blocks[0], op).clone()
+        reduce_in_rank_order(total, [encode(block, op) for block in blocks], op)
+        out.copy_(decode(total, op, out.dtype))
+        return
+    add = "sum" if op == "mean" else op
+    wide = accumulation_dtype(out.dtype, add)
     if wide == out.dtype:
         out.copy_(blocks[0])
         accumulator = out
     else:
         accumulator = blocks[0].to(wide)
     for block in blocks[1:]:
-        combine_(accumulator, block, op)
+        combine_(accumulator, block, add)
+    if op == "mean":
+        accumulator.div_(len(blocks))
     if accumulator is not out:
         out.copy_(accumulator)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from unisono.errors import PlatformError, RankTimeout, UnisonoError, compress_ranks
 
 if TYPE_CHECKING:
-    from unisono.comm.communicator import Communicator
+    from unisono.comm.collectives import Collectives
 
 VARIABLE = "UNISONO_KEY_FILE"
 _SHA = "sha256"
@@ -145,6 +145,26 @@ def of_world() -> Seal:
     return seal
 
 
+_standing: dict[str, Seal] = {}
+"""Seals of groups outside of the default process group, by the start of their names."""
+
+
+def stand(name: str, seal: Seal | None) -> None:
+    """Let `seal` serve the groups whose names begin with `name`; None ends that."""
+    if seal is None:
+        _standing.pop(name, None)
+    else:
+        _standing[name] = seal
+
+
+def of(group_name: str) -> Seal:
+    """Return the seal by which the ranks of a group know each other. Local."""
+    for name, seal in _standing.items():
+        if group_name.startswith(name):
+            return seal
+    return of_world()
+
+
 def _forget(ended: weakref.ref[dist.ProcessGroup]) -> None:
     global _current
     if _current is not None and _current[0] is ended:
@@ -162,17 +182,17 @@ def has_secret() -> bool:
     return _given is not None
 
 
-def dump_object(comm: Communicator, obj: Any) -> bytes:
+def dump_object(comm: Collectives, obj: Any) -> bytes:
     """Pickle an object for other ranks of `comm`, signed by this one."""
     data = cloudpickle.dumps(obj)
     if comm.size == 1:
         return data
-    seal = of_world()
+    seal = of(comm._entry.key)
     seal.check_alike(comm.ranks, comm.timeout_s)
-    return seal.sign(data, f"object/{comm.group_name}/{comm.rank}")
+    return seal.sign(data, f"object/{comm._entry.key}/{comm.rank}")
 
 
-def load_object(comm: Communicator, data: bytes, source: int) -> Any:
+def load_object(comm: Collectives, data: bytes, source: int) -> Any:
     """Undo `dump_object` of rank `source` of `comm`; nothing unsigned is unpickled.
 
     Raises:
@@ -180,10 +200,10 @@ def load_object(comm: Communicator, data: bytes, source: int) -> Any:
     """
     if comm.size == 1:
         return pickle.loads(data)
-    place = f"object/{comm.group_name}/{source}"
-    body = of_world().verified(data, place)
+    place = f"object/{comm._entry.key}/{source}"
+    body = of(comm._entry.key).verified(data, place)
     if body is None:
-        raise refused(f"an object of rank {source} in {comm.name}")
+        raise refused(f"an object of rank {source} in {comm._entry.name}")
     return pickle.loads(body)
 
 

@@ -85,6 +85,8 @@ def _look(dog: Watchdog) -> None:
     blocked = calls.blocked()
     if blocked is not None:
         call, ident = blocked
+        if dog not in (watchdog.standing(call.key) or [watchdog.current()]):
+            return
         tell_senders(call, dog, ident, thread_site(ident))
 
 

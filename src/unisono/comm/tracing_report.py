@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from unisono.comm.tracing import Event
-from unisono.comm.watchdog import default_store
+from unisono.comm.watchdog import default_store, standing
 from unisono.environment import detect
 from unisono.errors import UnisonoError
 from unisono.trace_file import write
@@ -40,6 +40,9 @@ def save(path: str | os.PathLike[str], events: list[Event]) -> None:
 
     Where that cannot be, all ranks raise.
     """
+    if standing() and _is_alone():
+        save_alone(path, events)  # ranks that have groups, but no world to gather over
+        return
     mine = [asdict(e) for e in events]
     problem = _try_to_write(path, mine) if _is_alone() else _gather_and_write(path, mine)
     if problem:
@@ -106,7 +109,7 @@ def _not_written(path: str | os.PathLike[str], problem: str) -> UnisonoError:
 def save_alone(path: str | os.PathLike[str], events: list[Event]) -> None:
     """Write `events` of this rank only, to `path` or, beside other ranks, `path.rank3`. Local."""
     ranks = {event.rank for event in events}
-    alone = not dist.is_initialized() and ranks <= {0}
+    alone = not dist.is_initialized() and ranks <= {0} and not standing()
     name = str(path) if alone else f"{path}.rank{min(ranks, default=0)}"
     problem = _try_to_write(name, [asdict(e) for e in events])
     if problem:

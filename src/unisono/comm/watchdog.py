@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -39,6 +39,8 @@ _NAME = "unisono-watchdog"
 _PREFIX = "unisono/watch"
 _lock = threading.Lock()
 _current: Watchdog | None = None
+_standing: dict[str, Watchdog] = {}
+"""Watchdogs of groups that do not belong to the default process group, by the groups' keys."""
 _inherited: dist.ProcessGroup | None = None
 """The world of the process from which this one was forked."""
 
@@ -49,15 +51,33 @@ def default_store() -> Store:
 
 
 class Watchdog:
-    """Answers requests and watches for failures, for one world."""
+    """Answers requests and watches for failures, for ranks that share a store.
 
-    def __init__(self, world: dist.ProcessGroup, store: Store) -> None:
-        self.rank = world.rank()
-        self.size = world.size()
+    Args:
+        rank: own rank, as reports name it.
+        ranks: all ranks that share the store.
+        store: their store.
+        is_over: whether they have parted, so that nobody asks any more.
+        connection: a connection to the store that nobody blocks; default: a new one.
+        signed_by: signs what this rank leaves in the store; default: the seal of the world.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        store: Store,
+        is_over: Callable[[], bool],
+        connection: Store | None = None,
+        signed_by: seal.Seal | None = None,
+    ) -> None:
+        self.rank = rank
+        self.ranks = tuple(ranks)
         self.failure: RankFailed | None = None
-        self._world = world
-        self._store = PrefixStore(_PREFIX, own_connection(store))
-        self._seal = seal.of_world()
+        self.store = store
+        self._is_over = is_over
+        self._store = PrefixStore(_PREFIX, connection or own_connection(store))
+        self._seal = signed_by or seal.of_world()
         self._store_lock = threading.Lock()
         self._stop = threading.Event()
         self._answered = 0
@@ -71,9 +91,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
         self._thread.start()
 
-    def is_for(self, world: dist.ProcessGroup | None) -> bool:
-        """Whether this watchdog belongs to `world` and still runs."""
-        return self._world is world and self._thread.is_alive()
+    @property
+    def is_alive(self) -> bool:
+        """Whether this watchdog still runs for ranks that have not parted."""
+        return not self._is_over() and self._thread.is_alive()
 
     def stop(self) -> None:
         """End the thread and wait for its end."""
@@ -103,7 +124,7 @@ class Watchdog:
                 text = self._get("failed") if self._has("failed") else None
             posted = json.loads(text) if text is not None else None
             if posted is not None and posted["rank"] != self.rank:
-                self.failure = failure_of(posted, self.size)
+                self.failure = failure_of(posted, len(self.ranks))
         return self.failure
 
     def put(self, key: str, text: str) -> None:
@@ -139,7 +160,7 @@ class Watchdog:
             self._set(f"request/{number}", str(self.rank))
         answers: dict[int, dict[str, Any]] = {}
         give_up = time.monotonic() + ANSWER_S
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in self.ranks if rank != self.rank]
         while len(answers) < len(others) and time.monotonic() < give_up:
             self._poll()  # two ranks may ask each other at the same time
             for rank in others:
@@ -168,7 +189,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
-            if not dist.is_initialized() or dist.group.WORLD is not self._world:
+            if self._is_over():
                 return
             try:
                 self._poll()
@@ -249,22 +270,61 @@ def ensure() -> Watchdog | None:
     if world is None or world.size() < 2 or world is _inherited:
         return None
     with _lock:
-        if _current is None or not _current.is_for(world):
+        if _current is None or not _current.is_alive:
             if _current is not None:
                 _current.stop()
-            _current = Watchdog(world, default_store())
+            _current = Watchdog(
+                world.rank(),
+                range(world.size()),
+                default_store(),
+                lambda: not dist.is_initialized() or dist.group.WORLD is not world,
+            )
         return _current
 
 
 def current() -> Watchdog | None:
     """Return the watchdog of the default process group if it runs; starts nothing."""
     dog = _current
-    world = dist.group.WORLD if dist.is_initialized() else None
-    return dog if dog is not None and world is not None and dog.is_for(world) else None
+    return dog if dog is not None and dog.is_alive else None
+
+
+def stand(key: str, dog: Watchdog) -> None:
+    """Let `dog` serve the group `key`, which does not belong to the default process group."""
+    _standing[key] = dog
+
+
+def dismiss(key: str) -> None:
+    """End the service of a group's own watchdog, and the watchdog with its last group."""
+    dog = _standing.pop(key, None)
+    if dog is not None and dog not in _standing.values():
+        dog.stop()
+
+
+def standing(key: str | None = None) -> list[Watchdog]:
+    """Return the watchdogs of groups outside of the default process group, or that of one group.
+
+    Args:
+        key: key of a group; calls of torch.distributed on it have more words after a slash.
+    """
+    if key is None:
+        return list(dict.fromkeys(_standing.values()))
+    dog = _standing.get(key.partition("/")[0])
+    return [] if dog is None else [dog]
+
+
+def serving(key: str) -> Watchdog | None:
+    """Return the watchdog to which the ranks of a group answer, started if needed."""
+    return next(iter(standing(key)), None) or ensure()
+
+
+def store_of(key: str) -> Store:
+    """Return the store that the ranks of a group share."""
+    dogs = standing(key)
+    return dogs[0].store if dogs else default_store()
 
 
 def stop() -> None:
-    """End the watchdog of this process, if any."""
+    """End the watchdog of the default process group, if any."""
     global _current
     with _lock:
         if _current is not None:
@@ -275,6 +335,7 @@ def stop() -> None:
 def _forget_after_fork() -> None:
     global _current, _inherited, _lock
     _current = None  # its thread stayed in the parent
+    _standing.clear()
     _inherited = dist.group.WORLD if dist.is_initialized() else None
     _lock = threading.Lock()
 

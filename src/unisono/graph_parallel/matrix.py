@@ -66,7 +66,9 @@ def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> 
     """Return the communicator of some ranks of `whole`, the own one among them."""
     if len(ranks) == whole.size and backend in (None, whole.backend):
         return Communicator.of(whole)
-    chosen = None if whole.group is None else str(dist.get_backend(whole.group))
+    if backend in (None, whole.backend) and (part := whole.sub(ranks)) is not None:
+        return part
+    chosen = None
     if backend is not None and len(ranks) > 1:
         nccl = "ok" if dist.is_nccl_available() else "this torch was built without NCCL"
         here = {**transports.available(), "nccl": nccl}

@@ -60,7 +60,7 @@ class Notices:
         if changed:
             self._changed_at = number  # before the call counts: the watchdog may be looking
         self._calls = number
-        dog = watchdog.ensure() if changed else None
+        dog = watchdog.serving(str(self.comm.group_name)) if changed else None
         if dog is None:
             return
         old, new = layer._described(None), layer._described(input)

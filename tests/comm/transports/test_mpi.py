@@ -23,8 +23,8 @@ import torch
 
 from unisono.comm import Communicator, transports
 from unisono.comm.transports.mpi import library
-from unisono.comm.transports.mpi.natives import choose_sum, is_exact
-from unisono.comm.transports.mpi.watch import Member, Vigil, Watch
+from unisono.comm.transports.mpi.health import Member, Wait, Watch
+from unisono.comm.transports.mpi.kernels import choose_sum, is_exact
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
 
 HERE = Path(__file__).parent / "mpi_ranks"
@@ -161,6 +161,35 @@ def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(interpre
     assert job.seconds < 60
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["any_order", "beside_a_world", "a_world_that_comes_later", "everything_works"],
+)
+def test_communicators_of_mpi4py_stand_on_their_own(interpreter, case):
+    job = run_job(interpreter.python, 4, "standalone.py", case)
+    assert job.code == 0, job.output[-5000:]
+    assert job.seen == {rank: ["done"] for rank in range(4)}
+
+
+def test_without_a_world_a_stalled_rank_is_named_with_its_stack(interpreter):
+    job = run_job(interpreter.python, 4, "standalone.py", "a_stalled_rank")
+    assert job.code == 0, job.output[-5000:]
+    assert job.seen == {rank: ["missing [3] stack True"] for rank in range(3)}
+
+
+def test_without_a_world_an_exception_reaches_the_ranks_of_its_group_and_ends_the_job(interpreter):
+    job = run_job(interpreter.python, 4, "standalone.py", "a_failing_rank")
+    assert job.code != 0
+    assert job.seen == {rank: ["failed 1 True"] for rank in (2, 3)}
+    assert "ValueError: raised on purpose" in job.output
+    assert job.seconds < 60
+
+
+def test_without_a_world_ranks_in_different_calls_and_returned_ranks_are_named(interpreter):
+    job = run_job(interpreter.python, 4, "standalone.py", "different_calls")
+    assert job.seen == {rank: ["mismatch True"] for rank in (0, 2, 3)}, job.output[-5000:]
+
+
 # -- without ranks ----------------------------------------------------------------------------
 
 
@@ -245,17 +274,15 @@ def test_small_tensors_are_fetched_whole_and_large_ones_by_shares():
 
 
 class Silence:
-    """Peers of which nothing is heard."""
+    """A store in which nobody has left anything but that some ranks are missing."""
 
     def __init__(self, missing=()):
-        self.failures = []
-        self.gone = set()
         self._missing = list(missing)
 
-    def listen(self):
-        pass
+    def failures(self):
+        return []
 
-    def leave(self, number):
+    def mark(self, number):
         pass
 
     def missing(self, number):
@@ -270,7 +297,7 @@ def test_a_dead_neighbour_is_named_during_a_wait():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     members = [member(os.getpid()), member(process.pid)]
-    watch = Watch((4, 7), 0, members, Silence(), Silence())
+    watch = Watch((4, 7), 0, members, Silence())
     with pytest.raises(RankFailed, match=r"rank 7 \(process \d+ on this host\) died") as caught:
         watch.judge(None)
     assert caught.value.rank == 7
@@ -279,12 +306,23 @@ def test_a_dead_neighbour_is_named_during_a_wait():
 
 def test_a_wait_looks_at_its_deadline_last_of_all():
     me = member(os.getpid())
-    watch = Watch((4, 7), 0, [me, me], Silence(), Silence([1]))
+    watch = Watch((4, 7), 0, [me, me], Silence([1]))
     watch._neighbours = []
-    vigil = Vigil(watch, 0.01, None)
+    wait = Wait(watch, 0.01)
     time.sleep(0.02)
     with pytest.raises(RankTimeout, match="not arrived: rank 7"):
-        vigil.look()
+        wait.step()
     watch.cancelled = "the group was closed"
     with pytest.raises(UnisonoError, match="the group was closed"):
-        vigil.look()
+        wait.step()
+
+
+def test_a_rank_that_left_after_it_made_the_collective_is_not_missed():
+    me = member(os.getpid())
+    watch = Watch((4, 7), 0, [me, me], Silence())
+    watch.number, watch.gone = 5, {1: 5}
+    assert watch.departed(None) == []
+    watch.number = 6
+    assert watch.departed(None) == [7]
+    assert watch.departed([1]) == [7]  # it sends no messages any more
+    assert watch.departed([0]) == []

@@ -30,7 +30,7 @@ from unisono.comm.mpi_style.envelope import Envelope, digest_of
 from unisono.comm.mpi_style.receive import Receive
 from unisono.comm.mpi_style.request import Request
 from unisono.comm.pending import Pending
-from unisono.comm.watchdog import default_store
+from unisono.comm.watchdog import store_of
 from unisono.errors import MeshError
 
 INLINE_BYTES = 4096
@@ -66,7 +66,8 @@ class Mailbox:
         self._store: Store | None = None
         self._place = f"unisono/mail/{comm.group_name}/{context}"
         if comm.size > 1:
-            self._store = PrefixStore(self._place, default_store())
+            self._store = PrefixStore(self._place, store_of(str(comm.group_name)))
+            self._seal = seal.of(str(comm.group_name))
         self._next = 1
         self._expected: list[Receive] = []
         self._arrived: list[Envelope] = []
@@ -103,7 +104,7 @@ class Mailbox:
         is_apart = x.numel() > INLINE_BYTES and dst != comm.rank
         envelope = Envelope(comm.rank, serial, tag, x.numel(), dtype, is_sync, is_apart)
         if dtype is None and comm.size > 1:
-            seal.of_world().check_alike(comm.ranks, timeout_s)
+            self._seal.check_alike(comm.ranks, timeout_s)
         if is_apart:
             envelope.digest = digest_of(x) if dtype is None else b""
             kept = x.clone() if is_copied else x
@@ -132,7 +133,7 @@ class Mailbox:
         """Receive the next message from `source` with `tag` (None: any) into `buffer`."""
         receive = Receive(source, tag, buffer)
         if buffer is None and self._comm.size > 1:
-            seal.of_world().check_alike(self._comm.ranks, timeout_s)
+            self._seal.check_alike(self._comm.ranks, timeout_s)
         for envelope in self._arrived:
             if receive.takes(envelope):
                 self._arrived.remove(envelope)
@@ -171,7 +172,7 @@ class Mailbox:
         key = f"{self._comm.rank}/{self._next}"
         if not self._store.check([key]):
             return False
-        data = seal.of_world().verified(bytes(self._store.get(key)), f"{self._place}/{key}")
+        data = self._seal.verified(bytes(self._store.get(key)), f"{self._place}/{key}")
         self._store.delete_key(key)
         self._next += 1
         if data is None:
@@ -219,7 +220,7 @@ class Mailbox:
         elif self._store is not None:
             place = self._store.add(f"{dst}", 1)
             key = f"{dst}/{place}"
-            data = seal.of_world().sign(envelope.pack(), f"{self._place}/{key}")
+            data = self._seal.sign(envelope.pack(), f"{self._place}/{key}")
             self._store.set(key, data)  # type: ignore[arg-type]
 
     def _arrive(self, envelope: Envelope) -> None:

@@ -67,7 +67,8 @@ class TransportEngine(Engine):
         self.cause: BaseException | None = None
         """Why the group cannot be used any more."""
         self.pid = os.getpid()
-        self._is_closed = False
+        self.is_closed = False
+        """Whether this rank has left the group."""
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the other ranks know that this one has failed."""
@@ -116,9 +117,9 @@ class TransportEngine(Engine):
 
     def close(self) -> None:
         """Leave the group: let started calls end, then give everything back. Safe to repeat."""
-        if os.getpid() != self.pid or self._is_closed:
+        if os.getpid() != self.pid or self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         if self.cause is not None:
             self.cancel("the group is broken")  # nobody will come any more
         if not self.finish_started(_CLOSE_S):

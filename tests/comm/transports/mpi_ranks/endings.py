@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from unisono.comm import Communicator
-from unisono.comm.transports.mpi import leaving
+from unisono.comm import detect, start_world
+from unisono.comm.transports.mpi import groups
 from unisono.errors import RankFailed, UnisonoError
 
 RANK = MPI.COMM_WORLD.rank
@@ -51,7 +51,7 @@ def main():
     """Run at the level of threads, then end in the way that was asked for."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        comm = Communicator.of(MPI.COMM_WORLD, timeout_s=20)
+        comm = start_world(detect(), backend="mpi", timeout_s=20)
         calls_of_all_kinds(comm)
         warned = [w for w in caught if "initialised for one thread" in str(w.message)]
     seen("level", MPI.Query_thread(), "warnings", len(warned))
@@ -98,7 +98,7 @@ def end_by_an_exception_and_clean_up(comm):
 
 def end_beside_a_hung_rank(comm):
     """Rank 1 never comes; rank 0 gives up, and the whole job ends."""
-    leaving.GRACE_S = 1.0
+    groups.GRACE_S = 1.0
     if comm.rank == 1:
         time.sleep(300)
     comm.with_timeout(0.5).all_reduce(torch.ones(3))

@@ -24,8 +24,8 @@ def check_large_and_empty_blocks_of_all_moves_whole_and_in_pieces():
     e = engine()
     me, others = e.rank, [q for q in range(e.size) if q != e.rank]
     for pieces in (None, 400_000):
-        before = e.line.chunk_bytes
-        e.line.chunk_bytes = pieces or before
+        before = e.channel.chunk_bytes
+        e.channel.chunk_bytes = pieces or before
         sizes = [LARGE if r == 1 else 0 if r == 2 else 5 for r in range(e.size)]
         x, expected = block(me, sizes[me]), [block(r, n) for r, n in enumerate(sizes)]
         outs = [torch.empty(n) for n in sizes]
@@ -49,7 +49,7 @@ def check_large_and_empty_blocks_of_all_moves_whole_and_in_pieces():
         received = [(q, torch.empty(LARGE)) for q in others]
         e.exchange([(q, block(me + q, LARGE)) for q in others], received, 3, **DEADLINE)
         assert all(torch.equal(z, block(q + me, LARGE)) for q, z in received)
-        e.line.chunk_bytes = before
+        e.channel.chunk_bytes = before
 
 
 def check_a_gather_into_a_slice_of_its_own_output():

@@ -16,7 +16,7 @@ import programs
 import torch
 from mpi4py import MPI
 
-from unisono.comm import Communicator
+from unisono.comm import Communicator, detect, start_world
 
 
 def main():
@@ -25,7 +25,7 @@ def main():
     torch.set_num_threads(1)
     os.environ["UNISONO_TIMEOUT_S"] = "20"
     everybody = MPI.COMM_WORLD
-    Communicator.of(everybody)
+    start_world(detect(), backend="mpi", timeout_s=20)
     wanted = sys.argv[1:]
     for name, check in programs.cases(everybody.size):
         if wanted and not any(word in name for word in wanted):
@@ -46,6 +46,7 @@ def main():
             print(f"CHECK {line}", flush=True)
         if everybody.bcast(any(text is not None for text in errors or [])):
             everybody.Abort(1)
+    start_world(detect(), backend="mpi", timeout_s=20)
     Communicator.of(everybody).start.all_reduce(torch.ones(1)).wait()
     if everybody.rank:
         time.sleep(0.3)  # all leave without any clean-up, and the keeper of the store first

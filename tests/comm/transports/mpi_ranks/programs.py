@@ -72,7 +72,7 @@ def engine_made(way):
     group = dist.new_group(backend="mpi4py")
     engine = group.unisono_engine
     if way == "small_slots":
-        engine.line.chunk_bytes = 4096
+        engine.channel.chunk_bytes = 4096
     if way == "semaphores":
         os.environ["UNISONO_ALGO"] = "all_reduce:native,reduce_scatter:native"
     try:

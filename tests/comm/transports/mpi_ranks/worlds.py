@@ -24,10 +24,15 @@ from unisono.comm import (
     world,
 )
 from unisono.comm.transports import mpi
-from unisono.comm.transports.mpi import leaving
+from unisono.comm.transports.mpi import groups as mpi_groups
 from unisono.errors import MeshError, RankFailed, UnisonoError
 
 ALL = MPI.COMM_WORLD
+
+
+def begin():
+    """Start a world of all ranks over MPI."""
+    return start_world(detect(), backend="mpi", timeout_s=20)
 
 
 def check_the_world_of_mpi_is_our_world():
@@ -118,7 +123,7 @@ def check_groups_that_come_and_go_leave_nothing():
         dist.destroy_process_group(group)
 
     made_and_gone()
-    assert within(20, leaving.sweep)
+    assert within(20, mpi_groups.sweep)
     before = belongings()
     for _ in range(30):
         made_and_gone()
@@ -139,12 +144,12 @@ def check_a_failure_that_a_rank_posts_reaches_the_others():
 
 def check_worlds_that_start_and_end_leave_nothing():
     def lived():
-        assert float(Communicator.of(ALL).all_reduce(torch.ones(1))) == ALL.size
+        assert float(begin().all_reduce(torch.ones(1))) == ALL.size
         dist.all_reduce(torch.ones(1), async_op=True).wait()
         close_world()
 
     lived()
-    assert within(20, lambda: leaving.count() == 0)
+    assert within(20, lambda: mpi_groups.count() == 0)
     before = belongings()
     for _ in range(3):
         lived()
@@ -192,23 +197,8 @@ def check_a_world_made_by_torch_with_ranks_of_its_own():
     close_world()
 
 
-def check_a_world_of_a_part_of_mpi_knows_no_other_ranks():
-    part = ALL.Split(int(ALL.rank >= 2))
-    c = Communicator.of(part)
-    assert (c.size, c.ranks, c.group) == (2, (0, 1), dist.group.WORLD)
-    assert float(c.all_reduce(torch.ones(1))) == 2
-    error = raised(MeshError, lambda: Communicator.of(ALL))
-    assert "Communicator.of(MPI.COMM_WORLD) once at the start" in str(error)
-    close_world()
-    part.Free()
-    ALL.Barrier()
-
-
-check_a_world_of_a_part_of_mpi_knows_no_other_ranks.sizes = (4,)
-
-
 def check_the_thread_of_a_group_ends_with_it():
-    Communicator.of(ALL).start.all_reduce(torch.ones(1)).wait()
+    begin().start.all_reduce(torch.ones(1)).wait()
     assert any(thread.name.startswith("unisono-mpi") for thread in threading.enumerate())
     group = dist.group.WORLD
     close_world()
@@ -223,7 +213,7 @@ def belongings():
     return {
         "threads": threading.active_count(),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "communicators": leaving.count(),
+        "communicators": mpi_groups.count(),
     }
 
 

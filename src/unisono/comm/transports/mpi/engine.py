@@ -1,4 +1,4 @@
-"""The kernels of a group whose ranks talk over an MPI communicator."""
+"""The kernels of a group whose ranks talk over an MPI communicator, in its order of calls."""
 
 from __future__ import annotations
 
@@ -6,20 +6,45 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
 from unisono.comm.engine import Ticket
 from unisono.comm.reductions import check_op
-from unisono.comm.transports.jobs import JobQueue
-from unisono.comm.transports.mpi import moves, sums
-from unisono.comm.transports.mpi.leaving import Departure, depart
-from unisono.comm.transports.mpi.line import Line
-from unisono.comm.transports.mpi.messages import Messages, Transfer
-from unisono.comm.transports.mpi.news import Notice
+from unisono.comm.transports.jobs import Job, JobQueue
+from unisono.comm.transports.mpi import kernels
+from unisono.comm.transports.mpi.channel import Channel, Messages, Transfer
+from unisono.comm.transports.mpi.health import Notice
 from unisono.comm.transports.queued import QueuedEngine, SourceTicket
 from unisono.errors import RankFailed, RankTimeout, UnisonoError
+
+Kernel = Callable[..., str | None]
+"""Does a whole collective over a channel; a reduction returns how it was done."""
+
+_TEXT_LIMIT = 6000
+"""Longer reports, in characters, lose their middle."""
+
+
+class How(TypedDict):
+    """How a kernel is run: whether it is only started, and until when."""
+
+    async_op: bool
+    timeout_s: float
+
+
+class InlineJobs(JobQueue):
+    """Runs everything in the caller's thread: the process may use MPI in one thread only.
+
+    An asynchronous call is over when it returns.
+    """
+
+    def post(self, job: Job) -> None:
+        """Run `job` now; its exception is kept for those who wait."""
+        self.run(job.run)
+
+    def wake(self) -> None:
+        """Start no thread: messages move on while somebody waits."""
 
 
 class MessageTicket:
@@ -30,17 +55,17 @@ class MessageTicket:
         self._transfers = transfers
 
     def wait(self, timeout_s: float) -> None:
-        """See `Ticket`."""
+        """Return when all of them have ended, or raise."""
         self._engine.finish_messages(self._transfers, timeout_s)
 
     def done(self) -> bool:
-        """See `Ticket`."""
+        """Whether `wait` would return (or raise) at once."""
         self._engine.messages.progress()
         return all(transfer.is_done for transfer in self._transfers)
 
     @property
     def source(self) -> int:
-        """See `SourceTicket`."""
+        """Rank of the group that sent the message, once it is done."""
         peer = self._transfers[0].peer
         return -1 if peer is None else peer
 
@@ -49,148 +74,94 @@ class MpiEngine(QueuedEngine):
     """Kernels of ranks that share an MPI communicator.
 
     Args:
-        line: the way to the other ranks.
-        ranks: world ranks of the group, for messages.
-        jobs: order of calls, shared with the process group.
-        max_tag: largest tag MPI allows.
-        is_world: whether this is the group of all ranks.
+        channel: the way to the other ranks.
+        name: name of the group, for its thread.
+        leave: called once, when nothing runs any more; frees the communicator when all have left.
     """
 
     backend = "mpi4py"
 
-    def __init__(
-        self, line: Line, ranks: Sequence[int], jobs: JobQueue, *, max_tag: int, is_world: bool
-    ) -> None:
-        super().__init__(line.rank, ranks, jobs)
-        self.line = line
-        self.messages = Messages(line, max_tag)
-        self._is_world = is_world
-        self._is_broken = False
+    def __init__(self, channel: Channel, name: str, leave: Callable[[MpiEngine], None]) -> None:
+        kind = JobQueue if channel.threads.has_background else InlineJobs
+        jobs = kind(f"unisono-mpi-{name or 'group'}")
+        super().__init__(channel.rank, channel.watch.ranks, jobs)
+        self.channel = channel
+        self.messages = Messages(channel)
+        self.is_broken = False
+        """Whether something went wrong, so that transfers may be open for ever."""
+        self._leave = leave
         jobs.chore = self.messages.progress
-        jobs.has_chores = self._has_chores
+        jobs.has_chores = lambda: self.messages.under_way > 0 and self.cause is None
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
-        """See `Engine`."""
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
+        """Replace `x` on every rank by the reduction over all ranks."""
         check_op(op, x.dtype)
-        return self._sum("all_reduce", sums.all_reduce, (x, op), async_op, timeout_s)
+        return self._start("all_reduce", kernels.all_reduce, (x, op), **how)
 
-    def reduce_(
-        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
-        """See `Engine`; leaves `x` as it is on the other ranks."""
+    def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
+        """Replace `x` on `dst` by the reduction; leaves `x` as it is on the other ranks."""
         check_op(op, x.dtype)
-        return self._sum("reduce", sums.all_reduce, (x, op, dst), async_op, timeout_s)
+        return self._start("reduce", kernels.all_reduce, (x, op, dst), **how)
 
     def reduce_scatter(
-        self,
-        out: Tensor,
-        ins: Sequence[Tensor],
-        op: str,
-        *,
-        alike: int = 0,  # noqa: ARG002
-        async_op: bool,
-        timeout_s: float,
+        self, out: Tensor, ins: Sequence[Tensor], op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
+        """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`."""
+        del alike  # ranks do not compare their calls
         check_op(op, out.dtype)
-        return self._sum("reduce_scatter", sums.reduce_scatter, (out, ins, op), async_op, timeout_s)
+        return self._start("reduce_scatter", kernels.reduce_scatter, (out, ins, op), **how)
 
-    def _sum(
-        self,
-        name: str,
-        kernel: Callable[..., str],
-        arguments: tuple[Any, ...],
-        async_op: bool,
-        timeout_s: float,
-    ) -> Ticket | None:
-        def run() -> None:
-            self.last_algorithm = kernel(self.line, *arguments)
-
-        return self.call(name, run, async_op, timeout_s)
-
-    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
-        """See `Engine`."""
-        return self._move("broadcast", moves.broadcast, (x, src), async_op, timeout_s)
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
+        """Replace `x` on every rank by `x` of `src`."""
+        return self._start("broadcast", kernels.broadcast, (x, src), **how)
 
     def all_gather(
-        self,
-        outs: Sequence[Tensor],
-        x: Tensor,
-        *,
-        alike: int = 0,  # noqa: ARG002
-        async_op: bool,
-        timeout_s: float,
+        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
-        return self._move("all_gather", moves.all_gather, (outs, x), async_op, timeout_s)
+        """Fill `outs[q]` with `x` of rank `q`."""
+        del alike
+        return self._start("all_gather", kernels.all_gather, (outs, x), **how)
 
     def all_to_all(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
+        self, outs: Sequence[Tensor], ins: Sequence[Tensor], **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
-        return self._move("all_to_all", moves.all_to_all, (outs, ins), async_op, timeout_s)
+        """Fill `outs[q]` with `ins[r]` of rank `q`."""
+        return self._start("all_to_all", kernels.all_to_all, (outs, ins), **how)
 
     def gather(
-        self,
-        outs: Sequence[Tensor] | None,
-        x: Tensor,
-        dst: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
+        self, outs: Sequence[Tensor] | None, x: Tensor, dst: int, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
-        return self._move("gather", moves.gather, (outs, x, dst), async_op, timeout_s)
+        """Fill `outs[q]` of `dst` with `x` of rank `q`; `outs` is None on the other ranks."""
+        return self._start("gather", kernels.gather, (outs, x, dst), **how)
 
     def scatter(
-        self,
-        out: Tensor,
-        ins: Sequence[Tensor] | None,
-        src: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
+        self, out: Tensor, ins: Sequence[Tensor] | None, src: int, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
-        return self._move("scatter", moves.scatter, (out, ins, src), async_op, timeout_s)
+        """Fill `out` of rank `r` with `ins[r]` of `src`; `ins` is None on the other ranks."""
+        return self._start("scatter", kernels.scatter, (out, ins, src), **how)
 
-    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
-        """See `Engine`."""
-        return self._move("barrier", moves.barrier, (), async_op, timeout_s)
-
-    def _move(
-        self,
-        name: str,
-        kernel: Callable[..., None],
-        arguments: tuple[Any, ...],
-        async_op: bool,
-        timeout_s: float,
-    ) -> Ticket | None:
-        self.last_algorithm = "native"
-        return self.call(name, partial(kernel, self.line, *arguments), async_op, timeout_s)
+    def barrier(self, **how: Unpack[How]) -> Ticket | None:
+        """Complete when every rank of the group has called it."""
+        return self._start("barrier", kernels.barrier, (), **how)
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
-        """See `Engine`."""
+        """Return the tuples of all ranks, in rank order."""
         rows: list[tuple[int, ...]] = []
-
-        def kernel() -> None:
-            rows.extend(moves.all_gather_ints(self.line, values))
-
-        self.call("all_gather_ints", kernel, False, timeout_s)
+        how: How = {"async_op": False, "timeout_s": timeout_s}
+        self._start("all_gather_ints", kernels.all_gather_ints, (values, rows), **how)
         return rows
 
-    def call(
-        self, name: str, kernel: Callable[[], Any], async_op: bool, timeout_s: float
+    def _start(
+        self, name: str, kernel: Kernel, arguments: tuple[Any, ...], **how: Unpack[How]
     ) -> Ticket | None:
-        """See `QueuedEngine`."""
-        self.line.threads.check(name)
-        return super().call(name, partial(self._guarded, kernel), async_op, timeout_s)
+        self.channel.threads.check(name)
+        return self.call(name, partial(self._guarded, kernel, arguments), **how)
 
-    def _guarded(self, kernel: Callable[[], Any]) -> None:
-        with self.line.kernel():
-            kernel()
+    def _guarded(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+        with self.channel.kernel():
+            self.last_algorithm = kernel(self.channel, *arguments) or "native"
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -203,37 +174,35 @@ class MpiEngine(QueuedEngine):
         async_op: bool,
         timeout_s: float,
     ) -> Ticket | None:
-        """See `Engine`. Messages do not queue behind collectives."""
+        """Send to and receive from the listed peers at once. Not queued behind collectives."""
         self.check_usable()
-        self.line.threads.check("send or recv")
+        self.channel.threads.check("send or recv")
         transfers = [self.messages.post_recv(src, tag, x) for src, x in recvs]
         transfers += [self.messages.post_send(dst, tag, x) for dst, x in sends]
-        if not async_op:
-            self.finish_messages(transfers, timeout_s)
-            return None
-        self._start_messages()
-        return MessageTicket(self, transfers)
+        if async_op:
+            return self._under_way(transfers)
+        self.finish_messages(transfers, timeout_s)
+        return None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        """See `QueuedEngine`."""
+        """Start to receive a message with `tag` from whoever sends one first."""
         self.check_usable()
-        self.line.threads.check("recv")
-        transfer = self.messages.post_recv(None, tag, x)
-        self._start_messages()
-        return MessageTicket(self, [transfer])
+        self.channel.threads.check("recv")
+        return self._under_way([self.messages.post_recv(None, tag, x)])
 
-    def _start_messages(self) -> None:
-        """See to it that messages posted so far move on while nobody waits for them."""
+    def _under_way(self, transfers: Sequence[Transfer]) -> MessageTicket:
+        """Return a ticket of messages, which move on while nobody waits for them."""
         self.messages.progress()
         if self.messages.under_way:
             self.jobs.wake()
+        return MessageTicket(self, transfers)
 
     def finish_messages(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
         """Wait for messages of this rank."""
         if all(transfer.is_done and transfer.error is None for transfer in transfers):
             return
         self.check_usable()
-        self.line.watch.doing = "send or recv"
+        self.channel.watch.doing = "send or recv"
         try:
             self.messages.wait(transfers, timeout_s)
         except BaseException as error:
@@ -244,57 +213,39 @@ class MpiEngine(QueuedEngine):
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        """See `Engine`."""
-        return self.line.waited_ns
+        """Time this rank has spent waiting for others so far."""
+        return self.channel.waited_ns
 
     def prepare(self, name: str, timeout_s: float) -> None:
-        """See `QueuedEngine`."""
-        line = self.line
-        line.timeout_s = timeout_s
-        line.behind = self.jobs.in_background
-        line.watch.doing = name
-        line.watch.number += 1
+        """Set up for one kernel; called in the thread that runs it."""
+        channel = self.channel
+        channel.timeout_s = timeout_s
+        channel.behind = self.jobs.in_background
+        channel.watch.doing = name
+        channel.watch.number += 1
 
     def tell_failure(self, error: BaseException) -> None:
-        """See `QueuedEngine`."""
-        self._is_broken = True
-        if isinstance(error, RankFailed) or self.line.mpi.Is_finalized():
-            return  # the others learn of it as this rank did, or not any more
+        """Let the other ranks know that this one has failed."""
+        self.is_broken = True
+        if isinstance(error, RankFailed):
+            return  # the others learn of it as this rank did
         if isinstance(error, UnisonoError):  # says enough by itself
-            lines = traceback.format_exception_only(error)
+            text = "".join(traceback.format_exception_only(error)).strip()
         else:
-            lines = traceback.format_exception(error)
-        me = self.ranks[self.rank]
-        self.line.watch.news.tell(
-            Notice(
-                "timeout" if isinstance(error, RankTimeout) else "failed",
-                me,
-                self.culprit(error),
-                self.line.watch.number,
-                socket.gethostname(),
-                "".join(lines).strip(),
-            )
-        )
-
-    def _has_chores(self) -> bool:
-        return self.messages.under_way > 0 and self.cause is None
+            text = "".join(traceback.format_exception(error)).strip()
+        if len(text) > _TEXT_LIMIT:
+            text = f"{text[: _TEXT_LIMIT // 2]}\n[...]\n{text[-_TEXT_LIMIT // 2 :]}"
+        watch = self.channel.watch
+        kind = "timeout" if isinstance(error, RankTimeout) else "failed"
+        host, culprit = socket.gethostname(), self.culprit(error)
+        watch.board.post(Notice(kind, watch.me, culprit, watch.number, host, text))
 
     def cancel(self, why: str) -> None:
-        """See `QueuedEngine`."""
-        self.line.watch.cancelled = why
+        """End the wait of the call under way, from another thread."""
+        self.channel.watch.cancelled = why
 
     def release(self) -> None:
-        """See `QueuedEngine`: tell the others, and free the communicator when all have left."""
-        if self.line.mpi.Is_finalized():
-            return
-        self.messages.release()
-        news = self.line.watch.news
-        news.tell(Notice("left", self.ranks[self.rank]))
-        depart(
-            Departure(
-                self.line.mpi,
-                news,
-                is_broken=self._is_broken,
-                is_world=self._is_world,
-            )
-        )
+        """Give everything back; nothing runs any more."""
+        if not self.channel.mpi.Is_finalized():
+            self.messages.release()
+            self._leave(self)
