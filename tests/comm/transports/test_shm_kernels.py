@@ -1,5 +1,5 @@
-"""Every kernel of the shm engine against plain arithmetic: dtypes, sizes around the slot, both
-ways to meet, blocking and not.
+"""Every kernel of the shm engine against plain arithmetic: dtypes, sizes around the slot, blocking
+and not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unisono.comm.transports.rank_order import OPS, reducer
+from unisono.comm.reductions import defined_ops
+from unisono.comm.transports.shm.engine import OPS
 from unisono.errors import UnisonoError
 
 DTYPES = [
@@ -35,7 +36,6 @@ SIZES = [0, 1, 7, 1000, 2048, 2049, 5000]
 WAYS = {
     "large_slots": {},
     "small_slots": {"UNISONO_SHM_SLOT_KB": "4"},
-    "semaphores": {"UNISONO_SHM_SLOT_KB": "4", "UNISONO_SHM_SEMAPHORES": "1"},
 }
 DEADLINE = {"async_op": False, "timeout_s": 20.0}
 
@@ -109,20 +109,12 @@ def test_all_reduce_of_every_dtype_and_size(way):
                 assert_equal(x, reduced([block(r, n, dtype) for r in range(engine.size)], "sum"))
 
 
-def is_defined(op, dtype):
-    try:
-        reducer(dtype, op)
-    except UnisonoError:
-        return False
-    return True
-
-
 @at_2_to_4
 def test_all_reduce_and_reduce_with_every_operation():
     with engine_made("small_slots") as engine:
         me, last = engine.rank, engine.size - 1
         for op, dtype, n in itertools.product(OPS, DTYPES, (5, 3000)):
-            if not is_defined(op, dtype):
+            if op not in defined_ops(dtype):
                 continue
             expected = reduced([block(r, n, dtype) for r in range(engine.size)], op)
             x, y = block(me, n, dtype), block(me, n, dtype)
@@ -290,13 +282,12 @@ def test_all_ranks_get_the_same_bits_and_the_sum_in_rank_order():
 
 @pytest.mark.ranks(2, backend="shm")
 def test_an_undefined_reduction_is_refused_and_leaves_the_group_intact():
-    engine = dist.group.WORLD.unisono_engine
     with pytest.raises(UnisonoError, match="can be moved but not added"):
-        engine.all_reduce_(torch.zeros(3, dtype=torch.float8_e5m2), "sum", **DEADLINE)
+        dist.all_reduce(torch.zeros(3, dtype=torch.float8_e5m2))
     with pytest.raises(UnisonoError, match="defined for float32"):
-        engine.all_reduce_(torch.zeros(3), "and", **DEADLINE)
+        dist.all_reduce(torch.zeros(3), dist.ReduceOp.BAND)
     x = torch.ones(3)
-    engine.all_reduce_(x, "sum", **DEADLINE)
+    dist.all_reduce(x)
     assert x.tolist() == [2.0] * 3
 
 
