@@ -12,6 +12,7 @@ CORE := $(filter-out src/core/module.cpp,$(wildcard src/core/*.cpp))
 SANITIZED ?= build/sanitize
 SANITIZERS := thread address,undefined
 STRESS ?= 2,600,1 3,600,2 5,400,3 8,100,4
+OPTIMIZED ?= -O1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test sanitize lint format bench docs wheel clean
@@ -43,7 +44,7 @@ sanitize: $(SANITIZERS:%=$(SANITIZED)/%) ## the compiled core under thread, addr
 
 $(SANITIZED)/%: tests/core/stress.cpp $(wildcard src/core/*)
 	@mkdir -p $(SANITIZED)
-	$(CXX) -std=c++17 -O1 -g1 -Wall -Wextra -Werror -Wno-psabi -DUNISONO_SANITIZE -fsanitize=$* \
+	$(CXX) -std=c++17 $(OPTIMIZED) -g1 -Wall -Wextra -Werror -Wno-psabi -DUNISONO_SANITIZE -fsanitize=$* \
 	  -fno-sanitize-recover=all -Isrc/core tests/core/stress.cpp $(CORE) -pthread -o $@
 
 lint: $(STAMP) ## ruff, pyright, import-linter
