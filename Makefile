@@ -63,5 +63,8 @@ bench: $(STAMP) ## every benchmark, one table each
 docs: $(STAMP) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+wheel: $(STAMP) ## a source archive and a wheel for every Python from 3.11 on, into dist/
+	$(BIN)/python -m build --outdir dist
+
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

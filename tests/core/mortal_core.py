@@ -55,12 +55,8 @@ KERNELS: dict[str, Kernel] = {
     "broadcast": lambda e, how: e.broadcast_(torch.ones(2 * N), 1, **how),
     "all_gather": lambda e, how: e.all_gather(rows(e), torch.ones(N), **how),
     "placed all_gather": lambda e, how: e.all_gather(rows(e), placed_rows(e, how)[0], **how),
-    "gather": lambda e, how: e.gather(
-        rows(e) if e.rank == 0 else None, torch.ones(N), 0, **how
-    ),
-    "scatter": lambda e, how: e.scatter(
-        torch.empty(N), rows(e) if e.rank == 1 else None, 1, **how
-    ),
+    "gather": lambda e, how: e.gather(rows(e) if e.rank == 0 else None, torch.ones(N), 0, **how),
+    "scatter": lambda e, how: e.scatter(torch.empty(N), rows(e) if e.rank == 1 else None, 1, **how),
     "reduce_scatter": lambda e, how: e.reduce_scatter(torch.empty(N), rows(e), "sum", **how),
     "all_to_all": lambda e, how: e.all_to_all(rows(e), rows(e), **how),
     "placed all_to_all": lambda e, how: e.all_to_all(rows(e), placed_rows(e, how), **how),

@@ -140,7 +140,9 @@ def folded(blocks, op):
         total = fold(total, x.to(wide))
     if op == "mean":
         parts = torch.view_as_real(total) if dtype.is_complex else total
-        total = torch.view_as_complex(parts / len(blocks)) if dtype.is_complex else parts / len(blocks)
+        total = (
+            torch.view_as_complex(parts / len(blocks)) if dtype.is_complex else parts / len(blocks)
+        )
     return total.to(dtype)
 
 
@@ -197,8 +199,12 @@ class Script:
                 nbytes = x.numel() * x.element_size()
                 call = group.gather(mode, WAIT_S, mine, x.data_ptr(), nbytes, number, root)
                 outs = outs if rank == root else []
-            return call, lambda: x is not None and all(
-                same(out, self.bring(r, n=sizes[r])) for r, out in enumerate(outs)
+            return (
+                call,
+                lambda: (
+                    x is not None
+                    and all(same(out, self.bring(r, n=sizes[r])) for r, out in enumerate(outs))
+                ),
             )
         whole = self.world.tensor(rank, torch.cat(self._rows(rank)), placed)
         rows = list(whole.split(list(sizes)))
@@ -206,9 +212,7 @@ class Script:
             out = torch.empty(sizes[rank], dtype=self.dtype)
             blocks = [self.bring(r, rank, sizes[rank]) for r in range(size)]
             op = OPS.index(self.op)
-            call = group.reduce_scatter(
-                mode, WAIT_S, out.data_ptr(), listed(rows), number, op, 0
-            )
+            call = group.reduce_scatter(mode, WAIT_S, out.data_ptr(), listed(rows), number, op, 0)
             return call, lambda: self.is_near(out, folded(blocks, self.op)) and whole is not None
         if self.verb == "scatter":
             out = torch.empty(sizes[rank], dtype=self.dtype)
@@ -219,8 +223,12 @@ class Script:
         # all_to_all: rank r sends its block q, of rank q's size, to rank q
         outs = [torch.empty(sizes[rank], dtype=self.dtype) for _ in range(size)]
         call = group.all_to_all(mode, WAIT_S, listed(outs), listed(rows), number)
-        return call, lambda: bool(rows) and all(
-            same(out, self.bring(r, rank, sizes[rank])) for r, out in enumerate(outs)
+        return (
+            call,
+            lambda: (
+                bool(rows)
+                and all(same(out, self.bring(r, rank, sizes[rank])) for r, out in enumerate(outs))
+            ),
         )
 
     def is_near(self, x, wanted):
@@ -279,7 +287,7 @@ def exchange(world, rank, group, seed, n, tag):
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 @given(
     size=st.integers(2, 8),
@@ -395,9 +403,7 @@ def test_started_calls_run_in_order_and_tell_when_they_have_ended():
     def run_rank(rank, group):
         told = []
         xs = [torch.full((n,), 1.0) for n in (3, 60_000, 5)]
-        started = [
-            group.all_reduce(True, WAIT_S, x.data_ptr(), x.numel(), 0, 0, -1) for x in xs
-        ]
+        started = [group.all_reduce(True, WAIT_S, x.data_ptr(), x.numel(), 0, 0, -1) for x in xs]
         for number, call in enumerate(started):
             call.then(lambda number=number: told.append(number))
         group.barrier(None, WAIT_S)

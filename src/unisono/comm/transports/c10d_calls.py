@@ -29,7 +29,6 @@ from unisono.comm.transports.work import DoneWork, TransportWork
 from unisono.errors import UnisonoError
 
 
-
 class How(TypedDict):
     """How a kernel is run: whether it is only started, and until when."""
 

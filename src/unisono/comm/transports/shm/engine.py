@@ -210,7 +210,9 @@ class ShmEngine(TransportEngine):
         """See `Engine`."""
         self.check_usable()
         nbytes, dtype = x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1)
-        started = self._core.broadcast(async_op or None, timeout_s, x.data_ptr(), nbytes, dtype, src)
+        started = self._core.broadcast(
+            async_op or None, timeout_s, x.data_ptr(), nbytes, dtype, src
+        )
         return self._keep(started, x)
 
     def all_gather(

@@ -109,9 +109,7 @@ def _make_engine(
     return engine, meeting.nonce
 
 
-def _local_engine(
-    meeting: Meeting, rank: int, ranks: Sequence[int], timeout_s: float
-) -> Engine:
+def _local_engine(meeting: Meeting, rank: int, ranks: Sequence[int], timeout_s: float) -> Engine:
     if meeting.segment is None:
         return SelfEngine()
     engine = ShmEngine(

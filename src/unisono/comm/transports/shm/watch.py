@@ -111,9 +111,7 @@ class Watch:
             traceback=text,
         )
 
-    def _gave_up(
-        self, doing: str, rank: int, culprit: int, text: str
-    ) -> RankFailed | RankTimeout:
+    def _gave_up(self, doing: str, rank: int, culprit: int, text: str) -> RankFailed | RankTimeout:
         """Return the error for a peer whose own deadline has passed: it will not come any more."""
         teller = self.ranks[rank]
         if culprit == self._me:
