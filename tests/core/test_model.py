@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 
-class Broken(Exception):  # noqa: N818
+class Broken(Exception):
     """A property that does not hold in some order of the steps."""
 
 
@@ -54,7 +54,7 @@ Step = tuple
 Program = Sequence[Step]
 
 
-# -- what ranks do -----------------------------------------------------------------------------------
+# -- what ranks do ---------------------------------------------------------------------------------
 
 
 def sync(p: Protocol, rank: int, met: int) -> list[Step]:
@@ -111,7 +111,7 @@ def large_all_reduce(p: Protocol, rank: int, chunks: int, calls: int) -> list[St
     return steps
 
 
-# -- the explorer ------------------------------------------------------------------------------------
+# -- the explorer ----------------------------------------------------------------------------------
 
 
 class State(NamedTuple):
@@ -218,7 +218,7 @@ def after_access(state: State, rank: int, step: Step) -> tuple[tuple[tuple, Slot
     return tuple(sorted(slots.items()))
 
 
-# -- tests -------------------------------------------------------------------------------------------
+# -- tests -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "calls"), [(2, 5), (3, 4)])

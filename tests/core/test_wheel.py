@@ -1,4 +1,4 @@
-"""What is installed: with the compiled core, and without a compiler or with the core switched off."""
+"""What is installed: with the compiled core, without a compiler, and with the core switched off."""
 
 from __future__ import annotations
 

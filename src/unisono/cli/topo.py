@@ -66,8 +66,8 @@ def execute(args: argparse.Namespace) -> int:
 
 def _machine() -> str:
     """Return the facts of this machine, one a line."""
-    from unisono.launch.accelerators import has_mps, visible_gpus
     from unisono.cores import usable_cores
+    from unisono.launch.accelerators import has_mps, visible_gpus
 
     devices = [f"{n} GPU{'s' if n > 1 else ''}" for n in [visible_gpus()] if n]
     devices += ["MPS"] if has_mps() else []

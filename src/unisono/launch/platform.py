@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import PlatformError
 from unisono.cores import threads_per_rank, usable_cores
+from unisono.errors import PlatformError
 from unisono.launch.device import Device
 from unisono.launch.io import IO
 

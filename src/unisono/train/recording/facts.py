@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import unisono
-from unisono.launch.accelerators import visible_gpus
 from unisono.cores import usable_cores
+from unisono.launch.accelerators import visible_gpus
 from unisono.train.recording import directory as directories
 
 _PACKAGES = ("torch", "numpy", "mpi4py", "submitit")

@@ -438,7 +438,7 @@ class ShmEngine(TransportEngine):
             if memory is None:
                 continue
             offset = buffer.data_ptr() - memory.address - shared.own
-            if 0 <= offset and offset + nbytes <= shared.nbytes:
+            if offset >= 0 and offset + nbytes <= shared.nbytes:
                 starts = [_FIRST + rank * shared.stride + offset for rank in range(self.size)]
                 return [
                     torch.frombuffer(
