@@ -419,6 +419,29 @@ def test_started_calls_run_in_order_and_tell_when_they_have_ended():
     world.close()
 
 
+def test_memory_of_a_receive_that_was_given_up_is_not_written_any_more():
+    world = World(2)
+
+    def run_rank(rank, group):
+        x = torch.zeros(50) if rank == 0 else torch.ones(50)
+        if rank == 0:
+            given_up = group.post([], [(1, x.data_ptr(), x.nbytes, 0)], 1, True)
+            with pytest.raises(TimeoutError):
+                given_up.wait(0.1)
+        group.barrier(None, WAIT_S)
+        if rank == 1:
+            group.post([(0, x.data_ptr(), x.nbytes, 0)], [], 1, True).wait(WAIT_S)
+            group.post([(0, x.data_ptr(), x.nbytes, 0)], [], 2, True).wait(WAIT_S)
+        else:
+            y = torch.zeros(50)
+            group.post([], [(1, y.data_ptr(), y.nbytes, 0)], 2, True).wait(WAIT_S)
+            assert y.sum() == 50  # it came after the message with the other tag
+            assert x.sum() == 0
+
+    world.run(run_rank)
+    world.close()
+
+
 def test_calls_that_differ_are_told_to_all_ranks():
     world = World(2)
 

@@ -2,8 +2,8 @@
 
 Ranks are lists of steps, each a single access of shared memory, as in `sync`, `sleep_on` and `ring`
 (src/core/sync.cpp) and in the kernels (src/core/collectives.cpp). Memory is sequentially consistent
-here: the words of a meeting are accessed so in the core, and `make sanitize` sees to the rest. A nap
-of the core ends by itself after a while; here it does not, so that a lost wake-up is a deadlock.
+here: the words of a meeting are accessed so in the core, and `make sanitize` sees to the rest. A
+nap of the core ends by itself after a while; here it does not: a lost wake-up is a deadlock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Protocol:
 
 
 class Rank(NamedTuple):
-    """Where a rank stands: its step, its place in that step, what it has seen, whom it sleeps on."""
+    """Where a rank stands: its step, its place in it, what it has seen, whom it sleeps on."""
 
     step: int = 0
     place: int = 0

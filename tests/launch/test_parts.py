@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.cores import cgroup_quota, threads_per_rank, usable_cores
 from unisono.errors import PlatformError
 from unisono.launch import payload
-from unisono.cores import cgroup_quota, threads_per_rank, usable_cores
 from unisono.launch.existing import pack, unpack
 from unisono.launch.logs import Logs
 from unisono.launch.messages import Hello, MessageReader, Ready, Returned, send_message

@@ -10,10 +10,10 @@ import pytest
 
 import unisono
 from unisono.comm import backends
+from unisono.cores import usable_cores
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import IO, Device, Platform, platform_checks
 from unisono.launch.accelerators import gpu_index
-from unisono.cores import usable_cores
 
 
 @pytest.mark.parametrize(

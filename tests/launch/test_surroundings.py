@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import unisono
+from unisono.cores import usable_cores
 from unisono.errors import PlatformError, RankFailed, RankTimeout
 from unisono.launch import payload, terminal
-from unisono.cores import usable_cores
 from unisono.launch.interrupts import termination_as_exception
 from unisono.launch.results import Elsewhere, Results
 

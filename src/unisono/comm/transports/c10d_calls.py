@@ -233,7 +233,7 @@ class CallingGroup(dist.ProcessGroup):
         timeout_s: float | None = None,
         waited: int | None = None,
     ) -> Work:
-        """Return the call as torch.distributed sees it; what it received is delivered at its end."""
+        """Return the call as torch.distributed sees it; what has come is delivered at its end."""
         deadline = self._timeout_s(None) if timeout_s is None else timeout_s
 
         def ended() -> None:

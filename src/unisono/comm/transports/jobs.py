@@ -51,7 +51,7 @@ class Job:
         self._call_back()
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when the job has ended, in the thread that ran it; at once if it has."""
+        """Call `callback()` when the job has ended, in the thread that ran it; or at once."""
         self._callbacks.append(callback)
         if self.is_done:
             self._call_back()

@@ -1,4 +1,4 @@
-"""The kernels of a group whose ranks share one host: what the compiled core does, told in Python."""
+"""The kernels of a group whose ranks share one host: what the compiled core does, in Python."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class ShmEngine(TransportEngine):
         self._kept: list[Ticket] = []
         self.watch = Watch(rank, ranks, processes)
         own_cores = size <= usable_cores()
-        weak = weakref.ref(self)
+        weak: weakref.ref[ShmEngine] = weakref.ref(self)
         self._core = module.Group(
             segment.memory,
             size,
