@@ -8,9 +8,14 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+CORE := $(filter-out src/core/module.cpp,$(wildcard src/core/*.cpp))
+SANITIZED ?= build/sanitize
+SANITIZERS := thread address,undefined
+STRESS ?= 2,600,1 3,600,2 5,400,3 8,100,4
+OPTIMIZED ?= -O1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench docs clean
+.PHONY: help setup demo test sanitize lint format bench docs wheel clean
 
 help: ## say what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -18,7 +23,7 @@ help: ## say what can be made
 setup: $(STAMP) ## make .venv and install everything the other targets need
 
 # torch first and alone: a range that torch 2.13.0 satisfies then installs no other torch.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard src/core/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "unisono needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +36,16 @@ demo: $(STAMP) ## train on real digits, one rank against many, and write a repor
 
 test: $(STAMP) ## all tests, with lint, types, layers and code blocks of the documentation
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+# One program for each sanitizer; STRESS lists runs of ranks,steps,seed.
+sanitize: $(SANITIZERS:%=$(SANITIZED)/%) ## the compiled core under thread, address and undefined-behaviour sanitizers
+	@for program in $^; do for run in $(STRESS); do \
+	  echo "$$program $$run" && $$program $$(echo $$run | tr , ' ') || exit 1; done; done
+
+$(SANITIZED)/%: tests/core/stress.cpp $(wildcard src/core/*)
+	@mkdir -p $(SANITIZED)
+	$(CXX) -std=c++17 $(OPTIMIZED) -g1 -Wall -Wextra -Werror -Wno-psabi -DUNISONO_SANITIZE -fsanitize=$* \
+	  -fno-sanitize-recover=all -Isrc/core tests/core/stress.cpp $(CORE) -pthread -o $@
 
 lint: $(STAMP) ## ruff, pyright, import-linter
 	$(BIN)/ruff check .
@@ -47,6 +62,9 @@ bench: $(STAMP) ## every benchmark, one table each
 
 docs: $(STAMP) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(STAMP) ## a source archive and a wheel for every Python from 3.11 on, into dist/
+	$(BIN)/python -m build --outdir dist
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,8 +20,8 @@ from torch import nn
 import unisono
 from unisono import bayes
 from unisono.comm import Communicator
-from unisono.data_parallel import DataParallel, DataParallelOptimizer
 from unisono.cores import usable_cores
+from unisono.data_parallel import DataParallel, DataParallelOptimizer
 from unisono.plan import Calibration, Prediction, Subject, Workload, calibrate, profile
 from unisono.plan.calibration import TYPICAL, calibration_file, fit_link
 from unisono.plan.measure import SIZES, group_over, hidden_share, overlapping, sums_over

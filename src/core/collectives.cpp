@@ -34,7 +34,7 @@ uint64_t code_of(Verb verb, int dtype, int op, int root) {
 
 Group::Group(uint8_t* base, Layout layout, int rank, bool has_own_core)
     : layout(layout), rank(rank), size(static_cast<int>(layout.size)), patience(has_own_core),
-      messages(base, layout, rank, has_own_core), base_(base),
+      messages(base, layout, rank, has_own_core, fault), base_(base),
       controls_(reinterpret_cast<Control*>(base + layout.control())), heads_(layout.size),
       table_(2 * layout.size * layout.size), parts_(layout.size) {
   control(rank).state.store(kAlive, std::memory_order_release);
@@ -43,7 +43,7 @@ Group::Group(uint8_t* base, Layout layout, int rank, bool has_own_core)
 // -- meetings -------------------------------------------------------------------------------------
 
 Status Group::sync() {
-  step();
+  fault.step();
   met_++;
   Bell& own = controls_[rank].met;
   // All that this rank wrote before is seen by whoever sees this; in one order with the sleepers.
@@ -96,17 +96,20 @@ void Group::read_table(int turn) { std::memcpy(table_.data(), table_row(turn, 0)
 // -- shared buffers -------------------------------------------------------------------------------
 
 uint64_t Group::add_buffer(uint8_t* first, size_t stride, size_t nbytes) {
+  std::lock_guard<std::mutex> held(buffers_lock_);
   buffers_.push_back({++buffers_made_, first, stride, nbytes});
   return buffers_made_;
 }
 
 void Group::drop_buffer(uint64_t number) {
+  std::lock_guard<std::mutex> held(buffers_lock_);
   for (size_t i = 0; i < buffers_.size(); i++)
     if (buffers_[i].number == number) buffers_.erase(buffers_.begin() + i--);
 }
 
 // A word that says where in which buffer the bytes lie, 0 if in none.
 uint64_t Group::place(const uint8_t* x, size_t nbytes) const {
+  std::lock_guard<std::mutex> held(buffers_lock_);
   for (const Buffer& b : buffers_) {
     const uint8_t* own = b.first + rank * b.stride;
     if (nbytes && own <= x && x + nbytes <= own + b.nbytes) return (b.number << kOffsetBits) + (x - own) + 1;
@@ -116,7 +119,6 @@ uint64_t Group::place(const uint8_t* x, size_t nbytes) const {
 
 // The place of blocks that follow each other in one buffer.
 uint64_t Group::row_place(const Blocks& blocks) const {
-  if (buffers_.empty()) return 0;
   const uint8_t *first = nullptr, *end = nullptr;
   for (size_t i = 0; i < blocks.at.size(); i++) {
     if (!blocks.nbytes[i]) continue;
@@ -127,6 +129,7 @@ uint64_t Group::row_place(const Blocks& blocks) const {
   return first ? place(first, end - first) : 0;
 }
 
+// To be asked with the lock held; null if this rank's tensor is gone.
 const Buffer* Group::buffer_of(uint64_t place) const {
   for (const Buffer& b : buffers_)
     if (place && b.number == (place - 1) >> kOffsetBits) return &b;
@@ -142,6 +145,16 @@ bool Group::any_place() const {
   for (const Header& head : heads_)
     if (head.place) return true;
   return false;
+}
+
+// The meeting after which nobody reads from buffers any more. `again` if a rank had to do without one,
+// because its own tensor there is gone: then the bytes go through slots.
+Status Group::leave_buffers(bool lacks, bool& again) {
+  if (lacks) controls_[rank].lacks.store(met_ + 1, std::memory_order_relaxed);
+  const Status status = sync();
+  for (int r = 0; r < size; r++) again |= controls_[r].lacks.load(std::memory_order_relaxed) == met_;
+  for (Header& head : heads_) head.place = 0;
+  return status;
 }
 
 // -- reductions -----------------------------------------------------------------------------------
@@ -172,8 +185,14 @@ Status Group::all_reduce(uint8_t* x, size_t elements, int dtype, int op, int roo
   if (!any_place()) return large_all_reduce(x, nbytes, dtype, reduce, turn, true, wanted);
   bool same = true;
   for (const Header& h : heads_) same &= h.place == heads_[0].place;
-  if (same && head.place)
-    return reduce_in_place((head.place - 1) & kOffsetMask, *buffer_of(head.place), nbytes, dtype, reduce, root);
+  if (same) {  // this rank's own tensor keeps the buffer
+    Buffer buffer;
+    {
+      std::lock_guard<std::mutex> held(buffers_lock_);
+      buffer = *buffer_of(head.place);
+    }
+    return reduce_in_place((head.place - 1) & kOffsetMask, buffer, nbytes, dtype, reduce, root);
+  }
   return large_all_reduce(x, nbytes, dtype, reduce, next_turn(), false, wanted);
 }
 
@@ -254,54 +273,79 @@ Status Group::reduce_scatter(uint8_t* out, const Blocks& ins, int dtype, int op,
   head.place = row_place(ins);
   if (!head.place) fill_shares(turn, ins, 0);
   if (const Status status = meet(turn, head, true); status != kOk) return status;
-  std::vector<uint64_t> places(size);
-  bool all_placed = true;
-  for (int r = 0; r < size; r++) all_placed &= (places[r] = heads_[r].place) != 0;
   const size_t largest = *std::max_element(ins.nbytes.begin(), ins.nbytes.end());
-  const size_t share = all_placed ? std::max<size_t>(largest, 1) : share_bytes();
-  const bool closes = any_place();
-  for (size_t k = 0; k < rounds(largest, share); k++) {
-    const size_t start = k * share, m = own > start ? std::min(share, own - start) : 0;
-    if (k) {
-      turn = next_turn();
-      if (!head.place) fill_shares(turn, ins, start);
-      if (const Status status = sync(); status != kOk) return status;
+  bool done = false;
+  while (true) {
+    std::unique_lock<std::mutex> mapped(buffers_lock_, std::defer_lock);
+    bool all_placed = true, lacks = false;
+    const bool closes = any_place();
+    for (const Header& h : heads_) all_placed &= h.place != 0;
+    const size_t share = all_placed ? std::max<size_t>(largest, 1) : share_bytes();
+    for (size_t k = 0; k < rounds(largest, share); k++) {
+      const size_t start = k * share, m = own > start ? std::min(share, own - start) : 0;
+      if (k) {
+        turn = next_turn();
+        if (!heads_[rank].place) fill_shares(turn, ins, start);
+        if (const Status status = sync(); status != kOk) return status;
+      }
+      if (closes) mapped.lock();
+      for (int r = 0; m && r < size; r++) lacks |= r != rank && lacks_buffer(r);
+      for (size_t at = 0; at < m && !done && !lacks; at += kReduceBlock) {
+        for (int r = 0; r < size; r++)
+          parts[r] = r == rank         ? ins.at[rank] + start + at
+                     : heads_[r].place ? at_place(r, heads_[r].place) + before + start + at
+                                       : slot(turn, r) + place_in_slot(r, rank) * share + at;
+        reduce(out + start + at, parts.data(), size, std::min(kReduceBlock, m - at) / each);
+      }
+      if (closes) mapped.unlock();
     }
-    for (size_t at = 0; at < m; at += kReduceBlock) {
-      for (int r = 0; r < size; r++)
-        parts[r] = r == rank   ? ins.at[rank] + start + at
-                   : places[r] ? at_place(r, places[r]) + before + start + at
-                               : slot(turn, r) + place_in_slot(r, rank) * share + at;
-      reduce(out + start + at, parts.data(), size, std::min(kReduceBlock, m - at) / each);
-    }
+    if (!closes) return kOk;
+    done |= !lacks;
+    bool again = false;
+    if (const Status status = leave_buffers(lacks, again); status != kOk || !again) return status;
+    turn = next_turn();
+    fill_shares(turn, ins, 0);
+    if (const Status status = sync(); status != kOk) return status;
   }
-  return closes ? sync() : kOk;  // others may still read this rank's buffer
 }
 
 // -- moves: one block per rank, read by others ----------------------------------------------------
 
 // `sizes[r]`: what rank r brings, 0 for those who bring nothing. `outs` null: this rank reads nothing.
 Status Group::share(int turn, const uint8_t* x, size_t nbytes, const std::vector<size_t>& sizes,
-                    uint8_t* const* outs, bool closes) {
+                    uint8_t* const* outs) {
   const size_t room = layout.slot_bytes;
-  std::vector<uint64_t> places(size);
+  const bool closes = any_place();
+  bool lacks = false;
+  if (closes && outs) {
+    std::lock_guard<std::mutex> mapped(buffers_lock_);
+    for (int r = 0; r < size; r++) {
+      if (r == rank || !outs[r] || !heads_[r].place) continue;
+      if (lacks_buffer(r)) lacks = true;
+      else copy(outs[r], at_place(r, heads_[r].place), sizes[r]);
+    }
+  }
   size_t largest = 0;
   for (int r = 0; r < size; r++)
-    if (!(places[r] = heads_[r].place)) largest = std::max(largest, sizes[r]);
+    if (!heads_[r].place) largest = std::max(largest, sizes[r]);
   for (size_t k = 0; k < rounds(largest, room); k++) {
     const size_t start = k * room;
     if (k) {
       turn = next_turn();
-      if (nbytes > start && !places[rank]) copy(slot(turn, rank), x + start, std::min(room, nbytes - start));
+      if (nbytes > start && !heads_[rank].place) copy(slot(turn, rank), x + start, std::min(room, nbytes - start));
       if (const Status status = sync(); status != kOk) return status;
     }
-    for (int r = 0; outs && r < size; r++) {
-      if (r == rank || !outs[r]) continue;
-      if (places[r] && !k) copy(outs[r], at_place(r, places[r]), sizes[r]);
-      if (!places[r] && sizes[r] > start) copy(outs[r] + start, slot(turn, r), std::min(room, sizes[r] - start));
-    }
+    for (int r = 0; outs && r < size; r++)
+      if (r != rank && outs[r] && !heads_[r].place && sizes[r] > start)
+        copy(outs[r] + start, slot(turn, r), std::min(room, sizes[r] - start));
   }
-  return closes ? sync() : kOk;
+  if (!closes) return kOk;
+  bool again = false;
+  if (const Status status = leave_buffers(lacks, again); status != kOk || !again) return status;
+  turn = next_turn();
+  copy(slot(turn, rank), x, std::min(nbytes, room));
+  if (const Status status = sync(); status != kOk) return status;
+  return share(turn, x, nbytes, sizes, outs);
 }
 
 Status Group::broadcast(uint8_t* x, size_t nbytes, int dtype, int root) {
@@ -314,7 +358,7 @@ Status Group::broadcast(uint8_t* x, size_t nbytes, int dtype, int root) {
   std::vector<uint8_t*> outs(size);
   sizes[root] = nbytes;
   outs[root] = x;
-  return share(turn, x, brings ? nbytes : 0, sizes, brings ? nullptr : outs.data(), any_place());
+  return share(turn, x, brings ? nbytes : 0, sizes, brings ? nullptr : outs.data());
 }
 
 Status Group::all_gather(const Blocks& outs, const uint8_t* x, int dtype, uint64_t alike, Verb verb) {
@@ -324,7 +368,7 @@ Status Group::all_gather(const Blocks& outs, const uint8_t* x, int dtype, uint64
   if (!head.place) copy(slot(turn, rank), x, std::min(nbytes, layout.slot_bytes));
   if (const Status status = meet(turn, head, false); status != kOk) return status;
   copy(outs.at[rank], x, nbytes);
-  return share(turn, x, nbytes, outs.nbytes, outs.at.data(), any_place());
+  return share(turn, x, nbytes, outs.nbytes, outs.at.data());
 }
 
 Status Group::gather(const Blocks& outs, const uint8_t* x, size_t nbytes, int dtype, int root) {
@@ -341,7 +385,7 @@ Status Group::gather(const Blocks& outs, const uint8_t* x, size_t nbytes, int dt
     sizes[r] = r == root ? 0 : heads_[r].nbytes;
   }
   if (!brings) copy(outs.at[rank], x, nbytes);
-  return share(turn, x, brings ? nbytes : 0, sizes, brings ? nullptr : outs.at.data(), any_place());
+  return share(turn, x, brings ? nbytes : 0, sizes, brings ? nullptr : outs.at.data());
 }
 
 Status Group::texts(const std::vector<uint8_t>& own, std::vector<std::vector<uint8_t>>& all) {
@@ -362,30 +406,44 @@ void Group::fill_shares(int turn, const Blocks& ins, size_t start) {
       copy(slot(turn, rank) + place_in_slot(rank, r) * share, ins.at[r] + start, std::min(share, ins.nbytes[r] - start));
 }
 
-// `largest`: of all blocks that go through slots, on any rank.
-Status Group::deal(int turn, const Blocks& ins, const Blocks& outs, size_t largest, bool closes) {
+// Every rank knows from the table what each sends to each.
+Status Group::deal(int turn, const Blocks& ins, const Blocks& outs) {
   const size_t share = share_bytes();
-  std::vector<uint64_t> places(size);
-  for (int r = 0; r < size; r++) places[r] = heads_[r].place;
+  const bool closes = any_place();
+  const auto sent = [this](int src) { return table_.data() + src * 2 * size; };
+  bool lacks = false;
+  if (closes) {
+    std::lock_guard<std::mutex> mapped(buffers_lock_);
+    for (int r = 0; r < static_cast<int>(outs.at.size()); r++) {
+      if (r == rank || !outs.nbytes[r] || !heads_[r].place) continue;
+      if (lacks_buffer(r)) lacks = true;
+      else
+        copy(outs.at[r], at_place(r, heads_[r].place) + std::accumulate(sent(r), sent(r) + rank, uint64_t{0}),
+             outs.nbytes[r]);
+    }
+  }
+  size_t largest = 0;
+  for (int src = 0; src < size; src++)
+    for (int dst = 0; dst < size; dst++)
+      if (src != dst && !heads_[src].place) largest = std::max<size_t>(largest, sent(src)[dst]);
   for (size_t k = 0; k < rounds(largest, share); k++) {
     const size_t start = k * share;
     if (k) {
       turn = next_turn();
-      if (!places[rank]) fill_shares(turn, ins, start);
+      if (!heads_[rank].place) fill_shares(turn, ins, start);
       if (const Status status = sync(); status != kOk) return status;
     }
-    for (int r = 0; r < static_cast<int>(outs.at.size()); r++) {
-      const size_t n = outs.nbytes[r];
-      if (r == rank || !n) continue;
-      if (places[r] && !k) {
-        const uint64_t* sent = table_.data() + r * 2 * size;
-        copy(outs.at[r], at_place(r, places[r]) + std::accumulate(sent, sent + rank, uint64_t{0}), n);
-      }
-      if (!places[r] && n > start)
-        copy(outs.at[r] + start, slot(turn, r) + place_in_slot(r, rank) * share, std::min(share, n - start));
-    }
+    for (int r = 0; r < static_cast<int>(outs.at.size()); r++)
+      if (r != rank && !heads_[r].place && outs.nbytes[r] > start)
+        copy(outs.at[r] + start, slot(turn, r) + place_in_slot(r, rank) * share, std::min(share, outs.nbytes[r] - start));
   }
-  return closes ? sync() : kOk;
+  if (!closes) return kOk;
+  bool again = false;
+  if (const Status status = leave_buffers(lacks, again); status != kOk || !again) return status;
+  turn = next_turn();
+  fill_shares(turn, ins, 0);
+  if (const Status status = sync(); status != kOk) return status;
+  return deal(turn, ins, outs);
 }
 
 Status Group::all_to_all(const Blocks& outs, const Blocks& ins, int dtype) {
@@ -398,15 +456,11 @@ Status Group::all_to_all(const Blocks& outs, const Blocks& ins, int dtype) {
   if (!head.place) fill_shares(turn, ins, 0);
   if (const Status status = meet(turn, head, false); status != kOk) return status;
   read_table(turn);
-  size_t largest = 0;
   for (int src = 0; src < size; src++)
-    for (int dst = 0; dst < size; dst++) {
-      const uint64_t sent = table_[src * 2 * size + dst];
-      if (sent != table_[dst * 2 * size + size + src]) return kSizes;
-      if (src != dst && !heads_[src].place) largest = std::max<size_t>(largest, sent);
-    }
+    for (int dst = 0; dst < size; dst++)
+      if (table_[src * 2 * size + dst] != table_[dst * 2 * size + size + src]) return kSizes;
   copy(outs.at[rank], ins.at[rank], ins.nbytes[rank]);
-  return deal(turn, ins, outs, largest, any_place());
+  return deal(turn, ins, outs);
 }
 
 Status Group::scatter(uint8_t* out, size_t nbytes, const Blocks& ins, int dtype, int root) {
@@ -418,11 +472,9 @@ Status Group::scatter(uint8_t* out, size_t nbytes, const Blocks& ins, int dtype,
   }
   if (const Status status = meet(turn, head, false); status != kOk) return status;
   read_table(turn);
-  const uint64_t* sent = table_.data() + root * 2 * size;
-  size_t largest = 0;
   for (int r = 0; r < size; r++) {
-    if (sent[r] != heads_[r].nbytes) return kSizes;
-    if (r != root && !heads_[root].place) largest = std::max<size_t>(largest, sent[r]);
+    if (table_[root * 2 * size + r] != heads_[r].nbytes) return kSizes;
+    if (r != root) std::fill_n(table_.begin() + r * 2 * size, size, 0);  // others send nothing
   }
   Blocks outs;
   if (rank == root) {
@@ -433,13 +485,15 @@ Status Group::scatter(uint8_t* out, size_t nbytes, const Blocks& ins, int dtype,
     outs.at[root] = out;
     outs.nbytes[root] = nbytes;
   }
-  return deal(turn, rank == root ? ins : Blocks{}, outs, largest, any_place());
+  return deal(turn, rank == root ? ins : Blocks{}, outs);
 }
 
 // -- the end --------------------------------------------------------------------------------------
 
 void Group::fail(State state, int culprit, const char* text, size_t length) {
+  std::lock_guard<std::mutex> held(fail_lock_);
   Control& own = control(rank);
+  if (own.state.load() >= kFailed) return;  // the first cause stays
   length = std::min(length, kTextBytes);
   std::memcpy(own.text, text, length);
   own.text_bytes.store(static_cast<uint32_t>(length), std::memory_order_relaxed);

@@ -6,8 +6,8 @@
 // rank writes what it is about to do, so ranks that disagree find out before any data is used.
 #pragma once
 
-#include <csignal>
 #include <cstring>
+#include <mutex>
 #include <vector>
 
 #include "messages.hpp"
@@ -69,15 +69,13 @@ class Group {
   void close();
   void wake_all();
 
-  // For tests: raises a signal when this many steps of collectives and messages were taken.
-  void fault_after(long steps, int signal) { fault_steps_ = steps, fault_signal_ = signal; }
-
   const Layout layout;
   const int rank, size;
   Patience patience;
   Look look;
-  Messages messages;
   size_t small_bytes = 32 * 1024;  // up to here every rank reduces everything after one meeting
+  Fault fault;
+  Messages messages;
 
  private:
   uint8_t* slot(int turn, int rank) { return base_ + layout.slot(turn, rank); }
@@ -86,9 +84,9 @@ class Group {
   Status meet(int turn, Header own, bool same_size);
   Status large_all_reduce(uint8_t* x, size_t nbytes, int dtype, Reduce reduce, int turn, bool filled, bool wanted);
   Status reduce_in_place(size_t offset, const Buffer& buffer, size_t nbytes, int dtype, Reduce reduce, int root);
-  Status share(int turn, const uint8_t* x, size_t nbytes, const std::vector<size_t>& sizes, uint8_t* const* outs,
-               bool closes);
-  Status deal(int turn, const Blocks& ins, const Blocks& outs, size_t largest, bool closes);
+  Status share(int turn, const uint8_t* x, size_t nbytes, const std::vector<size_t>& sizes, uint8_t* const* outs);
+  Status deal(int turn, const Blocks& ins, const Blocks& outs);
+  Status leave_buffers(bool lacks, bool& again);
   void fill_shares(int turn, const Blocks& ins, size_t start);
   size_t share_bytes() const { return layout.slot_bytes / (size - 1) / kLine * kLine; }
   size_t place_in_slot(int owner, int peer) const { return peer < owner ? peer : peer - 1; }
@@ -96,15 +94,13 @@ class Group {
   uint64_t row_place(const Blocks& blocks) const;
   const uint8_t* at_place(int rank, uint64_t place) const;
   const Buffer* buffer_of(uint64_t place) const;
+  bool lacks_buffer(int r) const { return heads_[r].place && !buffer_of(heads_[r].place); }
   uint64_t* table_row(int turn, int rank);
   void read_table(int turn);
   bool any_place() const;
   void copy(void* to, const void* from, size_t n) {
-    step();
+    fault.step();
     if (n && to != from) std::memcpy(to, from, n);
-  }
-  void step() {
-    if (fault_steps_ && --fault_steps_ == 0) std::raise(fault_signal_);
   }
 
   uint8_t* const base_;
@@ -114,10 +110,11 @@ class Group {
   std::vector<Header> heads_;
   std::vector<uint64_t> table_;
   std::vector<const void*> parts_;
+  // Tensors die in any thread. Whoever reads from a buffer of others holds the lock: it stays mapped.
+  mutable std::mutex buffers_lock_;
   std::vector<Buffer> buffers_;
   uint64_t buffers_made_ = 0;
-  long fault_steps_ = 0;
-  int fault_signal_ = 0;
+  std::mutex fail_lock_;
 };
 
 uint64_t code_of(Verb verb, int dtype, int op, int root);

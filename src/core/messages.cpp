@@ -4,9 +4,9 @@
 
 namespace unisono {
 
-Messages::Messages(uint8_t* base, Layout layout, int rank, bool has_own_core)
+Messages::Messages(uint8_t* base, Layout layout, int rank, bool has_own_core, Fault& fault)
     : base_(base), layout_(layout), rank_(rank), size_(static_cast<int>(layout.size)), has_own_core_(has_own_core),
-      controls_(reinterpret_cast<Control*>(base + layout.control())), outgoing_(size_), arriving_(size_),
+      fault_(fault), controls_(reinterpret_cast<Control*>(base + layout.control())), outgoing_(size_), arriving_(size_),
       aside_(size_), written_(size_), read_(size_), listens_(size_) {}
 
 Cell& Messages::cell_of(int src, int dst, uint64_t number) {
@@ -42,6 +42,7 @@ bool Messages::progress() {
   bool moved = false;
   for (int r = 0; r < size_; r++) moved |= !outgoing_[r].empty() && push(r);
   for (int r = 0; r < size_; r++) moved |= listens_[r] && (!expected_.empty() || arriving_[r].active) && pull(r);
+  if (moved && waiters_.load()) ring(bell());  // another thread may sleep until what has moved here is done
   return moved;
 }
 
@@ -72,9 +73,23 @@ Status Messages::wait(const std::vector<TransferRef>& transfers, const Look& loo
         },
         [] { return false; }, look);
   }
-  waited_ns += patience.waited_ns;
+  waited_ns += patience.waited_ns.load();
   waiters_--;
+  if (status != kOk) forget(transfers);
   return status;
+}
+
+// Whoever has given up waiting may free the memory: nothing is read from there or written to it again.
+void Messages::forget(const std::vector<TransferRef>& transfers) {
+  std::lock_guard<std::mutex> held(lock_);
+  for (const auto& t : transfers) {
+    if (t->done) continue;
+    under_way_--;
+    expected_.remove(t);
+    for (auto& queue : outgoing_) queue.erase(std::remove(queue.begin(), queue.end(), t), queue.end());
+    for (auto& arriving : arriving_)
+      if (arriving.transfer == t) arriving.transfer.reset();
+  }
 }
 
 bool Messages::overflows() {
@@ -95,7 +110,8 @@ bool Messages::push(int dst) {
     Cell& cell = cell_of(rank_, dst, written_[dst]);
     const size_t length = std::min(layout_.cell_bytes(), t.nbytes - t.moved);
     cell.tag = t.tag, cell.nbytes = t.nbytes, cell.offset = t.moved, cell.length = length, cell.dtype = t.dtype;
-    std::memcpy(bytes_of(cell), t.at + t.moved, length);
+    fault_.step();
+    if (length) std::memcpy(bytes_of(cell), t.at + t.moved, length);
     t.moved += length;
     ring_to.written.store(++written_[dst], std::memory_order_release);
     ring(controls_[dst].bell);
@@ -140,7 +156,9 @@ bool Messages::pull(int src) {
 
 void Messages::take(int src, Cell& cell) {
   Arriving& arriving = arriving_[src];
-  if (arriving.transfer) std::memcpy(arriving.transfer->at + cell.offset, bytes_of(cell), cell.length);
+  fault_.step();
+  if (!cell.length) {}  // an empty message has no memory
+  else if (arriving.transfer) std::memcpy(arriving.transfer->at + cell.offset, bytes_of(cell), cell.length);
   else if (arriving.is_aside) std::memcpy(arriving.aside.data() + cell.offset, bytes_of(cell), cell.length);
   arriving.moved += cell.length;
   if (arriving.moved < arriving.nbytes) return;
@@ -191,7 +209,7 @@ void Messages::deliver(Arriving& message, const TransferRef& transfer, int src) 
     refuse(*transfer, message.nbytes, message.dtype);
     return;
   }
-  std::memcpy(transfer->at, message.aside.data(), message.nbytes);
+  if (message.nbytes) std::memcpy(transfer->at, message.aside.data(), message.nbytes);
   finish(*transfer);
 }
 

@@ -20,7 +20,7 @@ namespace unisono {
 
 // A message from this rank or to it.
 struct Transfer {
-  int peer;  // -1 for a receive from anybody, until a message has come
+  std::atomic<int> peer;  // -1 for a receive from anybody, until a message has come
   int64_t tag;
   uint8_t* at;
   size_t nbytes;
@@ -36,7 +36,7 @@ using TransferRef = std::shared_ptr<Transfer>;
 
 class Messages {
  public:
-  Messages(uint8_t* base, Layout layout, int rank, bool has_own_core);
+  Messages(uint8_t* base, Layout layout, int rank, bool has_own_core, Fault& fault);
 
   TransferRef post_send(int dst, int64_t tag, const uint8_t* x, size_t nbytes, int64_t dtype);
   TransferRef post_recv(int src, int64_t tag, uint8_t* x, size_t nbytes, int64_t dtype);
@@ -75,6 +75,7 @@ class Messages {
   uint8_t* bytes_of(Cell& cell) { return reinterpret_cast<uint8_t*>(&cell) + sizeof(Cell); }
   bool push(int dst);
   bool pull(int src);
+  void forget(const std::vector<TransferRef>& transfers);
   void take(int src, Cell& cell);
   TransferRef match(int src, int64_t tag);
   bool is_wanted(int src) const;
@@ -87,6 +88,7 @@ class Messages {
   const Layout layout_;
   const int rank_, size_;
   const bool has_own_core_;
+  Fault& fault_;
   Control* const controls_;
   std::mutex lock_;
   std::vector<std::deque<TransferRef>> outgoing_;

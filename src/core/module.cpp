@@ -196,18 +196,18 @@ Look look_of(PyObject* look, int verb, double timeout_s) {
   };
 }
 
-// Returns the exception for a call that went wrong; called without the interpreter's lock.
-PyObject* report(PyGroup* self, Status status, int verb) {
+// Returns the exception for a call that went wrong; called without the interpreter's lock. Only a collective
+// has headers to tell of; another thread may be in one while this one waits for a message.
+PyObject* report(PyGroup* self, Status status, int verb, bool told_by_headers) {
   Locked locked;
-  const auto& heads = self->group->headers();
   PyObject* rows = PyList_New(0);
-  for (const Header& h : heads) {
+  for (const Header& h : told_by_headers ? self->group->headers() : std::vector<Header>()) {
     PyObject* row = Py_BuildValue("(KKK)", (unsigned long long)h.code, (unsigned long long)h.nbytes, (unsigned long long)h.digest);
     PyList_Append(rows, row);
     Py_DECREF(row);
   }
   PyObject* table = PyList_New(0);
-  for (uint64_t n : self->group->table()) {
+  for (uint64_t n : told_by_headers ? self->group->table() : std::vector<uint64_t>()) {
     PyObject* value = PyLong_FromUnsignedLongLong(n);
     PyList_Append(table, value);
     Py_DECREF(value);
@@ -234,7 +234,7 @@ PyObject* run(PyGroup* self, PyObject* mode, int verb, double timeout_s, Kernel 
     g.patience.look_s = std::min(0.05, timeout_s);
     g.look = look_of(self->look, verb, timeout_s);
     const Status status = kernel(g);
-    if (status != kOk) *error = report(self, status, verb);
+    if (status != kOk) *error = report(self, status, verb, true);
   };
   if (mode == Py_None) {
     PyObject* error = nullptr;
@@ -376,7 +376,7 @@ PyObject* transfers_wait(PyObject* self, PyObject* seconds) {
     Messages& messages = t->group->group->messages;
     messages.progress();
     const Status status = messages.wait(*t->transfers, look_of(t->group->look, kMessage, timeout_s), std::min(0.05, timeout_s));
-    if (status != kOk) error = report(t->group, status, kMessage);
+    if (status != kOk) error = report(t->group, status, kMessage, false);
     // The group's thread rested while this one moved messages on.
     else if (messages.unattended() && messages.overflows()) t->group->order->attend_messages();
   }
@@ -389,7 +389,7 @@ PyObject* transfers_outcome(PyObject* self, PyObject*) {
   auto* t = reinterpret_cast<PyTransfers*>(self);
   PyObject* rows = PyList_New(0);
   for (const auto& x : *t->transfers) {
-    PyObject* row = Py_BuildValue("(iOKL)", x->peer, x->refused ? Py_True : Py_False, (unsigned long long)x->found_nbytes,
+    PyObject* row = Py_BuildValue("(iOKL)", x->peer.load(), x->refused ? Py_True : Py_False, (unsigned long long)x->found_nbytes,
                                   (long long)x->found_dtype);
     PyList_Append(rows, row);
     Py_DECREF(row);
@@ -413,6 +413,10 @@ PyType_Spec transfers_spec = {"unisono._core.Transfers", sizeof(PyTransfers), 0,
 PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
   auto* self = reinterpret_cast<PyGroup*>(object);
   if (!has(n, 4, "post")) return nullptr;
+  if (self->is_released) {
+    PyErr_SetString(PyExc_RuntimeError, "the group was closed");
+    return nullptr;
+  }
   Messages& messages = self->group->messages;
   const long long tag = PyLong_AsLongLong(args[2]);
   auto transfers = std::make_unique<std::vector<TransferRef>>();
@@ -609,12 +613,14 @@ PyObject* group_release(PyObject* self, PyObject*) {
 }
 PyObject* group_fault_after(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 2, "fault_after")) return nullptr;
-  of(self)->group->fault_after(PyLong_AsLong(a[0]), number(a[1]));
+  Fault& fault = of(self)->group->fault;
+  fault.signal = number(a[1]);
+  fault.steps = PyLong_AsLong(a[0]);
   Py_RETURN_NONE;
 }
 PyObject* group_waited_ns(PyObject* self, void*) {
   Group& g = *of(self)->group;
-  return PyLong_FromLongLong(g.patience.waited_ns + g.messages.waited_ns.load());
+  return PyLong_FromLongLong(g.patience.waited_ns.load() + g.messages.waited_ns.load());
 }
 PyObject* get_small_bytes(PyObject* self, void*) { return PyLong_FromSize_t(of(self)->group->small_bytes); }
 int set_small_bytes(PyObject* self, PyObject* value, void*) {

@@ -12,7 +12,7 @@
 namespace unisono {
 
 constexpr uint64_t kMagic = 0x756E69736F6E6F;  // "unisono"
-constexpr uint64_t kVersion = 3;
+constexpr uint64_t kVersion = 4;
 constexpr size_t kPage = 4096;
 constexpr size_t kLine = 64;
 // Data lies this far from the start of a page: large tensors lie 64 bytes from it, and a copy whose
@@ -36,6 +36,7 @@ struct alignas(kLine) Control {
   Bell bell;  // rung for messages
   std::atomic<uint32_t> state;
   std::atomic<int32_t> culprit;  // world rank to blame, once the state is kFailed or kGaveUp
+  std::atomic<uint32_t> lacks;  // the last meeting before which this rank missed a shared buffer
   std::atomic<uint32_t> text_bytes;
   char text[kTextBytes];
 };

@@ -1,8 +1,9 @@
 // Waiting for a word of shared memory: read it for a while, give the core away, then sleep on it.
 #pragma once
 
-#include <cstdint>
 #include <algorithm>
+#include <csignal>
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -35,6 +36,16 @@ inline void pause_core() {
 #endif
 }
 
+// For tests: raises a signal when so many steps of collectives and messages were taken.
+struct Fault {
+  std::atomic<long> steps{0};
+  std::atomic<int> signal{0};
+
+  void step() {
+    if (steps.load(std::memory_order_relaxed) && --steps == 0) std::raise(signal);
+  }
+};
+
 // How one rank waits. It reads the word only while every rank has a core to itself, for about as
 // long as that has paid lately: a rank that reads in vain takes the core from whoever it waits for.
 struct Patience {
@@ -43,7 +54,7 @@ struct Patience {
   // the wait, and the computing thread has the core meanwhile.
   bool behind = false;
   double look_s = 0.05;
-  int64_t waited_ns = 0;
+  std::atomic<int64_t> waited_ns{0};
 
   explicit Patience(bool has_own_core) : spins(has_own_core ? 200 : 0), most_spins(has_own_core ? 2000 : 0) {}
 

@@ -162,6 +162,21 @@ def check_backends() -> Check:
     return Check("backends", "ok", found)
 
 
+def check_core() -> Check:
+    """The compiled core, without which ranks of one host send their tensors over gloo."""
+    from unisono.comm.transports.shm import core
+
+    reason = core.unavailable()
+    if reason is None:
+        return Check("core", "ok", f"compiled, layout version {core.load().VERSION}")
+    if os.environ.get("UNISONO_CORE") == "0":
+        return Check("core", "warn", f"{reason}: ranks use gloo", "unset UNISONO_CORE")
+    if sys.platform != "linux":
+        return Check("core", "ok", f"{reason}: ranks use gloo")
+    fix = f"apt install g++ && {_PIP} --no-deps --no-cache-dir unisono (in a checkout: -e .)"
+    return Check("core", "warn", "not there: ranks use gloo, which is slower", fix)
+
+
 def check_choice() -> Check:
     """Which backend ranks on this machine get, and why."""
     import torch
@@ -319,6 +334,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_torch,
     check_devices,
     check_backends,
+    check_core,
     check_choice,
     check_cores,
     check_shared_memory,

@@ -87,7 +87,7 @@ def accumulation_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     """Return the dtype in which a sum of `dtype` is carried: 16-bit floats in float32."""
     if op == "sum64" and dtype.is_floating_point:
         return torch.float64
-    if op in ("sum", "product") and dtype in (torch.float16, torch.bfloat16):
+    if op in ("sum", "mean", "product") and dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     return dtype
 
@@ -96,7 +96,7 @@ def combine_(accumulator: Tensor, x: Tensor, op: str) -> Tensor:
     """Reduce `x` into `accumulator`, in place. `bool` counts: sum is or, product is and."""
     if accumulator.dtype == torch.bool:
         op = {"sum": "or", "max": "or", "product": "and", "min": "and"}.get(op, op)
-    if op in ("sum", "sum64"):
+    if op in ("sum", "sum64", "mean"):  # whoever has added all divides
         return accumulator.add_(x)
     if op == "product":
         return accumulator.mul_(x)
@@ -130,4 +130,4 @@ def reduce_in_rank_order(out: Tensor, blocks: list[Tensor], op: str) -> None:
     if op == "mean":
         accumulator.div_(len(blocks))
     if accumulator is not out:
-        out.copy_(accumulator)
+        out.copy_(decode(accumulator, op, out.dtype))

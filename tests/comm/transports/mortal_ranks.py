@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import unisono.comm
 from unisono.comm import watchdog
-from unisono.comm.transports.shm import rendezvous, sums
+from unisono.comm.transports.shm import rendezvous
 
 VICTIM = 1
 CASES: dict[str, Callable[[int], dict]] = {}
@@ -79,15 +79,9 @@ def survive(rank: int, arm: Callable[[], object], call: Callable[[], object]) ->
     return report
 
 
-def after(count: int, method: Callable) -> Callable:
-    """Return `method`, deadly from its `count`-th call on."""
-    calls = [0]
-
-    def counted(*args: object) -> object:
-        calls[0] += 1
-        return kill_myself() if calls[0] >= count else method(*args)
-
-    return counted
+def die_after(steps: int) -> None:
+    """Let the core kill this process when it has taken so many steps of a kernel."""
+    dist.group.WORLD.unisono_engine._core.fault_after(steps, signal.SIGKILL)
 
 
 BIG = 3_000_000
@@ -95,20 +89,12 @@ BIG = 3_000_000
 
 @case
 def killed_while_copying_in(rank: int) -> dict:
-    sync = dist.group.WORLD.unisono_engine.sync
-
-    def arm() -> None:
-        sync.arrive = after(2, sync.arrive)
-
-    return survive(rank, arm, lambda: dist.all_reduce(torch.ones(BIG)))
+    return survive(rank, lambda: die_after(2), lambda: dist.all_reduce(torch.ones(BIG)))
 
 
 @case
 def killed_between_meetings(rank: int) -> dict:
-    def arm() -> None:
-        sums._Pieces.finish = kill_myself
-
-    return survive(rank, arm, lambda: dist.all_reduce(torch.ones(BIG)))
+    return survive(rank, lambda: die_after(12), lambda: dist.all_reduce(torch.ones(BIG)))
 
 
 @case
@@ -126,11 +112,6 @@ def killed_while_idle(rank: int) -> dict:
         kill_myself()
 
     return survive(rank, arm, dist.barrier)
-
-
-@case
-def killed_with_semaphores(rank: int) -> dict:
-    return survive(rank, kill_myself, lambda: dist.all_reduce(torch.ones(BIG)))
 
 
 @case
@@ -159,14 +140,21 @@ def killed_in_set_up(rank: int, size: int, store: dist.Store) -> dict:
 
 
 @case
-def one_rank_raises_in_a_kernel(rank: int) -> dict:
+def one_rank_raises_during_a_wait(rank: int) -> dict:
+    """A bug in what a rank does while it waits, far from the caller's code."""
+
     def arm() -> None:
         def broken(*_: object) -> None:
-            raise ZeroDivisionError("a bug in a kernel")
+            raise ZeroDivisionError("a bug during a wait")
 
-        sums._Pieces.finish = broken
+        dist.group.WORLD.unisono_engine.watch.look = broken
 
-    return survive(rank, arm, lambda: dist.all_reduce(torch.ones(BIG)))
+    def call() -> None:
+        if rank == 0:
+            time.sleep(0.3)  # so that the others wait
+        dist.all_reduce(torch.ones(BIG))
+
+    return survive(rank, arm, call)
 
 
 @case
@@ -263,8 +251,6 @@ def run_rank(name: str, rank: int, size: int, path: str) -> dict:
     store = dist.FileStore(path, size)
     if name == "killed_in_set_up":
         return killed_in_set_up(rank, size, store)
-    if "semaphores" in name:
-        os.environ["UNISONO_SHM_SEMAPHORES"] = "1"
     init(rank, size, store, 30)
     return CASES[name](rank)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import stat
 import subprocess
@@ -18,9 +17,9 @@ from hypothesis import strategies as st
 
 from unisono.comm import transports
 from unisono.comm.processes import is_dead, process_start
-from unisono.comm.transports.shm import layout as layouts
+from unisono.comm.transports.shm import core
 from unisono.comm.transports.shm import segment as segments
-from unisono.comm.transports.shm.layout import Layout, fitting_layout
+from unisono.comm.transports.shm.rendezvous import fitting_slot
 from unisono.comm.transports.shm.segment import KINDS, Segment, Ticket
 from unisono.errors import UnisonoError
 
@@ -36,13 +35,14 @@ def test_a_segment_is_found_by_its_ticket_until_it_is_sealed(kind):
     fds = open_fds()
     made = Segment.create(8192, kind=kind)
     found = Segment.open(Ticket.parse(str(made.ticket)))
-    made.memory[5000] = 77
-    assert found.memory[5000] == 77
+    memoryview(made.memory)[5000] = 77
+    assert memoryview(found.memory)[5000] == 77
     made.seal()
     made.seal()
     with pytest.raises(OSError, match=r"."):
         Segment.open(made.ticket)
-    assert found.memory[5000] == 77
+    found.seal()
+    assert memoryview(found.memory)[5000] == 77
     assert open_fds() == fds
     assert not list(SHM.glob(f"unisono-{os.getuid()}-*-{os.getpid()}-*"))
 
@@ -95,9 +95,11 @@ def test_a_full_memory_is_an_error_with_the_needed_size(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     fds = open_fds()
     for kind in KINDS:
+        made = Segment.create(8 << 20, kind=kind)
         with pytest.raises(UnisonoError, match=r"8\.0 MB of shared memory") as caught:
-            Segment.create(8 << 20, kind=kind, purpose="a group of 2 ranks")
+            made.reserve(0, 8 << 20, "a group of 2 ranks")
         assert "HINT" in str(caught.value)
+        made.seal()
     assert open_fds() == fds
     assert not list(SHM.glob(f"unisono-{os.getuid()}-*-{os.getpid()}-*"))
 
@@ -135,38 +137,18 @@ def test_own_process_lives_and_an_ended_one_does_not():
     assert is_dead(child.pid, child_started)
 
 
-@given(st.integers(2, 9), st.sampled_from([4096, 65536, 1 << 20]))
-def test_parts_of_a_layout_do_not_overlap(size, slot_bytes):
-    plan = Layout(size, slot_bytes)
-    pieces = [(0, layouts.PAGE)]
-    for first, length in (
-        (plan.control, layouts.CONTROL_BYTES),
-        (plan.texts, layouts.TEXT_BYTES),
-    ):
-        pieces += [(first + r * length, length) for r in range(size)]
-    pieces += [(plan.headers, 2 * size * layouts.HEADER_WORDS * 8)]
-    pieces += [(plan.tables, 2 * size * 2 * size * 8)]
-    pieces += [(plan.semaphore(a, b), 64) for a in range(size) for b in range(size)]
-    pieces += [(plan.slot(k, r), slot_bytes) for k in (0, 1) for r in range(size)]
-    pieces += [
-        (plan.ring(a, b), plan.ring_bytes) for a in range(size) for b in range(size) if a != b
-    ]
-    pieces.sort()
-    for (start, length), (following, _) in itertools.pairwise(pieces):
-        assert start + length <= following
-    assert sum(pieces[-1]) <= plan.total
-
-
 @given(st.integers(2, 16), st.floats(0.5, 64), st.sampled_from([4, 64, 1024]))
 def test_a_limit_makes_slots_smaller_or_is_refused(size, max_mb, slot_kb):
-    least = Layout(size, 4096).rings / (1 << 20)
-    if max_mb < least:
+    def taken(slot_bytes):  # up to the rings, which cost nothing before they are used
+        return core.load().layout(size, slot_bytes)[3]
+
+    if max_mb * (1 << 20) < taken(4096):
         with pytest.raises(UnisonoError, match="UNISONO_SHM_MAX_MB"):
-            fitting_layout(size, slot_kb, max_mb)
+            fitting_slot(size, slot_kb, max_mb)
         return
-    plan = fitting_layout(size, slot_kb, max_mb)
-    assert plan.rings <= max_mb * (1 << 20)
-    assert 4096 <= plan.slot_bytes <= slot_kb * 1024
+    slot_bytes = fitting_slot(size, slot_kb, max_mb)
+    assert taken(slot_bytes) <= max_mb * (1 << 20)
+    assert 4096 <= slot_bytes <= slot_kb * 1024
 
 
 def test_registering_twice_changes_nothing():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -22,11 +21,8 @@ def numbered(rank, peer, n, tag=0):
 
 
 @pytest.mark.ranks([2, 4], backend="shm")
-@pytest.mark.parametrize("semaphores", [False, True])
-def test_exchange_with_everybody_at_once_in_any_size(semaphores):
-    os.environ["UNISONO_SHM_SEMAPHORES"] = "1" if semaphores else ""
-    group = dist.new_group(backend="shm")
-    engine = group.unisono_engine
+def test_exchange_with_everybody_at_once_in_any_size():
+    engine = dist.group.WORLD.unisono_engine
     me, peers = engine.rank, [q for q in range(engine.size) if q != engine.rank]
     for n in (1, 16_384, 16_385, BIG):
         sends = [(q, numbered(me, q, n)) for q in peers]
@@ -34,8 +30,6 @@ def test_exchange_with_everybody_at_once_in_any_size(semaphores):
         engine.exchange(sends, received, 5, **DEADLINE)
         for q, x in received:
             assert torch.equal(x, numbered(q, me, n))
-    dist.destroy_process_group(group)
-    del os.environ["UNISONO_SHM_SEMAPHORES"]
 
 
 @pytest.mark.ranks(2, backend="shm")

@@ -54,8 +54,8 @@ KERNEL_CASES = (
     "test_all_ranks_get_the_same_bits_and_the_sum_in_rank_order",
     "test_an_undefined_reduction_is_refused_and_leaves_the_group_intact",
 )
-_WAYS = {"large_slots": "plain", "small_slots": "in_pieces", "semaphores": "native"}
-"""What the ways of shared memory to do a kernel stand for here."""
+_WAYS = ("plain", "in_pieces", "native")
+"""Ways to do a kernel over MPI, where the tests of shared memory have large and small slots."""
 
 
 def load(path):
@@ -71,9 +71,9 @@ def engine_made(way):
     """Yield the engine of a new MPI group of all ranks: as it is, cut in pieces, or native."""
     group = dist.new_group(backend="mpi4py")
     engine = group.unisono_engine
-    if way == "small_slots":
+    if way in ("in_pieces", "small_slots"):
         engine.channel.chunk_bytes = 4096
-    if way == "semaphores":
+    if way == "native":
         os.environ["UNISONO_ALGO"] = "all_reduce:native,reduce_scatter:native"
     try:
         yield engine
@@ -108,10 +108,11 @@ def _borrowed(test, size):
     for mark in test.pytestmark:
         if mark.name == "parametrize":
             argument, values = mark.args[:2]
+            values = _WAYS if argument == "way" else values
             choices.append([(argument, value) for value in values])
     found = []
     for chosen in itertools.product(*choices):
-        words = "-".join(_WAYS.get(str(value), str(value)) for _, value in chosen)
+        words = "-".join(str(value) for _, value in chosen)
         name = test.__name__.removeprefix("test_") + (f"[{words}]" if words else "")
         found.append((name, lambda chosen=chosen: test(**dict(chosen))))
     return found

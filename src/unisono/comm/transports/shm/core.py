@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from typing import Any
@@ -17,13 +18,13 @@ def _found() -> tuple[Any, str]:
     if sys.platform != "linux":
         return None, f"the compiled core runs on Linux, not on {sys.platform}"
     try:
-        from unisono import _core
+        module = importlib.import_module("unisono._core")
     except ImportError as error:
         return None, (
             f"the compiled core is not there ({error}); with a C++ compiler (apt install g++), "
             "install unisono again"
         )
-    return _core, ""
+    return module, ""
 
 
 def unavailable() -> str | None:

@@ -380,24 +380,28 @@ class ShmEngine(TransportEngine):
         stride = -(-nbytes // _PAGE) * _PAGE + _STAGGER
         total = _FIRST + self.size * stride
         segment, text = self._allocate(nbytes, total) if self.rank == 0 else (None, "")
-        answer = self._core.texts(timeout_s, text.encode())[0].decode()
-        word, _, text = answer.partition(" ")
-        if word == "no":
-            raise Refused(text)
-        problem = ""
         own = _FIRST + self.rank * stride
         try:
-            segment = segment or Segment.open(SegmentTicket.parse(text))
-            first = 0 if self.rank == 0 else own
-            segment.reserve(first, own + nbytes - first, asked)
-            core.load().populate(segment.address, total)
-        except (OSError, UnisonoError) as error:
-            problem = f"rank {self.ranks[self.rank]}: {error}"
-        problems = [raw.decode() for raw in self._core.texts(timeout_s, problem.encode()) if raw]
-        if segment is not None:
-            segment.seal()
+            answer = self._core.texts(timeout_s, text.encode())[0].decode(errors="replace")
+            word, _, text = answer.partition(" ")
+            if word == "no":
+                raise Refused(text)
+            problem = ""
+            try:
+                segment = segment or Segment.open(SegmentTicket.parse(text))
+                first = 0 if self.rank == 0 else own
+                segment.reserve(first, own + nbytes - first, asked)
+            except (OSError, UnisonoError) as error:
+                problem = f"rank {self.ranks[self.rank]}: {error}"
+            told = self._core.texts(timeout_s, problem.encode())
+        finally:  # also when a peer has died: a named file must not stay
+            if segment is not None:
+                segment.seal()
+        problems = [raw.decode(errors="replace") for raw in told if raw]
         if problems or segment is None:
             raise Refused.because(asked, "ranks that cannot map it: " + "; ".join(problems))
+        # Only now, when every rank has taken the memory of its own region.
+        core.load().populate(segment.address, total)
         place = self._core.add_buffer(segment.address + _FIRST, stride, nbytes)
         self._buffers[place] = _Buffer(weakref.ref(segment.memory), total, stride, own, nbytes)
         # Without a reference to the engine, which the tensor would keep alive.

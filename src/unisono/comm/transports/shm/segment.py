@@ -139,7 +139,10 @@ class Segment:
             ) from error
 
     def seal(self) -> None:
-        """Make the segment unreachable for newcomers; call it when all peers have mapped it."""
+        """Make the segment unreachable for newcomers; call it when all peers have mapped it.
+
+        Whoever opened it gives its descriptor back with this, too.
+        """
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
