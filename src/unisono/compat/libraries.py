@@ -29,6 +29,8 @@ class Library:
     """What to do when something is not offered."""
     release: str = ""
     """Which releases of the library have these names, where that matters."""
+    beside: bool = False
+    """Whether the library itself does the rest: it is to be kept, and ours imported beside it."""
 
     @property
     def directory(self) -> str:
@@ -69,6 +71,7 @@ LIBRARIES = {
             "--compat fairchem_v2 serves the names of 2.x; for models and data keep fairchem and "
             "import unisono.compat.fairchem.core.common.gp_utils beside it",
             release="1.x",
+            beside=True,
         ),
         Library(
             "fairchem_v2",
@@ -77,6 +80,7 @@ LIBRARIES = {
             "--compat fairchem serves the names of 1.x; for models and data keep fairchem and "
             "import unisono.compat.fairchem_v2.core.common.gp_utils beside it",
             release="2.x",
+            beside=True,
         ),
         Library(
             "heat",
@@ -84,6 +88,7 @@ LIBRARIES = {
             "unisono.compat.heat",
             "for arrays keep heat, import unisono.compat.heat as ht for the training, and pass "
             "x.larray",
+            beside=True,
         ),
         Library(
             "ocpmodels",
@@ -91,6 +96,7 @@ LIBRARIES = {
             "unisono.compat.ocpmodels",
             "for models and data keep ocpmodels and import unisono.compat.ocpmodels.common.gp_utils"
             " beside it",
+            beside=True,
         ),
         Library(
             "pytagi",

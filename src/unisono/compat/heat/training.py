@@ -1,4 +1,4 @@
-"""HeAT's names for the parts of `DataParallel`, for code that reaches into it."""
+"""HeAT's wrappers where they differ from ours: the communicator of DASO, names for their parts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
-from unisono.comm import Communicator
-from unisono.data_parallel.construction import on_device
-from unisono.data_parallel.deferred import DeferredUpdates
+from unisono import data_parallel
+from unisono.comm.mpi_style import MPI_WORLD
+from unisono.data_parallel.construction import on_device, reset_layer
 from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.layer_hooks import WaitHandle, layer_of
+from unisono.data_parallel.gradient_bucket import GradientBucket
+from unisono.data_parallel.layer_hooks import layer_of
 from unisono.errors import explain
+
+__all__ = ["DASO", "DataParallel", "DataParallelMultiGPU"]
 
 
 class UnknownName(KeyError):
@@ -24,19 +28,41 @@ class UnknownName(KeyError):
         return str(self.args[0])
 
 
-class HeatParts(nn.Module):
-    """What HeAT calls the layers, handles and hooks of a `DataParallel`."""
+class WaitHandle:
+    """One gradient under way."""
 
-    communicator: Communicator
-    _deferred: DeferredUpdates | None
-    _param_slices: dict[str, slice]
-    """Layer -> its place in the list of parameters."""
-    _param_indices: dict[str, int]
-    """Name of a parameter -> its place in the list."""
+    def __init__(self, engine: GradientEngine, bucket: GradientBucket) -> None:
+        self._engine = engine
+        self._bucket = bucket
 
-    def _running(self) -> GradientEngine:
-        """Return the engine."""
-        raise TypeError(f"{type(self).__name__} has no gradient engine")
+    def wait(self) -> None:
+        """Return when the gradient is the mean over ranks. Local."""
+        self._engine.under_way.wait(self._bucket)
+
+    Wait = wait
+
+
+class DataParallel(data_parallel.DataParallel):
+    """`unisono.data_parallel.DataParallel`, with HeAT's names for its layers, handles and hooks.
+
+    For code that reaches into it. Arguments, and what it does, are the same.
+    """
+
+    _reset_parameters = staticmethod(reset_layer)
+
+    @property
+    def _param_indices(self) -> dict[str, int]:
+        """Name of a parameter -> its place in the list of parameters."""
+        return {name: i for i, (name, _) in enumerate(self.module.named_parameters())}
+
+    @property
+    def _param_slices(self) -> dict[str, slice]:
+        """Layer -> its place in the list of parameters."""
+        slices: dict[str, slice] = {}
+        for name, i in self._param_indices.items():
+            layer = layer_of(name)
+            slices[layer] = slice(slices[layer].start if layer in slices else i, i + 1)
+        return slices
 
     @property
     def _active_layers(self) -> set[str]:
@@ -59,20 +85,20 @@ class HeatParts(nn.Module):
         self, param_slice: slice | None = None, layer_names: list[str] | None = None
     ) -> None:
         """Wait for and apply the owed updates of these layers, by default of all. Local."""
-        layers = list(self._param_slices) if layer_names is None else list(layer_names)
-        unknown = [name for name in layers if name not in self._param_slices]
+        known = self._param_slices
+        layers = list(known) if layer_names is None else list(layer_names)
+        unknown = [name for name in layers if name not in known]
         if unknown:
             raise UnknownName(
                 explain(
                     f"_iparam_update(layer_names={layers})",
                     f"unknown layers {unknown}",
                     None,
-                    f"layer_names from {list(self._param_slices)}",
+                    f"layer_names from {list(known)}",
                 )
             )
         if param_slice is not None:
-            slices = [self._param_slices[name] for name in layers]
-            owned = {i for part in slices for i in range(part.start, part.stop)}
+            owned = {i for name in layers for i in range(known[name].start, known[name].stop)}
             asked = set(range(*param_slice.indices(len(self._param_indices))))
             if owned != asked:
                 raise ValueError(
@@ -83,9 +109,8 @@ class HeatParts(nn.Module):
                         "leave one of the two out",
                     )
                 )
-        if self._deferred is not None and self._deferred.active:
-            for name in layers:
-                self._deferred.settle_layer(name)
+        for name in layers:
+            self._settle_layer(name)
 
     @torch.no_grad()
     def _blocking_hook(self, grad_loc: Tensor) -> Tensor:
@@ -120,9 +145,27 @@ class HeatParts(nn.Module):
 
         return hook
 
-    @staticmethod
-    def _reset_parameters(module: nn.Module) -> None:
-        """Call `module.reset_parameters()` if it has one."""
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
+
+class DataParallelMultiGPU(data_parallel.DataParallelMultiGPU):
+    """`unisono.data_parallel.DataParallelMultiGPU`, with HeAT's name for the reset of a layer."""
+
+    _reset_parameters = staticmethod(reset_layer)
+
+
+class DASO(data_parallel.DASO):
+    """`unisono.data_parallel.DASO` on the ranks of `MPI_WORLD` where none are given.
+
+    Its `comm` then has HeAT's verbs; `DataParallelMultiGPU` takes it from here. Collective over
+    `comm`.
+    """
+
+    def __init__(
+        self,
+        local_optimizer: Optimizer,
+        total_epochs: int,
+        comm: object = MPI_WORLD,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        comm = MPI_WORLD if comm is None else comm
+        super().__init__(local_optimizer, total_epochs, comm, *args, **kwargs)
