@@ -44,6 +44,10 @@ class _Region(torch.autograd.Function):
 
     region: ClassVar[Any]
     """The function that does the same."""
+    kind: ClassVar[type[LinearMap]]
+    """The map."""
+    plan: ClassVar[Any]
+    """Makes the plan of the map, for regions along a dim."""
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -52,106 +56,86 @@ class _Region(torch.autograd.Function):
             return cls.region(*args, **kwargs)
         return super().apply(*args, **kwargs)
 
-    @staticmethod
-    def run(ctx: Any, kind: type[LinearMap], input: Tensor, plan: Any) -> Tensor:
+    @classmethod
+    def _run(cls, ctx: Any, input: Tensor, plan: Any) -> Tensor:
         """Apply the kernel and keep what the backward needs."""
-        ctx.kind, ctx.plan = kind, plan
-        return input.view_as(input) if plan.comm.size == 1 else kind.kernel(input, plan)
+        ctx.kind, ctx.plan = cls.kind, plan
+        return input.view_as(input) if plan.comm.size == 1 else cls.kind.kernel(input, plan)
 
-    @staticmethod
-    def back(ctx: Any, grad: Tensor) -> Tensor:
-        """Apply the adjoint, recorded."""
-        if ctx.plan.comm.size == 1:
-            return grad
-        return ctx.kind.adjoint.apply_in_backward(grad, ctx.plan.adjoint)
+
+def _back(ctx: Any, grad: Tensor) -> Tensor:
+    """Apply the adjoint, recorded."""
+    if ctx.plan.comm.size == 1:
+        return grad
+    return ctx.kind.adjoint.apply_in_backward(grad, ctx.plan.adjoint)
 
 
 class _Whole(_Region):
-    """A region of the whole tensor."""
+    """A region of a whole tensor."""
+
+    @classmethod
+    def forward(cls, ctx: Any, input: Tensor) -> Tensor:  # type: ignore[override]
+        """Return what the map gives."""
+        return cls._run(ctx, input, GroupPlan(current_gp()))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
         """Return the gradient."""
-        return _Region.back(ctx, grad_output)
+        return _back(ctx, grad_output)
 
 
 class _Along(_Region):
     """A region along one dim."""
 
+    @classmethod
+    def forward(cls, ctx: Any, input: Tensor, dim: int = -1) -> Tensor:  # type: ignore[override]
+        """Return what the map gives."""
+        return cls._run(ctx, input, cls.plan(input, dim, None, current_gp(), cls.__name__))
+
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Return the gradient."""
-        return _Region.back(ctx, grad_output), None
+        return _back(ctx, grad_output), None
 
 
 class CopyToModelParallelRegion(_Whole):
     """Identity forward, sum over the row backward."""
 
-    region = staticmethod(gp.copy_to_model_parallel_region)
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        """Return `input`."""
-        return _Region.run(ctx, Copy, input, GroupPlan(current_gp()))
+    region, kind = staticmethod(gp.copy_to_model_parallel_region), Copy
 
 
 class ReduceFromModelParallelRegion(_Whole):
     """Sum over the row forward, identity backward."""
 
-    region = staticmethod(gp.reduce_from_model_parallel_region)
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        """Return the sum."""
-        return _Region.run(ctx, SumToReplicated, input, GroupPlan(current_gp()))
+    region, kind = staticmethod(gp.reduce_from_model_parallel_region), SumToReplicated
 
 
 class ScatterToModelParallelRegion(_Along):
     """Own block forward, gather backward."""
 
-    region = staticmethod(gp.scatter_to_model_parallel_region)
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
-        """Return the own block."""
-        plan = whole_plan(input, dim, None, current_gp(), "scatter")
-        return _Region.run(ctx, SliceReplicated, input, plan)
+    region, kind = staticmethod(gp.scatter_to_model_parallel_region), SliceReplicated
+    plan = staticmethod(whole_plan)
 
 
 class GatherFromModelParallelRegion(_Along):
     """Joined blocks forward, own block backward."""
 
-    region = staticmethod(gp.gather_from_model_parallel_region)
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
-        """Return the joined blocks."""
-        plan = block_plan(input, dim, None, current_gp(), "gather")
-        return _Region.run(ctx, ConcatReplicated, input, plan)
+    region, kind = staticmethod(gp.gather_from_model_parallel_region), ConcatReplicated
+    plan = staticmethod(block_plan)
 
 
 class GatherFromModelParallelRegionSumGrad(_Along):
     """Joined blocks forward, own block of the summed gradients backward."""
 
-    region = staticmethod(gp.gather_from_model_parallel_region_sum_grad)
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
-        """Return the joined blocks."""
-        plan = block_plan(input, dim, None, current_gp(), "gather")
-        return _Region.run(ctx, AllGather, input, plan)
+    region, kind = staticmethod(gp.gather_from_model_parallel_region_sum_grad), AllGather
+    plan = staticmethod(block_plan)
 
 
 class ReduceScatterToModelParallelRegion(_Along):
     """Own block of the sum forward, gather with summed gradients backward."""
 
-    region = staticmethod(gp.reduce_scatter_to_model_parallel_region)
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
-        """Return the own block of the sum."""
-        plan = whole_plan(input, dim, None, current_gp(), "reduce_scatter")
-        return _Region.run(ctx, ReduceScatter, input, plan)
+    region, kind = staticmethod(gp.reduce_scatter_to_model_parallel_region), ReduceScatter
+    plan = staticmethod(whole_plan)
 
 
 class ScaleBackwardGrad(_Region):

@@ -81,13 +81,16 @@ def module_names(package: str) -> list[str]:
     return _built[package]
 
 
-def build(package: str, library: str, table: Table) -> None:
+def build(package: str, library: str, table: Table) -> dict[str, ModuleType]:
     """Make the modules of a table, and give the package itself its names.
 
     Args:
         package: the package's `__name__`.
         library: the library's name in `LIBRARIES`.
         table: what each module offers.
+
+    Returns:
+        The modules by their paths.
     """
     made = {path: _made(package, path, entry) for path, entry in table.items()}
     inner: dict[str, dict[str, ModuleType]] = {path: {} for path in table}
@@ -106,6 +109,7 @@ def build(package: str, library: str, table: Table) -> None:
                     names |= leaf.own() if isinstance(leaf, Module) else {}
             names |= {name: made[other] for name, other in entry.same.items()}
             _fill(made[path], entry, names, inner[path], library_named(library))
+    return made
 
 
 def _made(package: str, path: str, entry: Module | ModuleType) -> ModuleType:

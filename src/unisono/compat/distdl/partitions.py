@@ -13,14 +13,10 @@ import numpy as np
 import torch
 
 from unisono.comm import Communicator
+from unisono.compat.distdl.handles import Root, check_null_comm, null_comm, null_rank
 from unisono.errors import PartitionError
 from unisono.topology import Partition, broadcast_groups, reduce_groups
 from unisono.topology.fanout import Group
-
-from ...utilities.debug import print_sequential
-from .compare import check_null_comm
-from .nulls import null_comm, null_rank
-from .roots import Root
 
 _REDUCTIONS = {"min": "min", "max": "max", "prod": "product", "sum": "sum"}
 
@@ -380,3 +376,15 @@ def _placed(comm: Any, group: Any, root: Any) -> tuple[Root | None, tuple[int, .
     tree = Root(root)
     members = Communicator.of(comm).ranks
     return tree, tuple(tree.comm.ranks.index(rank) for rank in members)
+
+
+def print_sequential(comm: Any, val: object) -> None:
+    """Print the values of all ranks in their order, on rank 0. Collective over `comm`.
+
+    Args:
+        comm: with mpi4py's verbs: `P._comm` of a partition, or an mpi4py communicator.
+        val: anything that can be pickled.
+    """
+    values = comm.gather(val, root=0)
+    if values is not None:
+        print(*values, sep="\n", flush=True)

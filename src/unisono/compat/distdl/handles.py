@@ -1,15 +1,77 @@
-"""The communicator that a family of partitions comes from, and mpi4py's verbs for each of them."""
+"""What mpi4py calls communicators, groups and nobody, whether or not the program has it.
+
+mpi4py is never imported here, since that would start MPI.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from unisono.comm import Communicator
+from unisono.comm.mpi_style import MPI as ours
 from unisono.comm.mpi_style import MPI_WORLD, MPICommunication
 from unisono.topology import Partition
 
-from .compare import check_null_group
-from .nulls import mpi4py
+
+def mpi4py() -> Any:
+    """Return the module `mpi4py.MPI` if the program has imported it, else None."""
+    return sys.modules.get("mpi4py.MPI")
+
+
+def null_rank() -> int:
+    """Return the rank of nobody: `MPI.PROC_NULL`, or -1 without mpi4py."""
+    mpi = mpi4py()
+    return -1 if mpi is None else mpi.PROC_NULL
+
+
+def null_comm() -> Any:
+    """Return the communicator of nobody: `MPI.COMM_NULL`, or None without mpi4py."""
+    mpi = mpi4py()
+    return None if mpi is None else mpi.COMM_NULL
+
+
+def operations() -> dict[str, Any]:
+    """Return the reductions by name, as the verbs of `_comm` take them."""
+    mpi = mpi4py() or ours
+    return {"min": mpi.MIN, "max": mpi.MAX, "prod": mpi.PROD, "sum": mpi.SUM}
+
+
+def check_identical_comm(c1: Any, c2: Any) -> bool:
+    """Return whether two communicators are the same one. Nobody's is unlike any."""
+    if check_null_comm(c1) or check_null_comm(c2):
+        return False
+    mpi = mpi4py()
+    if mpi is not None and isinstance(c1, mpi.Comm) and isinstance(c2, mpi.Comm):
+        return mpi.Comm.Compare(c1, c2) == mpi.IDENT
+    return bool(c1 == c2)
+
+
+def check_identical_group(g1: Any, g2: Any) -> bool:
+    """Return whether two groups hold the same ranks in the same order. Nobody's is unlike any."""
+    if check_null_group(g1) or check_null_group(g2):
+        return False
+    mpi = mpi4py()
+    if mpi is not None and isinstance(g1, mpi.Group) and isinstance(g2, mpi.Group):
+        return mpi.Group.Compare(g1, g2) == mpi.IDENT
+    return bool(g1 == g2)
+
+
+def check_null_comm(c: Any) -> bool:
+    """Return whether this is the communicator of nobody."""
+    mpi = mpi4py()
+    return c is None or (mpi is not None and isinstance(c, mpi.Comm) and c == mpi.COMM_NULL)
+
+
+def check_null_group(g: Any) -> bool:
+    """Return whether this is the group of nobody."""
+    mpi = mpi4py()
+    return g is None or (mpi is not None and isinstance(g, mpi.Group) and g == mpi.GROUP_NULL)
+
+
+def check_null_rank(r: int) -> bool:
+    """Return whether this is the rank of nobody."""
+    return r == null_rank()
 
 
 class Root:
