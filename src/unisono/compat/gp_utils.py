@@ -74,7 +74,7 @@ class _Whole(_Region):
     """A region of a whole tensor."""
 
     @classmethod
-    def forward(cls, ctx: Any, input: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(cls, ctx: Any, input: Tensor) -> Tensor:
         """Return what the map gives."""
         return cls._run(ctx, input, GroupPlan(current_gp()))
 
@@ -88,7 +88,7 @@ class _Along(_Region):
     """A region along one dim."""
 
     @classmethod
-    def forward(cls, ctx: Any, input: Tensor, dim: int = -1) -> Tensor:  # type: ignore[override]
+    def forward(cls, ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
         """Return what the map gives."""
         return cls._run(ctx, input, cls.plan(input, dim, None, current_gp(), cls.__name__))
 

@@ -115,7 +115,12 @@ def build(package: str, library: str, table: Table) -> dict[str, ModuleType]:
 def _made(package: str, path: str, entry: Module | ModuleType) -> ModuleType:
     if isinstance(entry, ModuleType):
         return entry
-    return ModuleType(f"{package}.{path}", entry.doc) if path else sys.modules[package]
+    if not path:
+        return sys.modules[package]
+    module = ModuleType(f"{package}.{path}", entry.doc)
+    # Python has no loader for it, but whoever asks learns where the table is.
+    module.__spec__ = ModuleSpec(module.__name__, None, origin=sys.modules[package].__file__)
+    return module
 
 
 def _fill(
@@ -127,11 +132,9 @@ def _fill(
 ) -> None:
     """Give a module its names, and what Python expects of one."""
     here = module.__name__
-    if getattr(module, "__file__", None) is None:
-        module.__spec__ = ModuleSpec(here, None, origin=__file__, is_package=bool(inner))
-        module.__package__ = here if inner else here.rpartition(".")[0]
-    if inner and not hasattr(module, "__path__"):
-        module.__path__ = []
+    if inner and module.__spec__ is not None and not hasattr(module, "__path__"):
+        module.__path__ = module.__spec__.submodule_search_locations = []
+    module.__package__ = here if inner else here.rpartition(".")[0]
     stars = inner if entry.star is None else entry.star.split()
     public = sorted({*names, *stars, *(name for name in entry.asked if name[0] != "_")})
 

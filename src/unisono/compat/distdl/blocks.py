@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -72,16 +72,12 @@ def compute_partition_intersection(
 
     Relative to the first block; None where they share nothing.
     """
-    start = compute_start_index(P_r_shape, P_r_index, x_shape)
-    shared, _, sizes = compute_intersection(
-        start,
-        compute_stop_index(P_r_shape, P_r_index, x_shape),
-        compute_start_index(P_s_shape, P_s_index, x_shape),
-        compute_stop_index(P_s_shape, P_s_index, x_shape),
+    ends = (compute_start_index, compute_stop_index)
+    own, other = (
+        [end(shape, index, x_shape) for end in ends]
+        for shape, index in ((P_r_shape, P_r_index), (P_s_shape, P_s_index))
     )
-    if not np.all(sizes):
-        return None
-    return assemble_slices(shared - start, shared - start + sizes)
+    return compute_subtensor_intersection_slice(*own, *other)
 
 
 def compute_nd_slice_volume(slices: Sequence[slice]) -> int:
@@ -141,20 +137,11 @@ def _arrays(*values: Ints) -> tuple[np.ndarray, ...]:
     return tuple(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in values)
 
 
-class HasShape(Protocol):
-    """A tensor, or a `TensorStructure`."""
-
-    @property
-    def shape(self) -> object:
-        """Sizes of the whole tensor."""
-        ...
-
-
-def compute_subtensor_shapes_balanced(global_structure: HasShape, P_shape: Ints) -> np.ndarray:
+def compute_subtensor_shapes_balanced(global_structure: Any, P_shape: Ints) -> np.ndarray:
     """Return the sizes of every balanced block of a tensor.
 
     Args:
-        global_structure: of the whole tensor.
+        global_structure: the whole tensor, or its structure.
         P_shape: number of workers in each dim.
     """
     parts = np.atleast_1d(P_shape)

@@ -6,7 +6,7 @@ Derivatives of any order work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ from unisono.topology.fanout import Group
 from unisono.topology.halo_plan import Box
 from unisono.topology.overlap import LocalMove, Move, OverlapPlan
 
+Team = tuple[MPIPartition, tuple[int, ...]]
+"""A team, and the shape of the blocks in it."""
+
 
 def plan_of_teams(
     x: Tensor,
-    rooted: MPIPartition,
-    peered: MPIPartition,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    rooted: Team,
+    peered: Team,
     dtype: torch.dtype,
     preserve_batch: bool,
 ) -> FanPlan:
@@ -39,24 +41,24 @@ def plan_of_teams(
 
     Args:
         x: own input.
-        rooted: the team whose first rank this is, or inactive.
+        rooted: the team whose first rank this is, or inactive, and the shape of its blocks.
         peered: the team in which it is one of the others, or `rooted` again, or inactive.
-        shapes: of the blocks in the two.
         dtype: of the data.
         preserve_batch: keep the batch size where the result has no elements.
     """
     groups: list[Group] = []
     blocks: list[tuple[int, ...]] = []
-    if rooted.active:
-        members = layout_of(rooted).ranks
-        peers = members if rooted == peered else members[1:]
+    (first, first_shape), (other, other_shape) = rooted, peered
+    if first.active:
+        members = layout_of(first).ranks
+        peers = members if first == other else members[1:]
         groups.append(Group(members[0], members, peers))
-        blocks.append(shapes[0])
-    if peered.active and rooted != peered:
-        members = layout_of(peered).ranks
+        blocks.append(first_shape)
+    if other.active and first != other:
+        members = layout_of(other).ranks
         groups.append(Group(members[0], members, members))
-        blocks.append(shapes[1])
-    root = layout_of(rooted if rooted.active else peered).root
+        blocks.append(other_shape)
+    root = layout_of(first if first.active else other).root
     empty = (*x.shape[:1], 0) if preserve_batch else (0,)
     return fan_plan(groups, root, blocks, dtype, empty=empty)
 
@@ -74,8 +76,11 @@ def joining(x: Tensor, structure: TensorStructure) -> Tensor:
 class BroadcastFunction:
     """The block of a team's first rank on all others; gradients are summed there."""
 
-    @staticmethod
+    _sums: ClassVar[bool] = False
+
+    @classmethod
     def apply(
+        cls,
         input: Tensor,
         P_send: MPIPartition,
         P_recv: MPIPartition,
@@ -87,7 +92,8 @@ class BroadcastFunction:
 
         Args:
             input: own block, or a tensor without elements.
-            P_send: from `create_broadcast_partition_to`; likewise `P_recv`.
+            P_send: from `create_broadcast_partition_to`, or `create_reduction_partition_to` for a
+                sum; likewise `P_recv`.
             preserve_batch: a rank that gets nothing has shape `(B, 0)`, otherwise `(0,)`.
             input_tensor_structure: of the own block; default that of `input`.
             output_tensor_structure: of what comes; default: the ranks tell each other.
@@ -97,42 +103,18 @@ class BroadcastFunction:
         given = input_tensor_structure or TensorStructure(input)
         got = output_tensor_structure or broadcast_tensor_structure(given, P_send, P_recv)
         known = got if P_recv.active else given
-        shapes = tuple(given.shape), tuple(known.shape)
-        dtype = known.dtype or input.dtype
-        plan = plan_of_teams(input, P_send, P_recv, shapes, dtype, preserve_batch)
-        return spread(joining(input, known), plan)
+        # A tensor without elements, as ranks that send nothing have it, may be of any dtype.
+        dtype = (given if P_send.active else got).dtype or input.dtype
+        ends = [(P_send, tuple(given.shape)), (P_recv, tuple(known.shape))]
+        rooted, peered = reversed(ends) if cls._sums else ends
+        plan = plan_of_teams(input, rooted, peered, dtype, preserve_batch)
+        return (collect if cls._sums else spread)(joining(input, known), plan)
 
 
-class SumReduceFunction:
+class SumReduceFunction(BroadcastFunction):
     """The sum of a team's blocks on its first rank; gradients are broadcast."""
 
-    @staticmethod
-    def apply(
-        input: Tensor,
-        P_send: MPIPartition,
-        P_recv: MPIPartition,
-        preserve_batch: bool = True,
-        input_tensor_structure: TensorStructure | None = None,
-        output_tensor_structure: TensorStructure | None = None,
-    ) -> Tensor:
-        """Return the sum this rank gets. Collective over both teams.
-
-        Args:
-            input: own block, or a tensor without elements.
-            P_send: from `create_reduction_partition_to`; likewise `P_recv`.
-            preserve_batch: a rank that gets nothing has shape `(B, 0)`, otherwise `(0,)`.
-            input_tensor_structure: of the own block; default that of `input`.
-            output_tensor_structure: of the sum; default: the ranks tell each other.
-        """
-        if not P_send.active and not P_recv.active:
-            return identity(input)
-        given = input_tensor_structure or TensorStructure(input)
-        got = output_tensor_structure or broadcast_tensor_structure(given, P_send, P_recv)
-        known = given if P_send.active else got
-        shapes = tuple((got if P_recv.active else given).shape), tuple(given.shape)
-        dtype = known.dtype or input.dtype
-        plan = plan_of_teams(input, P_recv, P_send, shapes, dtype, preserve_batch)
-        return collect(joining(input, got if P_recv.active else given), plan)
+    _sums = True
 
 
 class AllSumReduceFunction:
@@ -256,25 +238,16 @@ class InterpolateFunction:
 
     @staticmethod
     def apply(
-        input: Tensor,
-        scale_factor: float | None,
-        mode: str,
-        align_corners: bool,
-        x_start: Ints,
-        x_stop: Ints,
-        x_global_shape: Ints,
-        y_start: Ints,
-        y_stop: Ints,
-        y_global_shape: Ints,
+        input: Tensor, scale_factor: float | None, mode: str, align_corners: bool, *boxes: Ints
     ) -> Tensor:
-        """Return outputs `[y_start, y_stop)` from inputs `[x_start, x_stop)`.
+        """Return the own outputs.
 
         Args:
             input: own inputs, all that the outputs need.
             scale_factor: if it was given; None for the ratio of the sizes.
             mode: "nearest", "linear" or "cubic".
             align_corners: as in torch.
-            x_start: where `input` begins in the whole one, for each dim; likewise the others.
+            boxes: start, stop and whole shape of the input, then of the output, for each dim.
         """
-        boxes = (x_start, x_stop, x_global_shape, y_start, y_stop, y_global_shape)
-        return Interpolate(*boxes, scale_factor, mode, align_corners)(input)
+        arguments: Any = (*boxes, scale_factor, mode, align_corners)
+        return Interpolate(*arguments)(input)

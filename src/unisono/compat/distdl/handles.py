@@ -39,22 +39,12 @@ def operations() -> dict[str, Any]:
 
 def check_identical_comm(c1: Any, c2: Any) -> bool:
     """Return whether two communicators are the same one. Nobody's is unlike any."""
-    if check_null_comm(c1) or check_null_comm(c2):
-        return False
-    mpi = mpi4py()
-    if mpi is not None and isinstance(c1, mpi.Comm) and isinstance(c2, mpi.Comm):
-        return mpi.Comm.Compare(c1, c2) == mpi.IDENT
-    return bool(c1 == c2)
+    return not check_null_comm(c1) and not check_null_comm(c2) and _identical("Comm", c1, c2)
 
 
 def check_identical_group(g1: Any, g2: Any) -> bool:
     """Return whether two groups hold the same ranks in the same order. Nobody's is unlike any."""
-    if check_null_group(g1) or check_null_group(g2):
-        return False
-    mpi = mpi4py()
-    if mpi is not None and isinstance(g1, mpi.Group) and isinstance(g2, mpi.Group):
-        return mpi.Group.Compare(g1, g2) == mpi.IDENT
-    return bool(g1 == g2)
+    return not check_null_group(g1) and not check_null_group(g2) and _identical("Group", g1, g2)
 
 
 def check_null_comm(c: Any) -> bool:
@@ -67,6 +57,13 @@ def check_null_group(g: Any) -> bool:
     """Return whether this is the group of nobody."""
     mpi = mpi4py()
     return g is None or (mpi is not None and isinstance(g, mpi.Group) and g == mpi.GROUP_NULL)
+
+
+def _identical(kind: str, one: Any, other: Any) -> bool:
+    mpi = mpi4py()
+    if mpi is not None and all(isinstance(x, getattr(mpi, kind)) for x in (one, other)):
+        return getattr(mpi, kind).Compare(one, other) == mpi.IDENT
+    return bool(one == other)
 
 
 def check_null_rank(r: int) -> bool:

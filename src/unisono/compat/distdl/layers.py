@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from unisono import nn as ours
 from unisono.compat.distdl.blocks import compute_nd_slice_shape
 from unisono.compat.distdl.partitions import MPIPartition, layout_of
-from unisono.compat.distdl.structures import MPIBufferManager, manager_or_new
+from unisono.compat.distdl.structures import manager_or_new
 from unisono.errors import PartitionError, explain
 from unisono.nn.conv import choose
 from unisono.nn.structure import Table
@@ -95,12 +95,12 @@ def as_distdl(
                 for name, value in given.arguments.items()
                 if name not in ignored.split()
             }
-            has_buffers, manager = "buffer_manager" in values, values.pop("buffer_manager", None)
+            values.pop("buffer_manager", None)
             super(kind, self).__init__(**values)
-            if has_buffers:
-                self.buffer_manager = manager_or_new(manager)
+            if "buffer_manager" in given.arguments:
+                self.buffer_manager = manager_or_new(given.arguments["buffer_manager"])
 
-        __init__.__signature__ = arguments.replace(  # type: ignore[attr-defined]
+        __init__.__signature__ = arguments.replace(
             parameters=[
                 Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
                 *arguments.parameters.values(),
@@ -328,29 +328,18 @@ class Interpolate(_Boxes, ours.Interpolate):
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
-class DistributedUpsample(ours.DistributedUpsample, Module):
-    """`torch.nn.Upsample` of a tensor `(N, C, ...)` split in any dims.
-
-    Args:
-        P_x: partition of the input.
-        buffer_manager: kept; layers bring their own memory.
-        size: sizes of the whole output, with batch and channels; or
-        scale_factor: by how much each spatial dim grows. Exactly one of the two.
-        mode: "linear" in as many dims as there are, "nearest", "cubic" (2 spatial dims only).
-        align_corners: as in torch; not for "nearest".
-    """
+class _WholeSize(ours.DistributedUpsample):
+    """Takes the size of the whole output, with batch and channels, and DistDL's modes."""
 
     def __init__(
         self,
-        P_x: AnyPartition,
-        buffer_manager: MPIBufferManager | None = None,
-        size: Sequence[int] | None = None,
-        scale_factor: float | Sequence[float] | None = None,
-        mode: str = "linear",
-        align_corners: bool = False,
+        P_x: Partition,
+        size: Sequence[int] | None,
+        scale_factor: float | Sequence[float] | None,
+        mode: str,
+        align_corners: bool,
     ) -> None:
-        layout = layout_of(P_x)
-        space = layout.dim - 2
+        space = P_x.dim - 2
         if mode == "cubic" and space != 2:
             raise NotImplementedError(
                 explain(
@@ -360,23 +349,22 @@ class DistributedUpsample(ours.DistributedUpsample, Module):
                     'mode="linear"',
                 )
             )
-        if size is not None and len(size) != layout.dim:
+        if size is not None and len(size) != P_x.dim:
             raise PartitionError.because(
                 f"DistributedUpsample(size={list(size)})",
-                f"a partition of {layout.dim} dims",
-                f"{len(size)} != {layout.dim}",
+                f"a partition of {P_x.dim} dims",
+                f"{len(size)} != {P_x.dim}",
                 "the whole shape, with batch and channels",
             )
         torchs = {"linear": _LINEAR.get(space, mode), "cubic": "bicubic"}.get(mode, mode)
         is_nearest = torchs.startswith("nearest")
         super().__init__(
-            layout,
+            P_x,
             None if size is None else tuple(int(n) for n in size[2:]),
             scale_factor,
             torchs,
             None if is_nearest and not align_corners else align_corners,
         )
-        self.buffer_manager = manager_or_new(buffer_manager)
         self._kept = None if size is None else tuple(int(n) for n in size[:2])
 
     def _make_plan(self, tables: Sequence[Table]) -> Any:
@@ -391,6 +379,23 @@ class DistributedUpsample(ours.DistributedUpsample, Module):
         return super()._make_plan(tables)
 
 
+@as_distdl(
+    "P_x buffer_manager size scale_factor mode align_corners",
+    mode="linear", align_corners=False, buffer_manager=None,
+)
+class DistributedUpsample(_WholeSize, Module):
+    """`torch.nn.Upsample` of a tensor `(N, C, ...)` split in any dims.
+
+    Args:
+        P_x: partition of the input.
+        buffer_manager: kept; layers bring their own memory.
+        size: sizes of the whole output, with batch and channels; or
+        scale_factor: by how much each spatial dim grows. Exactly one of the two.
+        mode: "linear" in as many dims as there are, "nearest", "cubic" (2 spatial dims only).
+        align_corners: as in torch; not for "nearest".
+    """
+
+
 # All others need no code of their own.
 
 _BLANK = "\n\n"
@@ -403,7 +408,9 @@ def _classes() -> Iterator[tuple[str, type[nn.Module]]]:
     pool = {
         "order": "P_x kernel_size stride padding dilation buffer_manager",
         "without": "return_indices ceil_mode count_include_pad divisor_override",
-        "stride": 1, "dilation": 1, "buffer_manager": None,
+        "stride": 1,
+        "dilation": 1,
+        "buffer_manager": None,
     }
     # Of DistDL's forks. `collect_state` has no effect: `state_dict()` always gives whole tensors.
     forks = as_distdl(without="weights", ignored="collect_state")
