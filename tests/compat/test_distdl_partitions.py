@@ -25,7 +25,7 @@ from unisono.compat.distdl.backends.mpi.functional.sum_reduce import SumReduceFu
 from unisono.compat.distdl.backends.mpi.tensor_decomposition import (
     compute_subtensor_shapes_unbalanced,
 )
-from unisono.compat.distdl.handles import null_comm, null_rank
+from unisono.compat.distdl.partitions import null_comm, null_rank
 from unisono.compat.distdl.utilities.torch import TensorStructure, zero_volume_tensor
 from unisono.errors import PartitionError
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from unisono import graph_parallel as gp
 from unisono.graph_parallel.groups import current_gp
 from unisono.graph_parallel.layout import is_following
+from unisono.graph_parallel.model_parallel import ScaledBackward
 from unisono.graph_parallel.padding import split_tensor
 from unisono.operators import (
     AllGather,
@@ -138,21 +139,10 @@ class ReduceScatterToModelParallelRegion(_Along):
     plan = staticmethod(whole_plan)
 
 
-class ScaleBackwardGrad(_Region):
+class ScaleBackwardGrad(_Whole):
     """Identity forward, gradient times the ranks of the row backward."""
 
-    region = staticmethod(gp.scale_backward_grad)
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        """Return `input`."""
-        ctx.ranks = current_gp().size
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the scaled gradient."""
-        return grad_output * ctx.ranks
+    region, kind = staticmethod(gp.scale_backward_grad), ScaledBackward
 
 
 def summed(ctx: Any, input: Tensor) -> Tensor:  # noqa: ARG001

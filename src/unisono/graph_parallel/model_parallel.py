@@ -56,7 +56,7 @@ def scale_backward_grad(input: Tensor) -> Tensor:
     For DDP over the world, which divides by dp * gp where only dp is meant. Right for parameters
     of the partitioned part of a model only: gradients of replicated ones become gp times too big.
     """
-    return _ScaledBackward.apply(input, GroupPlan(regions.row(None)))
+    return ScaledBackward.apply(input, GroupPlan(regions.row(None)))
 
 
 def reduce_scatter_to_model_parallel_region(
@@ -78,7 +78,7 @@ class _Times(LinearMap):
 _Times.adjoint = _Times
 
 
-class _ScaledBackward(LinearMap):
+class ScaledBackward(LinearMap):
     """The identity, with a backward that multiplies: not an adjoint, but a correction."""
 
     adjoint = _Times

@@ -10,7 +10,6 @@ from unisono.compat.distdl import (
     config,
     functions,
     halos,
-    handles,
     layers,
     partitions,
     structures,
@@ -74,7 +73,7 @@ MODULES = {
         (partitions, "CartesianPartition=MPICartesianPartition Partition=MPIPartition"),
         (structures, "BufferManager=MPIBufferManager ExpandableBuffer=MPIExpandableBuffer"),
         _STRUCTURES,
-        asked={"operation_map": handles.operations},
+        asked={"operation_map": partitions.operations},
     ),
     "backends.mpi.buffer": Module(
         "Memory that grows on demand; layers here bring their own.",
@@ -82,8 +81,8 @@ MODULES = {
     ),
     "backends.mpi.compare": Module(
         "Are two communicators or groups the same, or nobody's.",
-        (handles, "check_identical_comm check_identical_group"),
-        (handles, "check_null_comm check_null_group check_null_rank"),
+        (partitions, "check_identical_comm check_identical_group"),
+        (partitions, "check_null_comm check_null_group check_null_rank"),
     ),
     "backends.mpi.functional": Module("Movements of data as functions with their adjoints."),
     "backends.mpi.halo_exchange": Module(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,8 @@ from unisono.compat.distdl.blocks import (
     compute_subshape,
     compute_subtensor_start_indices,
 )
-from unisono.compat.distdl.handles import check_null_rank
 from unisono.compat.distdl.layers import Module
-from unisono.compat.distdl.partitions import MPIPartition, layout_of
+from unisono.compat.distdl.partitions import MPIPartition, check_null_rank, layout_of
 from unisono.compat.distdl.structures import MPIBufferManager, TensorStructure, manager_or_new
 from unisono.errors import PartitionError
 from unisono.nn.planned import PlannedModule
@@ -367,18 +366,6 @@ class PoolingMixin(ConvMixin):
     """First and last input that an output reads: the same as those of a convolution."""
 
 
-class _Case(NamedTuple):
-    """One layer on one tensor; arrays have an entry for each dim."""
-
-    x: np.ndarray
-    kernel_size: np.ndarray
-    stride: np.ndarray
-    padding: np.ndarray
-    dilation: np.ndarray
-    parts: np.ndarray
-    subtensor_shapes: np.ndarray | None
-
-
 class HaloMixin:
     """Halos towards the nearest neighbours; for use with `ConvMixin` or `PoolingMixin`."""
 
@@ -413,47 +400,31 @@ class HaloMixin:
         if not partition_active or partition_index is None:
             return None, None, None, None
         x = np.atleast_1d(np.asarray(x_global_shape, dtype=np.int64))
-        case = _Case(
-            x,
-            _filled(kernel_size, len(x), 1),
-            _filled(stride, len(x), 1),
-            _filled(padding, len(x), 0),
-            _filled(dilation, len(x), 1),
-            np.atleast_1d(partition_shape),
-            subtensor_shapes,
-        )
-        index = np.atleast_1d(partition_index)
-        return exchange_widths(
-            lambda place: self._signed_halo(case, place),
-            index,
-            case.parts,
-            _block(case, index)[1],
-            cuts_right=subtensor_shapes is not None,
-        )
+        given = ((kernel_size, 1), (stride, 1), (padding, 0), (dilation, 1))
+        window = [_filled(values, len(x), missing) for values, missing in given]
+        kernels, strides, paddings, dilations = window
+        y = (x + 2 * paddings - dilations * (kernels - 1) - 1) // strides + 1
+        parts, index = np.atleast_1d(partition_shape), np.atleast_1d(partition_index)
 
-    def _signed_halo(self, case: _Case, index: np.ndarray) -> np.ndarray:
-        """Return left and right halo of a rank; negative: own points that it does not need."""
-        start, size = _block(case, index)
-        reach = case.dilation * (case.kernel_size - 1)
-        y = (case.x + 2 * case.padding - reach - 1) // case.stride + 1
-        window = (case.kernel_size, case.stride, case.padding, case.dilation)
-        first = compute_start_index(case.parts, index, y)
-        after = compute_stop_index(case.parts, index, y)
-        low = np.maximum(self._compute_min_input_range(first, *window), 0)
-        high = np.minimum(self._compute_max_input_range(after - 1, *window), case.x - 1) + 1
-        # A rank without outputs needs nothing: all of its points are cut off at the left.
-        idle = first == after
-        left = np.where(idle, -size, start - low)
-        return np.stack([left, np.where(idle, 0, high - (start + size))], axis=1)
+        def block(place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            if subtensor_shapes is None:
+                return compute_start_index(parts, place, x), compute_subshape(parts, place, x)
+            at = tuple(int(i) for i in place)
+            return compute_subtensor_start_indices(subtensor_shapes)[at], subtensor_shapes[at]
 
+        def signed_halo(place: np.ndarray) -> np.ndarray:
+            start, size = block(place)
+            first = compute_start_index(parts, place, y)
+            after = compute_stop_index(parts, place, y)
+            low = np.maximum(self._compute_min_input_range(first, *window), 0)
+            high = np.minimum(self._compute_max_input_range(after - 1, *window), x - 1) + 1
+            # A rank without outputs needs nothing: all of its points are cut off at the left.
+            idle = first == after
+            left = np.where(idle, -size, start - low)
+            return np.stack([left, np.where(idle, 0, high - (start + size))], axis=1)
 
-def _block(case: _Case, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if case.subtensor_shapes is None:
-        start = compute_start_index(case.parts, index, case.x)
-        return start, compute_subshape(case.parts, index, case.x)
-    at = tuple(int(i) for i in index)
-    starts = compute_subtensor_start_indices(case.subtensor_shapes)
-    return starts[at], case.subtensor_shapes[at]
+        cuts_right = subtensor_shapes is not None
+        return exchange_widths(signed_halo, index, parts, block(index)[1], cuts_right=cuts_right)
 
 
 def _filled(values: Ints, dims: int, missing: int) -> np.ndarray:

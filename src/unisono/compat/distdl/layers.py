@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from unisono.compat.distdl.partitions import MPIPartition, layout_of
 from unisono.compat.distdl.structures import manager_or_new
 from unisono.errors import PartitionError, explain
 from unisono.nn.conv import choose
+from unisono.nn.linear import SubLinear
 from unisono.nn.structure import Table
 from unisono.operators import attach
 from unisono.topology import Partition
@@ -246,22 +246,14 @@ class DistributedBatchNorm(StoredParameters, ours.DistributedBatchNorm, Module):
         return seen
 
 
-@dataclass(frozen=True)
-class LocalLayer:
-    """The parameters that this rank stores."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 class _Conv(StoredParameters):
     weight: Tensor
     bias: Tensor | None
 
     @property
-    def conv_layer(self) -> LocalLayer:
+    def conv_layer(self) -> SubLinear:
         """The parameters that this rank stores."""
-        return LocalLayer(self.weight, self.bias)
+        return SubLinear(self.weight, self.bias)
 
 
 class _FeatureConv(_Conv):
@@ -381,7 +373,9 @@ class _WholeSize(ours.DistributedUpsample):
 
 @as_distdl(
     "P_x buffer_manager size scale_factor mode align_corners",
-    mode="linear", align_corners=False, buffer_manager=None,
+    mode="linear",
+    align_corners=False,
+    buffer_manager=None,
 )
 class DistributedUpsample(_WholeSize, Module):
     """`torch.nn.Upsample` of a tensor `(N, C, ...)` split in any dims.

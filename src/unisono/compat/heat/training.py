@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ __all__ = ["DASO", "DataParallel", "DataParallelMultiGPU"]
 
 class UnknownName(KeyError):
     """A layer or parameter that is not there; the message has lines, which KeyError would quote."""
+
+    def __init__(self, asked: str, found: str, known: Iterable[str]) -> None:
+        super().__init__(explain(asked, found, None, f"one of {list(known)}"))
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -89,23 +92,17 @@ class DataParallel(data_parallel.DataParallel):
         layers = list(known) if layer_names is None else list(layer_names)
         unknown = [name for name in layers if name not in known]
         if unknown:
-            raise UnknownName(
-                explain(
-                    f"_iparam_update(layer_names={layers})",
-                    f"unknown layers {unknown}",
-                    None,
-                    f"layer_names from {list(known)}",
-                )
-            )
+            asked = f"_iparam_update(layer_names={layers})"
+            raise UnknownName(asked, f"unknown layers {unknown}", known)
         if param_slice is not None:
             owned = {i for name in layers for i in range(known[name].start, known[name].stop)}
-            asked = set(range(*param_slice.indices(len(self._param_indices))))
-            if owned != asked:
+            wanted = set(range(*param_slice.indices(len(self._param_indices))))
+            if owned != wanted:
                 raise ValueError(
                     explain(
                         f"_iparam_update({param_slice}, {layers})",
                         f"the layers hold parameters {sorted(owned)}",
-                        f"{sorted(asked)} != {sorted(owned)}",
+                        f"{sorted(wanted)} != {sorted(owned)}",
                         "leave one of the two out",
                     )
                 )
@@ -126,14 +123,8 @@ class DataParallel(data_parallel.DataParallel):
         if layer_name and not param_name.startswith(f"{layer_name}."):
             name = f"{layer_name}.{param_name}"
         if name not in self._param_indices:
-            raise UnknownName(
-                explain(
-                    f"_nonblocking_hook({layer_name!r}, {param_name!r})",
-                    f"no parameter {name!r}",
-                    None,
-                    f"layer and name of one of {list(self._param_indices)}",
-                )
-            )
+            asked = f"_nonblocking_hook({layer_name!r}, {param_name!r})"
+            raise UnknownName(asked, f"no parameter {name!r}", self._param_indices)
 
         def hook(grad: Tensor) -> Tensor:
             engine = self._running()
