@@ -437,41 +437,46 @@ _KINDS = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
 Scale = float | Sequence[float] | None
 
 
+def _needed(end: Callable[[Taps], int], doc: str) -> Callable[..., np.ndarray]:
+    def needed(
+        self: object,  # noqa: ARG001 - it becomes a method
+        y_global_idx: Any,
+        x_global_shape: Any,
+        y_global_shape: Any,
+        scale_factor: Scale,
+        mode: str,
+        align_corners: bool,
+        double: bool = False,
+    ) -> np.ndarray:
+        kind = _KINDS.get(mode, mode)
+        aligned = align_corners and not kind.startswith("nearest")
+        dims = range(2, len(x_global_shape))
+        given = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
+        taps = [Taps((int(i),), (1.0,)) for i in y_global_idx[:2]]
+        for dim, scale in zip(dims, given, strict=True):
+            at, x, y = (int(of[dim]) for of in (y_global_idx, x_global_shape, y_global_shape))
+            how: Any = {"scale": scale, "align_corners": aligned, "double": double}
+            taps.append(resample_taps(at, x, y, kind, **how))
+        return np.array([end(own) for own in taps])
+
+    needed.__doc__ = doc
+    return needed
+
+
 class InterpolateMixin:
-    """Inputs of an output, dim by dim; batch and channels are not resampled."""
+    """Inputs of an output, dim by dim; batch and channels are not resampled.
 
-    def _compute_needed_start(
-        self,
-        y_global_idx: Any,
-        x_global_shape: Any,
-        y_global_shape: Any,
-        scale_factor: Scale,
-        mode: str,
-        align_corners: bool,
-        double: bool = False,
-    ) -> np.ndarray:
-        """Return the first input that the output at `y_global_idx` reads, in each dim.
+    `double` is for values of float64, of which torch may take another nearest point.
+    """
 
-        `double` is for values of float64, of which torch may take another nearest point.
-        """
-        sizes = y_global_idx, x_global_shape, y_global_shape
-        taps = _taps(*sizes, scale_factor, mode, align_corners, double)
-        return np.array([own.points[0] for own in taps])
-
-    def _compute_needed_stop(
-        self,
-        y_global_idx: Any,
-        x_global_shape: Any,
-        y_global_shape: Any,
-        scale_factor: Scale,
-        mode: str,
-        align_corners: bool,
-        double: bool = False,
-    ) -> np.ndarray:
-        """Return the input after the last one that the output at `y_global_idx` reads."""
-        sizes = y_global_idx, x_global_shape, y_global_shape
-        taps = _taps(*sizes, scale_factor, mode, align_corners, double)
-        return np.array([own.points[-1] + 1 for own in taps])
+    _compute_needed_start = _needed(
+        lambda taps: taps.points[0],
+        "Return the first input that the output at `y_global_idx` reads, in each dim.",
+    )
+    _compute_needed_stop = _needed(
+        lambda taps: taps.points[-1] + 1,
+        "Return the input after the last one that the output at `y_global_idx` reads.",
+    )
 
     def _compute_exchange_info(
         self,
@@ -508,25 +513,3 @@ class InterpolateMixin:
         index = P_x.index
         size = compute_subshape(P_x.shape, index, x)
         return exchange_widths(signed_halo, index, P_x.shape, size, cuts_right=True)
-
-
-def _taps(
-    index: Any,
-    x: Any,
-    y: Any,
-    scale_factor: Scale,
-    mode: str,
-    align_corners: bool,
-    double: bool,
-) -> list[Taps]:
-    """Return inputs and weights of one output in each dim."""
-    dims = len(x)
-    given = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * (dims - 2)
-    kind = _KINDS.get(mode, mode)
-    found = [Taps((int(i),), (1.0,)) for i in index[:2]]
-    for dim in range(2, dims):
-        sizes = int(index[dim]), int(x[dim]), int(y[dim])
-        aligned = align_corners and not kind.startswith("nearest")
-        scale = given[dim - 2]
-        found.append(resample_taps(*sizes, kind, scale=scale, align_corners=aligned, double=double))
-    return found

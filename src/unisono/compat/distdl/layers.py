@@ -27,7 +27,7 @@ from unisono.nn.structure import Table
 from unisono.operators import attach
 from unisono.topology import Partition
 from unisono.topology.halo_plan import Box
-from unisono.topology.overlap import Move, OverlapPlan
+from unisono.topology.overlap import LocalMove, Move, OverlapPlan
 from unisono.topology.window import per_dim
 
 AnyPartition = MPIPartition | Partition
@@ -157,41 +157,32 @@ class Repartition(ours.Repartition, Module):
         Partners are ranks of the union of both partitions, or "self"; three times None for a rank
         that gets nothing from here. Empty before the first call, and outside of `P_x`.
         """
-        plan = self._overlap_plan
-        if plan is None or not self.P_x.active:
-            return []
-        local = None if plan.local is None else plan.local.source
-        return self._listed(plan.sends, local, self.P_y.ranks)
+        return self._listed(self.P_x, self.P_y, lambda plan: plan.sends, lambda local: local.source)
 
     @property
     def P_y_to_x_overlaps(self) -> list[tuple[Any, Any, Any]]:
         """For each rank of `P_x`: slices in the own output, their shape, the partner. As above."""
-        plan = self._overlap_plan
-        if plan is None or not self.P_y.active:
-            return []
-        local = None if plan.local is None else plan.local.dest
-        return self._listed(plan.recvs, local, self.P_x.ranks)
-
-    @property
-    def _overlap_plan(self) -> OverlapPlan | None:
-        is_ready = self._distdl_is_setup and self._takes_part
-        return self._plan.overlap if is_ready else None
+        return self._listed(self.P_y, self.P_x, lambda plan: plan.recvs, lambda local: local.dest)
 
     def _listed(
-        self, moves: Sequence[Move], local: Box | None, others: Sequence[int]
+        self,
+        here: Partition,
+        there: Partition,
+        moves: Callable[[OverlapPlan], Sequence[Move]],
+        kept: Callable[[LocalMove], Box],
     ) -> list[tuple[Any, Any, Any]]:
-        union = self.P_x.union(self.P_y).ranks
-        boxes = {move.peer: move.box for move in moves}
-        found: list[tuple[Any, Any, Any]] = []
-        for rank in others:
-            is_self = rank == self.P_x.root.rank
-            box = local if is_self else boxes.get(rank)
-            if box is None:
-                found.append((None, None, None))
-                continue
-            slices = tuple(slice(start, stop) for start, stop in box)
-            partner = "self" if is_self else union.index(rank)
-            found.append((slices, compute_nd_slice_shape(slices), partner))
+        if not (self._distdl_is_setup and self._takes_part and here.active):
+            return []
+        plan, me, union = self._plan.overlap, here.root.rank, self.P_x.union(self.P_y).ranks
+        boxes = {move.peer: move.box for move in moves(plan)}
+        if plan.local is not None:
+            boxes[me] = kept(plan.local)
+        found: list[tuple[Any, Any, Any]] = [(None, None, None)] * there.size
+        for place, rank in enumerate(there.ranks):
+            if rank in boxes:
+                slices = tuple(slice(start, stop) for start, stop in boxes[rank])
+                partner = "self" if rank == me else union.index(rank)
+                found[place] = (slices, compute_nd_slice_shape(slices), partner)
         return found
 
 

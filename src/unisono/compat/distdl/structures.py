@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unisono.comm.headers import pack_shape, unpack_shape
 from unisono.compat.distdl.blocks import compute_nd_slice_shape
 from unisono.compat.distdl.partitions import MPIPartition
 from unisono.errors import PartitionError
@@ -130,8 +129,8 @@ def assemble_global_tensor_structure(
         whole.requires_grad = local.requires_grad
     if P_out is None or not P_out.active:
         return whole
-    packed = P_out.broadcast_data(_packed(whole) if P_in.active else None, P_data=P_in)
-    return whole if packed is None else _unpacked(packed.tolist())
+    known = P_out.broadcast_data(whole if P_in.active else None, P_data=P_in)
+    return whole if known is None else known[0]
 
 
 def broadcast_tensor_structure(
@@ -150,58 +149,45 @@ def broadcast_tensor_structure(
     found = TensorStructure()
     teams = [P_send] if P_send == P_recv else [P for P in (P_send, P_recv) if P.active]
     for team in sorted(teams, key=lambda P: sorted(P._group or ())):
-        mine = _packed(in_structure) if team is P_send else None
+        mine = in_structure if team is P_send else None
         known = next(one for one in team._members.all_gather_object(mine) if one is not None)
         if team == P_recv:
-            found = _unpacked(known)
+            found = known
     return found
 
 
-def _packed(structure: TensorStructure) -> list[int]:
-    dtype = structure.dtype or torch.get_default_dtype()
-    return [int(bool(structure.requires_grad)), *pack_shape(tuple(structure.shape), dtype)]
-
-
-def _unpacked(record: Sequence[int]) -> TensorStructure:
-    made = TensorStructure()
-    shape, made.dtype = unpack_shape(record[1:])
-    made.shape = torch.Size(shape)
-    made.requires_grad = bool(record[0])
-    return made
-
-
-_PAIRS: tuple[tuple[type[np.generic], torch.dtype], ...] = (
-    (np.bool_, torch.bool),
-    (np.uint8, torch.uint8),
-    (np.int8, torch.int8),
-    (np.int16, torch.int16),
-    (np.int32, torch.int32),
-    (np.int64, torch.int64),
-    (np.float16, torch.float16),
-    (np.float32, torch.float32),
-    (np.float64, torch.float64),
-    (np.complex64, torch.complex64),
-    (np.complex128, torch.complex128),
-)
-
-numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {
-    key: ours for theirs, ours in _PAIRS for key in (theirs, np.dtype(theirs))
-}
-"""Scalar type or dtype of numpy -> dtype of torch. numpy has no bfloat16."""
 torch_to_numpy_dtype_dict: dict[torch.dtype, type[np.generic]] = {
-    ours: theirs for theirs, ours in _PAIRS
+    getattr(torch, name): np.dtype(name).type
+    for name in (
+        [
+            "bool",
+            "uint8",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "float16",
+            "float32",
+            "float64",
+            "complex64",
+            "complex128",
+        ]
+    )
 }
-numpy_to_intID_dtype_dict: dict[Any, int] = {
-    key: np.dtype(key).num for key in numpy_to_torch_dtype_dict
+"""dtype of torch -> scalar type of numpy, which has no bfloat16."""
+numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {
+    key: ours
+    for ours, theirs in torch_to_numpy_dtype_dict.items()
+    for key in (theirs, np.dtype(theirs))
 }
-intID_to_numpy_dtype_dict: dict[int, type[np.generic]] = {
-    np.dtype(theirs).num: theirs for theirs, _ in _PAIRS
+"""Scalar type or dtype of numpy -> dtype of torch."""
+numpy_to_intID_dtype_dict = {key: np.dtype(key).num for key in numpy_to_torch_dtype_dict}
+torch_to_intID_dtype_dict = {
+    ours: np.dtype(theirs).num for ours, theirs in torch_to_numpy_dtype_dict.items()
 }
-torch_to_intID_dtype_dict: dict[torch.dtype, int] = {
-    ours: np.dtype(theirs).num for theirs, ours in _PAIRS
-}
-intID_to_torch_dtype_dict: dict[int, torch.dtype] = {
-    number: ours for ours, number in torch_to_intID_dtype_dict.items()
+intID_to_torch_dtype_dict = {number: ours for ours, number in torch_to_intID_dtype_dict.items()}
+intID_to_numpy_dtype_dict = {
+    number: torch_to_numpy_dtype_dict[ours] for ours, number in torch_to_intID_dtype_dict.items()
 }
 
 
@@ -351,23 +337,14 @@ def allocate_repartition_buffers(
     None where there is no box, or it stays on this rank.
     """
     both = (P_x_to_y_overlaps, P_y_to_x_overlaps)
-    count = sum(_travels(overlap) for overlaps in both for overlap in overlaps)
+    travels = [[box is not None and not isinstance(to, str) for box, _, to in o] for o in both]
+    count = sum(map(sum, travels))
     free = iter(buffer_manager.request_buffers(count, torch_to_numpy_dtype_dict[dtype]))
-    out, into = (
-        [_room(next(free), overlap) if _travels(overlap) else None for overlap in overlaps]
-        for overlaps in both
-    )
+    out, into = ([next(free) if used else None for used in row] for row in travels)
+    for buffer, (_, shape, _) in zip((*out, *into), (*both[0], *both[1]), strict=True):
+        if buffer is not None:
+            buffer.allocate_view(shape)
     return out, into
-
-
-def _travels(overlap: Overlap) -> bool:
-    slices, _, partner = overlap
-    return slices is not None and not isinstance(partner, str)
-
-
-def _room(buffer: MPIExpandableBuffer, overlap: Overlap) -> MPIExpandableBuffer:
-    buffer.allocate_view(overlap[1])
-    return buffer
 
 
 def allocate_halo_exchange_buffers(
