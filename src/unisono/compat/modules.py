@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from unisono.compat.libraries import Library, library_named
 from unisono.errors import MissingExtra
 
-__all__ = ["Module", "build", "module_names"]
+__all__ = ["Module", "build", "module_names", "stubs"]
 
 
 class Module:
@@ -62,23 +62,57 @@ class Module:
         self.instead = instead or {}
         self.version = version
 
+    def pairs(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the home, the library's name and our name of each object."""
+        for home, words in self.names:
+            for theirs, _, ours in (word.partition("=") for word in words.split()):
+                yield home.__name__, theirs, ours or theirs
+
     def own(self) -> dict[str, object]:
         """Return the objects that the table names, by their names in the library."""
-        pairs = (
-            (home, *word.partition("=")) for home, words in self.names for word in words.split()
-        )
-        return {theirs: getattr(home, ours or theirs) for home, theirs, _, ours in pairs}
+        return {theirs: getattr(sys.modules[home], ours) for home, theirs, ours in self.pairs()}
 
 
 Table = Mapping[str, Module | ModuleType]
 """By path below the package, which is `""`; what has a file of its own is given as it is."""
 
-_built: dict[str, list[str]] = {}
+_built: dict[str, Table] = {}
 
 
 def module_names(package: str) -> list[str]:
     """Return the names of all modules of a package that was built, itself included."""
-    return _built[package]
+    return [f"{package}.{path}".rstrip(".") for path in _built[package]]
+
+
+def stubs(package: str) -> dict[str, str]:
+    """Return what a type checker or an editor needs to know of a package that was built.
+
+    Returns:
+        Texts of `.pyi` files by their paths below the package.
+    """
+    table, texts = _built[package], {}
+    for path, entry in table.items():
+        inner = [other for other in table if other and other.rpartition(".")[0] == path]
+        lines = [
+            f"from . import {last} as {last}" for last in (o.rpartition(".")[2] for o in inner)
+        ]
+        if isinstance(entry, ModuleType):
+            lines.append(f"from {entry.__name__} import *")
+        else:
+            # First, so that what the library has itself goes before what it takes from there.
+            lines[:0] = [f"from {entry.rest} import *"] if entry.rest else []
+            leaves = (table[other] for other in inner) if entry.inner else ()
+            for one in (entry, *(leaf for leaf in leaves if isinstance(leaf, Module))):
+                lines += [
+                    f"from {home} import {ours} as {name}" for home, name, ours in one.pairs()
+                ]
+            for name, other in entry.same.items():
+                above, _, last = f"{package}.{other}".rpartition(".")
+                lines.append(f"from {above} import {last} as {name}")
+            lines += [f"{name}: object" for name in (*entry.asked, "__version__")]
+        file = f"{path}.__init__" if inner else path
+        texts[f"{file.strip('.').replace('.', '/')}.pyi"] = "\n".join([*lines, ""])
+    return texts
 
 
 def build(package: str, library: str, table: Table) -> dict[str, ModuleType]:
@@ -99,7 +133,7 @@ def build(package: str, library: str, table: Table) -> dict[str, ModuleType]:
             parent, _, last = path.rpartition(".")
             inner[parent][last] = module
             sys.modules[f"{package}.{path}"] = module
-    _built[package] = [f"{package}.{path}".rstrip(".") for path in table]
+    _built[package] = table
     for path, entry in table.items():
         if isinstance(entry, Module):
             names = entry.own()
