@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ import torch
 import unisono.compat.heat as ht
 from unisono import data_parallel
 from unisono.comm import mpi_style
-from unisono.comm.transports.mpi import library
 from unisono.errors import MissingExtra
 
 # What is ours under HeAT's names, and where it comes from.
@@ -215,27 +210,18 @@ def test_an_array_of_heat_is_taken_by_its_local_part():
     assert torch.equal(everything.sort().values, expected)
 
 
-def run_script(python, tmp_path, *before):
-    """Run the script as a HeAT user does; return the lines of each rank."""
+@pytest.fixture
+def lines_of(printed_by, tmp_path):
+    """Return a function that runs the script as a HeAT user does, and the lines of each rank."""
     script = tmp_path / "mnist.py"
     script.write_text(re.sub(r"\bheat\b", "unisono.compat.heat", SCRIPT))
-    done = subprocess.run(
-        [*before, python, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return sorted(re.findall(r"SEEN (\d) (\d) (\S+) (\S+) (\w+)", done.stdout))
+    pattern = r"SEEN (\d) (\d) (\S+) (\S+) (\w+)"
+    return lambda *before: sorted(re.findall(pattern, printed_by(script, *before)))
 
 
 @pytest.mark.timeout(300)
-def test_a_training_script_runs_in_one_process(warm_python, tmp_path):
-    lines = run_script(warm_python, tmp_path)
+def test_a_training_script_runs_in_one_process(lines_of):
+    lines = lines_of()
     assert [(line[1], line[2]) for line in lines] == [
         ("1", "daso"),
         ("1", "dp-False"),
@@ -246,15 +232,8 @@ def test_a_training_script_runs_in_one_process(warm_python, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
-def test_a_training_script_runs_under_mpiexec_and_ranks_end_equal(warm_python, tmp_path):
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    why = library.unavailable() or ("mpiexec is not installed" if found is None else None)
-    if why is not None:
-        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
-        pytest.skip(why)
-    lines = run_script(warm_python, tmp_path, found, "-n", "2")
+def test_a_training_script_runs_under_mpiexec_and_ranks_end_equal(lines_of, mpiexec):
+    lines = lines_of(mpiexec, "-n", "2")
     assert len(lines) == 6
     first, second = lines[:3], lines[3:]
     assert [line[1:] for line in first] == [line[1:] for line in second]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -85,19 +84,10 @@ assert metric.rmse(m, y) < 0.25
 """
 
 
-def test_a_program_runs_after_one_more_line(warm_python, tmp_path):
+def test_a_program_runs_after_one_more_line(printed_by, tmp_path):
     served = "import unisono.compat\nunisono.compat.serve('pytagi')\n"
     (tmp_path / "program.py").write_text(served + PROGRAM)
-    done = subprocess.run(
-        [warm_python, "program.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "error" in done.stdout
+    assert "error" in printed_by("program.py")
 
 
 def test_the_table_can_stand_under_another_name(tmp_path, monkeypatch):
