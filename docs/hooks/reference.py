@@ -22,6 +22,8 @@ from types import ModuleType
 from typing import ForwardRef
 
 import unisono
+from unisono.compat.libraries import LIBRARIES
+from unisono.compat.modules import module_names
 
 EXTRA = ("unisono.comm.mpi_style", "unisono.launch.functional")
 """Public modules that their package does not list."""
@@ -135,13 +137,16 @@ def compat_page() -> str:
     """Return the page of other libraries' spellings: module by module, with the objects' homes."""
     compat = unisono.compat
     parts = ["# unisono.compat", to_markdown(inspect.getdoc(compat) or "")]
-    for found in pkgutil.walk_packages(compat.__path__, "unisono.compat."):
-        module = importlib.import_module(found.name)
+    packages = [library.package for library in LIBRARIES.values()]
+    for package in packages:
+        importlib.import_module(package)
+    for path in (path for package in packages for path in module_names(package)):
+        module = importlib.import_module(path)
         names = [name for name in public_names(module) if not _is_module(module, name)]
         if names:
             rows = [f"| `{name}` | `{_home(getattr(module, name))}` |" for name in names]
             table = "\n".join(["| name | object |", "|---|---|", *rows])
-            parts += [f"## {found.name}", to_markdown(inspect.getdoc(module) or ""), table]
+            parts += [f"## {path}", to_markdown(inspect.getdoc(module) or ""), table]
     return "\n\n".join(parts) + "\n"
 
 

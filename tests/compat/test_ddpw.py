@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 
 import pytest
@@ -46,34 +45,28 @@ def quiet(hygiene, monkeypatch, tmp_path):
     monkeypatch.setattr(IO, "verbose", False)
 
 
-def run_script(python, text, tmp_path):
-    """Run a script as a user does, on a laptop without GPUs."""
-    (tmp_path / "script.py").write_text(text)
-    env = {**os.environ, "UNISONO_FORCE_ON": "cpu", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [python, "script.py"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def printed(printed_by, tmp_path):
+    """Return a function that runs a script as a user does, on a laptop without GPUs."""
+
+    def run(text):
+        (tmp_path / "script.py").write_text(text)
+        return printed_by("script.py", UNISONO_FORCE_ON="cpu", TMPDIR=str(tmp_path))
+
+    return run
 
 
-def test_the_first_snippet_prints_from_every_rank(warm_python, tmp_path):
-    out = run_script(warm_python, FIRST_SNIPPET, tmp_path)
+def test_the_first_snippet_prints_from_every_rank(printed):
+    out = printed(FIRST_SNIPPET)
     lines = [line for line in out.splitlines() if "This is GPU" in line]
     assert sorted(lines) == [
         f"[{r}] This is GPU {r}(G)/{r}(L); args = ('example',)" for r in range(4)
     ]
 
 
-def test_the_decorator_snippet_runs_when_called(warm_python, tmp_path):
+def test_the_decorator_snippet_runs_when_called(printed):
     body = SECOND_SNIPPET + "\nprint('returned', list(run(1, b=2)))\n"
-    assert "returned [None, None]" in run_script(warm_python, body, tmp_path)
+    assert "returned [None, None]" in printed(body)
 
 
 def test_the_present_spelling_gets_ranks_group_and_platform():

@@ -16,7 +16,7 @@ import unisono.compat.distdl as distdl
 from unisono.compat.distdl.backends.mpi.functional.halo_exchange import HaloExchangeFunction
 from unisono.compat.distdl.backends.mpi.halo_exchange import allocate_halo_exchange_buffers
 from unisono.compat.distdl.backends.mpi.partition import layout_of
-from unisono.compat.distdl.nn.halo_exchange import ghost_slices
+from unisono.compat.distdl.halos import ghost_slices
 from unisono.compat.distdl.nn.mixins import ConvMixin, HaloMixin, InterpolateMixin
 from unisono.compat.distdl.utilities.torch import TensorStructure, zero_volume_tensor
 from unisono.errors import PartitionError
@@ -454,9 +454,8 @@ def test_movements_between_and_over_partitions():
     assert torch.equal(joined, x[:2] if me < 2 else x[2:])
     part = distdl.nn.ReduceScatter(P_y, axes_reduce_scatter=(1,))(joined)
     assert torch.equal(part, 2 * own(x, P_y))
-    with pytest.warns(DeprecationWarning, match="Repartition"):
-        moved = distdl.nn.DistributedTranspose(P_x, P_y)
-    assert isinstance(moved, distdl.nn.Repartition)
+    assert distdl.nn.DistributedTranspose is distdl.nn.Repartition
+    moved = distdl.nn.Repartition(P_x, P_y)
     assert torch.equal(moved(own(x, P_x)), own(x, P_y))
     with pytest.raises(ValueError, match="BufferManager"):
         distdl.nn.Repartition(P_x, P_y, buffer_manager=3)

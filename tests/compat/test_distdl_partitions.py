@@ -22,10 +22,10 @@ from unisono.compat.distdl.backends.mpi.functional.all_sum_reduce import AllSumR
 from unisono.compat.distdl.backends.mpi.functional.broadcast import BroadcastFunction
 from unisono.compat.distdl.backends.mpi.functional.repartition import RepartitionFunction
 from unisono.compat.distdl.backends.mpi.functional.sum_reduce import SumReduceFunction
-from unisono.compat.distdl.backends.mpi.nulls import null_comm, null_rank
 from unisono.compat.distdl.backends.mpi.tensor_decomposition import (
     compute_subtensor_shapes_unbalanced,
 )
+from unisono.compat.distdl.partitions import null_comm, null_rank
 from unisono.compat.distdl.utilities.torch import TensorStructure, zero_volume_tensor
 from unisono.errors import PartitionError
 

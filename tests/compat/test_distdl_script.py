@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from unisono.comm.transports.mpi import library
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distdl_script.py"
 
 
-@pytest.fixture
-def mpiexec():
-    """Return the program that starts ranks of MPI; without it the test is skipped."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    why = library.unavailable() or ("mpiexec is not installed" if found is None else None)
-    if why is not None:
-        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
-        pytest.skip(why)
-    return found
-
-
-def run_script(python, *before):
-    """Run the script as a DistDL user does; return the accuracy of each epoch and the ranks."""
-    done = subprocess.run(
-        [*before, python, str(EXAMPLE)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "largest difference of a loss" in done.stdout
-    found = re.findall(r"epoch \d: (\S+) right with ranks=(\d)", done.stdout)
+def epochs(printed):
+    """Return the accuracy of each epoch and the ranks, from what the script has printed."""
+    assert "largest difference of a loss" in printed
+    found = re.findall(r"epoch \d: (\S+) right with ranks=(\d)", printed)
     return [accuracy for accuracy, _ in found], {int(ranks) for _, ranks in found}
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
-def test_a_training_script_gives_the_same_in_one_process_and_under_mpiexec(warm_python, mpiexec):
-    alone, ranks = run_script(warm_python)
+def test_a_training_script_gives_the_same_in_one_process_and_under_mpiexec(printed_by, mpiexec):
+    alone, ranks = epochs(printed_by(EXAMPLE))
     assert (len(alone), ranks) == (3, {1})
-    assert run_script(warm_python, mpiexec, "-n", "2") == (alone, {2})
+    assert epochs(printed_by(EXAMPLE, mpiexec, "-n", "2")) == (alone, {2})
 
 
 def test_the_script_runs_for_as_few_epochs_as_its_user_wants(monkeypatch, capsys):
@@ -102,17 +74,7 @@ P.print_sequential(f"rank {P.rank} of {P.size} is done")
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
-def test_partitions_over_mpi_are_real_communicators(warm_python, tmp_path, mpiexec):
+def test_partitions_over_mpi_are_real_communicators(printed_by, tmp_path, mpiexec):
     (tmp_path / "partitions.py").write_text(PARTITIONS)
-    done = subprocess.run(
-        [mpiexec, "-n", "3", warm_python, "partitions.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"rank {r} of 3 is done" for r in range(3)]
+    printed = printed_by("partitions.py", mpiexec, "-n", "3")
+    assert printed.splitlines() == [f"rank {r} of 3 is done" for r in range(3)]

@@ -10,6 +10,7 @@ from unisono import Mesh
 from unisono import graph_parallel as gp
 from unisono.comm import groups as cache
 from unisono.comm import world
+from unisono.compat import gp_utils
 from unisono.errors import MeshError, PartitionError, PlatformError
 
 
@@ -28,8 +29,6 @@ def test_rows_are_consecutive_ranks_and_columns_go_across():
         row = list(range(rank // size * size, rank // size * size + size))
         assert dist.get_process_group_ranks(gp.get_gp_group()) == row
         assert dist.get_process_group_ranks(gp.get_dp_group()) == list(range(rank % size, 4, size))
-        assert gp._GRAPH_PARALLEL_GROUP is gp.get_gp_group()
-        assert gp._DATA_PARALLEL_GROUP is gp.get_dp_group()
         gp.cleanup_gp()
         assert not gp.initialized()
 
@@ -84,7 +83,7 @@ def test_queries_before_set_up():
     assert (gp.get_dp_world_size(), gp.get_dp_rank()) == (world().size, world().rank)
     assert gp.get_gp_group() is None
     assert gp.get_dp_group() is None
-    assert gp._GRAPH_PARALLEL_GROUP is None
+    assert gp.get_gp_group() is None
 
 
 def test_a_plain_process_is_a_row_of_one():
@@ -175,8 +174,8 @@ def test_a_region_before_set_up_names_it():
         gp.reduce_from_model_parallel_region,
         gp.scatter_to_model_parallel_region,
         gp.gather_from_model_parallel_region,
-        gp.CopyToModelParallelRegion.apply,
-        gp._split,
+        gp_utils.CopyToModelParallelRegion.apply,
+        gp_utils.own_block,
     ):
         with pytest.raises(MeshError, match="setup_gp"):
             region(torch.ones(4))

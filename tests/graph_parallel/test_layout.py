@@ -10,6 +10,7 @@ from torch import nn
 from unisono import graph_parallel as gp
 from unisono import operators
 from unisono.comm import world
+from unisono.compat import gp_utils
 from unisono.errors import LayoutError
 from unisono.graph_parallel import layout
 from unisono.graph_parallel.equality import difference_over_ranks
@@ -97,7 +98,7 @@ def test_a_sum_made_by_other_means_is_no_longer_partial():
             lambda x: comm.all_reduce_(x.clone()),
             lambda x: operators.sum_to_replicated(x, comm=comm),
             lambda x: operators.all_sum_reduce(x, comm=comm),
-            gp.ReduceFromModelParallelRegion.apply,
+            gp_utils.ReduceFromModelParallelRegion.apply,
             in_place_of_a_view,
             by_torch,
         ):
@@ -156,18 +157,20 @@ def test_function_classes_are_watched_as_the_functions_are():
     gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
     with gp.layout_check():
         e = gp.mark(torch.ones(4, requires_grad=True) * 3, "partial")
-        total = gp.ReduceFromModelParallelRegion.apply(e)
+        total = gp_utils.ReduceFromModelParallelRegion.apply(e)
         assert gp.layout_of(total) == "replicated"
         with pytest.raises(LayoutError, match="reduced twice"):
-            gp.ReduceFromModelParallelRegion.apply(total)
+            gp_utils.ReduceFromModelParallelRegion.apply(total)
         with pytest.raises(LayoutError, match="gather of a replicated tensor"):
-            gp.GatherFromModelParallelRegion.apply(total, 0)
-        part = gp.ScatterToModelParallelRegion.apply(total, 0)
+            gp_utils.GatherFromModelParallelRegion.apply(total, 0)
+        part = gp_utils.ScatterToModelParallelRegion.apply(total, 0)
         assert gp.layout_of(part) == "sharded"
-        assert gp.layout_of(gp.GatherFromModelParallelRegionSumGrad.apply(part)) == "replicated"
-        assert gp.layout_of(gp.ReduceScatterToModelParallelRegion.apply(e)) == "sharded"
+        assert (
+            gp.layout_of(gp_utils.GatherFromModelParallelRegionSumGrad.apply(part)) == "replicated"
+        )
+        assert gp.layout_of(gp_utils.ReduceScatterToModelParallelRegion.apply(e)) == "sharded"
         with pytest.raises(LayoutError, match="values differ"):
-            gp.CopyToModelParallelRegion.apply(torch.ones(1) * comm.rank)
+            gp_utils.CopyToModelParallelRegion.apply(torch.ones(1) * comm.rank)
     gp.cleanup_gp()
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from unisono import graph_parallel as gp
 from unisono.comm import world
+from unisono.compat import gp_utils
 from unisono.errors import PartitionError
+from unisono.graph_parallel.padding import split_tensor
 
 
 @settings(deadline=None)
@@ -19,7 +21,7 @@ def test_sizes_are_balanced_and_chunks_are_exactly_as_many_as_asked(size, parts)
     assert sizes == [size // parts + (r < size % parts) for r in range(parts)]
     x = torch.arange(2.0 * size).view(2, size)
     for contiguous in (False, True):
-        chunks = gp._split_tensor(x, parts, contiguous_chunks=contiguous)
+        chunks = split_tensor(x, parts, contiguous_chunks=contiguous)
         assert [c.shape[1] for c in chunks] == sizes
         assert torch.equal(torch.cat(chunks, 1), x)
         assert all(c.is_contiguous() for c in chunks) or not contiguous
@@ -59,14 +61,13 @@ def test_bare_movements_leave_their_input_and_are_never_aliases():
     gp.setup_gp({"gp_gpus": comm.size})
     x = torch.arange(10.0).view(2, 5)
     kept = x.clone()
-    block = gp._split(x)
+    block = gp_utils.own_block(x)
     assert block.is_contiguous()
     block += 1
-    total = gp._reduce(None, x)
+    total = gp_utils.summed(None, x)
     assert torch.equal(total, comm.size * x)
     total += 1
     assert torch.equal(x, kept)
-    for gather in (gp._gather, gp._gather_with_padding):
-        assert torch.equal(gather(gp._split(x)), x)
-        assert torch.equal(gather(gp._split(x, 0), 0), x)
+    assert torch.equal(gp_utils.joined(gp_utils.own_block(x)), x)
+    assert torch.equal(gp_utils.joined(gp_utils.own_block(x, 0), 0), x)
     gp.cleanup_gp()

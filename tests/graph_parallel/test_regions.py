@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unisono import graph_parallel as gp
 from unisono.comm import check, trace, world
+from unisono.compat import gp_utils
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 from unisono.testing import check_adjoint
 
@@ -218,17 +219,21 @@ def test_function_classes_do_what_the_functions_do():
     comm = world()
     gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
     table = [
-        (gp.CopyToModelParallelRegion, gp.copy_to_model_parallel_region, False),
-        (gp.ReduceFromModelParallelRegion, gp.reduce_from_model_parallel_region, False),
-        (gp.ScatterToModelParallelRegion, gp.scatter_to_model_parallel_region, True),
-        (gp.GatherFromModelParallelRegion, gp.gather_from_model_parallel_region, True),
+        (gp_utils.CopyToModelParallelRegion, gp.copy_to_model_parallel_region, False),
+        (gp_utils.ReduceFromModelParallelRegion, gp.reduce_from_model_parallel_region, False),
+        (gp_utils.ScatterToModelParallelRegion, gp.scatter_to_model_parallel_region, True),
+        (gp_utils.GatherFromModelParallelRegion, gp.gather_from_model_parallel_region, True),
         (
-            gp.GatherFromModelParallelRegionSumGrad,
+            gp_utils.GatherFromModelParallelRegionSumGrad,
             gp.gather_from_model_parallel_region_sum_grad,
             True,
         ),
-        (gp.ScaleBackwardGrad, gp.scale_backward_grad, False),
-        (gp.ReduceScatterToModelParallelRegion, gp.reduce_scatter_to_model_parallel_region, True),
+        (gp_utils.ScaleBackwardGrad, gp.scale_backward_grad, False),
+        (
+            gp_utils.ReduceScatterToModelParallelRegion,
+            gp.reduce_scatter_to_model_parallel_region,
+            True,
+        ),
     ]
     for function, region, takes_dim in table:
         for arguments in [(), (0,), (1,)] if takes_dim else [()]:
@@ -300,7 +305,7 @@ def test_a_gather_that_must_learn_its_sizes_says_what_a_graph_needs():
     for gather in (
         lambda t: gp.gather(t, grad="sum") * 2,
         lambda t: gp.gather_from_model_parallel_region(t, 0) * 2,
-        lambda t: gp.GatherFromModelParallelRegion.apply(t, 0) * 2,
+        lambda t: gp_utils.GatherFromModelParallelRegion.apply(t, 0) * 2,
     ):
         with pytest.raises(Unsupported, match=r"without sizes(.|\n)*HINT: sizes=(.|\n)*natoms=N"):
             torch.compile(gather, fullgraph=True, backend="aot_eager")(x)
@@ -336,13 +341,13 @@ def test_function_classes_work_in_torch_func_and_refuse_vmap():
     gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
     shared, own = drawn(4, 4, seed=0), drawn(4, 4, seed=1 + comm.rank)
     for region, x in (
-        (gp.CopyToModelParallelRegion, shared),
-        (gp.ReduceFromModelParallelRegion, own),
-        (gp.ScatterToModelParallelRegion, shared),
-        (gp.GatherFromModelParallelRegion, own),
-        (gp.GatherFromModelParallelRegionSumGrad, own),
-        (gp.ScaleBackwardGrad, own),
-        (gp.ReduceScatterToModelParallelRegion, own),
+        (gp_utils.CopyToModelParallelRegion, shared),
+        (gp_utils.ReduceFromModelParallelRegion, own),
+        (gp_utils.ScatterToModelParallelRegion, shared),
+        (gp_utils.GatherFromModelParallelRegion, own),
+        (gp_utils.GatherFromModelParallelRegionSumGrad, own),
+        (gp_utils.ScaleBackwardGrad, own),
+        (gp_utils.ReduceScatterToModelParallelRegion, own),
     ):
         with pytest.raises(UnisonoError, match="a collective cannot be vmapped"):
             torch.func.vmap(region.apply)(torch.stack([x, x]))

@@ -140,11 +140,6 @@ class BaseLayer(ABC):
     def device(self, value: str) -> None:
         self.move(checked_device(value, self.get_layer_info()))
 
-    @property
-    def _cpp_backend(self) -> BaseLayer:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the live parameter tensors by name; changes to them change the layer."""
         if self.params is None:

@@ -249,11 +249,6 @@ class DDPSequential:
             norm.running_mean, norm.running_var = mean.clone(), var.clone()
             norm.has_statistics = True
 
-    @property
-    def _cpp_backend(self) -> DDPSequential:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     def predict(self, x: ArrayLike, batch_size: int | None = None) -> tuple[Output, Output]:
         """Return mean and standard deviation `[samples, outputs]` in eval mode. Local."""
         return self.model.predict(x, batch_size)

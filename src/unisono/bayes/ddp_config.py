@@ -32,11 +32,6 @@ class DDPConfig:
         """Whether rank and world size say more than the defaults."""
         return (self.rank, self.world_size) != (0, 1)
 
-    @property
-    def _cpp_backend(self) -> DDPConfig:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     def check(self, cuda: bool) -> None:
         """Refuse what cannot be, alike on all ranks."""
         if self.backend not in BACKENDS:

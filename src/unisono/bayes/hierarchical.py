@@ -32,11 +32,6 @@ class HRCSoftmax:
     len: int = 0
     """Outputs that the net needs."""
 
-    @property
-    def _cpp_backend(self) -> HRCSoftmax:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
 
 def tree_of(num_classes: int) -> HRCSoftmax:
     """Return the tree of `num_classes` classes.

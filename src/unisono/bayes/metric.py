@@ -286,11 +286,6 @@ class HRCSoftmaxMetric:
         self.utils = Utils()
         self.hrc_softmax = tree_of(num_classes)
 
-    @property
-    def _cpp_backend(self) -> HRCSoftmaxMetric:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     def get_predicted_labels(self, m_pred: ArrayLike, v_pred: ArrayLike) -> NDArray[np.int32]:
         """Return the most probable label of each sample."""
         rows = np.asarray(m_pred).size // self.hrc_softmax.len

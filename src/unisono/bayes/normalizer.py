@@ -21,11 +21,6 @@ class Normalizer:
     def __init__(self, method: str | None = None) -> None:
         self.method = method
 
-    @property
-    def _cpp_backend(self) -> Normalizer:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     @staticmethod
     def standardize(data: ArrayLike, mu: ArrayLike, std: ArrayLike) -> Floats:
         """Return `(data - mu) / std`."""

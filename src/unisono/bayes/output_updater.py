@@ -34,11 +34,6 @@ class OutputUpdater:
         self.device = model_device
         """Device of the model."""
 
-    @property
-    def _cpp_backend(self) -> OutputUpdater:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     @torch.no_grad()
     def update(
         self,

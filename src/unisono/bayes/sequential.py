@@ -406,11 +406,6 @@ class Sequential(StoredState, RecurrentStates, Described):
         """Samples of the last forward pass."""
         return self._batch
 
-    @property
-    def _cpp_backend(self) -> Sequential:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     def to_torch(self) -> nn.Sequential:
         """Return the means as a torch module in eval mode; see `unisono.bayes.to_torch`."""
         return to_torch(self)

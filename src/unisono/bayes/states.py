@@ -47,11 +47,6 @@ class _Buffer:
         self._resize(new_size)
         return self.get_name()
 
-    @property
-    def _cpp_backend(self) -> _Buffer:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     def _write(self, name: str, values: ArrayLike) -> None:
         like = self.live[name]
         self.live[name] = to_tensor(values, like.device, like.dtype).reshape(-1)

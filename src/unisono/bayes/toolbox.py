@@ -21,11 +21,6 @@ Ints = NDArray[np.int32]
 class Utils:
     """Conversions between labels, files and arrays; no state."""
 
-    @property
-    def _cpp_backend(self) -> Utils:
-        """The object itself: programs for pytagi reach through this name."""
-        return self
-
     def label_to_obs(self, labels: ArrayLike, num_classes: int) -> tuple[Floats, Ints, int]:
         """Return the turns of each label, the outputs they belong to, and turns per label.
 

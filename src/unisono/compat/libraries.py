@@ -21,14 +21,22 @@ class Library:
 
     name: str
     """Its name here, as `--compat` takes it."""
-    root: str
-    """What programs import."""
-    package: str
-    """The package of ours that answers."""
     instead: str
     """What to do when something is not offered."""
+    beside: bool = False
+    """Whether the library itself does the rest: it is to be kept, and ours imported beside it."""
     release: str = ""
     """Which releases of the library have these names, where that matters."""
+
+    @property
+    def root(self) -> str:
+        """What programs import."""
+        return self.name.removesuffix("_v2")
+
+    @property
+    def package(self) -> str:
+        """The package of ours that answers."""
+        return f"unisono.compat.{self.name}"
 
     @property
     def directory(self) -> str:
@@ -47,57 +55,45 @@ class Library:
         return next(found, None)
 
 
+def _graph_parallel(path: str, *, other: str = "") -> str:
+    package = path.partition(".")[0].removesuffix("_v2")
+    return f"{other}for models and data keep {package} and import unisono.compat.{path} beside it"
+
+
 LIBRARIES = {
     library.name: library
     for library in (
         Library(
             "ddpw",
-            "ddpw",
-            "unisono.compat.ddpw",
             "all names of DDPW 6 and of its first releases are served; other tools: unisono.launch",
         ),
-        Library(
-            "distdl",
-            "distdl",
-            "unisono.compat.distdl",
-            "layers and operators are in unisono.nn and unisono.operators",
-        ),
+        Library("distdl", "layers and operators are in unisono.nn and unisono.operators"),
         Library(
             "fairchem",
-            "fairchem",
-            "unisono.compat.fairchem",
-            "--compat fairchem_v2 serves the names of 2.x; for models and data keep fairchem and "
-            "import unisono.compat.fairchem.core.common.gp_utils beside it",
+            _graph_parallel(
+                "fairchem.core.common.gp_utils",
+                other="--compat fairchem_v2 serves the names of 2.x; ",
+            ),
+            beside=True,
             release="1.x",
         ),
         Library(
             "fairchem_v2",
-            "fairchem",
-            "unisono.compat.fairchem_v2",
-            "--compat fairchem serves the names of 1.x; for models and data keep fairchem and "
-            "import unisono.compat.fairchem_v2.core.common.gp_utils beside it",
+            _graph_parallel(
+                "fairchem_v2.core.common.gp_utils",
+                other="--compat fairchem serves the names of 1.x; ",
+            ),
+            beside=True,
             release="2.x",
         ),
         Library(
             "heat",
-            "heat",
-            "unisono.compat.heat",
             "for arrays keep heat, import unisono.compat.heat as ht for the training, and pass "
             "x.larray",
+            beside=True,
         ),
-        Library(
-            "ocpmodels",
-            "ocpmodels",
-            "unisono.compat.ocpmodels",
-            "for models and data keep ocpmodels and import unisono.compat.ocpmodels.common.gp_utils"
-            " beside it",
-        ),
-        Library(
-            "pytagi",
-            "pytagi",
-            "unisono.compat.pytagi",
-            "everything that is offered is in unisono.bayes",
-        ),
+        Library("ocpmodels", _graph_parallel("ocpmodels.common.gp_utils"), beside=True),
+        Library("pytagi", "everything that is offered is in unisono.bayes"),
     )
 }
 """By name."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from unisono.compat.libraries import Library, library_named
+from unisono.compat.modules import module_names
 from unisono.errors import PlatformError, explain
 
 __all__ = ["call_served", "serve", "serving"]
@@ -206,9 +206,7 @@ def _share_loaded(name: str, own: str) -> None:
 
 def _offer(library: Library) -> str:
     """Say which modules are there."""
-    package = importlib.import_module(library.package)
-    modules = [
-        module.name.replace(library.package, library.root, 1)
-        for module in pkgutil.walk_packages(package.__path__, f"{library.package}.")
-    ]
-    return f"{notice(library)}, which offers {', '.join(modules)}"
+    importlib.import_module(library.package)
+    inner = module_names(library.package)[1:]
+    offered = ", ".join(name.replace(library.package, library.root, 1) for name in inner)
+    return f"{notice(library)}, which offers {offered}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -139,12 +139,11 @@ def on_device(comm: Communicator, device: torch.device) -> Communicator:
     return comm if comm.device.type == device.type else comm.with_device(device)
 
 
-def reset_module(module: nn.Module, reset: Callable[[nn.Module], None], comm: Communicator) -> None:
+def reset_module(module: nn.Module, comm: Communicator) -> None:
     """Re-initialise the parameters on rank 0 with a fixed seed; its RNG state is put back.
 
     Args:
         module: its submodules are reset one by one.
-        reset: function of a submodule.
         comm: only its rank 0 does anything; the others get the values by the broadcast.
     """
     if comm.rank != 0:
@@ -152,4 +151,11 @@ def reset_module(module: nn.Module, reset: Callable[[nn.Module], None], comm: Co
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
         torch.manual_seed(RESET_SEED)
-        module.apply(reset)
+        module.apply(reset_layer)
+
+
+def reset_layer(module: nn.Module) -> None:
+    """Call `module.reset_parameters()` if it has one."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()

@@ -31,7 +31,6 @@ from unisono.data_parallel.construction import (
 )
 from unisono.data_parallel.deferred import DeferredUpdates
 from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.heat_parts import HeatParts
 from unisono.data_parallel.join import Join
 from unisono.data_parallel.layer_hooks import (
     LayerHook,
@@ -46,7 +45,7 @@ from unisono.data_parallel.weighting import Weights
 __all__ = ["DataParallel"]
 
 
-class DataParallel(HeatParts):
+class DataParallel(nn.Module):
     """Trains `module` on all ranks of `comm` with averaged gradients. Collective over `comm`.
 
     After a step every rank holds the parameters that one process would hold after a step with the
@@ -128,7 +127,7 @@ class DataParallel(HeatParts):
         options = [self.blocking_parameter_updates, *_words(self)]
         check_same_module(module, self.communicator, options)
         if reset_parameters:
-            reset_module(module, self._reset_parameters, self.communicator)
+            reset_module(module, self.communicator)
         broadcast_module(module, self.communicator)
         self._start()
 
@@ -151,19 +150,13 @@ class DataParallel(HeatParts):
         self._engine, self._weights, self._deferred = engine, weights, deferred
         self._fwd_hook_handles = []
         if deferred is not None:
-            layers = list(self._param_slices)
-            self._fwd_hook_handles = hook_layers(self.module, layers, self._forward_hook)
+            self._fwd_hook_handles = hook_layers(self.module, self._layers, self._forward_hook)
         weakref.finalize(self, _leave, engine, deferred)
         return engine
 
     def _name_layers(self) -> None:
-        names = [name for name, _ in self.module.named_parameters()]
-        self._param_indices = {name: i for i, name in enumerate(names)}
-        self._param_slices = {}
-        for i, name in enumerate(names):
-            layer = layer_of(name)
-            first = self._param_slices[layer].start if layer in self._param_slices else i
-            self._param_slices[layer] = slice(first, i + 1)
+        names = (name for name, _ in self.module.named_parameters())
+        self._layers = list(dict.fromkeys(layer_of(name) for name in names))
 
     # -- training -------------------------------------------------------------------------------
 
@@ -302,6 +295,11 @@ class DataParallel(HeatParts):
         """Take back what `compression_state_dict` gave on this rank. Local."""
         self._running().averaging.load_state_dict(state)
 
+    def _settle_layer(self, layer: str) -> None:
+        """Wait for and apply the owed update of a layer. Local."""
+        if self._deferred is not None and self._deferred.active:
+            self._deferred.settle_layer(layer)
+
     def _forward_hook(self, layer_name: str) -> LayerHook:
         """Return a forward pre-hook that applies the owed update of that layer."""
         return LayerHook(self, layer_name)
@@ -343,7 +341,7 @@ class DataParallel(HeatParts):
 
     def _plain_state(self) -> dict[str, Any]:
         """Return what describes this object without its module, ranks and hooks."""
-        kept = ("blocking_parameter_updates", "_options", "_param_indices", "_param_slices")
+        kept = ("blocking_parameter_updates", "_options", "_layers")
         return {
             **{name: copy.copy(self.__dict__[name]) for name in kept},
             "_engine": None,

@@ -1,4 +1,4 @@
-"""What hangs on the layers of a module in non-blocking mode, and what can be waited for."""
+"""What hangs on the layers of a module in non-blocking mode."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-
-from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.gradient_bucket import GradientBucket
 
 
 class Updater(Protocol):
@@ -20,7 +17,7 @@ class Updater(Protocol):
         """Whether anything is under way or owed."""
         ...
 
-    def _iparam_update(self, param_slice: slice | None, layer_names: list[str] | None) -> None: ...
+    def _settle_layer(self, layer: str) -> None: ...
 
 
 class LayerHook:
@@ -34,7 +31,7 @@ class LayerHook:
         """Complete what the layer needs before its forward."""
         updater = None if self._updater is None else self._updater()
         if updater is not None and updater.pending:
-            updater._iparam_update(None, [self.layer])
+            updater._settle_layer(self.layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
         return LayerHook(None, self.layer)
@@ -53,20 +50,6 @@ def hook_layers(module: nn.Module, layers: list[str], make_hook: Any) -> list[Re
                 del part._forward_pre_hooks[key]
         handles.append(part.register_forward_pre_hook(make_hook(layer)))
     return handles
-
-
-class WaitHandle:
-    """One gradient under way."""
-
-    def __init__(self, engine: GradientEngine, bucket: GradientBucket) -> None:
-        self._engine = engine
-        self._bucket = bucket
-
-    def wait(self) -> None:
-        """Return when the gradient is the mean over ranks. Local."""
-        self._engine.under_way.wait(self._bucket)
-
-    Wait = wait
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -83,7 +83,7 @@ class DataParallelMultiGPU(nn.Module):
         options = (*self._options.values(), reset_parameters)
         check_same_module(module, ranks, [repr(option) for option in options])
         if reset_parameters:
-            reset_module(module, self._reset_parameters, ranks)
+            reset_module(module, ranks)
         optimizer.set_model(module, local_sync=self._set_sync)
         self._engine: GradientEngine | None = None
         self._running()
@@ -132,13 +132,6 @@ class DataParallelMultiGPU(nn.Module):
                 "drop_last=True in the loader, or DataParallel.join() without DASO",
             )
         )
-
-    @staticmethod
-    def _reset_parameters(module: nn.Module) -> None:
-        """Call `module.reset_parameters()` if it has one."""
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
 
     def _set_sync(self, on: bool) -> None:
         self.require_backward_grad_sync = on

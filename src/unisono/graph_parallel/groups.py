@@ -202,15 +202,6 @@ def get_gp_world_size() -> int:
     return 1 if groups is None else groups.gp.size
 
 
-def live_view(module: str, name: str) -> dist.ProcessGroup | None:
-    """Answer for gp_utils' two module attributes, which always show the present groups."""
-    if name == "_GRAPH_PARALLEL_GROUP":
-        return get_gp_group()
-    if name == "_DATA_PARALLEL_GROUP":
-        return get_dp_group()
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-
 def _install_new(size: int, backend: str | None, verb: str) -> None:
     global _installed
     present = current_groups()

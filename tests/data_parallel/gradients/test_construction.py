@@ -19,6 +19,7 @@ from unisono.data_parallel import (
     DistributedSampler,
     PowerSGD,
 )
+from unisono.data_parallel.construction import reset_layer
 from unisono.errors import CollectiveMismatch, UnisonoError
 
 at_1_to_4 = pytest.mark.ranks([1, 2, 3, 4], backend="gloo")
@@ -64,7 +65,7 @@ def test_reset_parameters_gives_the_seeded_values_everywhere():
     assert torch.equal(torch.random.get_rng_state(), state)
     assert_replicas_equal(module)
     torch.manual_seed(2147483646)
-    twin.apply(DataParallel._reset_parameters)
+    twin.apply(reset_layer)
     for p, q in zip(module.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -106,31 +107,6 @@ def test_parameters_frozen_unfrozen_added_or_moved_later_are_noticed():
     loss_of(model(batch((6,), dtype=torch.float32)[1])).backward()
     assert {bucket.dtype for bucket in model.buckets} == {torch.float32}
     assert world().all_equal(module[0].weight.grad)
-
-
-@pytest.mark.ranks(2)
-def test_layers_and_indices_have_heat_names():
-    module = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "b": nn.Linear(2, 1)})
-    module.register_parameter("p", nn.Parameter(torch.ones(1)))
-    optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
-    model = DataParallel(module, world(), optimizer)
-    assert model._param_slices == {"": slice(0, 1), "a.0": slice(1, 3), "b": slice(3, 5)}
-    assert list(model._param_indices) == ["p", "a.0.weight", "a.0.bias", "b.weight", "b.bias"]
-    assert model._dp_optimizers == [optimizer]
-    assert model.optimizer is optimizer
-    assert len(model._fwd_hook_handles) == 3
-    mean = model._blocking_hook(torch.full((2,), float(world().rank), dtype=torch.float64))
-    assert torch.equal(mean, torch.full((2,), 0.5, dtype=torch.float64))
-    for name, p in reversed(list(module.named_parameters())):
-        hook = model._nonblocking_hook(name.rpartition(".")[0], name)
-        grad = torch.full_like(p, float(world().rank))
-        assert hook(grad) is grad
-    for name, handle, dtype, buffer in [h for hs in model._layer_wait_handles.values() for h in hs]:
-        handle.wait()
-        assert dtype == torch.float32, name
-        assert torch.equal(buffer, torch.full_like(buffer, 0.5))
-    with pytest.raises(KeyError, match="nothing"):
-        model._nonblocking_hook("b", "nothing")
 
 
 def test_bad_input_is_answered_in_sentences():
@@ -183,8 +159,6 @@ def test_wrong_types_are_answered_with_a_hint():
         sampler.link("x")
     with pytest.raises(TypeError, match="HINT: seed=1"):
         sampler.set_seed("x")
-    with pytest.raises(KeyError, match=r"unknown layers \['b'\]\n  HINT: layer_names from \[''\]"):
-        DataParallel(layer)._iparam_update(None, ["b"])
 
 
 @pytest.mark.ranks(2)

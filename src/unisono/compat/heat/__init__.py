@@ -6,55 +6,65 @@ needed. HeAT's array library is not: keep heat for arrays and pass `x.larray`.
 
 from __future__ import annotations
 
-import sys
-from typing import NoReturn
+from unisono import data_parallel
+from unisono.comm import mpi_style
+from unisono.compat.heat import training
+from unisono.compat.modules import Module, build
 
-from unisono.compat.heat import core, nn, optim, utils
-from unisono.compat.heat.core import communication
-from unisono.compat.heat.core.communication import (
-    MPI,
-    MPI_SELF,
-    MPI_WORLD,
-    Communication,
-    MPICommunication,
-    MPIRequest,
-    get_comm,
-    sanitize_comm,
-    use_comm,
+COMMUNICATION = (
+    mpi_style,
+    (
+        "MPI MPI_SELF MPI_WORLD Communication MPICommunication MPIRequest=Request "
+        "get_comm sanitize_comm use_comm"
+    ),
 )
-from unisono.compat.libraries import LIBRARIES
+DATA = (
+    data_parallel,
+    (
+        "DataLoader Dataset DistributedDataset DistributedSampler create_train_val_split "
+        "dataset_irecv dataset_ishuffle dataset_shuffle"
+    ),
+)
+WRAPPERS = (training, "DataParallel DataParallelMultiGPU")
+OPTIMIZERS = ((training, "DASO"), (data_parallel, "DataParallelOptimizer"))
 
-__version__ = "1.5.1"
-"""The release of HeAT whose names these are."""
+MODULES = {
+    "": Module("", COMMUNICATION, same={"communication": "core.communication"}, version="1.5.1"),
+    "core": Module("The part of HeAT's `core` that is offered: the communicator.", COMMUNICATION),
+    "core.communication": Module("HeAT's `core.communication`: MPI's verbs.", COMMUNICATION),
+    "nn": Module(
+        "HeAT's `nn`: the data-parallel wrappers; every other name is that of `torch.nn`.",
+        WRAPPERS,
+        rest="torch.nn",
+    ),
+    "nn.data_parallel": Module("HeAT's `nn.data_parallel`: the wrappers.", WRAPPERS),
+    "nn.functional": Module(
+        "HeAT's `nn.functional`: every name is that of `torch.nn.functional`.",
+        rest="torch.nn.functional",
+    ),
+    "optim": Module(
+        "HeAT's `optim`: the data-parallel optimizers; every other name is that of `torch.optim`.",
+        *OPTIMIZERS,
+        rest="torch.optim",
+    ),
+    "optim.dp_optimizer": Module("HeAT's `optim.dp_optimizer`: the optimizers.", *OPTIMIZERS),
+    "optim.lr_scheduler": Module(
+        "HeAT's `optim.lr_scheduler`: every name is that of `torch.optim.lr_scheduler`.",
+        rest="torch.optim.lr_scheduler",
+    ),
+    "optim.utils": Module("HeAT's `optim.utils`.", (data_parallel, "DetectMetricPlateau")),
+    "utils": Module("The part of HeAT's `utils` that is offered: data, torchvision's transforms."),
+    "utils.data": Module(
+        "HeAT's `utils.data`: loaders, data sets and shuffles over ranks.",
+        DATA,
+        hint="HeAT's readers of files are not offered; load the rows of this rank and wrap them: "
+        "ht.utils.data.Dataset(rows)",
+    ),
+    "utils.data.datatools": Module("HeAT's `utils.data.datatools`: the same names.", DATA),
+    "utils.vision_transforms": Module(
+        "HeAT's `utils.vision_transforms`: `torchvision.transforms`, loaded at the first name.",
+        rest="torchvision.transforms",
+    ),
+}
 
-__all__ = [
-    "MPI",
-    "MPI_SELF",
-    "MPI_WORLD",
-    "Communication",
-    "MPICommunication",
-    "MPIRequest",
-    "communication",
-    "core",
-    "get_comm",
-    "nn",
-    "optim",
-    "sanitize_comm",
-    "use_comm",
-    "utils",
-]
-
-
-def __getattr__(name: str) -> NoReturn:
-    """Say what is not offered."""
-    hint = "import heat for arrays beside this module, and pass x.larray to what is here"
-    if sys.modules.get("heat") is sys.modules[__name__]:
-        hint = (
-            f"{LIBRARIES['heat'].instead}; start without --compat heat or serve('heat') then: "
-            "`import heat` finds this module now"
-        )
-    raise AttributeError(
-        f"{__name__} has no {name!r}: it offers HeAT's nn, optim, utils.data and communicator, "
-        "not its array library (DNDarray, array, zeros, random, linalg, statistics, I/O)\n"
-        f"  HINT: {hint}"
-    )
+build(__name__, "heat", MODULES)

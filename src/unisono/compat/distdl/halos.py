@@ -1,0 +1,515 @@
+"""DistDL's halo exchange with the nearest neighbours, and its arithmetic for layers of one's own.
+
+One dim after the other, so that corners pass through two ranks. The layers of `unisono.nn` send
+them straight from their owner instead, and from any number of ranks away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.compat.distdl.blocks import (
+    Ints,
+    compute_start_index,
+    compute_stop_index,
+    compute_subshape,
+    compute_subtensor_start_indices,
+)
+from unisono.compat.distdl.layers import Module
+from unisono.compat.distdl.partitions import MPIPartition, check_null_rank, layout_of
+from unisono.compat.distdl.structures import MPIBufferManager, TensorStructure, manager_or_new
+from unisono.errors import PartitionError
+from unisono.nn.planned import PlannedModule
+from unisono.nn.structure import Structure, Table
+from unisono.operators.linear import LinearMap, identity
+from unisono.topology import Partition
+from unisono.topology.resample import Taps, resample_taps
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One neighbour in one dim."""
+
+    rank: int
+    """Of the communicator."""
+    bulk: Slices
+    """Own points that it sees as ghosts."""
+    ghosts: Slices
+    """Its points, as they are seen here."""
+
+
+@dataclass(frozen=True)
+class GhostPlan:
+    """What one rank does: for each dim, its one or two neighbours."""
+
+    comm: Communicator
+    steps: tuple[tuple[Side, ...], ...]
+
+    @property
+    def adjoint(self) -> GhostPlan:
+        """The same plan; the adjoint map reads it backwards."""
+        return self
+
+
+class FillGhosts(LinearMap):
+    """Ghosts become the neighbours' points."""
+
+    @staticmethod
+    def kernel(x: Tensor, plan: GhostPlan) -> Tensor:
+        """See `LinearMap`."""
+        y = x.clone()
+        for sides in plan.steps:
+            sends = {side.rank: y[side.bulk] for side in sides}
+            got = _exchanged(plan.comm, y, sends, {side.rank: y[side.ghosts] for side in sides})
+            for side in sides:
+                if side.rank in got:
+                    y[side.ghosts] = got[side.rank]
+        return y
+
+
+class AddGhosts(LinearMap):
+    """Ghosts go home and are added there; what they were is 0."""
+
+    adjoint = FillGhosts
+
+    @staticmethod
+    def kernel(x: Tensor, plan: GhostPlan) -> Tensor:
+        """See `LinearMap`."""
+        y = x.clone()
+        for sides in reversed(plan.steps):
+            sends = {side.rank: y[side.ghosts].clone() for side in sides}
+            for side in sides:
+                y[side.ghosts] = 0
+            got = _exchanged(plan.comm, y, sends, {side.rank: y[side.bulk] for side in sides})
+            for side in sides:
+                if side.rank in got:
+                    y[side.bulk] += got[side.rank]
+        return y
+
+
+FillGhosts.adjoint = AddGhosts
+
+
+class HaloExchangeFunction:
+    """Ghosts of a tensor that is padded for them; gradients of ghosts are added to their points."""
+
+    @staticmethod
+    def apply(
+        input: Tensor,
+        P_x: MPIPartition,
+        slices: Sequence[Sequence[Slices]],
+        buffers: Any,  # noqa: ARG004
+        neighbor_ranks: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """Return a new tensor with its ghosts filled in. Collective over `P_x`.
+
+        Args:
+            input: own block with room for ghosts on all sides.
+            P_x: partition of the input.
+            slices: for each dim left bulk, left ghosts, right bulk, right ghosts.
+            buffers: not needed.
+            neighbor_ranks: from `P_x.neighbor_ranks(P_x.rank)`.
+        """
+        if not P_x.active:
+            return identity(input)
+        layout = layout_of(P_x)
+        steps = ghost_steps(slices, neighbor_ranks, layout.ranks)
+        return FillGhosts.apply(input, GhostPlan(layout.root, steps))
+
+
+def ghost_steps(
+    slices: Sequence[Sequence[Slices]],
+    neighbor_ranks: Sequence[tuple[int | None, int | None]],
+    ranks: Sequence[int],
+) -> tuple[tuple[Side, ...], ...]:
+    """Return the neighbours of each dim, with what goes to them and comes from them.
+
+    Args:
+        slices: for each dim left bulk, left ghosts, right bulk, right ghosts.
+        neighbor_ranks: ranks of the partition; nobody at the ends.
+        ranks: for each of them, its rank in the communicator.
+    """
+    return tuple(
+        tuple(
+            Side(ranks[neighbor], tuple(bulk), tuple(ghosts))
+            for neighbor, bulk, ghosts in ((left, *boxes[:2]), (right, *boxes[2:]))
+            if neighbor is not None and not check_null_rank(neighbor)
+        )
+        for boxes, (left, right) in zip(slices, neighbor_ranks, strict=True)
+    )
+
+
+def _exchanged(
+    comm: Communicator, x: Tensor, sends: dict[int, Tensor], room: dict[int, Tensor]
+) -> dict[int, Tensor]:
+    """Send what has elements, and return what comes for where there is room."""
+    out = {rank: part for rank, part in sends.items() if part.numel()}
+    into = {rank: (tuple(part.shape), x.dtype) for rank, part in room.items() if part.numel()}
+    return comm.exchange(out, into) if out or into else {}
+
+
+class HaloExchange(PlannedModule[GhostPlan], Module):
+    """Fill the ghosts of a tensor that is padded for them; collective over `P_x` when it is made.
+
+    Dims are taken in ascending order: those before with their ghosts, those after without.
+    Gradients of ghosts are added to the points they stand for. The input is left as it is.
+
+    Args:
+        P_x: partition of the input.
+        halo_shape: `(dim, 2)`: width of the padding left and right. May be None, as the next two,
+            on a rank outside of `P_x`.
+        recv_buffer_shape: `(dim, 2)`: width of what comes from left and right.
+        send_buffer_shape: `(dim, 2)`: width of what goes there.
+        buffer_manager: kept; the layer brings its own memory.
+    """
+
+    def __init__(
+        self,
+        P_x: MPIPartition | Partition,
+        halo_shape: Any,
+        recv_buffer_shape: Any,
+        send_buffer_shape: Any,
+        buffer_manager: MPIBufferManager | None = None,
+    ) -> None:
+        super().__init__()
+        self.P_x = layout_of(P_x)
+        self.buffer_manager = manager_or_new(buffer_manager)
+        self.halo_shape = halo_shape
+        self.recv_buffer_shape = recv_buffer_shape
+        self.send_buffer_shape = send_buffer_shape
+        self._received: list[np.ndarray] = []
+        """What comes to each rank of the partition."""
+        if self.P_x.active:
+            self._received = _agreed_widths(self.P_x, recv_buffer_shape, send_buffer_shape)
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, [widths.tolist() for widths in self._received])
+
+    def _make_plan(self, tables: Sequence[Table]) -> GhostPlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        self._check_bulk(table)
+        shape = table.of(self.P_x.root.rank).shape
+        slices = ghost_slices(shape, np.array(self.recv_buffer_shape), self.send_buffer_shape)
+        steps = ghost_steps(slices, self.P_x.neighbors(), self.P_x.ranks)
+        return GhostPlan(self.P_x.root, steps)
+
+    def _check_bulk(self, table: Table) -> None:
+        """Refuse blocks that do not form a grid once their ghosts are taken away."""
+        entries = [table.of(rank) for rank in self.P_x.ranks]
+        bulk = tuple(
+            Structure(tuple(np.subtract(e.shape, widths.sum(1)).tolist()), e.dtype, e.device)
+            if len(e.shape) == len(widths)
+            else e
+            for e, widths in zip(entries, self._received, strict=True)
+        )
+        Table(self.P_x.ranks, bulk).cuts(self.P_x)
+        for place, structure in enumerate(bulk):
+            self._check_points(place, structure.shape)
+
+    def _check_points(self, place: int, points: Sequence[int]) -> None:
+        """Refuse a rank with fewer points than it is to send, or than none."""
+        rank = self.P_x.ranks[place]
+        for dim, (left, right) in enumerate(self.P_x.neighbors(place)):
+            came, found = self._received[place][dim].tolist(), points[dim]
+            if found < 0:
+                raise PartitionError.because(
+                    f"HaloExchange in dim {dim}",
+                    f"rank {rank} has {found + sum(came)} points, padding included",
+                    f"ghosts: {came[0]} + {came[1]} > {found + sum(came)}",
+                    "pad the input by recv_buffer_shape first",
+                )
+            to_left = 0 if left is None else int(self._received[left][dim, 1])
+            to_right = 0 if right is None else int(self._received[right][dim, 0])
+            sent = max(to_left, to_right)
+            if sent > found:
+                raise PartitionError.because(
+                    f"HaloExchange in dim {dim}",
+                    f"a neighbour expects {sent} points of rank {rank}, which has {found}",
+                    f"{sent} > {found}",
+                    "fewer ranks in that dim; unisono.nn.HaloExchange reaches beyond neighbours",
+                )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return a new tensor with its ghosts filled in."""
+        if not self.P_x.active:
+            return self._outside(input)
+        return FillGhosts.apply(self._tied(input), self._plan)
+
+
+def ghost_slices(shape: Sequence[int], recv: Any, send: Any) -> list[tuple[Slices, ...]]:
+    """Return for each dim left bulk, left ghosts, right bulk and right ghosts.
+
+    >>> [left, *_] = ghost_slices((6,), [[1, 2]], [[1, 0]])[0]
+    >>> left
+    (slice(1, 2, None),)
+    """
+    bulk = [slice(int(a), n - int(b)) for n, (a, b) in zip(shape, recv, strict=True)]
+    whole = [slice(0, n) for n in shape]
+    found: list[tuple[Slices, ...]] = []
+    for dim, n in enumerate(shape):
+        left, right = (int(width) for width in send[dim])
+        own = bulk[dim]
+        runs = (
+            slice(own.start, own.start + left),
+            slice(0, own.start),
+            slice(own.stop - right, own.stop),
+            slice(own.stop, n),
+        )
+        found.append(tuple((*whole[:dim], run, *bulk[dim + 1 :]) for run in runs))
+    return found
+
+
+def _agreed_widths(P_x: Partition, recv: Any, send: Any) -> list[np.ndarray]:
+    """Return what comes to each rank; refuse what neighbours do not see alike. Collective."""
+    own = np.array([recv, send], dtype=np.int64)
+    if own.shape != (2, P_x.dim, 2):
+        # Every rank is told, or the others would wait for this one.
+        own = np.full((2, P_x.dim, 2), -1)
+    rows = P_x.comm.all_gather_ints(own.ravel().tolist())
+    tables = [np.array(row).reshape(2, P_x.dim, 2) for row in rows]
+    for rank, (comes, _) in enumerate(tables):
+        if comes.min() < 0:
+            raise PartitionError.because(
+                "HaloExchange",
+                f"widths of rank {rank} of {P_x!r}",
+                f"not an array of shape ({P_x.dim}, 2)",
+                "HaloMixin._compute_exchange_info gives all three",
+            )
+        for dim, (_, right) in enumerate(P_x.neighbors(rank)):
+            if right is None:
+                continue
+            pairs = (
+                (rank, right, tables[rank][1][dim, 1], tables[right][0][dim, 0]),
+                (right, rank, tables[right][1][dim, 0], tables[rank][0][dim, 1]),
+            )
+            for source, target, sent, wanted in pairs:
+                if sent != wanted:
+                    raise PartitionError.because(
+                        f"HaloExchange in dim {dim}",
+                        f"rank {source} sends {sent} points, rank {target} expects {wanted}",
+                        f"{sent} != {wanted}",
+                        "send_buffer_shape of a rank is recv_buffer_shape of its neighbours",
+                    )
+    return [comes for comes, _ in tables]
+
+
+Widths = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Halo widths, those received, those sent, and the needed range; each of shape `(dim, 2)`."""
+NoWidths = tuple[None, None, None, None]
+"""The same on an inactive rank."""
+
+
+def exchange_widths(
+    signed_halo: Callable[[np.ndarray], np.ndarray],
+    index: np.ndarray,
+    parts: np.ndarray,
+    size: np.ndarray,
+    *,
+    cuts_right: bool,
+) -> Widths:
+    """Return the widths of one rank towards its nearest neighbours.
+
+    Args:
+        signed_halo: left and right halo of the rank at an index, `(dim, 2)`; negative: own points
+            that it does not need.
+        index: own place.
+        parts: number of ranks in each dim.
+        size: sizes of the own block.
+        cuts_right: whether points that are not needed at the right are left out.
+    """
+    signed = signed_halo(index)
+    halo = np.maximum(signed, 0)
+    send = np.zeros_like(halo)
+    for dim in range(len(parts)):
+        step = (np.arange(len(parts)) == dim).astype(np.int64)
+        if index[dim] > 0:
+            send[dim, 0] = max(0, signed_halo(index - step)[dim, 1])
+        if index[dim] + 1 < parts[dim]:
+            send[dim, 1] = max(0, signed_halo(index + step)[dim, 0])
+    start = -np.minimum(signed[:, 0], 0)
+    stop = size + halo[:, 0] + (signed if cuts_right else halo)[:, 1]
+    return halo, halo.copy(), send, np.stack([start, np.maximum(start, stop)], axis=1)
+
+
+class ConvMixin:
+    """First and last input, padding included, that an output reads. Ints or arrays of them."""
+
+    def _compute_min_input_range(
+        self,
+        idx: Any,
+        kernel_size: Any,  # noqa: ARG002 - the same for both ends
+        stride: Any,
+        padding: Any,
+        dilation: Any,  # noqa: ARG002
+    ) -> Any:
+        """Return the first input of output `idx`."""
+        return stride * idx - padding
+
+    def _compute_max_input_range(
+        self, idx: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any
+    ) -> Any:
+        """Return the last input of output `idx`."""
+        return stride * idx - padding + dilation * (kernel_size - 1)
+
+
+class PoolingMixin(ConvMixin):
+    """First and last input that an output reads: the same as those of a convolution."""
+
+
+class HaloMixin:
+    """Halos towards the nearest neighbours; for use with `ConvMixin` or `PoolingMixin`."""
+
+    _compute_min_input_range: Any
+    _compute_max_input_range: Any
+
+    def _compute_exchange_info(
+        self,
+        x_global_shape: Ints,
+        kernel_size: Ints,
+        stride: Ints,
+        padding: Ints,
+        dilation: Ints,
+        partition_active: bool,
+        partition_shape: Ints,
+        partition_index: Ints | None,
+        subtensor_shapes: np.ndarray | None = None,
+    ) -> Widths | NoWidths:
+        """Return halo widths, those received, those sent, and which points to compute with.
+
+        Each is an array `(dim, 2)`; four times None on an inactive rank. The last one is relative
+        to the block with its halos.
+
+        Args:
+            x_global_shape: of the whole input.
+            kernel_size: of the last dims, as many as are given; likewise the next three.
+            partition_active: whether this rank holds a block.
+            partition_shape: number of ranks in each dim.
+            partition_index: own place.
+            subtensor_shapes: sizes of all blocks where they are not balanced.
+        """
+        if not partition_active or partition_index is None:
+            return None, None, None, None
+        x = np.atleast_1d(np.asarray(x_global_shape, dtype=np.int64))
+        given = ((kernel_size, 1), (stride, 1), (padding, 0), (dilation, 1))
+        window = [_filled(values, len(x), missing) for values, missing in given]
+        kernels, strides, paddings, dilations = window
+        y = (x + 2 * paddings - dilations * (kernels - 1) - 1) // strides + 1
+        parts, index = np.atleast_1d(partition_shape), np.atleast_1d(partition_index)
+
+        def block(place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            if subtensor_shapes is None:
+                return compute_start_index(parts, place, x), compute_subshape(parts, place, x)
+            at = tuple(int(i) for i in place)
+            return compute_subtensor_start_indices(subtensor_shapes)[at], subtensor_shapes[at]
+
+        def signed_halo(place: np.ndarray) -> np.ndarray:
+            start, size = block(place)
+            first = compute_start_index(parts, place, y)
+            after = compute_stop_index(parts, place, y)
+            low = np.maximum(self._compute_min_input_range(first, *window), 0)
+            high = np.minimum(self._compute_max_input_range(after - 1, *window), x - 1) + 1
+            # A rank without outputs needs nothing: all of its points are cut off at the left.
+            idle = first == after
+            left = np.where(idle, -size, start - low)
+            return np.stack([left, np.where(idle, 0, high - (start + size))], axis=1)
+
+        cuts_right = subtensor_shapes is not None
+        return exchange_widths(signed_halo, index, parts, block(index)[1], cuts_right=cuts_right)
+
+
+def _filled(values: Ints, dims: int, missing: int) -> np.ndarray:
+    """Return the values with `missing` for the leading dims that have none."""
+    given = np.atleast_1d(np.asarray(values, dtype=np.int64))
+    return np.concatenate([np.full(dims - len(given), missing, dtype=np.int64), given])
+
+
+_KINDS = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
+Scale = float | Sequence[float] | None
+
+
+def _needed(end: Callable[[Taps], int], doc: str) -> Callable[..., np.ndarray]:
+    def needed(
+        self: object,  # noqa: ARG001 - it becomes a method
+        y_global_idx: Any,
+        x_global_shape: Any,
+        y_global_shape: Any,
+        scale_factor: Scale,
+        mode: str,
+        align_corners: bool,
+        double: bool = False,
+    ) -> np.ndarray:
+        kind = _KINDS.get(mode, mode)
+        aligned = align_corners and not kind.startswith("nearest")
+        dims = range(2, len(x_global_shape))
+        given = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
+        taps = [Taps((int(i),), (1.0,)) for i in y_global_idx[:2]]
+        for dim, scale in zip(dims, given, strict=True):
+            at, x, y = (int(of[dim]) for of in (y_global_idx, x_global_shape, y_global_shape))
+            how: Any = {"scale": scale, "align_corners": aligned, "double": double}
+            taps.append(resample_taps(at, x, y, kind, **how))
+        return np.array([end(own) for own in taps])
+
+    needed.__doc__ = doc
+    return needed
+
+
+class InterpolateMixin:
+    """Inputs of an output, dim by dim; batch and channels are not resampled.
+
+    `double` is for values of float64, of which torch may take another nearest point.
+    """
+
+    _compute_needed_start = _needed(
+        lambda taps: taps.points[0],
+        "Return the first input that the output at `y_global_idx` reads, in each dim.",
+    )
+    _compute_needed_stop = _needed(
+        lambda taps: taps.points[-1] + 1,
+        "Return the input after the last one that the output at `y_global_idx` reads.",
+    )
+
+    def _compute_exchange_info(
+        self,
+        P_x: MPIPartition,
+        x_structure: TensorStructure,
+        y_structure: TensorStructure,
+        scale_factor: Scale,
+        mode: str,
+        align_corners: bool,
+    ) -> Widths | NoWidths:
+        """Return halo widths, those received, those sent, and which points to compute with.
+
+        Each is an array `(dim, 2)`; four times None on an inactive rank. Input and output are in
+        balanced blocks.
+        """
+        if not P_x.active or P_x.index is None:
+            return None, None, None, None
+        x, y = (np.array(s.shape, dtype=np.int64) for s in (x_structure, y_structure))
+        # Named only where it matters, for classes with DistDL's own signature of the two.
+        double = {"double": True} if x_structure.dtype == torch.float64 else {}
+
+        def signed_halo(index: np.ndarray) -> np.ndarray:
+            first = compute_start_index(P_x.shape, index, y)
+            after = compute_stop_index(P_x.shape, index, y)
+            start = compute_start_index(P_x.shape, index, x)
+            stop = compute_stop_index(P_x.shape, index, x)
+            idle = first == after
+            rest = (x, y, scale_factor, mode, align_corners)
+            low = self._compute_needed_start(np.where(idle, 0, first), *rest, **double)
+            high = self._compute_needed_stop(np.where(idle, 0, after - 1), *rest, **double)
+            left = np.where(idle, start - stop, start - low)
+            return np.stack([left, np.where(idle, 0, high - stop)], axis=1)
+
+        index = P_x.index
+        size = compute_subshape(P_x.shape, index, x)
+        return exchange_widths(signed_halo, index, P_x.shape, size, cuts_right=True)

@@ -1,0 +1,456 @@
+"""DistDL's layers: those of `unisono.nn` with DistDL's arguments and defaults.
+
+`as_distdl` says where the two differ, layer by layer. What all share: partitions of DistDL are
+taken as well as ours, and each block of a weight is stored once, on its first rank
+(`weights="root"`). Other ranks hold parameters without elements, which get gradients without
+elements, so optimizers and loops over parameters need not know where a rank stands.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from inspect import Parameter, Signature
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from unisono import nn as ours
+from unisono.compat.distdl.blocks import compute_nd_slice_shape
+from unisono.compat.distdl.partitions import MPIPartition, layout_of
+from unisono.compat.distdl.structures import manager_or_new
+from unisono.errors import PartitionError, explain
+from unisono.nn.conv import choose
+from unisono.nn.linear import SubLinear
+from unisono.nn.structure import Table
+from unisono.operators import attach
+from unisono.topology import Partition
+from unisono.topology.halo_plan import Box
+from unisono.topology.overlap import LocalMove, Move, OverlapPlan
+from unisono.topology.window import per_dim
+
+AnyPartition = MPIPartition | Partition
+Ints = Sequence[int] | Tensor
+Kind = TypeVar("Kind", bound=type[nn.Module])
+
+
+class Module(ours.Module):
+    """A torch module that is set up lazily, together with the other ranks.
+
+    A layer of your own overrides some of `_distdl_module_requires_reset(input)`,
+    `_distdl_input_changed(input)`, `_distdl_module_teardown(input)` and
+    `_distdl_module_setup(input)`, which are called in this order. All ranks of all partitions among
+    its attributes decide together, so a change that one rank alone sees is met by all.
+    """
+
+    _distdl_backend: Any = None
+    """The module `backends.mpi`."""
+
+    def partitions(self) -> tuple[Partition, ...]:
+        """Return the partitions over which set-up is collective: those among the attributes."""
+        layouts = (
+            value._layout if isinstance(value, MPIPartition) else value
+            for value in self.__dict__.values()
+        )
+        return tuple(layout for layout in layouts if isinstance(layout, Partition))
+
+
+# How a layer of ours takes DistDL's arguments.
+
+
+def as_distdl(
+    order: str = "", *, without: str = "", ignored: str = "", **defaults: Any
+) -> Callable[[Kind], Kind]:
+    """Let a subclass of one of our layers take the arguments of DistDL's.
+
+    Those of our layer, by name, but for what is said here. `P_...` may be partitions of DistDL;
+    `buffer_manager` is checked and kept, since layers bring their own memory.
+
+    Args:
+        order: all that may be given without a name, separated by blanks; default as in our layer,
+            then `buffer_manager` if it is among `defaults`.
+        without: arguments of our layer that DistDL's has not.
+        ignored: arguments of DistDL's forks that have no effect here.
+        defaults: other defaults than ours, and arguments that only DistDL has.
+    """
+
+    def adapt(kind: Kind) -> Kind:
+        arguments = _signature(kind, order.split(), without.split(), ignored.split(), defaults)
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            unknown = sorted(kwargs.keys() - arguments.parameters.keys())
+            if unknown:
+                raise TypeError(
+                    f"{kind.__name__} has no argument {', '.join(unknown)}\n"
+                    f"  HINT: one of {', '.join(arguments.parameters)}"
+                )
+            try:
+                given = arguments.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{kind.__name__}{arguments}: {error}") from None
+            given.apply_defaults()
+            values = {
+                name: layout_of(value) if name.startswith("P_") and value is not None else value
+                for name, value in given.arguments.items()
+                if name not in ignored.split()
+            }
+            values.pop("buffer_manager", None)
+            super(kind, self).__init__(**values)
+            if "buffer_manager" in given.arguments:
+                self.buffer_manager = manager_or_new(given.arguments["buffer_manager"])
+
+        __init__.__signature__ = arguments.replace(
+            parameters=[
+                Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
+                *arguments.parameters.values(),
+            ]
+        )
+        setattr(kind, "__init__", __init__)  # noqa: B010 - each kind has its own
+        return kind
+
+    return adapt
+
+
+def _signature(
+    kind: type, order: list[str], without: list[str], ignored: list[str], defaults: dict[str, Any]
+) -> Signature:
+    """Return the arguments of DistDL's layer: positional ones, then those that need a name."""
+    layer = next(k for k in kind.__mro__ if not k.__module__.startswith("unisono.compat"))
+    own = inspect.signature(layer).parameters
+    known = {name: p for name, p in own.items() if name not in without}
+    if not order:
+        order = [name for name, p in known.items() if p.kind is not Parameter.KEYWORD_ONLY]
+        order += [name for name in ("buffer_manager",) if name in defaults]
+    for name in (*order, *known, *defaults, *ignored):
+        known.setdefault(name, Parameter(name, Parameter.KEYWORD_ONLY, default=None))
+    for name, value in (dict.fromkeys(ignored, False) | defaults).items():
+        known[name] = known[name].replace(default=value)
+    named = [name for name in known if name not in order]
+    return Signature(
+        [known[name].replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in order]
+        + [known[name].replace(kind=Parameter.KEYWORD_ONLY) for name in named]
+    )
+
+
+class StoredParameters(nn.Module):
+    """Give every parameter a gradient on every rank. Stands before a layer of `unisono.nn`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's result, tied to the parameters without elements."""
+        y: Tensor = super().forward(input)
+        if torch.is_grad_enabled():
+            for p in self.parameters(recurse=False):
+                if p.requires_grad and not p.numel():
+                    y = attach(y, p)
+        return y
+
+
+@as_distdl(buffer_manager=None)
+class Repartition(ours.Repartition, Module):
+    """Move a tensor from the blocks of one partition to the balanced blocks of another."""
+
+    @property
+    def P_x_to_y_overlaps(self) -> list[tuple[Any, Any, Any]]:
+        """For each rank of `P_y`: slices in the own input, their shape, the partner.
+
+        Partners are ranks of the union of both partitions, or "self"; three times None for a rank
+        that gets nothing from here. Empty before the first call, and outside of `P_x`.
+        """
+        return self._listed(self.P_x, self.P_y, lambda plan: plan.sends, lambda local: local.source)
+
+    @property
+    def P_y_to_x_overlaps(self) -> list[tuple[Any, Any, Any]]:
+        """For each rank of `P_x`: slices in the own output, their shape, the partner. As above."""
+        return self._listed(self.P_y, self.P_x, lambda plan: plan.recvs, lambda local: local.dest)
+
+    def _listed(
+        self,
+        here: Partition,
+        there: Partition,
+        moves: Callable[[OverlapPlan], Sequence[Move]],
+        kept: Callable[[LocalMove], Box],
+    ) -> list[tuple[Any, Any, Any]]:
+        if not (self._distdl_is_setup and self._takes_part and here.active):
+            return []
+        plan, me, union = self._plan.overlap, here.root.rank, self.P_x.union(self.P_y).ranks
+        boxes = {move.peer: move.box for move in moves(plan)}
+        if plan.local is not None:
+            boxes[me] = kept(plan.local)
+        found: list[tuple[Any, Any, Any]] = [(None, None, None)] * there.size
+        for place, rank in enumerate(there.ranks):
+            if rank in boxes:
+                slices = tuple(slice(start, stop) for start, stop in boxes[rank])
+                partner = "self" if rank == me else union.index(rank)
+                found[place] = (slices, compute_nd_slice_shape(slices), partner)
+        return found
+
+
+@as_distdl(weights="root")
+class DistributedLinear(StoredParameters, ours.DistributedLinear, Module):
+    """`torch.nn.Linear` with input, weight and output split over three partitions.
+
+    The local layer is `.sublinear`; the bias is in the first column of `P_w`.
+    """
+
+    @property
+    def serial(self) -> bool:
+        """Whether the weight is on one rank."""
+        return self.P_w.size == 1
+
+    @property
+    def receives_bias(self) -> bool:
+        """Whether this rank computes with the bias."""
+        index = self.P_w.index
+        return self.use_bias and index is not None and index[-1] == 0
+
+    @property
+    def stores_bias(self) -> bool:
+        """Whether the bias is stored on this rank."""
+        return self.bias is not None and self.bias.numel() > 0
+
+
+@as_distdl(weights="root", without="bias")
+class DistributedBatchNorm(StoredParameters, ours.DistributedBatchNorm, Module):
+    """`torch.nn.BatchNorm1d/2d/3d` of a tensor split in any dims.
+
+    `gamma` and `beta` are the parameters `weight` and `bias`, seen in shape `[1, C, 1, ...]`.
+    """
+
+    @property
+    def gamma(self) -> Tensor | None:
+        """The scale; what is written into it, or its gradient, is the parameter's."""
+        return self._over_channels(self.weight)
+
+    @property
+    def beta(self) -> Tensor | None:
+        """The shift; likewise."""
+        return self._over_channels(self.bias)
+
+    def _over_channels(self, parameter: Tensor | None) -> Tensor | None:
+        if parameter is None:
+            return None
+        shape = (1, parameter.numel(), *(1,) * (self.P_x.dim - 2))
+        seen = parameter.view(shape)
+        if parameter.grad is not None:
+            seen.grad = parameter.grad.view(shape)
+        return seen
+
+
+class _Conv(StoredParameters):
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def conv_layer(self) -> SubLinear:
+        """The parameters that this rank stores."""
+        return SubLinear(self.weight, self.bias)
+
+
+class _FeatureConv(_Conv):
+    """Weight and bias are stored on the first rank of `P_x`."""
+
+    P_x: Partition
+    use_bias: bool
+
+    @property
+    def stores_bias(self) -> bool:
+        """Whether the bias is stored on this rank."""
+        return self.use_bias and self.P_x.rank == 0
+
+    @property
+    def receives_bias(self) -> bool:
+        """Whether this rank computes with the bias."""
+        return self.use_bias and self.P_x.active
+
+    @property
+    def serial(self) -> bool:
+        """Whether the layer is on one rank."""
+        return self.P_x.size == 1
+
+
+class _GeneralConv(_Conv):
+    """Blocks of the weight are stored where their place in space is 0."""
+
+    P_w: Partition
+
+    @property
+    def serial(self) -> bool:
+        """Whether the weight is on one rank."""
+        return self.P_w.size == 1
+
+
+class _AvgPool(nn.Module):
+    dims: int
+
+    def __init__(self, dilation: Any, **arguments: Any) -> None:
+        if any(size != 1 for size in per_dim(dilation, self.dims, "dilation")):
+            raise PartitionError.because(
+                f"{type(self).__name__}(dilation={dilation})",
+                "torch averages neighbouring points only",
+                None,
+                "dilation=1",
+            )
+        super().__init__(**arguments)
+
+
+class _Boxes(nn.Module):
+    """Takes starts, stops and shapes that are tensors, too."""
+
+    def __init__(self, scale_factor: Any, mode: str, align_corners: bool, **boxes: Ints) -> None:
+        ints: dict[str, Any] = {name: [int(n) for n in box] for name, box in boxes.items()}
+        how: dict[str, Any] = {"mode": mode, "align_corners": align_corners}
+        super().__init__(**ints, scale_factor=scale_factor, **how)
+
+
+@as_distdl()
+class Interpolate(_Boxes, ours.Interpolate):
+    """The local part of an upsampling: own inputs to own outputs, without communication."""
+
+
+_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+class _WholeSize(ours.DistributedUpsample):
+    """Takes the size of the whole output, with batch and channels, and DistDL's modes."""
+
+    def __init__(
+        self,
+        P_x: Partition,
+        size: Sequence[int] | None,
+        scale_factor: float | Sequence[float] | None,
+        mode: str,
+        align_corners: bool,
+    ) -> None:
+        space = P_x.dim - 2
+        if mode == "cubic" and space != 2:
+            raise NotImplementedError(
+                explain(
+                    'DistributedUpsample(mode="cubic")',
+                    f"{space} spatial dims",
+                    f"{space} != 2",
+                    'mode="linear"',
+                )
+            )
+        if size is not None and len(size) != P_x.dim:
+            raise PartitionError.because(
+                f"DistributedUpsample(size={list(size)})",
+                f"a partition of {P_x.dim} dims",
+                f"{len(size)} != {P_x.dim}",
+                "the whole shape, with batch and channels",
+            )
+        torchs = {"linear": _LINEAR.get(space, mode), "cubic": "bicubic"}.get(mode, mode)
+        is_nearest = torchs.startswith("nearest")
+        super().__init__(
+            P_x,
+            None if size is None else tuple(int(n) for n in size[2:]),
+            scale_factor,
+            torchs,
+            None if is_nearest and not align_corners else align_corners,
+        )
+        self._kept = None if size is None else tuple(int(n) for n in size[:2])
+
+    def _make_plan(self, tables: Sequence[Table]) -> Any:
+        found = tables[0].global_shape(self.P_x)[:2]
+        if self._kept is not None and found != self._kept:
+            raise PartitionError.because(
+                f"DistributedUpsample(size={[*self._kept, *(self.size or ())]})",
+                f"batch and channels of the input: {list(found)}",
+                f"{list(found)} != {list(self._kept)}",
+                "only spatial sizes change",
+            )
+        return super()._make_plan(tables)
+
+
+@as_distdl(
+    "P_x buffer_manager size scale_factor mode align_corners",
+    mode="linear",
+    align_corners=False,
+    buffer_manager=None,
+)
+class DistributedUpsample(_WholeSize, Module):
+    """`torch.nn.Upsample` of a tensor `(N, C, ...)` split in any dims.
+
+    Args:
+        P_x: partition of the input.
+        buffer_manager: kept; layers bring their own memory.
+        size: sizes of the whole output, with batch and channels; or
+        scale_factor: by how much each spatial dim grows. Exactly one of the two.
+        mode: "linear" in as many dims as there are, "nearest", "cubic" (2 spatial dims only).
+        align_corners: as in torch; not for "nearest".
+    """
+
+
+# All others need no code of their own.
+
+_BLANK = "\n\n"
+
+
+def _classes() -> Iterator[tuple[str, type[nn.Module]]]:
+    """Yield the layers that differ from ours in arguments alone, or by what stands before ours."""
+    conv = as_distdl(weights="root", without="overlap", buffer_manager=None)
+    # The stride of a pooling is 1 unless it is given, unlike torch's.
+    pool = {
+        "order": "P_x kernel_size stride padding dilation buffer_manager",
+        "without": "return_indices ceil_mode count_include_pad divisor_override",
+        "stride": 1,
+        "dilation": 1,
+        "buffer_manager": None,
+    }
+    # Of DistDL's forks. `collect_state` has no effect: `state_dict()` always gives whole tensors.
+    forks = as_distdl(without="weights", ignored="collect_state")
+    # The value of a loss is that of the whole tensors, on every rank of `P_x`; DistDL has it on the
+    # first and 0.0 on the others. Either way each rank calls `backward()` once.
+    loss = as_distdl("P_x reduction")
+    table: tuple[tuple[str, tuple[type, ...], Callable[[Any], Any]], ...] = (
+        ("AllGather AllSumReduce Broadcast ReduceScatter SumReduce", (), as_distdl()),
+        ("DistributedFeatureConv{}d DistributedFeatureConvTranspose{}d", (_FeatureConv,), conv),
+        ("DistributedChannelConv{}d DistributedGeneralConv{}d", (_GeneralConv,), conv),
+        ("DistributedMaxPool{}d", (), as_distdl(**pool)),
+        ("DistributedAvgPool{}d", (_AvgPool,), as_distdl(**pool)),
+        ("DistributedEmbedding DistributedLinearAllGather", (), forks),
+        ("DistributedLinearReduceScatter", (), forks),
+        (
+            "DistributedLayerNorm",
+            (StoredParameters,),
+            as_distdl(weights="root", ignored="collect_state"),
+        ),
+        ("DistributedL1Loss DistributedMSELoss DistributedPoissonNLLLoss", (), loss),
+        ("DistributedBCELoss DistributedBCEWithLogitsLoss DistributedKLDivLoss", (), loss),
+        ("DistributedNLLLoss DistributedCrossEntropyLoss", (), loss),
+    )
+    for names, before, adapt in table:
+        for name in dict.fromkeys(word.format(dims) for word in names.split() for dims in "123"):
+            kind = getattr(ours, name)
+            doc = f"{kind.__doc__.partition(_BLANK)[0]}{_BLANK}Arguments and defaults are DistDL's."
+            own = {"__module__": __name__, "__doc__": doc}
+            yield name, adapt(type(name, (*before, kind, Module), own))
+
+
+globals().update(_classes())
+
+
+def _chosen(dims: int) -> Callable[..., Any]:
+    """Return the function that makes the convolution that fits its partitions."""
+    kinds = [
+        globals()[f"Distributed{kind}Conv{dims}d"] for kind in ("Feature", "Channel", "General")
+    ]
+
+    def conv(
+        P_x: AnyPartition,
+        P_y: AnyPartition | None = None,
+        P_w: AnyPartition | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        outputs, weights = (None if P is None else layout_of(P) for P in (P_y, P_w))
+        return choose(dims, kinds, layout_of(P_x), outputs, weights, args, kwargs)
+
+    conv.__name__ = conv.__qualname__ = f"DistributedConv{dims}d"
+    conv.__doc__ = (
+        f"Return the {dims}-d convolution for these partitions: feature, channel, general."
+    )
+    return conv
+
+
+DistributedConv1d, DistributedConv2d, DistributedConv3d = (_chosen(dims) for dims in (1, 2, 3))

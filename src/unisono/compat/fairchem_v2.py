@@ -1,0 +1,32 @@
+"""fairchem 2.x's graph-parallel module: `unisono.compat.fairchem_v2.core.common.gp_utils`.
+
+Dim 0 everywhere; the second positional argument of a gather is `natoms`, so no size is exchanged.
+"""
+
+from __future__ import annotations
+
+from unisono import graph_parallel
+from unisono.compat import gp_utils
+from unisono.compat.modules import Module, build
+
+MODULES = {
+    "": Module(""),
+    "core": Module("The package that holds `common`."),
+    "core.common": Module("The package that holds `gp_utils`."),
+    "core.common.gp_utils": Module(
+        "fairchem 2.x's graph-parallel module on `unisono.graph_parallel`.",
+        (graph_parallel, gp_utils.SHARED),
+        (graph_parallel, "pad_input scale_backward_grad setup_graph_parallel_groups size_list_fn"),
+        (gp_utils, "gather_from_model_parallel_region=gather_rows"),
+        (gp_utils, "gather_from_model_parallel_region_sum_grad=gather_rows_sum_grad"),
+        (gp_utils, "scatter_to_model_parallel_region=scatter_rows"),
+        (gp_utils, "CopyToModelParallelRegion ReduceFromModelParallelRegion"),
+        (gp_utils, "GatherFromModelParallelRegionGradPadded ScaleBackwardGrad"),
+        (gp_utils, "GatherFromModelParallelRegionSumGradPadded ScatterToModelParallelRegion"),
+        (gp_utils, "GPMode GPPartition GraphParallelConfig"),
+        (gp_utils, "get_gp_config resolve_gp_config_for_workers set_gp_config"),
+        asked=gp_utils.GROUPS,
+    ),
+}
+
+build(__name__, "fairchem_v2", MODULES)

@@ -1,3 +1,0 @@
-"""The package that holds `common`."""
-
-from __future__ import annotations

@@ -1,0 +1,283 @@
+"""What the tables of ocpmodels and fairchem have beyond the names of `unisono.graph_parallel`.
+
+The regions as the autograd Functions of gp_utils' page, for code that calls `Class.apply` itself
+(their backwards are recorded too, so higher derivatives work); the helpers with an underscore;
+and what fairchem 1.x and 2.x spell in their own ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from unisono import graph_parallel as gp
+from unisono.graph_parallel.groups import current_gp
+from unisono.graph_parallel.layout import is_following
+from unisono.graph_parallel.model_parallel import ScaledBackward
+from unisono.graph_parallel.padding import split_tensor
+from unisono.operators import (
+    AllGather,
+    ConcatReplicated,
+    Copy,
+    LinearMap,
+    ReduceScatter,
+    SliceReplicated,
+    SumToReplicated,
+)
+from unisono.operators.plans import GroupPlan, block_plan, whole_plan
+
+GROUPS = {"_GRAPH_PARALLEL_GROUP": gp.get_gp_group, "_DATA_PARALLEL_GROUP": gp.get_dp_group}
+"""Attributes of gp_utils that always show the present groups."""
+SHARED = (
+    "cleanup_gp copy_to_model_parallel_region divide_and_check_no_remainder ensure_div "
+    "get_dp_group get_dp_rank get_dp_world_size get_gp_group get_gp_rank get_gp_world_size "
+    "initialized reduce_from_model_parallel_region setup_gp"
+)
+"""Names of `unisono.graph_parallel` that every spelling has."""
+
+
+class _Region(torch.autograd.Function):
+    """A region as a plain Function: the map forward, the Function of its adjoint backward."""
+
+    region: ClassVar[Any]
+    """The function that does the same."""
+    kind: ClassVar[type[LinearMap]]
+    """The map."""
+    plan: ClassVar[Any]
+    """Makes the plan of the map, for regions along a dim."""
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Apply the region: under a layout check and in `torch.func` by its function."""
+        if is_following() or torch._C._are_functorch_transforms_active():
+            return cls.region(*args, **kwargs)
+        return super().apply(*args, **kwargs)
+
+    @classmethod
+    def _run(cls, ctx: Any, input: Tensor, plan: Any) -> Tensor:
+        """Apply the kernel and keep what the backward needs."""
+        ctx.kind, ctx.plan = cls.kind, plan
+        return input.view_as(input) if plan.comm.size == 1 else cls.kind.kernel(input, plan)
+
+
+def _back(ctx: Any, grad: Tensor) -> Tensor:
+    """Apply the adjoint, recorded."""
+    if ctx.plan.comm.size == 1:
+        return grad
+    return ctx.kind.adjoint.apply_in_backward(grad, ctx.plan.adjoint)
+
+
+class _Whole(_Region):
+    """A region of a whole tensor."""
+
+    @classmethod
+    def forward(cls, ctx: Any, input: Tensor) -> Tensor:
+        """Return what the map gives."""
+        return cls._run(ctx, input, GroupPlan(current_gp()))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the gradient."""
+        return _back(ctx, grad_output)
+
+
+class _Along(_Region):
+    """A region along one dim."""
+
+    @classmethod
+    def forward(cls, ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
+        """Return what the map gives."""
+        return cls._run(ctx, input, cls.plan(input, dim, None, current_gp(), cls.__name__))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return the gradient."""
+        return _back(ctx, grad_output), None
+
+
+class CopyToModelParallelRegion(_Whole):
+    """Identity forward, sum over the row backward."""
+
+    region, kind = staticmethod(gp.copy_to_model_parallel_region), Copy
+
+
+class ReduceFromModelParallelRegion(_Whole):
+    """Sum over the row forward, identity backward."""
+
+    region, kind = staticmethod(gp.reduce_from_model_parallel_region), SumToReplicated
+
+
+class ScatterToModelParallelRegion(_Along):
+    """Own block forward, gather backward."""
+
+    region, kind = staticmethod(gp.scatter_to_model_parallel_region), SliceReplicated
+    plan = staticmethod(whole_plan)
+
+
+class GatherFromModelParallelRegion(_Along):
+    """Joined blocks forward, own block backward."""
+
+    region, kind = staticmethod(gp.gather_from_model_parallel_region), ConcatReplicated
+    plan = staticmethod(block_plan)
+
+
+class GatherFromModelParallelRegionSumGrad(_Along):
+    """Joined blocks forward, own block of the summed gradients backward."""
+
+    region, kind = staticmethod(gp.gather_from_model_parallel_region_sum_grad), AllGather
+    plan = staticmethod(block_plan)
+
+
+class ReduceScatterToModelParallelRegion(_Along):
+    """Own block of the sum forward, gather with summed gradients backward."""
+
+    region, kind = staticmethod(gp.reduce_scatter_to_model_parallel_region), ReduceScatter
+    plan = staticmethod(whole_plan)
+
+
+class ScaleBackwardGrad(_Whole):
+    """Identity forward, gradient times the ranks of the row backward."""
+
+    region, kind = staticmethod(gp.scale_backward_grad), ScaledBackward
+
+
+def summed(ctx: Any, input: Tensor) -> Tensor:  # noqa: ARG001
+    """Return the sum over the row, a new tensor without gradient; `ctx` is not looked at."""
+    return current_gp().all_reduce(input)
+
+
+def own_block(input: Tensor, dim: int = -1) -> Tensor:
+    """Return a copy of the own balanced block along `dim`."""
+    comm = current_gp()
+    block = split_tensor(input, comm.size, dim)[comm.rank]
+    return block.clone(memory_format=torch.contiguous_format)
+
+
+def joined(input: Tensor, dim: int = -1) -> Tensor:
+    """Return the blocks of all ranks joined along `dim`, without gradient; sizes may differ."""
+    return current_gp().all_gather(input, dim)
+
+
+# fairchem 1.x: the row says how many parts there are.
+
+
+def block_lengths(tensor: Tensor, dim: int = -1) -> list[int]:
+    """Return the lengths along `dim` of the row's blocks of `tensor`."""
+    return gp.size_list_fn(tensor.size(dim), gp.get_gp_world_size())
+
+
+def row_blocks(
+    tensor: Tensor, dim: int = -1, contiguous_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """Return one balanced chunk for each rank of the row."""
+    return split_tensor(tensor, gp.get_gp_world_size(), dim, contiguous_chunks)
+
+
+# fairchem 2.x: dim 0 everywhere; gathers are told the number of atoms, so no size is exchanged.
+
+
+def gather_rows(input: Tensor, natoms: int) -> Tensor:
+    """Return all rows; each rank takes its own rows of the gradient."""
+    return gp.gather(input, 0, grad="slice", natoms=natoms)
+
+
+def gather_rows_sum_grad(input: Tensor, natoms: int) -> Tensor:
+    """Return all rows; gradients are summed over the row."""
+    return gp.gather(input, 0, grad="sum", natoms=natoms)
+
+
+def scatter_rows(input: Tensor) -> Tensor:
+    """Return the own rows; their gradient is gathered."""
+    return gp.scatter(input, 0)
+
+
+class _Padded:
+    """Blocks of one length, as a tuple of W: gather along dim 0, then cut."""
+
+    grad: str
+
+    @classmethod
+    def apply(cls, padded: Tensor) -> tuple[Tensor, ...]:
+        """Return the padded blocks of all ranks, in rank order."""
+        sizes = [padded.shape[0]] * gp.get_gp_world_size()
+        convention: Any = cls.grad
+        return torch.split(gp.gather(padded, 0, grad=convention, sizes=sizes), sizes)
+
+
+class GatherFromModelParallelRegionGradPadded(_Padded):
+    """Each rank takes its own block of the gradient."""
+
+    grad = "slice"
+
+
+class GatherFromModelParallelRegionSumGradPadded(_Padded):
+    """Gradients are summed over the row."""
+
+    grad = "sum"
+
+
+class GPMode(str, Enum):  # noqa: UP042 - fairchem's members are strings that print as members
+    """How features reach the ranks that need them."""
+
+    ALLGATHER = "allgather"
+    ALL_TO_ALL = "all_to_all"
+
+
+class GPPartition(str, Enum):  # noqa: UP042
+    """How nodes are dealt out."""
+
+    INDEX_SPLIT = "index_split"
+    SPATIAL = "spatial"
+
+
+@dataclass
+class GraphParallelConfig:
+    """What a model wants of graph parallelism."""
+
+    group_size: int = 1
+    """Ranks that share a graph."""
+    mode: GPMode = GPMode.ALLGATHER
+    """How features travel."""
+    partition: GPPartition = GPPartition.INDEX_SPLIT
+    """How nodes are dealt out."""
+
+
+_config: GraphParallelConfig | None = None
+
+
+def set_gp_config(config: GraphParallelConfig | None) -> None:
+    """Remember the configuration for this process."""
+    global _config
+    _config = config
+
+
+def get_gp_config() -> GraphParallelConfig | None:
+    """Return what `set_gp_config` was given."""
+    return _config
+
+
+def resolve_gp_config_for_workers(
+    gp_config: GraphParallelConfig | None, num_workers: int
+) -> GraphParallelConfig | None:
+    """Return the configuration for that many workers: they all share the graph.
+
+    Raises:
+        ValueError: the configuration says another number.
+    """
+    if num_workers <= 1:
+        return gp_config
+    if gp_config is None:
+        return GraphParallelConfig(group_size=num_workers)
+    if gp_config.group_size == 1:
+        return replace(gp_config, group_size=num_workers)
+    if gp_config.group_size != num_workers:
+        raise ValueError(
+            f"group_size={gp_config.group_size} with {num_workers} workers\n"
+            f"  {gp_config.group_size} != {num_workers}\n"
+            f"  HINT: GraphParallelConfig(group_size={num_workers}), or leave it out"
+        )
+    return gp_config

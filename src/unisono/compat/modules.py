@@ -1,0 +1,220 @@
+"""Module trees made from tables: whose names `unisono.compat.heat.optim` and the others have.
+
+The file of a library holds its table, path by path, and calls `build`. The modules of a table have
+no files: they are put in `sys.modules`, where Python looks once the package is loaded. They are
+plain modules, so `import`, `dir`, `pickle` and `from ... import *` treat them as any other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+from unisono.compat.libraries import Library, library_named
+from unisono.errors import MissingExtra
+
+__all__ = ["Module", "build", "module_names", "stubs"]
+
+
+class Module:
+    """One module of a library: what it is, and where its names come from.
+
+    Args:
+        doc: what it is: its docstring. The package itself keeps that of its file.
+        names: pairs of a module of ours and its names, separated by blanks; `theirs=ours` where
+            the library calls something differently.
+        inner: whether it offers the names of its inner modules (not packages) as well.
+        star: those of its inner modules that `from ... import *` gives, by default all.
+        same: names for modules that stand elsewhere in the table, by their path.
+        asked: names whose values are functions to be called at each look-up.
+        rest: the module that has all other names, such as `"torch.nn"`.
+        hint: what to do about a name that is missing; default what the library's record says.
+        instead: the same for single names.
+        version: the release of the library whose names these are.
+    """
+
+    def __init__(
+        self,
+        doc: str,
+        *names: tuple[ModuleType, str],
+        inner: bool = False,
+        star: str | None = None,
+        same: Mapping[str, str] | None = None,
+        asked: Mapping[str, Callable[[], object]] | None = None,
+        rest: str | None = None,
+        hint: str | None = None,
+        instead: Mapping[str, str] | None = None,
+        version: str | None = None,
+    ) -> None:
+        self.doc = doc
+        self.names = names
+        self.inner = inner
+        self.star = star
+        self.same = same or {}
+        self.asked = asked or {}
+        self.rest = rest
+        self.hint = hint
+        self.instead = instead or {}
+        self.version = version
+
+    def pairs(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the home, the library's name and our name of each object."""
+        for home, words in self.names:
+            for theirs, _, ours in (word.partition("=") for word in words.split()):
+                yield home.__name__, theirs, ours or theirs
+
+    def own(self) -> dict[str, object]:
+        """Return the objects that the table names, by their names in the library."""
+        return {theirs: getattr(sys.modules[home], ours) for home, theirs, ours in self.pairs()}
+
+
+Table = Mapping[str, Module | ModuleType]
+"""By path below the package, which is `""`; what has a file of its own is given as it is."""
+
+_built: dict[str, Table] = {}
+
+
+def module_names(package: str) -> list[str]:
+    """Return the names of all modules of a package that was built, itself included."""
+    return [f"{package}.{path}".rstrip(".") for path in _built[package]]
+
+
+def stubs(package: str) -> dict[str, str]:
+    """Return what a type checker or an editor needs to know of a package that was built.
+
+    Returns:
+        Texts of `.pyi` files by their paths below the package.
+    """
+    table, texts = _built[package], {}
+    for path, entry in table.items():
+        inner = [other for other in table if other and other.rpartition(".")[0] == path]
+        lines = [
+            f"from . import {last} as {last}" for last in (o.rpartition(".")[2] for o in inner)
+        ]
+        if isinstance(entry, ModuleType):
+            lines.append(f"from {entry.__name__} import *")
+        else:
+            # First, so that what the library has itself goes before what it takes from there.
+            lines[:0] = [f"from {entry.rest} import *"] if entry.rest else []
+            leaves = (table[other] for other in inner) if entry.inner else ()
+            for one in (entry, *(leaf for leaf in leaves if isinstance(leaf, Module))):
+                lines += [
+                    f"from {home} import {ours} as {name}" for home, name, ours in one.pairs()
+                ]
+            for name, other in entry.same.items():
+                above, _, last = f"{package}.{other}".rpartition(".")
+                lines.append(f"from {above} import {last} as {name}")
+            lines += [f"{name}: object" for name in (*entry.asked, "__version__")]
+        file = f"{path}.__init__" if inner else path
+        texts[f"{file.strip('.').replace('.', '/')}.pyi"] = "\n".join([*lines, ""])
+    return texts
+
+
+def build(package: str, library: str, table: Table) -> dict[str, ModuleType]:
+    """Make the modules of a table, and give the package itself its names.
+
+    Args:
+        package: the package's `__name__`.
+        library: the library's name in `LIBRARIES`.
+        table: what each module offers.
+
+    Returns:
+        The modules by their paths.
+    """
+    made = {path: _made(package, path, entry) for path, entry in table.items()}
+    inner: dict[str, dict[str, ModuleType]] = {path: {} for path in table}
+    for path, module in made.items():
+        if path:
+            parent, _, last = path.rpartition(".")
+            inner[parent][last] = module
+            sys.modules[f"{package}.{path}"] = module
+    _built[package] = table
+    for path, entry in table.items():
+        if isinstance(entry, Module):
+            names = entry.own()
+            if entry.inner:
+                leaves = [f"{path}.{last}".lstrip(".") for last in inner[path]]
+                for leaf in (table[leaf] for leaf in leaves if not inner[leaf]):
+                    names |= leaf.own() if isinstance(leaf, Module) else {}
+            names |= {name: made[other] for name, other in entry.same.items()}
+            _fill(made[path], entry, names, inner[path], library_named(library))
+    return made
+
+
+def _made(package: str, path: str, entry: Module | ModuleType) -> ModuleType:
+    if isinstance(entry, ModuleType):
+        return entry
+    if not path:
+        return sys.modules[package]
+    module = ModuleType(f"{package}.{path}", entry.doc)
+    # Python has no loader for it, but whoever asks learns where the table is.
+    module.__spec__ = ModuleSpec(module.__name__, None, origin=sys.modules[package].__file__)
+    return module
+
+
+def _fill(
+    module: ModuleType,
+    entry: Module,
+    names: dict[str, object],
+    inner: dict[str, ModuleType],
+    library: Library,
+) -> None:
+    """Give a module its names, and what Python expects of one."""
+    here = module.__name__
+    if inner and module.__spec__ is not None and not hasattr(module, "__path__"):
+        module.__path__ = module.__spec__.submodule_search_locations = []
+    module.__package__ = here if inner else here.rpartition(".")[0]
+    stars = inner if entry.star is None else entry.star.split()
+    public = sorted({*names, *stars, *(name for name in entry.asked if name[0] != "_")})
+
+    def __getattr__(name: str) -> Any:
+        if name in entry.asked:
+            return entry.asked[name]()
+        if name.startswith("__"):
+            raise AttributeError(f"module {here!r} has no attribute {name!r}")
+        other = None if entry.rest is None else _loaded(entry.rest, f"{here}.{name}")
+        if other is None or not hasattr(other, name):
+            _refuse(module, name, entry, public, library)
+        return getattr(other, name)
+
+    def __dir__() -> list[str]:
+        rest = [] if entry.rest is None else dir(sys.modules.get(entry.rest))
+        dunders = (name for name in vars(module) if name.startswith("__"))
+        return sorted({*public, *inner, *entry.asked, *rest, *dunders})
+
+    # A name of the table is meant where an inner module has the same one: DDPW's `wrapper`.
+    vars(module).update(inner | names)
+    vars(module).update(__all__=public, __getattr__=__getattr__, __dir__=__dir__)
+    if entry.version is not None:
+        vars(module)["__version__"] = entry.version
+
+
+def _loaded(name: str, asked: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        hint = f"pip install {name.partition('.')[0]}"
+        raise MissingExtra.because(asked, str(error), None, hint) from error
+
+
+def _refuse(
+    module: ModuleType, name: str, entry: Module, public: list[str], library: Library
+) -> NoReturn:
+    """Raise for a name that is not offered: what is close to it, and what does its work."""
+    nobody = "has no" if entry.rest is None else f"has no, and {entry.rest} neither,"
+    close = difflib.get_close_matches(name, public)
+    hint = entry.instead.get(name) or "; ".join(
+        [*([", ".join(close)] if close else []), entry.hint or library.instead]
+    )
+    served = sys.modules.get(library.root)
+    if library.beside and served is not None and served.__name__ == library.package:
+        hint += (
+            f"; start without --compat {library.name} or serve({library.name!r}) then: "
+            f"`import {library.root}` finds {library.package} now"
+        )
+    raise AttributeError(f"{module.__name__} {nobody} {name!r}\n  HINT: {hint}")

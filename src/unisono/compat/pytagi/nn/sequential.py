@@ -1,9 +1,0 @@
-"""pytagi's `nn.sequential` module."""
-
-from __future__ import annotations
-
-from unisono.bayes import Sequential
-
-__all__ = [
-    "Sequential",
-]

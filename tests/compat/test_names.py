@@ -1,0 +1,107 @@
+"""What programs import from `unisono.compat` is there: every module, every name of `names.txt`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from unisono.compat import serving
+from unisono.compat.__main__ import main
+
+
+def recorded():
+    """Return the names of each module, as the file has them."""
+    text = Path(__file__).with_name("names.txt").read_text().replace("\n    ", " ")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {path: names.split() for path, _, names in (line.partition(":") for line in lines)}
+
+
+NAMES = recorded()
+
+
+def test_the_record_is_of_all_libraries():
+    assert len(NAMES) == 113
+    assert len({path.partition(".")[0] for path in NAMES}) == 7
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_every_module_offers_its_names(path):
+    module = importlib.import_module(f"unisono.compat.{path}")
+    assert module.__name__ == f"unisono.compat.{path}"
+    assert module.__doc__
+    assert module.__spec__ is not None
+    assert cloudpickle.loads(cloudpickle.dumps(module)) is module
+    assert [name for name in NAMES[path] if not hasattr(module, name)] == []
+    public = {name for name in NAMES[path] if not name.startswith("_")}
+    assert public <= {*dir(module), *getattr(module, "__all__", ())}
+    given: dict[str, object] = {}
+    exec(f"from unisono.compat.{path} import *", given)
+    assert public <= set(given) | {"buffer"}, "`from ... import *` gives them"
+    for name in public:
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            assert pickle.loads(pickle.dumps(value)) is value
+
+
+@pytest.mark.parametrize("path", [path for path in NAMES if "." in path])
+def test_attributes_lead_to_the_modules(path):
+    parent, _, last = path.rpartition(".")
+    found = getattr(importlib.import_module(f"unisono.compat.{parent}"), last)
+    if path == "ddpw.wrapper":
+        assert found.__name__ == "wrapper", "DDPW has a decorator of its module's name"
+    else:
+        assert found is importlib.import_module(f"unisono.compat.{path}")
+
+
+@pytest.mark.parametrize("name", ["ddpw", "distdl", "fairchem", "fairchem_v2", "heat", "pytagi"])
+def test_a_served_library_has_the_same_modules_under_its_own_name(name):
+    root = "fairchem" if name == "fairchem_v2" else name
+    with serving(name):
+        for path in NAMES:
+            if path.partition(".")[0] == name:
+                served = root + path.removeprefix(name)
+                own = importlib.import_module(f"unisono.compat.{path}")
+                assert importlib.import_module(served) is own
+                assert sys.modules[served].__name__ == own.__name__
+
+
+def test_stubs_tell_editors_and_type_checkers_of_every_name(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import heat as ht\n"
+        "import heat.nn.functional as F\n"
+        "from unisono.compat.heat.optim import DASO\n"
+        "from unisono.compat.pytagi.nn import Linear\n"
+        "from unisono.compat.distdl.nn.linear import DistributedLinear\n"
+        "import unisono\n"
+        "reveal_type(ht.nn.DataParallel.finalize)\n"
+        "reveal_type(ht.MPI_WORLD)\n"
+        "reveal_type(F.relu)\n"
+        "reveal_type((DASO, Linear, DistributedLinear, ht.nn.Linear, unisono.world))\n"
+    )
+    for name in ("heat", "pytagi", "distdl"):
+        main(["--stubs", str(tmp_path / "typings"), name])
+    for path, names in NAMES.items():
+        place = tmp_path / "typings" / "unisono" / "compat" / path.replace(".", "/")
+        if place.parts[len(tmp_path.parts) + 3] in ("heat", "pytagi", "distdl"):
+            file = place / "__init__.pyi" if place.is_dir() else place.with_suffix(".pyi")
+            text = file.read_text()
+            told = {name for name in names if f" as {name}\n" in text or f"{name}:" in text}
+            assert set(names) == told or path == "distdl.config", path
+    checked = subprocess.run(
+        [Path(sys.executable).with_name("pyright"), "--pythonpath", sys.executable, program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout
+    assert "Unknown" not in checked.stdout
+    assert "(self: DataParallel) -> None" in checked.stdout, "ours, not torch's"
