@@ -46,6 +46,18 @@ TARGETS = {
     (4, "all_reduce", KB, "shm"): 0.20,
 }
 """Largest ratios to gloo; with more ranks than cores, anything below 1 is asked for."""
+MPI_TARGETS = {
+    (2, "comm.all_reduce_", KB): 1.8,
+    (2, "comm.all_reduce_", 64 * KB): 0.8,
+    (2, "comm.all_reduce_", MB): 0.6,
+    (2, "comm.all_reduce_", 10 * MB): 0.8,
+    (2, "comm.all_reduce_", 100 * MB): 0.4,
+    (2, "dist.all_reduce", KB): 4.0,
+    (4, "comm.all_reduce_", KB): 0.2,
+    (4, "comm.all_reduce_", MB): 0.15,
+    (4, "comm.all_reduce_", 10 * MB): 0.75,
+}
+"""Largest ratios of shm to `Allreduce` of mpi4py in the same processes."""
 MAX_OPERATOR_S = 60e-6
 """Most that an operator's forward and backward may cost beyond its two collectives."""
 PICTURE = Path(__file__).with_name("transports.png")
@@ -155,30 +167,60 @@ def measure_groups(
     return points
 
 
-def mpi_points(ranks: int, options: list[str]) -> list[Point]:
+def mpi_points(ranks: int, options: list[str]) -> tuple[list[Point], list[Row]]:
     """Return what a job of this script under mpiexec measures; nothing where there is no MPI."""
     beside = Path(sys.executable).with_name("mpiexec")
     program = str(beside) if beside.exists() else shutil.which("mpiexec")
     state = transports.available()["mpi"]
     if program is None or state != "ok":
         print(f"no column mpi: {'no mpiexec' if state == 'ok' else state}")
-        return []
+        return [], []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "points.json")
         command = [program, "-n", str(ranks), sys.executable, __file__, "--mpi-job", str(path)]
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
         subprocess.run([*command, *options], check=True, env={**loopback, **os.environ})
-        return [Point(**fields) for fields in json.loads(path.read_text())]
+        told = json.loads(path.read_text())
+        points = [Point(**fields) for fields in told["points"]]
+        return points, [Row(**fields) for fields in told["rows"]]
 
 
 def mpi_job(path: Path, sizes: tuple[int, ...], quick: bool) -> None:
-    """Measure MPI beside gloo on this rank of an MPI job; rank 0 writes the points."""
+    """Measure MPI beside gloo and shm on this rank of an MPI job; rank 0 writes what was found."""
     torch.set_num_threads(1)
     world = start_world(detect(), backend="mpi")
     groups = {"gloo": new_group("gloo"), "mpi": new_group("mpi4py")}
-    points = measure_groups(groups, sizes, quick)
+    points = [p for p in measure_groups(groups, sizes, quick) if p.transport == "mpi"]
+    rows = against_mpi4py(quick)
     if world.rank == 0:
-        path.write_text(json.dumps([asdict(p) for p in points if p.transport == "mpi"]))
+        told = {"points": [asdict(p) for p in points], "rows": [asdict(row) for row in rows]}
+        path.write_text(json.dumps(told))
+
+
+def against_mpi4py(quick: bool) -> list[Row]:
+    """Compare an all_reduce over shared memory with mpi4py's own. Collective over an MPI job."""
+    from mpi4py import MPI
+
+    group = new_group("shm")
+    comm = Communicator.of(group)
+    rows: list[Row] = []
+    for nbytes in (KB, MB) if quick else (KB, 64 * KB, MB, 10 * MB, 100 * MB):
+        x = torch.zeros(nbytes // 4)  # stays what it is, however often it is added up
+        memory = [x.numpy(), MPI.FLOAT]
+        candidates = {
+            "comm.all_reduce_": Candidate(lambda x=x: comm.all_reduce_(x)),
+            "dist.all_reduce": Candidate(lambda x=x: dist.all_reduce(x, group=group)),
+            "mpi4py": Candidate(
+                lambda memory=memory: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, memory, MPI.SUM)
+            ),
+        }
+        repeats = 100 if nbytes <= 64 * KB else 10 if nbytes <= MB else 1
+        found = measure(comm, candidates, rounds_for(nbytes, quick), repeats)
+        for name in ("comm.all_reduce_", "dist.all_reduce"):
+            case = f"{name} {size_name(nbytes)} over shm, {comm.size} ranks"
+            target = MPI_TARGETS.get((comm.size, name, nbytes))
+            rows.append(Row(case, found[name], found["mpi4py"], "Allreduce of mpi4py", target))
+    return rows
 
 
 def special_cases(quick: bool) -> list[Row]:
@@ -383,11 +425,14 @@ def main() -> None:
     os.environ["UNISONO_BACKEND"] = "gloo"
     os.environ["OMP_NUM_THREADS"] = "1"
     points: list[Point] = []
+    against: list[Row] = []
     for ranks in (2, 4):
         points += unisono.run(sweep, sizes, options.quick, tuple(options.also), ranks=ranks)[0]
-        points += mpi_points(ranks, ["--quick"] if options.quick else [])
+        mpi, rows = mpi_points(ranks, ["--quick"] if options.quick else [])
+        points += mpi
+        against += rows
     special = unisono.run(special_cases, options.quick, ranks=2)[0]
-    text = f"{markdown([*judged(points), *special])}\n\nRatios to gloo:\n\n{overview(points)}"
+    text = f"{markdown([*judged(points), *against, *special])}\n\nRatios to gloo:\n\n{overview(points)}"
     publish("Transports", text, write=not options.quick)
     if not options.quick and IS_CHECKOUT:
         draw(points, PICTURE)
