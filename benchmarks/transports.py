@@ -432,7 +432,8 @@ def main() -> None:
         points += mpi
         against += rows
     special = unisono.run(special_cases, options.quick, ranks=2)[0]
-    text = f"{markdown([*judged(points), *against, *special])}\n\nRatios to gloo:\n\n{overview(points)}"
+    table = markdown([*judged(points), *against, *special])
+    text = f"{table}\n\nRatios to gloo:\n\n{overview(points)}"
     publish("Transports", text, write=not options.quick)
     if not options.quick and IS_CHECKOUT:
         draw(points, PICTURE)
