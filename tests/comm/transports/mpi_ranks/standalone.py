@@ -190,6 +190,17 @@ def case_a_stalled_rank():
     else:
         stalled_here()
     ALL.Barrier()
+    part_without_all_members()
+
+
+def part_without_all_members():
+    """Rank 0 gives up a part that rank 1 makes later; that ends by its deadline, too."""
+    comm = Communicator.of(ALL.Split(0, -RANK)).with_timeout(1.0)
+    for rank in (0, 1):
+        if rank == RANK:
+            error = raised(RankTimeout, lambda: comm.sub([3, 2]))  # ranks 0 and 1 of MPI
+            assert list(error.missing) == [1 - rank], error
+        ALL.Barrier()
 
 
 def stalled_here():

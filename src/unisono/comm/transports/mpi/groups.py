@@ -160,7 +160,11 @@ def _meet(
     rendezvous = Rendezvous(
         dist.PrefixStore("mpi", store), rank, ranks, timeout_s, backend="mpi4py"
     )
-    texts = rendezvous.share("member", json.dumps([asdict(me), secrets.token_hex(8)]))
+    try:
+        texts = rendezvous.share("member", json.dumps([asdict(me), secrets.token_hex(8)]))
+    except BaseException:
+        rendezvous.clean()  # who comes later must not take this rank for present
+        raise
     records = [json.loads(text) for text in texts]
     members = [Member(**record) for record, _ in records]
     nonce = records[0][1]

@@ -276,19 +276,6 @@ class Wait:
         peers: the ranks that are waited for; None is the whole group.
     """
 
-    __slots__ = (
-        "_deadline",
-        "_gone_since",
-        "_look",
-        "_mark",
-        "_nap_s",
-        "_peers",
-        "_sleep_from",
-        "_store",
-        "_timeout_s",
-        "_watch",
-    )
-
     def __init__(
         self, watch: Watch, timeout_s: float, nbytes: int = 0, peers: Sequence[int] | None = None
     ) -> None:
