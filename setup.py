@@ -27,6 +27,7 @@ if sys.platform == "linux":
                 "-O3",
                 "-ffp-contract=off",
                 "-fvisibility=hidden",
+                "-g0",
                 "-Wno-psabi",
             ],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
