@@ -507,10 +507,20 @@ def test_what_a_verb_replaces_is_not_used_by_autograd_any_more():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the graph ends here is another test's matter
             change(y)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            y.sum().backward()  # what came from the other ranks has no gradient
     if comm.rank == 0:
         comm.broadcast_(torch.ones(3, dtype=torch.float64), src=0)
+    for use in (lambda y: comm.all_reduce_(y), lambda y: comm.start.all_reduce_(y).wait()):
+        w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        y = w.exp()
+        z = y.square()
+        with torch.no_grad():
+            use(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+    with pytest.raises(UnisonoError, match="view of a tensor in a graph"):
+        comm.all_reduce_((torch.ones(4, requires_grad=True) * 2)[1:])
 
 
 @pytest.mark.ranks(2, backend=BACKENDS)

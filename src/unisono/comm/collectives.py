@@ -81,6 +81,7 @@ class Collectives(Performer):
         is_plain = target.is_contiguous() and target.dtype in engine.reduces
         work = target if is_plain else dense(encode(target, op))
         divides = op == "mean" and not engine.knows_mean
+        leaves = out is x and leaves_graph(x, "all_reduce_")
         call = self._described("all_reduce", x, kind=op)
         call.sent = call.received = work.numel() * work.element_size()
 
@@ -90,7 +91,7 @@ class Collectives(Performer):
             if work is not target:
                 target.copy_(decode(work, op, target.dtype))
             if out is x:
-                increment_version(out)  # so that autograd does not use what it saved of it
+                replaced(out, leaves)
             return out
 
         return Transfer(
@@ -212,6 +213,7 @@ class Collectives(Performer):
         work = dense(encode(target, op))
         if not coalescer.takes(work):
             return self._perform(self._reduced(out, x, op), timeout_s)
+        leaves = out is x and leaves_graph(x, "all_reduce_")
         call = self._described("all_reduce", x, kind=op)
         self._begin(call, is_collective=True, deadline=self.timeout_s)
 
@@ -221,7 +223,7 @@ class Collectives(Performer):
             if work is not target:
                 target.copy_(decode(work, op, target.dtype))
             if out is x:
-                increment_version(out)
+                replaced(out, leaves)
 
         coalescer.hold(work, "sum" if op == "mean" else op, finish, out)
         call.done = True
@@ -276,6 +278,7 @@ class Collectives(Performer):
     def _broadcast_into(
         self, out: Tensor, work: Tensor, x: Tensor | None, src: int
     ) -> Transfer[Tensor]:
+        leaves = out is x and self.rank != src and leaves_graph(out, "broadcast_")
         call = self._described("broadcast", x, root=src)
         nbytes = work.numel() * work.element_size()
         call.sent, call.received = (nbytes, 0) if self.rank == src else (0, nbytes)
@@ -284,7 +287,7 @@ class Collectives(Performer):
             if work.data_ptr() != out.data_ptr() and self.rank != src:
                 out.detach().copy_(work)
             if out is x and self.rank != src:
-                increment_version(out)
+                replaced(out, leaves)
             return out
 
         return Transfer(
@@ -811,6 +814,27 @@ class StartedCollectives:
 
 def _then(pending: Pending[Any], finish: Callable[[Any], T]) -> Pending[T]:
     return Pending(lambda timeout_s: finish(pending.wait(timeout_s)), pending.done)
+
+
+def leaves_graph(x: Tensor, verb: str) -> bool:
+    """Whether a tensor whose values a verb replaces is part of a graph, which it then leaves."""
+    if x.grad_fn is None or not torch.is_grad_enabled():
+        return False
+    if x._is_view():
+        raise UnisonoError.because(
+            f"{verb} of a view of a tensor in a graph of autograd",
+            "what is replaced has no gradient, and a view cannot leave the graph alone",
+            None,
+            f"{verb}(x.detach()), or {verb.removesuffix('_')}(x), which returns a new tensor",
+        )
+    return True
+
+
+def replaced(x: Tensor, leaves: bool) -> None:
+    """Tell autograd that the values of `x` are new: what it saved of them must not be used."""
+    increment_version(x)
+    if leaves:
+        x.detach_()
 
 
 def rows_first(x: Tensor, dim: int) -> Tensor:

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from unisono.comm.arguments import (
     check_fits_memory,
@@ -19,7 +18,13 @@ from unisono.comm.arguments import (
     refuse_transformed,
 )
 from unisono.comm.call import Call
-from unisono.comm.collectives import Collectives, Like, StartedCollectives
+from unisono.comm.collectives import (
+    Collectives,
+    Like,
+    StartedCollectives,
+    leaves_graph,
+    replaced,
+)
 from unisono.comm.pending import Pending
 from unisono.comm.perform import Transfer
 from unisono.comm.raw import dense
@@ -64,12 +69,13 @@ class Messages(Collectives):
         check_target(out, self.device, "recv_")
         self._check_peer(src, "src", "recv_")
         check_tag(tag, "recv_")
+        leaves = leaves_graph(out, "recv_")
         work = dense(out.detach())
 
         def finish() -> Tensor:
             if work.data_ptr() != out.data_ptr():
                 out.detach().copy_(work)
-            increment_version(out)
+            replaced(out, leaves)
             return out
 
         return self._exchanged("recv", {}, {src: work}, tag, finish)

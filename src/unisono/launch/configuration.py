@@ -60,6 +60,7 @@ _READ_ELSEWHERE = frozenset(
         "BACKEND",
         "CHECK",
         "CONFIG",
+        "CORE",
         "DETECT",
         "FORCE_ON",
         "FRAMES",
@@ -73,6 +74,7 @@ _READ_ELSEWHERE = frozenset(
         "RUN_ID",
         "SERVER_IDLE_S",
         "STDIN_RANK",
+        "STRUCTURE_CHECK",
         "TEST_KILL",
         "TIMEOUT_S",
         "TRACE",
@@ -235,6 +237,8 @@ def say_what_file_decides(line: str) -> None:
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     try:
         content = tomllib.loads(_text_of(path))
+    except PlatformError:
+        raise
     except (OSError, ValueError) as error:
         raise PlatformError.because(f"the settings in {path}", f"{error}") from error
     _check_keys(content, ("run", "platform"), str(path), "tables")
