@@ -106,6 +106,7 @@ def test_remote_frames_are_shown_once_when_the_exception_could_not_travel():
         (7, "exited with code 7", (7, None)),
         (0, "exited with code 0 before returning", (0, None)),
         (-9, "killed by SIGKILL", (None, "SIGKILL")),
+        (-7, "killed by SIGBUS", (None, "SIGBUS")),
         (-11, "killed by SIGSEGV", (None, "SIGSEGV")),
         (-64, "killed by SIGRTMAX", (None, "SIGRTMAX")),
     ],
@@ -119,7 +120,7 @@ def test_a_silent_death_says_how_and_shows_the_log(exit_code, words, attributes)
     assert (error.exit_code, error.signal) == attributes
     hint = str(error).splitlines()[-1]
     assert ("memory" in hint) == (exit_code == -9)
-    assert ("/dev/shm" in hint) == (exit_code == -11)
+    assert ("/dev/shm" in hint) == (exit_code == -7)
 
 
 def test_a_negative_code_of_sys_exit_is_not_a_signal():

@@ -229,11 +229,14 @@ class Performer:
                 None,
                 "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
             )
+        is_forked = entry.broken is not None and "was forked" in entry.broken
         return UnisonoError.because(
             f"{op} on {entry.name}",
             f"the group is no longer usable: {entry.broken or 'it was destroyed'}",
             None,
-            "start the ranks again; a group does not survive a failure",
+            "use the group in the parent, or start processes with 'spawn' or 'forkserver'"
+            if is_forked
+            else "start the ranks again; a group does not survive a failure",
         )
 
     def _second_thread(self, call: Call) -> UnisonoError:

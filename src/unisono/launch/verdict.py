@@ -267,8 +267,10 @@ def _hint(fate: Fate, job_dir: str | None) -> str:
         return f"often the kernel, out of memory: {_host_memory()}{peak}{at}"
     if name == "SIGABRT" and "collective mismatch" in fate.log_tail:
         return f"ranks made unlike calls; UNISONO_CHECK=1 names them and their source lines{at}"
-    if name in ("SIGSEGV", "SIGBUS"):
-        return f"a native library crashed, or /dev/shm is full: {_shm_space()}{at}"
+    if name == "SIGBUS":
+        return f"often a full /dev/shm: {_shm_space()}; or a native library{at}"
+    if name == "SIGSEGV":
+        return f"a native library crashed; the stack above says who called it{at}"
     return f"something in the function ends the process (os._exit?){at}"
 
 
