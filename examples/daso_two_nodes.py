@@ -5,7 +5,7 @@ The link is a delay added to whatever passes between the halves of the ranks, fo
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 
 import torch
@@ -19,15 +19,12 @@ import unisono
 from unisono.comm import Communicator, Pending, StartedVerbs
 from unisono.data_parallel import DASO, DasoSchedule, DataParallelMultiGPU, shard
 
-LINK_S = 0.03
-EPOCHS, BATCHES = 8, 22
+LINK_S, EPOCHS, BATCHES = 0.03, 8, 22
 passed = {"messages": 0, "bytes": 0}
 
 
 def on_the_link(nbytes):
-    """Count a message and return when it arrives."""
-    passed["messages"] += 1
-    passed["bytes"] += nbytes
+    passed.update(messages=passed["messages"] + 1, bytes=passed["bytes"] + nbytes)
     return time.monotonic() + LINK_S
 
 
@@ -36,8 +33,7 @@ class SlowVerbs(StartedVerbs):
 
     def all_reduce_(self, x, op="sum", *, timeout_s=None):
         pending = super().all_reduce_(x, op, timeout_s=timeout_s)
-        half = unisono.world().size // 2
-        if len({rank // half for rank in self._comm.ranks}) == 1:
+        if len({rank // (unisono.world().size // 2) for rank in self._comm.ranks}) == 1:
             return pending
         arrives = on_the_link(x.nbytes)
 
@@ -54,9 +50,6 @@ class TwoNodes(Communicator):
     @property
     def start(self):
         return SlowVerbs(self)
-
-    def all_reduce_(self, x, op="sum", *, timeout_s=None):
-        return self.start.all_reduce_(x, op, timeout_s=timeout_s).wait()
 
 
 def slow_hook(_, bucket):
@@ -111,17 +104,15 @@ def train(kind):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    ranks = parser.parse_args().ranks
+    ranks = int(sys.argv[2]) if sys.argv[1:2] == ["--ranks"] else 4
     skips = DasoSchedule(EPOCHS, 1, 1, max_global_skips=4).preview([1.0] * EPOCHS)
     print("global skips if the loss never falls:", [s.global_skip for s in skips])
     measured = unisono.run(lambda: [train("DDP"), train("DASO")], ranks=ranks, timeout_s=300)[0]
     for kind, (seconds, loss, sent) in zip(("DDP", "DASO"), measured, strict=True):
-        print(
-            f"{kind:4} {seconds:5.1f} s, final loss {loss:.4f}, "
+        link = (
             f"{sent['messages']} messages and {sent['bytes'] / 1e6:.1f} MB between nodes (rank 0)"
         )
+        print(f"{kind:4} {seconds:5.1f} s, final loss {loss:.4f}, {link}")
 
 
 if __name__ == "__main__":

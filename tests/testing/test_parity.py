@@ -176,7 +176,7 @@ def test_works_in_a_plain_process():
     [
         ([2, "x"], None, "a sequence of"),
         ([2, 2], [None, None], "2 layouts for 1 tensors"),
-        ([2, 2], 4, "a int"),
+        ([2, 2], 4, "an int"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(inputs, partition, said):

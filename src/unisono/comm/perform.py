@@ -69,7 +69,7 @@ class Performer:
         """Run a transfer and return its result."""
         call, entry, engine = transfer.call, self._entry, self._engine
         deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        is_alive = entry.group is None or entry.group in c10d._world.pg_map
+        is_alive = entry.group is None or entry.group in c10d._world.pg_map or entry.is_alive()
         if self._closed or entry.broken is not None or not is_alive:
             raise self._unusable(call.op)
         entry.calls = call.seq = entry.calls + 1
@@ -150,7 +150,7 @@ class Performer:
     def _begin(self, call: Call, is_collective: bool, deadline: float) -> None:
         """Begin a call that does not end at once."""
         entry = self._entry
-        is_alive = entry.group is None or entry.group in c10d._world.pg_map
+        is_alive = entry.group is None or entry.group in c10d._world.pg_map or entry.is_alive()
         if self._closed or entry.broken is not None or not is_alive:
             raise self._unusable(call.op)
         entry.calls = call.seq = entry.calls + 1
@@ -202,7 +202,7 @@ class Performer:
     def _exchanging(self, op: str, root: int | None, deadline: float) -> Iterator[None]:
         """Report a failure of a small exchange, such as the one before `op`, as one of `op`."""
         entry = self._entry
-        is_alive = entry.group is None or entry.group in c10d._world.pg_map
+        is_alive = entry.group is None or entry.group in c10d._world.pg_map or entry.is_alive()
         if self._closed or entry.broken is not None or not is_alive:
             raise self._unusable(op)
         call = Call(op, entry.name, entry.key, 0, root=root)
@@ -229,6 +229,9 @@ class Performer:
                 None,
                 "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
             )
+        first = getattr(self._engine, "cause", None)
+        if entry.turn is None and first is not None:
+            return self._engine.unusable()  # type: ignore[attr-defined]  # with the first cause
         is_forked = entry.broken is not None and "was forked" in entry.broken
         return UnisonoError.because(
             f"{op} on {entry.name}",

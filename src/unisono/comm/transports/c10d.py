@@ -74,7 +74,8 @@ class TransportProcessGroup(CallingGroup):
             ),
             lambda: None,
         )
-        calls._perform(transfer, timeout_s if timeout_s > 0 else None)
+        own_s = self._deadline_s or self.options._timeout.total_seconds()  # may have been changed
+        calls._perform(transfer, timeout_s if timeout_s > 0 else own_s)
         return DoneWork(tensors)
 
     @_by_device

@@ -55,7 +55,7 @@ def use(comm, ranks):
     rows = comm.all_gather(torch.full((comm.rank, 2), RANK))
     assert rows.tolist() == [[q, q] for place, q in enumerate(ranks) for _ in range(place)]
     assert comm.all_gather_object({"rank": RANK}) == [{"rank": q} for q in ranks]
-    later = comm.all_reduce(torch.ones(1000), async_op=True)
+    later = comm.start.all_reduce(torch.ones(1000))
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     got = comm.exchange({right: torch.tensor([RANK])}, {left: torch.tensor([0])})
     assert int(got[left]) == ranks[left]
