@@ -23,7 +23,7 @@ from unisono.train.report.live import LiveView
 OURS = Path(unisono.__file__).parent
 WAITS = (
     f'Thread 0x1 (most recent call first):\n  File "{OURS}/comm/calling.py", line 9 in _run\n'
-    f'  File "{OURS}/comm/verbs_reduce.py", line 70 in all_reduce\n'
+    f'  File "{OURS}/comm/collectives.py", line 70 in all_reduce\n'
     '  File "/home/me/train.py", line 31 in step'
 )
 SLEEPS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in <b>load'

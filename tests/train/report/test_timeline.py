@@ -92,7 +92,7 @@ def test_calls_of_all_ranks_are_summed_up_by_place():
 OURS = Path(unisono.__file__).parent
 WAITS = (
     f'Thread 0x1 (most recent call first):\n  File "{OURS}/comm/calling.py", line 9 in _run\n'
-    f'  File "{OURS}/comm/verbs_reduce.py", line 70 in all_reduce_\n'
+    f'  File "{OURS}/comm/collectives.py", line 70 in all_reduce_\n'
     '  File "/home/me/train.py", line 31 in step'
 )
 SLEEPS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in load'
