@@ -553,3 +553,16 @@ def test_torch_calls_of_one_rank_alone_are_noticed_when_the_other_returns():
         assert time.monotonic() - began < 10
     else:
         announce_return(groups.accounts())
+
+
+def test_exchanges_before_a_verb_refuse_a_senseless_deadline_too():
+    comm, x = world(), torch.ones(2)
+    for call in (
+        lambda: comm.all_gather(x, timeout_s=-1),
+        lambda: comm.all_gather_ints([1], timeout_s=0),
+        lambda: comm.scatter(x, timeout_s="soon"),
+        lambda: comm.all_to_all(x, timeout_s=-1),
+        lambda: comm.shared_buffer((2,), timeout_s=-1),
+    ):
+        with pytest.raises(UnisonoError, match="a deadline must be positive"):
+            call()

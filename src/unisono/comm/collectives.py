@@ -23,6 +23,7 @@ from unisono.comm.arguments import (
     check_sizes,
     check_target,
     check_tensor,
+    check_timeout,
     refuse_transformed,
 )
 from unisono.comm.coalesce import Coalescer
@@ -412,7 +413,7 @@ class Collectives(Performer):
             lengths = check_sizes(sizes, self.size, "scatter")
             shape, dtype = tuple(block.shape), block.dtype
         else:
-            deadline = self.timeout_s if timeout_s is None else timeout_s
+            deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
             with self._exchanging("scatter", src, deadline):
                 shape, dtype, lengths, dim = describe_block(
                     self._engine, src, rows, lengths, dim, refused, deadline
@@ -473,7 +474,7 @@ class Collectives(Performer):
             )
         sent = self._block_sizes(send_sizes, rows.shape[0], "all_to_all", what="send_sizes")
         if recv_sizes is None:
-            deadline = self.timeout_s if timeout_s is None else timeout_s
+            deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
             with self._exchanging("all_to_all", None, deadline):
                 matrix = self._engine.all_gather_ints(sent, timeout_s=deadline)
             got = tuple(row[self.rank] for row in matrix)
@@ -556,7 +557,7 @@ class Collectives(Performer):
     ) -> tuple[int, ...]:
         """Return the block lengths of all ranks: those given, else learned."""
         if sizes is None:
-            deadline = self.timeout_s if timeout_s is None else timeout_s
+            deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
             with self._exchanging(verb, None, deadline):
                 return learn_blocks(self._engine, rows, dim, verb, self.ranks, deadline)
         given = check_sizes(sizes, self.size, verb)
@@ -631,7 +632,7 @@ class Collectives(Performer):
 
         All ranks bring equally many. The cheapest way to agree on sizes.
         """
-        deadline = self.timeout_s if timeout_s is None else timeout_s
+        deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         with self._exchanging("all_gather_ints", None, deadline):
             return self._engine.all_gather_ints(values, timeout_s=deadline)
 

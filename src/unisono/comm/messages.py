@@ -15,6 +15,7 @@ from unisono.comm.arguments import (
     check_tag,
     check_target,
     check_tensor,
+    check_timeout,
     refuse_transformed,
 )
 from unisono.comm.call import Call
@@ -159,7 +160,7 @@ class Messages(Collectives):
         """
         sizes = check_shape(shape, "shared_buffer")
         check_fits_memory(sizes, dtype, self.size, "shared_buffer")
-        deadline = self.timeout_s if timeout_s is None else timeout_s
+        deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         with self._exchanging("shared_buffer", None, deadline):
             buffer = self._engine.shared_buffer(sizes, dtype, timeout_s=deadline)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
