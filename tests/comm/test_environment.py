@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.comm.environment import Environment, detect, expand_tasks_per_node
+from unisono.environment import Environment, detect, expand_tasks_per_node
 from unisono.errors import PlatformError
 
 OURS = {
@@ -154,7 +154,7 @@ def test_only_the_mapping_is_read_and_torch_is_not_needed():
         "package = types.ModuleType('unisono.comm')\n"
         "import unisono; package.__path__ = [unisono.__path__[0] + '/comm']\n"
         "sys.modules['unisono.comm'] = package\n"
-        "from unisono.comm.environment import detect\n"
+        "from unisono.environment import detect\n"
         "assert detect({'PMI_RANK': '1', 'PMI_SIZE': '2'}).rank == 1\n"
         "assert detect({}).kind == 'bare'\n"
     )

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from unisono.comm import addresses
-from unisono.comm.environment import Environment
 from unisono.comm.start import open_store, start_world, stop_world
+from unisono.environment import Environment
 from unisono.errors import PlatformError
 
 pytestmark = pytest.mark.usefixtures("hygiene")

@@ -10,13 +10,13 @@ from unisono.comm import transports
 from unisono.comm.checking import check
 from unisono.comm.closing import close_world
 from unisono.comm.communicator import Communicator, world
-from unisono.comm.environment import Environment, detect
 from unisono.comm.failures import post_failure, posted_failure
 from unisono.comm.first_use import has_world
 from unisono.comm.messages import StartedVerbs
 from unisono.comm.pending import Pending
 from unisono.comm.start import open_store, start_world, stop_world
 from unisono.comm.tracing import Event, start_from_environment, trace
+from unisono.environment import Environment, detect
 
 __all__ = [
     "Communicator",

@@ -23,7 +23,7 @@ from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
     from unisono.comm.communicator import Communicator
-    from unisono.comm.environment import Environment
+    from unisono.environment import Environment
 
 __all__ = ["open_store", "start_world", "stop_world"]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor, nn, optim
 from torch.nn.parameter import is_lazy
 
-from unisono.data_parallel.arguments import expect, one_line
 from unisono.data_parallel.compression import check_compression
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.data_parallel.partial_step import is_per_parameter
 from unisono.errors import an, explain
+from unisono.expect import expect, one_line
 
 
 def check_options(

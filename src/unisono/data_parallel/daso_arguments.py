@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.comm import Communicator
-from unisono.data_parallel.arguments import expect, expect_choice, expect_float, expect_int
 from unisono.data_parallel.nodes import NodeLayout
 from unisono.errors import explain
+from unisono.expect import expect, expect_choice, expect_float, expect_int
 
 __all__ = ["WIRES", "check_arguments", "check_loss", "node_layout"]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.comm import Communicator
-from unisono.data_parallel.arguments import expect_int
 from unisono.data_parallel.daso_exchange import NodeExchange
 from unisono.data_parallel.daso_local import LocalStep
 from unisono.data_parallel.schedule import DasoSchedule
+from unisono.expect import expect_int
 
 __all__ = ["DasoFacade"]
 

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.uncompiled import runs_uncompiled
-from unisono.data_parallel.arguments import expect_choice
 from unisono.data_parallel.buckets import Bucket
 from unisono.data_parallel.checks import (
     check_max_norm,
@@ -41,6 +40,7 @@ from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.data_parallel.ranks import communicator_of
 from unisono.data_parallel.stats import Stats
 from unisono.data_parallel.weighting import Weights
+from unisono.expect import expect_choice
 
 __all__ = ["DataParallel"]
 

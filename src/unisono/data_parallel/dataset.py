@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.data_parallel.arguments import expect, expect_int
 from unisono.data_parallel.arrays import home_of, local_rows
 from unisono.data_parallel.rows import RankRows, Transforms
 from unisono.data_parallel.shuffle import RingExchange, dataset_ishuffle, dataset_shuffle
+from unisono.expect import expect, expect_int
 
 __all__ = ["Dataset"]
 

@@ -11,7 +11,6 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.comm.algorithms import forcing
-from unisono.data_parallel.arguments import one_line
 from unisono.data_parallel.construction import broadcast_module
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.naming import Unfinished, named
@@ -19,6 +18,7 @@ from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.data_parallel.partial_step import only_observes
 from unisono.data_parallel.weighting import Weights
 from unisono.errors import explain
+from unisono.expect import one_line
 
 
 class Stateful(Protocol):

@@ -9,11 +9,11 @@ import torch
 import torch.utils.data
 
 from unisono.comm import world
-from unisono.data_parallel.arguments import expect
 from unisono.data_parallel.dataset import Dataset
 from unisono.data_parallel.seeding import generator_of
 from unisono.data_parallel.shuffle import dataset_irecv
 from unisono.errors import explain
+from unisono.expect import expect
 
 __all__ = ["DataLoader"]
 

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from unisono.data_parallel.arguments import expect
 from unisono.data_parallel.checks import check_bucket_mb, check_module, check_switches
 from unisono.data_parallel.compression import check_compression
 from unisono.data_parallel.construction import check_same_module, name_as_wrapped, reset_module
@@ -17,6 +16,7 @@ from unisono.data_parallel.daso import DASO
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.ranks import communicator_of
 from unisono.errors import MeshError, explain
+from unisono.expect import expect
 
 __all__ = ["DataParallelMultiGPU"]
 

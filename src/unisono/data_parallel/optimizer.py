@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn, optim
 
-from unisono.data_parallel.arguments import expect, one_line
 from unisono.data_parallel.clearing import clear_gradients
 from unisono.errors import explain
+from unisono.expect import expect, one_line
 
 if TYPE_CHECKING:
     from unisono.data_parallel.engine import GradientEngine

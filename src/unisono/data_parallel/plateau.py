@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from unisono.data_parallel.arguments import expect_choice
 from unisono.errors import explain
+from unisono.expect import expect_choice
 
 __all__ = ["DetectMetricPlateau"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unisono.comm import Communicator
 from unisono.comm.mpi_style import get_comm
-from unisono.data_parallel.arguments import one_line
 from unisono.errors import UnisonoError, explain
+from unisono.expect import one_line
 
 __all__ = ["communicator_of"]
 

@@ -13,12 +13,12 @@ import torch
 import torch.utils.data
 from torch import Tensor
 
-from unisono.data_parallel.arguments import expect, expect_choice
 from unisono.data_parallel.arrays import home_of, local_rows
 from unisono.data_parallel.reorder import reorder_rows
 from unisono.data_parallel.rows import RankRows, Transforms
 from unisono.data_parallel.seeding import agreed_seed
 from unisono.errors import PartitionError
+from unisono.expect import expect, expect_choice
 from unisono.topology import decompose
 
 __all__ = ["DistributedDataset", "DistributedSampler"]

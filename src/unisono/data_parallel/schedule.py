@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unisono.data_parallel.arguments import expect_float, expect_int
 from unisono.data_parallel.plateau import DetectMetricPlateau
+from unisono.expect import expect_float, expect_int
 
 __all__ = ["BatchPlan", "DasoSchedule", "EpochCost", "Skips"]
 

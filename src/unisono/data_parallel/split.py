@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.data_parallel.arguments import expect
 from unisono.data_parallel.arrays import home_of, local_rows
 from unisono.data_parallel.reorder import reorder_rows
 from unisono.data_parallel.seeding import agreed_seed
 from unisono.errors import PartitionError, explain
+from unisono.expect import expect
 from unisono.topology import decompose
 
 __all__ = ["create_train_val_split"]

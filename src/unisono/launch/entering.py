@@ -12,7 +12,7 @@ from unisono.launch.here import Here, set_here
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from unisono.comm.environment import Environment
+    from unisono.environment import Environment
     from unisono.launch.platform import Platform
 
 

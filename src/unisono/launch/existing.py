@@ -40,8 +40,8 @@ def world(*, timeout_s: float | None = None) -> Communicator:
         timeout_s: deadline of each wait; None is that of the process group.
     """
     from unisono.comm import communicator, has_world
-    from unisono.comm.environment import detect
     from unisono.comm.start import start_world
+    from unisono.environment import detect
 
     if not has_world() and (environment := detect()).is_world:
         if environment.kind == "slurm" and environment.master is None:
@@ -129,7 +129,7 @@ def run_here(request: Request, convention: Convention) -> Results[Any]:
 
 def _unused(request: Request, comm: Communicator) -> list[str]:
     """Return what was asked for and is not so in this world."""
-    from unisono.comm.environment import detect
+    from unisono.environment import detect
 
     kinds, nodes = {Device.GPU: "cuda", Device.MPS: "mps"}, request.platform.n_nodes
     words: list[str] = []
@@ -153,7 +153,7 @@ def _place(comm: Communicator, request: Request) -> Here:
         if group is None and groups is not None:  # a script made the world, and we found it
             group = own_group(groups)
         return replace(known, platform=request.platform, group=group)
-    from unisono.comm.environment import detect
+    from unisono.environment import detect
 
     return Here(
         rank=comm.rank,

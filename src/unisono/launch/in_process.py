@@ -74,8 +74,8 @@ def setup(
 @contextmanager
 def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> Iterator[Here]:
     """Make this process a rank for the length of the block."""
-    from unisono.comm.environment import detect
     from unisono.comm.start import open_store, stop_world
+    from unisono.environment import detect
     from unisono.launch.entering import enter_world
 
     before, known = dict(os.environ), here()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.comm import addresses
-from unisono.comm.environment import Environment
+from unisono.environment import Environment
 from unisono.errors import PlatformError
 from unisono.launch.job_files import check_ours, write_private
 

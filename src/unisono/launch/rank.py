@@ -215,7 +215,7 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
     import torch
 
     from unisono.comm import seal
-    from unisono.comm.environment import detect
+    from unisono.environment import detect
     from unisono.launch.entering import enter_world
 
     seal.give_secret(job.secret)
@@ -278,8 +278,8 @@ def _meet(
     job: Job, nonce: str, report_fd: int, lifeline: Lifeline
 ) -> tuple[dist.Store, tuple[str, int]]:
     """Return the store of this world, and where it is."""
-    from unisono.comm.environment import detect
     from unisono.comm.start import open_store
+    from unisono.environment import detect
 
     environment = detect()
     timeout_s = job.platform.start_timeout_s

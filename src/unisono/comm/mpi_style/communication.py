@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from unisono.comm import groups, transports
 from unisono.comm.communicator import Communicator, world
-from unisono.comm.environment import detect
 from unisono.comm.first_use import has_world
 from unisono.comm.groups import GroupEntry
 from unisono.comm.mpi_style import chunking, progress
@@ -27,6 +26,7 @@ from unisono.comm.mpi_style.verbs_message import MessageVerbs
 from unisono.comm.mpi_style.verbs_object import ObjectVerbs
 from unisono.comm.mpi_style.verbs_reduce import ReduceVerbs
 from unisono.comm.start import start_world, stop_world
+from unisono.environment import detect
 from unisono.errors import MeshError, an, explain
 
 _boxes: weakref.WeakKeyDictionary[GroupEntry, dict[int, Mailbox]] = weakref.WeakKeyDictionary()

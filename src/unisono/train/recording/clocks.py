@@ -7,9 +7,9 @@ import time
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from unisono.comm.environment import detect
 from unisono.comm.first_use import store_of_world
 from unisono.comm.tracing_report import clock_offset_ns
+from unisono.environment import detect
 
 
 def zero_of_run(started_ns: int) -> int:

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.comm.averaging_costs import CostLedger
-from unisono.comm.environment import detect
 from unisono.comm.tracing import Recorder
 from unisono.data_parallel.partial_step import only_observes
+from unisono.environment import detect
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.launch.here import here
 from unisono.topology.decompose import split_cuts

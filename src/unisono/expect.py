@@ -1,9 +1,12 @@
-"""Checks of plain arguments: one line each where they are used, one form of message."""
+"""Checks of plain arguments: one line each where they are used, one form of message.
+
+They stand at the edge, in the public function that takes the argument; what is below trusts it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from unisono.errors import explain
 
@@ -38,31 +41,57 @@ def expect(
         raise TypeError(explain(f"{name}={one_line(value)}", found, None, hint))
 
 
-def expect_int(name: str, value: int, at_least: int) -> int:
-    """Return `value` if it is an int of at least `at_least`."""
+def expect_int(
+    name: str,
+    value: int,
+    at_least: int,
+    below: int | None = None,
+    *,
+    error: type[Exception] = ValueError,
+) -> int:
+    """Return `value` if it is an int in `[at_least, below)`; raise `error` if it is outside.
+
+    >>> expect_int("parts", 4, 1)
+    4
+    """
     expect(name, value, int)
     if value < at_least:
-        raise ValueError(
-            explain(f"{name}={value}", None, f"{value} < {at_least}", f"{name}={at_least} or more")
-        )
-    return value
+        wanted = f"{value} < {at_least}", f"{name}={at_least} or more"
+    elif below is not None and value >= below:
+        wanted = f"{value} >= {below}", f"{name} from {at_least} to {below - 1}"
+    else:
+        return value
+    raise error(explain(f"{name}={value}", None, *wanted))
 
 
-def expect_float(name: str, value: float, at_least: float, below: float = math.inf) -> float:
-    """Return `value` if it is a number in `[at_least, below)`."""
+def expect_float(
+    name: str,
+    value: float,
+    at_least: float,
+    below: float = math.inf,
+    *,
+    error: type[Exception] = ValueError,
+) -> float:
+    """Return `value` if it is a number in `[at_least, below)`; raise `error` if it is outside."""
     expect(name, value, (float, int))
     if not at_least <= value < below:
         limit = "" if math.isinf(below) else f" and below {below:g}"
-        raise ValueError(
+        raise error(
             explain(f"{name}={value}", None, None, f"a number of at least {at_least:g}{limit}")
         )
     return float(value)
 
 
-def expect_choice(name: str, value: str, allowed: Sequence[str]) -> str:
-    """Return `value` if it is one of `allowed`."""
+def expect_choice(
+    name: str, value: str, allowed: Collection[str], *, error: type[Exception] = ValueError
+) -> str:
+    """Return `value` if it is one of `allowed`; raise `error` otherwise.
+
+    >>> expect_choice("direction", "up", ["up", "down"])
+    'up'
+    """
     expect(name, value, str)
     if value not in allowed:
         listed = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(explain(f"{name}={value!r}", None, None, f"one of {listed}"))
+        raise error(explain(f"{name}={value!r}", None, None, f"one of {listed}"))
     return value
