@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from unisono.topology import Mesh, Partition
     from unisono.train import Checkpoint
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Checkpoint": "unisono.train",
