@@ -164,7 +164,7 @@ def check_backends() -> Check:
 
 def check_core() -> Check:
     """The compiled core, without which ranks of one host send their tensors over gloo."""
-    from unisono.comm.transports.shm import core
+    from unisono.comm.engines.shm import core
 
     reason = core.unavailable()
     if reason is None:

@@ -6,7 +6,7 @@ autograd (differentiable ones are in `unisono.operators`); `trace` and `check` l
 
 from __future__ import annotations
 
-from unisono.comm import transports
+from unisono.comm import engines as transports
 from unisono.comm.checking import check
 from unisono.comm.closing import close_world
 from unisono.comm.communicator import Communicator, world

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from unisono.comm import addresses, transports
+from unisono.comm import addresses, engines
 from unisono.comm.backends import choose_backend
 from unisono.comm.closing import close_world
 from unisono.environment import RANK_PID, rank_mark
@@ -180,7 +180,7 @@ def start_world(
             backend,
             device=place.type,
             nodes=environment.nodes,
-            available=transports.available(),
+            available=engines.available(),
         )
         dist.init_process_group(
             choice.name,
@@ -220,9 +220,9 @@ def _store_through_mpi(environment: Environment, timeout_s: float) -> dist.Store
     """Let MPI tell the ranks of an MPI job where the store is, if nothing else does."""
     if environment.master is not None or environment.kind not in ("mpich", "openmpi"):
         return None
-    if transports.available().get("mpi") != "ok":
+    if engines.available().get("mpi") != "ok":
         return None
-    from unisono.comm.transports import mpi
+    from unisono.comm.engines import mpi
 
     return mpi.store_for(environment, timeout_s=timeout_s)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm import groups, transports
+from unisono.comm import engines, groups
 from unisono.comm.communicator import Communicator, world
 from unisono.comm.first_use import has_world
 from unisono.comm.groups import GroupEntry
@@ -295,4 +295,4 @@ def _in_new_context(comm: Communicator | None) -> MPICommunication:
 def _is_handle(handle: object) -> bool:
     if handle is None or isinstance(handle, (Communicator, dist.ProcessGroup)):
         return True
-    return hasattr(handle, "__unisono_communicator__") or transports.mpi.is_communicator(handle)
+    return hasattr(handle, "__unisono_communicator__") or engines.mpi.is_communicator(handle)

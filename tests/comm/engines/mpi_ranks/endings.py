@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from unisono.comm import detect, start_world
-from unisono.comm.transports.mpi import groups
+from unisono.comm.engines.mpi import groups
 from unisono.errors import RankFailed, UnisonoError
 
 RANK = MPI.COMM_WORLD.rank

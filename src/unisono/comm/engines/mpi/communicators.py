@@ -23,11 +23,11 @@ from unisono.comm import failures, groups, seal, watchdog
 from unisono.comm.addresses import first_reachable, own_addresses
 from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.call import Call
+from unisono.comm.engines.mpi.groups import MpiProcessGroup
+from unisono.comm.engines.mpi.health import connect
+from unisono.comm.engines.mpi.library import Threads, load, unavailable
 from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
 from unisono.comm.hosts import host_id
-from unisono.comm.transports.mpi.groups import MpiProcessGroup
-from unisono.comm.transports.mpi.health import connect
-from unisono.comm.transports.mpi.library import Threads, load, unavailable
 from unisono.environment import Environment
 from unisono.errors import MeshError, RankTimeout, UnisonoError
 

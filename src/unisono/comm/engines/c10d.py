@@ -20,13 +20,13 @@ from torch._C._distributed_c10d import Work
 from unisono.comm.arguments import check_no_overlap
 from unisono.comm.call import Call
 from unisono.comm.engine import PLAIN_DTYPES
+from unisono.comm.engines import staging
+from unisono.comm.engines.c10d_calls import CallingGroup, How, Tickets
+from unisono.comm.engines.queued import TransportEngine
+from unisono.comm.engines.staging import OPS, Targets, cut_evenly, cut_rows, source
+from unisono.comm.engines.work import DoneWork
 from unisono.comm.perform import Transfer
 from unisono.comm.reductions import check_op
-from unisono.comm.transports import staging
-from unisono.comm.transports.c10d_calls import CallingGroup, How, Tickets
-from unisono.comm.transports.queued import TransportEngine
-from unisono.comm.transports.staging import OPS, Targets, cut_evenly, cut_rows, source
-from unisono.comm.transports.work import DoneWork
 from unisono.errors import UnisonoError
 
 Method = TypeVar("Method", bound=Callable[..., Any])

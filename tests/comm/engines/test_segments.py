@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.comm import transports
+from unisono.comm.engines.shm import core
+from unisono.comm.engines.shm import segment as segments
+from unisono.comm.engines.shm.rendezvous import fitting_slot
+from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
 from unisono.comm.processes import is_dead, process_start
-from unisono.comm.transports.shm import core
-from unisono.comm.transports.shm import segment as segments
-from unisono.comm.transports.shm.rendezvous import fitting_slot
-from unisono.comm.transports.shm.segment import KINDS, Segment, Ticket
 from unisono.errors import UnisonoError
 
 SHM = Path("/dev/shm")
@@ -73,7 +73,7 @@ def test_another_file_in_the_place_of_a_segment_is_refused():
 
 def test_segments_of_dead_owners_are_swept_and_others_stay(interpreter):
     script = (
-        "import os, signal; from unisono.comm.transports.shm.segment import Segment;"
+        "import os, signal; from unisono.comm.engines.shm.segment import Segment;"
         "print(Segment.create(4096, kind='named').ticket.where, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -109,7 +109,7 @@ def case_beside_a_world():
 
 def mpi_store(comm):
     """Return a store of the ranks of `comm`."""
-    from unisono.comm.transports import mpi
+    from unisono.comm.engines import mpi
 
     return mpi.store_of(comm)
 

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from unisono.comm import Communicator, transports
-from unisono.comm.transports.mpi import library
-from unisono.comm.transports.mpi.health import Member, Wait, Watch
-from unisono.comm.transports.mpi.kernels import choose_sum, is_exact
+from unisono.comm.engines.mpi import library
+from unisono.comm.engines.mpi.health import Member, Wait, Watch
+from unisono.comm.engines.mpi.kernels import choose_sum, is_exact
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
 
 HERE = Path(__file__).parent / "mpi_ranks"

@@ -23,8 +23,8 @@ from unisono.comm import (
     stop_world,
     world,
 )
-from unisono.comm.transports import mpi
-from unisono.comm.transports.mpi import groups as mpi_groups
+from unisono.comm.engines import mpi
+from unisono.comm.engines.mpi import groups as mpi_groups
 from unisono.errors import MeshError, RankFailed, UnisonoError
 
 ALL = MPI.COMM_WORLD

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.comm.transports.shm.engine import ShmEngine
-from unisono.comm.transports.shm.process_group import ShmProcessGroup
+from unisono.comm.engines.shm.engine import ShmEngine
+from unisono.comm.engines.shm.process_group import ShmProcessGroup
 
 __all__ = ["ShmEngine", "ShmProcessGroup"]

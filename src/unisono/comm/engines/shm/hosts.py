@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.comm.engine import Engine, Ticket
+from unisono.comm.engines.jobs import JobQueue
+from unisono.comm.engines.queued import QueuedEngine, SourceTicket, TransportEngine
+from unisono.comm.engines.shm.network import Network
 from unisono.comm.gloo_messages import MessageTicket
 from unisono.comm.reductions import accumulation_dtype, check_op, reduce_in_rank_order
 from unisono.comm.torch_engine import bytes_of
-from unisono.comm.transports.jobs import JobQueue
-from unisono.comm.transports.queued import QueuedEngine, SourceTicket, TransportEngine
-from unisono.comm.transports.shm.network import Network
 
 _SMALL_BYTES = 64 * 1024
 """Up to here hosts exchange whole tensors at once; above, each reduces a share of them."""

@@ -5,10 +5,10 @@ Nothing here imports mpi4py before a group is made.
 
 from __future__ import annotations
 
-from unisono.comm.transports.mpi.communicators import entry_of, store_for, store_of
-from unisono.comm.transports.mpi.engine import MpiEngine
-from unisono.comm.transports.mpi.groups import MpiProcessGroup, create
-from unisono.comm.transports.mpi.library import is_communicator, unavailable
+from unisono.comm.engines.mpi.communicators import entry_of, store_for, store_of
+from unisono.comm.engines.mpi.engine import MpiEngine
+from unisono.comm.engines.mpi.groups import MpiProcessGroup, create
+from unisono.comm.engines.mpi.library import is_communicator, unavailable
 
 __all__ = [
     "MpiEngine",

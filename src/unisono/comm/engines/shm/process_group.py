@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engine import Engine
+from unisono.comm.engines.c10d import TransportProcessGroup
+from unisono.comm.engines.jobs import JobQueue
+from unisono.comm.engines.nccl import NcclBeside
+from unisono.comm.engines.queued import TransportEngine
+from unisono.comm.engines.shm.engine import ShmEngine
+from unisono.comm.engines.shm.hosts import HostsEngine
+from unisono.comm.engines.shm.network import Network
+from unisono.comm.engines.shm.rendezvous import Meeting, Rendezvous, read_constants, setting
 from unisono.comm.self_engine import SelfEngine
-from unisono.comm.transports.c10d import TransportProcessGroup
-from unisono.comm.transports.jobs import JobQueue
-from unisono.comm.transports.nccl import NcclBeside
-from unisono.comm.transports.queued import TransportEngine
-from unisono.comm.transports.shm.engine import ShmEngine
-from unisono.comm.transports.shm.hosts import HostsEngine
-from unisono.comm.transports.shm.network import Network
-from unisono.comm.transports.shm.rendezvous import Meeting, Rendezvous, read_constants, setting
 from unisono.errors import compress_ranks
 
 _log = logging.getLogger("unisono")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import unisono.comm
 from unisono.comm import watchdog
-from unisono.comm.transports.shm import rendezvous
+from unisono.comm.engines.shm import rendezvous
 
 VICTIM = 1
 CASES: dict[str, Callable[[int], dict]] = {}

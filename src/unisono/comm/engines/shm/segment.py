@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.comm.engines.shm import core
 from unisono.comm.processes import pid_namespace, process_start
-from unisono.comm.transports.shm import core
 from unisono.errors import UnisonoError
 
 try:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from unisono.comm.communicator import register_source
-from unisono.comm.transports import mpi
-from unisono.comm.transports.shm import core
-from unisono.comm.transports.shm.process_group import create as create_shm
+from unisono.comm.engines import mpi
+from unisono.comm.engines.shm import core
+from unisono.comm.engines.shm.process_group import create as create_shm
 
 __all__ = ["available", "mpi", "register"]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unisono.comm.engines.shm.engine import OPS
 from unisono.comm.reductions import defined_ops
-from unisono.comm.transports.shm.engine import OPS
 from unisono.errors import UnisonoError
 
 DTYPES = [

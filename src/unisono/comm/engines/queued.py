@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unisono.comm.engine import Engine, Ticket
-from unisono.comm.transports.jobs import Job, JobQueue
+from unisono.comm.engines.jobs import Job, JobQueue
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
 _CLOSE_S = 10.0

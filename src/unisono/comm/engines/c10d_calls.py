@@ -21,12 +21,12 @@ from unisono.comm import call as calls
 from unisono.comm import failures, tracing, watchdog
 from unisono.comm.call import Call
 from unisono.comm.engine import Engine, Ticket
+from unisono.comm.engines import staging
+from unisono.comm.engines.queued import TransportEngine
+from unisono.comm.engines.staging import Targets
+from unisono.comm.engines.work import DoneWork, TransportWork
 from unisono.comm.groups import GroupEntry
 from unisono.comm.perform import Performer, Transfer
-from unisono.comm.transports import staging
-from unisono.comm.transports.queued import TransportEngine
-from unisono.comm.transports.staging import Targets
-from unisono.comm.transports.work import DoneWork, TransportWork
 from unisono.errors import UnisonoError
 
 

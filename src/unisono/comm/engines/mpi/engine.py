@@ -11,12 +11,12 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 
 from unisono.comm.engine import Ticket
+from unisono.comm.engines.jobs import Job, JobQueue
+from unisono.comm.engines.mpi import kernels
+from unisono.comm.engines.mpi.channel import Channel, Messages, Transfer
+from unisono.comm.engines.mpi.health import Notice
+from unisono.comm.engines.queued import QueuedEngine, SourceTicket
 from unisono.comm.reductions import check_op
-from unisono.comm.transports.jobs import Job, JobQueue
-from unisono.comm.transports.mpi import kernels
-from unisono.comm.transports.mpi.channel import Channel, Messages, Transfer
-from unisono.comm.transports.mpi.health import Notice
-from unisono.comm.transports.queued import QueuedEngine, SourceTicket
 from unisono.errors import RankFailed, RankTimeout, UnisonoError
 
 Kernel = Callable[..., str | None]
