@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.comm import world
-from unisono.comm.algorithms import ALGORITHMS, choose, forcing, parse_forced
+from unisono.comm.engines.algorithms import ALGORITHMS, choose, forcing, parse_forced
 from unisono.errors import UnisonoError
 
 

@@ -10,7 +10,7 @@ import torch
 
 from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world
-from unisono.comm.closing import say_returned
+from unisono.comm.lifecycle import say_returned
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from unisono.comm import addresses
-from unisono.comm.start import open_store, start_world, stop_world
+from unisono.comm import machine as addresses
+from unisono.comm.lifecycle import open_store, start_world, stop_world
 from unisono.environment import Environment
 from unisono.errors import PlatformError
 

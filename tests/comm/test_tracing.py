@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from unisono import run
-from unisono.comm import close_world, trace, tracing, world
+from unisono.comm import close_world, trace, world
+from unisono.comm.health import trace as tracing
 from unisono.errors import UnisonoError
 from unisono.trace_file import load, table
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import Communicator, Pending, groups, perform, trace, world
-from unisono.comm.outlook import announce_return
+from unisono.comm.health.deadlock import announce_return
 from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
 
 RANKS = [1, 2, 3, 4]

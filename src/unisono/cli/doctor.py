@@ -231,7 +231,7 @@ def check_shared_memory() -> Check:
 
 def check_host_name() -> Check:
     """The own host name resolves, and which interfaces there are. Needed between hosts only."""
-    from unisono.comm.addresses import interfaces
+    from unisono.comm.machine import interfaces
 
     name = socket.gethostname()
     at = ", ".join(f"{interface} {address}" for interface, address in interfaces().items())

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
-from unisono.comm import written
-from unisono.comm.headers import DTYPES
+from unisono.comm.reductions import DTYPES
 from unisono.errors import MeshError, PartitionError, UnisonoError, an
 
 _MOVABLE = frozenset(DTYPES)
+
+write_listener: Callable[[Tensor], None] | None = None
+"""Called with a tensor before an in-place verb replaces its values (the layout check)."""
 
 
 def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
@@ -109,8 +111,8 @@ def check_target(x: object, device: torch.device, verb: str) -> Tensor:
     """Return `x` if it is a tensor as `check_tensor` wants it, whose elements can be written."""
     target = check_tensor(x, device, verb)
     check_no_overlap(target, verb)
-    if written.listener is not None:
-        written.listener(target)
+    if write_listener is not None:
+        write_listener(target)
     return target
 
 

@@ -12,10 +12,10 @@ from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import groups
 from unisono.comm.arguments import check_device, check_ranks, check_timeout, environment_timeout_s
+from unisono.comm.engines.algorithms import measure_limits
 from unisono.comm.groups import GroupEntry, Handle
-from unisono.comm.hosts import host_id
+from unisono.comm.machine import host_id
 from unisono.comm.messages import Messages, StartedVerbs
-from unisono.comm.tuning import measure_limits
 from unisono.errors import MeshError, UnisonoError, an
 
 _sources: list[tuple[Callable[[object], bool], Callable[[Any], GroupEntry]]] = []

@@ -11,21 +11,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unisono.comm import call as calls
-from unisono.comm import failures, watchdog
 from unisono.comm.call import Call
-from unisono.comm.coalesce import Coalescer
-from unisono.comm.engine import Engine
-from unisono.comm.first_use import has_world
-from unisono.comm.self_engine import SelfEngine
-from unisono.comm.torch_engine import TorchEngine
-from unisono.errors import MeshError, RankTimeout
+from unisono.comm.engines.base import Engine, SelfEngine
+from unisono.comm.engines.gloo import TorchEngine
+from unisono.comm.health import failures, watchdog
+from unisono.comm.health.failures import Meaning, meaning_of
+from unisono.errors import MeshError, RankFailed, RankTimeout
+
+if TYPE_CHECKING:
+    from unisono.comm.collectives import Coalescer
 
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a wait where nothing else is said."""
@@ -158,6 +159,37 @@ class GroupEntry:
         return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
 
 
+# -- a world that waits for its first use ---------------------------------------------------------
+# A launcher of scripts leaves it to them how they begin: one that initialises torch.distributed by
+# itself brings its own group, and that is the world; in others whoever first asks joins it.
+
+_waiting: tuple[Callable[[], None], dist.Store] | None = None
+"""How the world of this process is joined, and the store at which its ranks meet."""
+
+
+def join_at_first_use(join: Callable[[], None], store: dist.Store) -> None:
+    """Have `join` start torch.distributed when somebody asks for the world and nobody else has."""
+    global _waiting
+    _waiting = join, store
+
+
+def has_world() -> bool:
+    """Whether torch.distributed is initialised here.
+
+    Local, except in a world that waits for its first use: this is it, collective over that world.
+    """
+    if not dist.is_initialized() and _waiting is not None:
+        _waiting[0]()
+    return dist.is_initialized()
+
+
+def store_of_world() -> dist.Store | None:
+    """Return the store of this world, joined or not; None in a process on its own. Local."""
+    if dist.is_initialized():
+        return watchdog.default_store()
+    return None if _waiting is None else _waiting[1]
+
+
 _parents_world: weakref.ref[dist.ProcessGroup] | None = None
 
 
@@ -171,7 +203,8 @@ def _inherited() -> str | None:
 
 def _after_fork() -> None:
     """In the child: the connections are those of the parent, and using them would mix both up."""
-    global _parents_world
+    global _parents_world, _waiting
+    _waiting = None  # a forked process is not the rank, and must not join in its place
     for entry in _standing.values():
         entry.broken = f"process {os.getpid()} was forked from a rank that had made it"
     if not dist.is_initialized() or dist.group.WORLD is None:
@@ -423,14 +456,15 @@ def _new_group(
             timeout=timedelta(seconds=wait_s),
             group_desc=name,
         )
-    except RuntimeError as error:
-        if "timeout" in str(error) or "imed out" in str(error):
+    except RankFailed as error:
+        raise failures.mark_as_news(error) from None
+    except (RuntimeError, RankTimeout) as error:
+        is_late = isinstance(error, RankTimeout) or meaning_of(error) is Meaning.LATE
+        if is_late:
             raise failures.timed_out(call, ranks, wait_s, error) from None
         if isinstance(error, dist.DistNetworkError):  # the rank that holds the store is gone
             raise failures.connection_lost(call, str(error)) from None
         raise
-    except RankTimeout as error:
-        raise failures.timed_out(call, ranks, wait_s, error) from None
     call.done = True
     if not isinstance(group, dist.ProcessGroup):
         raise MeshError.because(f"a group of ranks {list(ranks)}", "this rank is not among them")

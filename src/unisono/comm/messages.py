@@ -18,6 +18,7 @@ from unisono.comm.arguments import (
     check_timeout,
     refuse_transformed,
 )
+from unisono.comm.blocks import dense
 from unisono.comm.call import Call
 from unisono.comm.collectives import (
     Collectives,
@@ -26,9 +27,7 @@ from unisono.comm.collectives import (
     leaves_graph,
     replaced,
 )
-from unisono.comm.pending import Pending
-from unisono.comm.perform import Transfer
-from unisono.comm.raw import dense
+from unisono.comm.perform import Pending, Transfer
 from unisono.errors import MeshError, PartitionError
 
 T = TypeVar("T")

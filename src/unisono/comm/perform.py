@@ -2,6 +2,9 @@
 
 A verb builds a `Transfer`: what it is called, what its kernel does, what becomes of the result.
 `perform` runs it now, `start` leaves it under way and hands out a `Pending`.
+
+
+XXX A collective under way: what the verbs of `comm.start` return.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import distributed_c10d as c10d
 
 from unisono.comm import call as calls
-from unisono.comm import checking, failures, tracing
 from unisono.comm.arguments import check_timeout, refuse_transformed
-from unisono.comm.call import Call
-from unisono.comm.engine import Engine, Ticket
+from unisono.comm.call import Call, call_site
+from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
-from unisono.comm.pending import Pending
-from unisono.comm.sites import call_site
+from unisono.comm.health import check as checking
+from unisono.comm.health import failures
+from unisono.comm.health import trace as tracing
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
 T = TypeVar("T")
@@ -279,9 +282,8 @@ class Performer:
             isinstance(error, CollectiveMismatch) and error.returned
         ):
             self._entry.broken = str(error).partition("\n")[0]
-            return error
-        is_lost = isinstance(error, RuntimeError) and failures.tells_of_another(error)
-        if isinstance(error, UnisonoError) or not is_lost:
+            return failures.mark_as_news(error)
+        if isinstance(error, UnisonoError) or not failures.tells_of_another(error):
             return error
         lost = failures.connection_lost(call, str(error))
         self._entry.broken = str(lost).partition("\n")[0]
@@ -319,3 +321,45 @@ def _warn_of_cut(op: str) -> None:
         file or "?",
         int(line or 0),
     )
+
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """The result of a collective that may still be under way.
+
+    The tensors involved must not be changed before `wait` has returned.
+    """
+
+    __slots__ = ("_complete", "_done", "_is_ready", "_value")
+
+    def __init__(self, complete: Callable[[float | None], T], is_ready: Callable[[], bool]) -> None:
+        self._complete: Callable[[float | None], T] | None = complete
+        self._is_ready = is_ready
+        self._done = False
+        self._value: T | None = None
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until the result is there and return it; `timeout_s` None is the verb's deadline.
+
+        Raises:
+            RankTimeout: the deadline passed.
+            RankFailed: another rank failed.
+        """
+        if self._complete is not None:
+            if timeout_s is not None:
+                check_timeout(timeout_s)
+            self._value = self._complete(timeout_s)
+            self._complete = None
+            self._done = True
+        return self._value  # type: ignore[return-value]
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done or self._is_ready()
+
+    @property
+    def result(self) -> T:
+        """The result; waits for it."""
+        return self.wait()

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 import unisono.comm
-from unisono.comm import watchdog
 from unisono.comm.engines.shm import rendezvous
+from unisono.comm.health import watchdog
 
 VICTIM = 1
 CASES: dict[str, Callable[[int], dict]] = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unisono.comm import world
-from unisono.comm.watchdog import default_store
+from unisono.comm.health.watchdog import default_store
 
 
 @pytest.mark.ranks(2, backend=["gloo", "shm"])

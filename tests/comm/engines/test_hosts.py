@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import world
-from unisono.comm.engines.shm.hosts import HostsEngine
+from unisono.comm.engines.hosts import HostsEngine
 
 DEADLINE = {"async_op": False, "timeout_s": 20.0}
 LAYOUTS = {

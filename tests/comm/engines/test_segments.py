@@ -20,7 +20,7 @@ from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm import segment as segments
 from unisono.comm.engines.shm.rendezvous import fitting_slot
 from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
-from unisono.comm.processes import is_dead, process_start
+from unisono.comm.machine import is_dead, process_start
 from unisono.errors import UnisonoError
 
 SHM = Path("/dev/shm")

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
-from unisono.comm.engines.jobs import Job, JobQueue
-from unisono.comm.engines.queued import JobTicket
-from unisono.comm.engines.work import TransportWork
+from unisono.comm.engines.queued import Job, JobQueue, JobTicket
+from unisono.comm.torch.work import TransportWork
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from unisono.comm.algorithms import forcing
+from unisono.comm.engines.algorithms import forcing
 
 DEADLINE = {"async_op": False, "timeout_s": 20.0}
 LARGE = 700_001

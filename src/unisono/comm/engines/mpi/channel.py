@@ -20,8 +20,8 @@ from torch import Tensor
 
 from unisono.comm.engines.mpi.health import Wait, Watch
 from unisono.comm.engines.mpi.library import Threads
-from unisono.comm.engines.staging import wrong_message
 from unisono.comm.messages import EXCHANGE_TAG
+from unisono.comm.torch.staging import wrong_message
 from unisono.cores import usable_cores
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unisono.comm import call as calls
-from unisono.comm import failures, groups, seal, watchdog
-from unisono.comm.addresses import first_reachable, own_addresses
+from unisono.comm import groups, seal
 from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.call import Call
 from unisono.comm.engines.mpi.groups import MpiProcessGroup
 from unisono.comm.engines.mpi.health import connect
 from unisono.comm.engines.mpi.library import Threads, load, unavailable
 from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
-from unisono.comm.hosts import host_id
+from unisono.comm.health import failures, watchdog
+from unisono.comm.machine import first_reachable, host_id, own_addresses
 from unisono.environment import Environment
 from unisono.errors import MeshError, RankTimeout, UnisonoError
 
@@ -63,7 +63,7 @@ def store_of(comm: MPI.Intracomm, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> di
     Collective over `comm`. The system gives rank 0 a free port, which it keeps; the address and a
     token by which the store is known travel over MPI.
     """
-    from unisono.comm.start import open_store  # which imports the transports
+    from unisono.comm.lifecycle import open_store  # which imports the transports
 
     mpi = load()
     hosts = set(_share(mpi, comm, host_id(), timeout_s))

@@ -10,12 +10,11 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
-from unisono.comm.engine import Ticket
-from unisono.comm.engines.jobs import Job, JobQueue
+from unisono.comm.engines.base import Ticket
 from unisono.comm.engines.mpi import kernels
 from unisono.comm.engines.mpi.channel import Channel, Messages, Transfer
 from unisono.comm.engines.mpi.health import Notice
-from unisono.comm.engines.queued import QueuedEngine, SourceTicket
+from unisono.comm.engines.queued import Job, JobQueue, QueuedEngine, SourceTicket
 from unisono.comm.reductions import check_op
 from unisono.errors import RankFailed, RankTimeout, UnisonoError
 

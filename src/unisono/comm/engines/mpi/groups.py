@@ -26,19 +26,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from unisono.comm import watchdog
 from unisono.comm.arguments import environment_timeout_s
-from unisono.comm.closing import say_returned
-from unisono.comm.engine import Engine
-from unisono.comm.engines.c10d import TransportProcessGroup
+from unisono.comm.engines.base import Engine, SelfEngine
 from unisono.comm.engines.mpi.channel import Channel
 from unisono.comm.engines.mpi.engine import MpiEngine
 from unisono.comm.engines.mpi.health import Member, NoticeBoard, Watch
 from unisono.comm.engines.mpi.library import Threads, load
-from unisono.comm.engines.nccl import NcclBeside
 from unisono.comm.engines.shm.rendezvous import Rendezvous, memory_id
-from unisono.comm.processes import process_start
-from unisono.comm.self_engine import SelfEngine
+from unisono.comm.health import watchdog
+from unisono.comm.lifecycle import say_returned
+from unisono.comm.machine import process_start
+from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
 from unisono.errors import MeshError
 
 if TYPE_CHECKING:

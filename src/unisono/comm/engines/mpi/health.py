@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from unisono.comm.outlook import hopeless
-from unisono.comm.processes import is_dead
+from unisono.comm.health.deadlock import hopeless
+from unisono.comm.machine import is_dead
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
 PEERS_S = 0.05

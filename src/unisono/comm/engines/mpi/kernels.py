@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unisono.comm.algorithms import MAX_PAIRWISE_RANKS, forced_algorithms
+from unisono.comm.blocks import bytes_of
+from unisono.comm.engines.algorithms import MAX_PAIRWISE_RANKS, forced_algorithms
 from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel, nbytes_of
 from unisono.comm.reductions import accumulation_dtype, reduce_in_rank_order
-from unisono.comm.torch_engine import bytes_of
 
 COPIES_BYTES = 256 * 1024
 """Up to this many bytes over all ranks, every rank fetches all blocks and reduces them itself."""

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.comm.engine import Ticket
+from unisono.comm.engines.base import Ticket
 from unisono.comm.engines.queued import Refused, SourceTicket, TransportEngine
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.segment import Segment
 from unisono.comm.engines.shm.segment import Ticket as SegmentTicket
 from unisono.comm.engines.shm.watch import FAILED, GAVE_UP, Watch
-from unisono.comm.engines.staging import wrong_message
-from unisono.comm.headers import DTYPE_NUMBERS, DTYPES
+from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
+from unisono.comm.torch.staging import wrong_message
 from unisono.cores import usable_cores
 from unisono.errors import CollectiveMismatch, RankTimeout, UnisonoError
 

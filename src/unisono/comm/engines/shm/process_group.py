@@ -13,16 +13,12 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.arguments import environment_timeout_s
-from unisono.comm.engine import Engine
-from unisono.comm.engines.c10d import TransportProcessGroup
-from unisono.comm.engines.jobs import JobQueue
-from unisono.comm.engines.nccl import NcclBeside
-from unisono.comm.engines.queued import TransportEngine
+from unisono.comm.engines.base import Engine, SelfEngine
+from unisono.comm.engines.hosts import HostsEngine, Network
+from unisono.comm.engines.queued import JobQueue, TransportEngine
 from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.engines.shm.hosts import HostsEngine
-from unisono.comm.engines.shm.network import Network
 from unisono.comm.engines.shm.rendezvous import Meeting, Rendezvous, read_constants, setting
-from unisono.comm.self_engine import SelfEngine
+from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
 from unisono.errors import compress_ranks
 
 _log = logging.getLogger("unisono")

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.segment import KINDS, NONCE_BYTES, Segment, Ticket
-from unisono.comm.hosts import host_id
-from unisono.comm.processes import is_dead, pid_namespace, process_start
+from unisono.comm.machine import host_id, is_dead, pid_namespace, process_start
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
 _PEERS_S = 0.05

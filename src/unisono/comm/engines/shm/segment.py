@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.comm.engines.shm import core
-from unisono.comm.processes import pid_namespace, process_start
+from unisono.comm.machine import pid_namespace, process_start
 from unisono.errors import UnisonoError
 
 try:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.comm.outlook import hopeless
-from unisono.comm.processes import is_dead
+from unisono.comm.health.deadlock import hopeless
+from unisono.comm.machine import is_dead
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
 JOINING, ALIVE, FAILED, CLOSED, GAVE_UP = 0, 1, 2, 3, 4

@@ -1,4 +1,7 @@
-"""Small exchanges that tell ranks what is coming: block lengths, shapes, dtypes."""
+"""Small exchanges that tell ranks what is coming: block lengths, shapes, dtypes.
+
+XXX Tensors as plain bytes: what travels when a tensor is only moved.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unisono.comm.engine import Engine
+from unisono.comm.engines.base import Engine
+from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
 from unisono.errors import PartitionError, UnisonoError
 
 _MAX_DIMS = 12
-
-DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.complex32,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
-"""Dtypes by the number under which they travel. Append only."""
-
-DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 def split_evenly(rows: int, parts: int) -> tuple[int, ...]:
@@ -110,3 +87,19 @@ def unpack_shape(record: Sequence[int]) -> tuple[tuple[int, ...], torch.dtype]:
     """Undo `pack_shape`."""
     shape = tuple(n for n in (record[0], *record[2:]) if n >= 0)
     return shape, DTYPES[record[1]]
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as a flat uint8 view."""
+    flat = x.reshape(-1)
+    if flat.dtype == torch.uint8:
+        return flat
+    # A single element may have any stride and still count as contiguous.
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return `x` with its values laid out in order; `x` itself where they are."""
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x
+    return x.resolve_conj().resolve_neg().contiguous()

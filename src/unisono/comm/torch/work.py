@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from unisono.comm.engine import Ticket
+from unisono.comm.engines.base import Ticket
 
 
 class TransportWork(Work):

@@ -1,4 +1,11 @@
-"""Numeric addresses of this host, and the interface by which it reaches another.
+"""Which host this process runs on, as other processes can compare it.
+
+XXX Whether the processes of other ranks still live.
+
+A process that has ended but was not yet collected by its parent (a zombie) counts as dead.
+
+
+XXX Numeric addresses of this host, and the interface by which it reaches another.
 
 Host names mislead: many hosts know their own only as a loopback address, or not at all.
 """
@@ -9,10 +16,93 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import select
 import socket
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
+
+
+def host_id() -> str:
+    """Return a name that is equal exactly for processes of one running host.
+
+    `UNISONO_HOST_ID` replaces it, to rehearse several hosts on one.
+    """
+    return os.environ.get("UNISONO_HOST_ID") or _actual_host_id()
+
+
+@lru_cache(maxsize=1)
+def _actual_host_id() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()}/{boot}"
+    except OSError:
+        return socket.gethostname()
+
+
+def process_start(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks, None if there is no such live process.
+
+    Together with the process id it names a process for ever: ids are reused, pairs are not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def pid_namespace() -> int:
+    """Return a number that processes share which see each other's process ids."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def own_card() -> list[str | int]:
+    """Return what another process needs to know whether this one lives; see `is_card_dead`."""
+    pid = os.getpid()
+    return [f"{host_id()}-{pid_namespace()}", pid, process_start(pid) or 0]
+
+
+def is_card_dead(card: list[str | int]) -> bool:
+    """Whether the process that wrote the card has ended; False where this one cannot see it."""
+    where, pid, started = card
+    return where == own_card()[0] and is_dead(int(pid), int(started))
+
+
+def is_dead(pid: int, started: int) -> bool:
+    """Whether the process that had this id and start time has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except (OSError, AttributeError):  # an old kernel, a strict sandbox, another system
+        return _is_dead_by_proc(pid, started)
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)  # readable as soon as the process has ended
+        if poller.poll(0):
+            return True
+    finally:
+        os.close(fd)
+    return _is_dead_by_proc(pid, started)
+
+
+def _is_dead_by_proc(pid: int, started: int) -> bool:
+    if Path("/proc/self/stat").exists():
+        return process_start(pid) != started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
 
 _TRY_S = 2.0
 _SIOCGIFADDR = 0x8915

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
+import enum
+import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from unisono.comm import watchdog
 from unisono.comm.call import Call
+from unisono.comm.health import watchdog
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, name_ranks
 
+E = TypeVar("E", bound=BaseException)
+
 _POSTED_WAIT_S = 1.0
-_COMM = f"{Path(__file__).resolve().parent}/"
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_OF_TORCH = tuple(f"{_TORCH}/{part}/" for part in ("distributed", "autograd", "nn/parallel"))
-"""Where torch itself waits for other ranks; backward waits for those of DDP."""
-_LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, ConnectionError)
-_LOST_WORDS = (
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "timed out waiting",
-    "failed to recv",
-    "socket timeout",
-    "connection was likely closed",
-)
-"""Words of gloo, which has no type of its own for a peer that is gone."""
+_LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+_GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\.(cc|h):\d+\]")
+"""How gloo, which has no types for its errors, begins every one: with its own source line."""
 
 NEW_GROUP = "new_group"
 """Operation of the call that stands for making a group."""
@@ -62,26 +51,44 @@ def posted_failure(key: str = "") -> RankFailed | None:
         return None
 
 
+class Meaning(enum.Enum):
+    """What an error of torch's own backends says."""
+
+    NOT_YET = "this wait is over, the transfer goes on"
+    LATE = "a deadline passed"
+    LOST = "another rank has gone"
+    OTHER = "something else"
+
+
+def meaning_of(error: BaseException) -> Meaning:
+    """Return what an error of torch means; its words are all that gloo gives."""
+    words = str(error)
+    if "Operation timed out" in words:
+        return Meaning.NOT_YET
+    if isinstance(error, RuntimeError) and ("imed out" in words or "timeout" in words):
+        return Meaning.LATE
+    is_lost = isinstance(error, _LOST) or (isinstance(error, RuntimeError) and _GLOO.search(words))
+    return Meaning.LOST if is_lost else Meaning.OTHER
+
+
+def mark_as_news(error: E) -> E:
+    """Mark an error that says no more than that another rank went away or did not come."""
+    if isinstance(error, (RankFailed, RankTimeout)):
+        error.is_news = True  # type: ignore[union-attr]
+    return error
+
+
 def tells_of_another(error: BaseException) -> bool:
     """Whether `error` says no more than that another rank went away or did not come.
 
-    Judged first by who raised it: only this package, or torch while it waits for other ranks. What
-    the user's own code raises, whatever its type and words, is an error of this rank.
+    Ours are marked where they are raised; of torch's, only types and words of its backends count.
+    What the user's own code raises, `RankFailed` of a nested run included, is an error of this rank.
     """
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    origin = frame.tb_frame.f_code.co_filename if frame is not None else ""
-    if not origin.startswith((_COMM, *_OF_TORCH)):
-        return False
-    if isinstance(error, (RankFailed, RankTimeout)):
-        return origin.startswith(_COMM)
     if isinstance(error, UnisonoError):
-        return False
-    if isinstance(error, _LOST):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _LOST_WORDS)
+        return getattr(error, "is_news", False)
+    return isinstance(error, _LOST) or (
+        isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
+    )
 
 
 def connection_lost(call: Call, backend_words: str) -> RankFailed:
@@ -97,11 +104,12 @@ def connection_lost(call: Call, backend_words: str) -> RankFailed:
         if time.monotonic() > give_up:
             break
         time.sleep(0.05)
-    return RankFailed(
+    lost = RankFailed(
         f"{call.describe()} at {call.site} broke off: another rank of the group has gone\n"
         f"  the backend says: {backend_words.strip()}\n"
         "  HINT: look at the output of the other ranks; the first to stop is the cause"
     )
+    return mark_as_news(lost)
 
 
 def timed_out(
@@ -145,7 +153,7 @@ def timed_out(
     for rank in [*missing, *(r for r in others if r not in missing)]:
         if rank in answers:
             lines.append(f"--- stacks of rank {rank}\n{answers[rank]['stacks']}")
-    return RankTimeout(
+    late = RankTimeout(
         "\n".join(lines),
         stacks={r: a["stacks"] for r, a in answers.items()},
         missing=missing,
@@ -153,6 +161,7 @@ def timed_out(
         site=call.site,
         last_collective=last,
     )
+    return mark_as_news(late)
 
 
 def _missing(

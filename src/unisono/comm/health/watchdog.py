@@ -23,8 +23,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from unisono.comm import call as calls
 from unisono.comm import seal
-from unisono.comm.processes import is_card_dead, own_card
-from unisono.comm.sites import thread_stacks
+from unisono.comm.call import thread_stacks
+from unisono.comm.machine import is_card_dead, own_card
 from unisono.errors import RankFailed
 
 POLL_S = 1.0
