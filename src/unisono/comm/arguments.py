@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -10,9 +11,9 @@ from numbers import Real
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
 from unisono.comm.reductions import DTYPES
+from unisono.comm.torch.private import is_batchedtensor, is_functorch_wrapped_tensor
 from unisono.errors import MeshError, PartitionError, UnisonoError, an
 
 _MOVABLE = frozenset(DTYPES)
@@ -175,14 +176,15 @@ def check_sizes(
     sizes: Sequence[int], size: int, verb: str, *, total: int | None = None, what: str = "sizes"
 ) -> tuple[int, ...]:
     """Return `sizes` as a tuple of one entry a rank, none negative, adding up to `total`."""
-    values = whole_numbers(sizes)
-    if values is None:
+    try:
+        values = tuple(map(operator.index, sizes))
+    except TypeError:
         raise PartitionError.because(
             f"{verb}({what}={sizes!r})",
             "not a list of whole numbers",
             None,
             f"{what}=[...] with one entry for each of {size} ranks",
-        )
+        ) from None
     if len(values) == size and min(values) >= 0 and (total is None or sum(values) == total):
         return values
     asked = f"{verb}({what}={list(values)})"
@@ -298,17 +300,12 @@ def environment_timeout_s() -> float | None:
     text = os.environ.get("UNISONO_TIMEOUT_S")
     if not text:
         return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise UnisonoError.because(
-            f"UNISONO_TIMEOUT_S={text!r}", "not a number of seconds", None, "UNISONO_TIMEOUT_S=60"
-        ) from None
-    if not seconds > 0:
-        raise UnisonoError.because(
-            f"UNISONO_TIMEOUT_S={text!r}",
-            "a deadline must be positive, in seconds",
-            f"{seconds:g} > 0 does not hold",
-            "UNISONO_TIMEOUT_S=60",
-        )
-    return seconds
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise UnisonoError.because(
+        f"UNISONO_TIMEOUT_S={text!r}",
+        "a deadline must be a positive number of seconds",
+        None,
+        "UNISONO_TIMEOUT_S=60",
+    )

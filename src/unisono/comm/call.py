@@ -2,9 +2,8 @@
 
 The process keeps its latest call here, so that another rank's report can tell where this one
 stands. Keeping it costs one assignment a call.
-
-
-XXX Where in the user's program a thread stands: frames of unisono, torch and Python left aside.
+Where in the user's program it was made is found by leaving frames of unisono, torch and Python
+aside.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Which host this process runs on, as other processes can compare it.
+"""This host as other processes see it: its identity, its addresses, and which processes live.
 
-XXX Whether the processes of other ranks still live.
-
-A process that has ended but was not yet collected by its parent (a zombie) counts as dead.
-
-
-XXX Numeric addresses of this host, and the interface by which it reaches another.
-
-Host names mislead: many hosts know their own only as a loopback address, or not at all.
+A process that has ended but was not yet collected by its parent (a zombie) counts as dead. Host
+names mislead: many hosts know their own only as a loopback address, or not at all.
 """
 
 from __future__ import annotations

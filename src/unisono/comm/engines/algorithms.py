@@ -2,9 +2,7 @@
 
 On gloo a small collective costs its latencies: a ring of W ranks has W-1 of them, a pairwise
 exchange one. A large one costs its bytes. The answer depends only on what all ranks know alike.
-
-
-XXX Measuring where the low-latency algorithms stop to pay on this machine and network.
+`measure_limits` finds the thresholds of a machine and its network.
 """
 
 from __future__ import annotations
@@ -98,6 +96,7 @@ def _is_possible(name: str, verb: str, even: bool, rounds_once: bool, backend: s
     return not rounds_once and (verb != "reduce_scatter" or even)
 
 
+@lru_cache(maxsize=8)
 def parse_forced(text: str) -> dict[str, str]:
     """Read `verb:name,verb:name` as `UNISONO_ALGO` holds it."""
     forced: dict[str, str] = {}
@@ -125,12 +124,7 @@ def forcing(verb: str, name: str) -> Iterator[None]:
 
 def forced_algorithms() -> Mapping[str, str]:
     """Return the algorithms forced by `forcing` or by `UNISONO_ALGO`."""
-    return _override or _parse_cached(os.environ.get("UNISONO_ALGO", ""))
-
-
-@lru_cache(maxsize=8)
-def _parse_cached(text: str) -> dict[str, str]:
-    return parse_forced(text)
+    return _override or parse_forced(os.environ.get("UNISONO_ALGO", ""))
 
 
 def measured_limits() -> dict[str, int]:

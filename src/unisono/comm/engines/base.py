@@ -1,8 +1,8 @@
 """What moves and adds bytes: the kernels of one group, on plain contiguous tensors.
 
-`Communicator` checks arguments, moves dims, counts and times; an `Engine` does the work. Few kernels
-are enough for one; the others are built from them here, and an engine overrides what it does better.
-Nothing here knows about autograd.
+`Communicator` checks arguments, moves dims, counts and times; an `Engine` does the work. A few
+kernels are enough for one; the others are built from them here, and an engine overrides what it
+does better. Nothing here knows about autograd.
 """
 
 from __future__ import annotations

@@ -3,12 +3,6 @@
 Where every host has as many ranks, each place of a host carries its share over the network; else
 the first rank of each host speaks for it. Sums run over the ranks of a host, then over the hosts,
 in order; all ranks get the same bits.
-
-
-XXX The way to ranks on other hosts: gloo groups, whose connections are made when first used.
-
-Everything travels as bytes, so every dtype does. Errors of gloo become `RankFailed` and
-`RankTimeout`.
 """
 
 from __future__ import annotations
@@ -20,20 +14,127 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm.engines.base import Engine, Ticket
-from unisono.comm.engines.gloo import MessageTicket, TorchTicket, bytes_of
+from unisono.comm.blocks import bytes_of
+from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
+from unisono.comm.engines.gloo import MessageTicket, TorchTicket
 from unisono.comm.engines.queued import JobQueue, QueuedEngine, SourceTicket, TransportEngine
 from unisono.comm.reductions import accumulation_dtype, check_op, reduce_in_rank_order
 from unisono.errors import RankFailed, RankTimeout
 
 _SMALL_BYTES = 64 * 1024
 """Up to here hosts exchange whole tensors at once; above, each reduces a share of them."""
+
+
+class Network:
+    """Gloo groups among ranks of one group, whose connections are made when first used.
+
+    Everything travels as bytes, so every dtype does. Errors of gloo become ours.
+
+    Args:
+        store: store of the group.
+        rank: own rank in the group.
+        ranks: world ranks of the group, for messages.
+        timeout_s: deadline of making a connection.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._making = threading.Lock()
+        self.waited_ns = 0
+        """Time spent in waits so far, the transfers themselves included."""
+
+    def group(self, members: tuple[int, ...]) -> Any:
+        """Return the gloo group of these ranks; each must ask for it before they can talk."""
+        with self._making:
+            if members not in self._groups:
+                name = "gloo/" + "_".join(map(str, members))
+                options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._timeout = self._timeout
+                options._devices = _devices()
+                self._groups[members] = dist.ProcessGroupGloo(
+                    dist.PrefixStore(name, self._store),
+                    members.index(self._rank),
+                    len(members),
+                    options,
+                )
+            return self._groups[members]
+
+    def swap(self, members: tuple[int, ...], outs: Blocks, ins: Blocks, timeout_s: float) -> None:
+        """All-to-all among `members`: `outs[i]` becomes what member `i` has for this rank."""
+        received = [out.numel() * out.element_size() for out in outs]
+        sent = [block.numel() * block.element_size() for block in ins]
+        send = torch.cat([bytes_of(block) for block in ins])
+        receive = send.new_empty(sum(received))
+        with self.translating("exchange between hosts", members, timeout_s):
+            work = self.group(members).alltoall_base(
+                receive, send, received, sent, dist.AllToAllOptions()
+            )
+            self._wait(work, timeout_s)
+        for out, block in zip(outs, receive.split(received), strict=True):
+            if out.numel():
+                bytes_of(out).copy_(block)
+
+    def spread(self, members: tuple[int, ...], x: Tensor, src: int, timeout_s: float) -> None:
+        """Broadcast `x` of `members[src]` to all `members`."""
+        if x.numel() == 0:
+            return
+        with self.translating("broadcast between hosts", members, timeout_s):
+            options = dist.BroadcastOptions()
+            options.rootRank = src
+            self._wait(self.group(members).broadcast([bytes_of(x)], options), timeout_s)
+
+    def _wait(self, work: dist.Work, timeout_s: float) -> None:
+        before = time.perf_counter_ns()
+        TorchTicket([work]).wait(timeout_s)
+        self.waited_ns += time.perf_counter_ns() - before
+
+    @contextlib.contextmanager
+    def translating(self, what: str, members: Sequence[int], timeout_s: float) -> Iterator[None]:
+        """Turn errors of gloo into ours."""
+        me, others = self._ranks[self._rank], [self._ranks[r] for r in members if r != self._rank]
+        try:
+            yield
+        except (RankFailed, RankTimeout):
+            raise
+        except TimeoutError as error:
+            raise RankTimeout(
+                f"{what} on rank {me} timed out after {timeout_s:g} s\n  with ranks {others}",
+                missing=others,
+                op=what,
+            ) from error
+        except RuntimeError as error:
+            raise RankFailed(
+                f"{what} on rank {me} broke off: one of ranks {others} has gone\n"
+                f"  gloo says: {error}",
+                rank=others[0] if len(others) == 1 else None,
+            ) from error
+
+    def close(self) -> None:
+        """Close all connections."""
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()
+
+
+def _devices() -> list[Any]:
+    """Return the network devices that torch would take, set to connect two ranks at first use."""
+    gloo = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return [gloo.create_default_device(lazy_init=True)]
+    return [gloo.create_device(interface=name, lazy_init=True) for name in names]
 
 
 class AnyTicket(MessageTicket):
@@ -92,39 +193,27 @@ class HostsEngine(QueuedEngine):
 
     # -- reductions -----------------------------------------------------------------------------
 
-    def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`."""
         check_op(op, x.dtype)
-        return self._call("all_reduce", partial(self._all_reduce, x, op), async_op, timeout_s)
-
-    def reduce_(
-        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
-        """See `Engine`; leaves `x` as it is on the other ranks."""
-        check_op(op, x.dtype)
-
-        def kernel(timeout_s: float) -> None:
-            y = x if self.rank == dst else x.clone()
-            self._all_reduce(y, op, timeout_s)
-
-        return self._call("reduce", kernel, async_op, timeout_s)
+        return self._call("all_reduce", partial(self._all_reduce, x, op), how)
 
     def _all_reduce(self, x: Tensor, op: str, timeout_s: float) -> None:
-        add = "sum" if op in ("mean", "sum64") else op
-        wide = accumulation_dtype(x.dtype, "sum" if op == "mean" else op)
+        here: How = {"async_op": False, "timeout_s": timeout_s}
+        add, wide = _carried(op, x.dtype)
         y = x if wide == x.dtype else x.to(wide)
         flat = y.view(-1)
         if self._is_even:
             shares = list(flat.tensor_split(self.local.size))
             mine = shares[self.local.rank].clone()
-            self._do(self.local.reduce_scatter, mine, shares, add, timeout_s=timeout_s)
+            self.local.reduce_scatter(mine, shares, add, **here)
             self._across(mine, add, timeout_s)
-            self._do(self.local.all_gather, shares, mine, timeout_s=timeout_s)
+            self.local.all_gather(shares, mine, **here)
         else:
-            self._do(self.local.reduce_, flat, 0, add, timeout_s=timeout_s)
+            self.local.reduce_(flat, 0, add, **here)
             if self.rank in self._leaders:
                 self._across(flat, add, timeout_s)
-            self._do(self.local.broadcast_, flat, 0, timeout_s=timeout_s)
+            self.local.broadcast_(flat, 0, **here)
         if op == "mean":
             y.div_(self.size)
         if y is not x:
@@ -146,22 +235,14 @@ class HostsEngine(QueuedEngine):
         self.network.swap(self._peers, shares, [reduced] * count, timeout_s)
 
     def reduce_scatter(
-        self,
-        out: Tensor,
-        ins: Sequence[Tensor],
-        op: str,
-        *,
-        alike: int = 0,
-        async_op: bool,
-        timeout_s: float,
+        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         """See `Engine`."""
         check_op(op, out.dtype)
-        kernel = partial(self._reduce_scatter, out, ins, op, alike)
-        return self._call("reduce_scatter", kernel, async_op, timeout_s)
+        return self._call("reduce_scatter", partial(self._scatter_sums, out, ins, op, alike), how)
 
-    def _reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, alike: int, timeout_s: float
+    def _scatter_sums(
+        self, out: Tensor, ins: Blocks, op: str, alike: int, timeout_s: float
     ) -> None:
         if not self._is_even:
             whole = torch.cat([block.reshape(-1) for block in ins])
@@ -169,19 +250,19 @@ class HostsEngine(QueuedEngine):
             sizes = [block.numel() for block in ins]
             out.view(-1).copy_(whole.split(sizes)[self.rank])
             return
-        add = "sum" if op in ("mean", "sum64") else op
-        wide = accumulation_dtype(out.dtype, "sum" if op == "mean" else op)
+        add, wide = _carried(op, out.dtype)
         # To each place of this host: the blocks of that place on all hosts.
         columns = [
             torch.cat([ins[members[place]].reshape(-1) for members in self._hosts]).to(wide)
             for place in range(self.local.size)
         ]
-        partial_sums = torch.empty_like(columns[self.local.rank])
-        scatter = partial(self.local.reduce_scatter, alike=alike)
-        self._do(scatter, partial_sums, columns, add, timeout_s=timeout_s)
+        sums = torch.empty_like(columns[self.local.rank])
+        self.local.reduce_scatter(
+            sums, columns, add, alike=alike, async_op=False, timeout_s=timeout_s
+        )
         lengths = [ins[members[self.local.rank]].numel() for members in self._hosts]
         blocks = [torch.empty(out.numel(), dtype=wide) for _ in self._hosts]
-        self.network.swap(self._peers, blocks, partial_sums.split(lengths), timeout_s)
+        self.network.swap(self._peers, blocks, sums.split(lengths), timeout_s)
         result = torch.empty(out.numel(), dtype=wide)
         reduce_in_rank_order(result, blocks, add)
         if op == "mean":
@@ -190,29 +271,29 @@ class HostsEngine(QueuedEngine):
 
     # -- moves ----------------------------------------------------------------------------------
 
-    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`."""
 
         def kernel(timeout_s: float) -> None:
             origin = next(i for i, members in enumerate(self._hosts) if src in members)
+            place = self._mine.index(src) if origin == self._here else 0
             if origin == self._here:
-                place = self._mine.index(src)
-                self._do(self.local.broadcast_, x, place, timeout_s=timeout_s)
+                self.local.broadcast_(x, place, async_op=False, timeout_s=timeout_s)
             if self.rank in self._leaders:
                 self.network.spread(self._leaders, x, origin, timeout_s)
             if origin != self._here:
-                self._do(self.local.broadcast_, x, 0, timeout_s=timeout_s)
+                self.local.broadcast_(x, place, async_op=False, timeout_s=timeout_s)
 
-        return self._call("broadcast", kernel, async_op, timeout_s)
+        return self._call("broadcast", kernel, how)
 
     def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
+        self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         """See `Engine`. Leaders exchange the blocks of their hosts."""
 
         def kernel(timeout_s: float) -> None:
-            gather = partial(self.local.all_gather, alike=alike)
-            self._do(gather, [outs[r] for r in self._mine], x, timeout_s=timeout_s)
+            here: How = {"async_op": False, "timeout_s": timeout_s}
+            self.local.all_gather([outs[r] for r in self._mine], x, alike=alike, **here)
             host_outs = [[bytes_of(outs[r]) for r in members] for members in self._hosts]
             sizes = [sum(len(block) for block in blocks) for blocks in host_outs]
             sizes[self._here] = 0
@@ -222,96 +303,49 @@ class HostsEngine(QueuedEngine):
                 own = torch.cat(host_outs[self._here])
                 ins = [own if host != self._here else own[:0] for host in range(len(sizes))]
                 self.network.swap(self._leaders, parts, ins, timeout_s)
-            self._do(self.local.broadcast_, foreign, 0, timeout_s=timeout_s)
+            self.local.broadcast_(foreign, 0, **here)
             for host, blocks in enumerate(host_outs):
                 if host != self._here:
                     lengths = [len(block) for block in blocks]
                     for block, part in zip(blocks, parts[host].split(lengths), strict=True):
                         block.copy_(part)
 
-        return self._call("all_gather", kernel, async_op, timeout_s)
+        return self._call("all_gather", kernel, how)
 
-    def all_to_all(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`."""
 
         def kernel(timeout_s: float) -> None:
+            near = [[blocks[r] for r in self._mine] for blocks in (outs, ins)]
+            self.local.all_to_all(near[0], near[1], async_op=False, timeout_s=timeout_s)
             nothing = torch.empty(0, dtype=torch.uint8)
-            self._do(
-                self.local.all_to_all,
-                [outs[r] for r in self._mine],
-                [ins[r] for r in self._mine],
-                timeout_s=timeout_s,
-            )
-            far_outs = [nothing if r in self._mine else out for r, out in enumerate(outs)]
-            far_ins = [nothing if r in self._mine else block for r, block in enumerate(ins)]
-            self.network.swap(self._everybody, far_outs, far_ins, timeout_s)
+            far = [
+                [nothing if r in self._mine else block for r, block in enumerate(blocks)]
+                for blocks in (outs, ins)
+            ]
+            self.network.swap(self._everybody, far[0], far[1], timeout_s)
 
-        return self._call("all_to_all", kernel, async_op, timeout_s)
+        return self._call("all_to_all", kernel, how)
 
-    def gather(
-        self,
-        outs: Sequence[Tensor] | None,
-        x: Tensor,
-        dst: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
-    ) -> Ticket | None:
-        """See `Engine`. An all-to-all in which only `dst` receives."""
-        nothing = x.new_empty(0)
-        ins = [x if peer == dst else nothing for peer in range(self.size)]
-        received = [nothing] * self.size if outs is None else outs
-        return self.all_to_all(received, ins, async_op=async_op, timeout_s=timeout_s)
-
-    def scatter(
-        self,
-        out: Tensor,
-        ins: Sequence[Tensor] | None,
-        src: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
-    ) -> Ticket | None:
-        """See `Engine`. An all-to-all in which only `src` sends."""
-        nothing = out.new_empty(0)
-        outs = [out if peer == src else nothing for peer in range(self.size)]
-        sent = [nothing] * self.size if ins is None else ins
-        return self.all_to_all(outs, sent, async_op=async_op, timeout_s=timeout_s)
-
-    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def barrier(self, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`."""
 
         def kernel(timeout_s: float) -> None:
-            self._do(self.local.barrier, timeout_s=timeout_s)
+            self.local.barrier(async_op=False, timeout_s=timeout_s)
             if self.rank in self._leaders:
-                byte = torch.zeros(1, dtype=torch.uint8)
                 hosts = len(self._leaders)
-                blocks = list(torch.empty(hosts, 1, dtype=torch.uint8))
-                self.network.swap(self._leaders, blocks, [byte] * hosts, timeout_s)
-            self._do(self.local.barrier, timeout_s=timeout_s)
+                blocks = torch.zeros(hosts, 1, dtype=torch.uint8).unbind()
+                self.network.swap(self._leaders, blocks, [blocks[0]] * hosts, timeout_s)
+            self.local.barrier(async_op=False, timeout_s=timeout_s)
 
-        return self._call("barrier", kernel, async_op, timeout_s)
-
-    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
-        """See `Engine`."""
-        mine = torch.tensor(list(values), dtype=torch.int64)
-        everybody = mine.new_empty(self.size, len(mine))
-        self.all_gather(list(everybody.unbind()), mine, async_op=False, timeout_s=timeout_s)
-        return [tuple(row) for row in everybody.tolist()]
+        return self._call("barrier", kernel, how)
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        tag: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
+        self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
         """See `Engine`. All messages of such a group go over gloo, so that tags match anywhere."""
         self.check_usable()
+        timeout_s = how["timeout_s"]
         with self.network.translating("exchange", self._everybody, timeout_s):
             group = self.network.group(self._everybody)
             works: list[dist.Work] = [
@@ -319,13 +353,13 @@ class HostsEngine(QueuedEngine):
                 *(group.send([bytes_of(x)], dst, tag) for dst, x in sends),
             ]
             ticket = MessageTicket(works, timeout_s)
-            if async_op:
+            if how["async_op"]:
                 return ticket
             ticket.wait(timeout_s)
         return None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        """See `QueuedEngine`."""
+        """See `TransportEngine`."""
         self.check_usable()
         return AnyTicket(self.network.group(self._everybody).recv_anysource([bytes_of(x)], tag))
 
@@ -342,147 +376,34 @@ class HostsEngine(QueuedEngine):
         """See `Engine`: in shared memory and between hosts."""
         return (self.local.waited_ns or 0) + self.network.waited_ns
 
-    def _call(
-        self, name: str, kernel: Callable[[float], None], async_op: bool, timeout_s: float
-    ) -> Ticket | None:
-        return self.call(name, partial(kernel, timeout_s), async_op, timeout_s)
-
-    def _do(self, kernel: Callable[..., Ticket | None], *args: object, timeout_s: float) -> None:
-        """Run a kernel of the own host to its end."""
-        kernel(*args, async_op=False, timeout_s=timeout_s)
+    def _call(self, name: str, kernel: Callable[[float], None], how: How) -> Ticket | None:
+        timeout_s = how["timeout_s"]
+        return self.call(name, partial(kernel, timeout_s), how["async_op"], timeout_s)
 
     def tell_failure(self, error: BaseException) -> None:
-        """See `QueuedEngine`."""
+        """See `TransportEngine`."""
         if isinstance(self.local, TransportEngine):
             self.local.fail(error)
 
     def abandon_after_fork(self) -> None:
-        """See `QueuedEngine`."""
+        """See `TransportEngine`."""
         super().abandon_after_fork()
         if isinstance(self.local, TransportEngine):
             self.local.abandon_after_fork()
 
     def cancel(self, why: str) -> None:
-        """See `QueuedEngine`."""
+        """See `TransportEngine`."""
         if isinstance(self.local, TransportEngine):
             self.local.cancel(why)
 
     def release(self) -> None:
-        """See `QueuedEngine`."""
+        """See `TransportEngine`."""
         if isinstance(self.local, TransportEngine):
             self.local.close()
         self.network.close()
 
 
-class Network:
-    """Gloo groups among ranks of one group.
-
-    Args:
-        store: store of the group.
-        rank: own rank in the group.
-        ranks: world ranks of the group, for messages.
-        timeout_s: deadline of making a connection.
-    """
-
-    def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._ranks = tuple(ranks)
-        self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[int, ...], Any] = {}
-        self._making = threading.Lock()
-        self.waited_ns = 0
-        """Time spent in waits so far, the transfers themselves included."""
-
-    def group(self, members: tuple[int, ...]) -> Any:
-        """Return the gloo group of these ranks; each must ask for it before they can talk."""
-        with self._making:
-            group = self._groups.get(members)
-            if group is None:
-                name = "gloo/" + "_".join(map(str, members))
-                options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._timeout = self._timeout
-                options._devices = _devices()
-                group = dist.ProcessGroupGloo(
-                    dist.PrefixStore(name, self._store),
-                    members.index(self._rank),
-                    len(members),
-                    options,
-                )
-                self._groups[members] = group
-            return group
-
-    def swap(
-        self,
-        members: tuple[int, ...],
-        outs: Sequence[Tensor],
-        ins: Sequence[Tensor],
-        timeout_s: float,
-    ) -> None:
-        """All-to-all among `members`: `outs[i]` becomes what member `i` has for this rank."""
-        received = [out.numel() * out.element_size() for out in outs]
-        sent = [block.numel() * block.element_size() for block in ins]
-        send = torch.cat([bytes_of(block) for block in ins])
-        receive = send.new_empty(sum(received))
-        with self.translating("exchange between hosts", members, timeout_s):
-            work = self.group(members).alltoall_base(
-                receive, send, received, sent, dist.AllToAllOptions()
-            )
-            self._wait(work, timeout_s)
-        for out, block in zip(outs, receive.split(received), strict=True):
-            if out.numel():
-                bytes_of(out).copy_(block)
-
-    def spread(self, members: tuple[int, ...], x: Tensor, src: int, timeout_s: float) -> None:
-        """Broadcast `x` of `members[src]` to all `members`."""
-        if x.numel() == 0:
-            return
-        with self.translating("broadcast between hosts", members, timeout_s):
-            options = dist.BroadcastOptions()
-            options.rootRank = src
-            work = self.group(members).broadcast([bytes_of(x)], options)
-            self._wait(work, timeout_s)
-
-    def _wait(self, work: dist.Work, timeout_s: float) -> None:
-        before = time.perf_counter_ns()
-        TorchTicket([work]).wait(timeout_s)
-        self.waited_ns += time.perf_counter_ns() - before
-
-    @contextlib.contextmanager
-    def translating(self, what: str, members: Sequence[int], timeout_s: float) -> Iterator[None]:
-        """Turn errors of gloo into ours."""
-        others = [self._ranks[r] for r in members if r != self._rank]
-        try:
-            yield
-        except (RankFailed, RankTimeout):
-            raise
-        except TimeoutError as error:
-            raise RankTimeout(
-                f"{what} on rank {self._ranks[self._rank]} timed out after {timeout_s:g} s\n"
-                f"  with ranks {others}",
-                missing=others,
-                op=what,
-            ) from error
-        except RuntimeError as error:
-            raise RankFailed(
-                f"{what} on rank {self._ranks[self._rank]} broke off: one of ranks {others} "
-                f"has gone\n  gloo says: {error}",
-                rank=others[0] if len(others) == 1 else None,
-            ) from error
-
-    def close(self) -> None:
-        """Close all connections."""
-        for group in self._groups.values():
-            group.shutdown()
-        self._groups.clear()
-
-
-def _devices() -> list[Any]:
-    """Return the network devices that torch would take, set to connect two ranks at first use."""
-    gloo = dist.ProcessGroupGloo
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if not names:
-        return [gloo.create_default_device(lazy_init=True)]
-    return [gloo.create_device(interface=name, lazy_init=True) for name in names]
+def _carried(op: str, dtype: torch.dtype) -> tuple[str, torch.dtype]:
+    """Return what a step of a reduction does, and the dtype in which it is carried."""
+    step = "sum" if op in ("mean", "sum64") else op
+    return step, accumulation_dtype(dtype, "sum" if op == "mean" else op)

@@ -7,6 +7,7 @@ wrong number. Costs store round trips: for finding mistakes, not for production.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,19 +49,9 @@ class check:
     def __enter__(self) -> check:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global active
         active = self._before
-
-
-def is_enabled() -> bool:
-    """Whether check mode is on."""
-    return active
 
 
 def verify(call: Call, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:
@@ -166,16 +156,11 @@ def _comparable_shape(p: Fingerprint) -> list[int] | None:
 
 
 def _fingerprint(call: Call) -> Fingerprint:
+    lists = {name: getattr(call, name) for name in ("sizes", "recv_sizes", "shape")}
     return {
-        "op": call.op,
-        "kind": call.kind,
-        "root": call.root,
-        "dim": call.dim,
-        "sizes": None if call.sizes is None else list(call.sizes),
-        "recv_sizes": None if call.recv_sizes is None else list(call.recv_sizes),
+        **{name: getattr(call, name) for name in ("op", "kind", "root", "dim", "requires_grad")},
+        **{name: None if value is None else list(value) for name, value in lists.items()},
         "dtype": None if call.dtype is None else str(call.dtype),
-        "shape": None if call.shape is None else list(call.shape),
-        "requires_grad": call.requires_grad,
         "site": call.site,
         "text": call.describe(),
     }
@@ -194,7 +179,8 @@ def _share(
         if time.monotonic() > deadline:
             raise TimeoutError(key)
         if time.monotonic() > deadline - timeout_s + 0.01:
-            _wait_quietly(store, keys, min(0.25, timeout_s))
+            with contextlib.suppress(RuntimeError):  # not there yet: look at the deadline again
+                store.wait(keys, timedelta(seconds=min(0.25, timeout_s)))
     prints = [json.loads(store.get(k)) for k in keys]
     if store.add(f"{key}/read", 1) == size:
         for k in [*keys, f"{key}/read"]:
@@ -202,16 +188,10 @@ def _share(
     return prints
 
 
-def _wait_quietly(store: Store, keys: list[str], seconds: float) -> None:
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:
-        return  # not there yet: the caller looks at its deadline
-
-
 def _mismatch(rule: _Rule, prints: list[Fingerprint], ranks: tuple[int, ...]) -> CollectiveMismatch:
     texts = [f"{p['text']}{f', {rule.shows}={rule.key(p)}' if rule.shows else ''}" for p in prints]
-    without_seq = [_signature(p) for p in prints]
+    facts = [{k: v for k, v in p.items() if k not in ("text", "site")} for p in prints]
+    without_seq = [json.dumps(fact, sort_keys=True) for fact in facts]
     majority, count = Counter(without_seq).most_common(1)[0]
     lines = [f"ranks disagree about one collective: {rule.problem}"]
     for world_rank, text, signature, p in zip(ranks, texts, without_seq, prints, strict=True):
@@ -220,7 +200,3 @@ def _mismatch(rule: _Rule, prints: list[Fingerprint], ranks: tuple[int, ...]) ->
     lines.append(f"  HINT: {rule.hint}")
     calls = {r: f"{t} at {p['site']}" for r, t, p in zip(ranks, texts, prints, strict=True)}
     return CollectiveMismatch("\n".join(lines), calls)
-
-
-def _signature(p: Fingerprint) -> str:
-    return json.dumps({k: v for k, v in p.items() if k not in ("text", "site")}, sort_keys=True)

@@ -1,17 +1,14 @@
 """Whether a wait can still end, from what the other ranks have said in the world's store.
 
-A rank that has waited for long says in which call; one whose function has returned says how
-many calls it has made and messages it has sent. So ranks in different calls, and a rank that makes
-none any more, are named long before the deadline. Asked in long waits only: a quick collective pays
-for counting, nothing else.
+A rank that has waited for long says in which call; one whose function has returned says how many
+calls it has made and messages it has sent. So ranks in different calls, and a rank that makes none
+any more, are named long before the deadline. Asked in long waits only: a quick collective pays for
+counting, nothing else.
 
-
-XXX A rank that waits for a message of another one, which waits for the first in a collective.
-
-Calls of one kind are compared by their numbers; these two have none in common. So a rank that has
-waited for long for a message tells its sender what it has made so far, and a sender that waits in a
-collective finds that neither wait can end. Judged only where no other thread of the two ranks could
-still send the message or join the collective.
+A message and a collective have no numbers in common. So a rank that has waited for long for a
+message tells its sender what it has made so far, and a sender that waits in a collective finds that
+neither wait can end. Judged only where no other thread of the two ranks could still send the
+message or join the collective.
 """
 
 from __future__ import annotations
@@ -29,6 +26,10 @@ from unisono.comm.health.watchdog import Watchdog
 from unisono.errors import CollectiveMismatch, UnisonoError, name_ranks
 
 _COMPARED = ("op", "kind", "root")
+_MOST_SENDERS = 64
+"""Senders that are told, so that a message from each of very many ranks costs the store little."""
+_MAKES_NO_CALLS = ("unisono", "tqdm_monitor", "pytest_timeout")
+"""Starts of the names of threads that only look after things."""
 
 
 def hopeless() -> UnisonoError | None:
@@ -45,8 +46,8 @@ def hopeless() -> UnisonoError | None:
         if call is None or dog.has_returned:
             return dog.poll_failure()
         if call.number == 0:
-            tell_senders(call, dog, threading.get_ident(), call.site)
-            return _stands_off(call, dog) or dog.poll_failure() or _never_sent(call, dog)
+            _tell_senders(call, dog, threading.get_ident(), call.site)
+            return _sender_in_collective(call, dog) or dog.poll_failure() or _never_sent(call, dog)
         # A rank that fails of a mismatch posts that: all are to raise the mismatch itself. One that
         # returns early may do so because of a failure, which is then the better reason.
         return _unlike_calls(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
@@ -67,100 +68,43 @@ def announce_return(accounts: Mapping[str, Mapping[str, int]]) -> None:
             told.publish({"returned": told.rank, "accounts": accounts})
 
 
+# -- ranks in different calls ---------------------------------------------------------------------
+
+
 def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     """Compare this rank's call with what others wait in; leave it to be compared with.
 
-    One word a group, whatever the number of ranks: the latest call that anybody waits in.
+    One record per group, whatever the number of ranks: the latest call that anybody waits in.
     """
-    mine = _described(call, dog.rank)
-    for item in dog.news():
-        if (item.get("group"), item.get("number")) == (call.key, call.number):
-            return _unlike([*item["calls"], mine], call)
-    key = f"waits/{call.key}"
-    text = dog.find(key)
-    theirs = json.loads(text) if text is not None else None
-    if theirs is None or theirs["number"] < call.number:
-        dog.put(key, json.dumps(mine))
-    elif theirs["number"] == call.number and any(theirs[k] != mine[k] for k in _COMPARED):
-        return _reveal([theirs, mine], call, dog)
-    receiver = find_receiver(call, dog)
-    return None if receiver is None else _reveal([receiver, mine], call, dog)
-
-
-def _reveal(pair: list[dict[str, Any]], call: Call, dog: Watchdog) -> CollectiveMismatch:
-    """Return the error for two calls that cannot end; let the other ranks raise it too."""
-    dog.publish({"group": call.key, "number": call.number, "calls": pair})
-    return _unlike(pair, call)
-
-
-def _stands_off(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
-    """Look whether a rank that this message should come from waits in a collective for this one."""
-    mine = [dog.rank, call.key, [list(words) for words in call.awaits]]
-    for item in dog.news():
-        for said in item.get("calls", ()):
-            if [said["rank"], said.get("key"), said.get("awaits")] == mine:
-                return _unlike(item["calls"], call)
-    return None
-
-
-def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
-    """Look for ranks that have returned before they came to this call."""
-    late = {
-        item["returned"]: made
-        for item in dog.news()
-        if "returned" in item
-        and (made := item["accounts"].get(call.key)) is not None
-        and made["collectives"] < call.number
-    }
-    if not late:
-        return None
-    here = f"{call.describe()} at {call.site}"
-    told = {rank: f"returned after {made['collectives']} calls" for rank, made in late.items()}
-    lines = [f"{here} waits in vain: {name_ranks(list(late))} will not come"]
-    lines += [f"  rank {rank} {text} of {call.group}" for rank, text in sorted(told.items())]
-    lines.append(f"  rank {dog.rank} is in call {call.number}")
-    lines.append("  HINT: different numbers of batches? All ranks must make the same collectives")
-    return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)
-
-
-def _never_sent(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
-    """Look for ranks that have returned before they sent a message that this call waits for."""
-    awaited = {rank: (tag, number) for rank, tag, number in call.awaits}
-    late = {}
-    for item in dog.news():
-        if "returned" not in item or (rank := item["returned"]) not in awaited:
-            continue
-        made, (tag, number) = item["accounts"].get(call.key), awaited[rank]
-        if made is not None and made.get(sent_to(dog.rank, tag), 0) < number:
-            late[rank] = made
-    if not late:
-        return None
-    here = f"{call.describe()} at {call.site}"
-    told = {}
-    for rank, made in late.items():
-        tag, number = awaited[rank]
-        told[rank] = (
-            f"returned after {made.get(sent_to(dog.rank, tag), 0)} messages to rank {dog.rank}, "
-            f"which waits for message {number}"
-        )
-    lines = [f"{here} waits in vain: {name_ranks(list(late))} will not send"]
-    lines += [f"  rank {rank} {text}" for rank, text in sorted(told.items())]
-    lines.append("  HINT: all ranks must make the same calls before they return")
-    return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)
-
-
-def _described(call: Call, rank: int) -> dict[str, Any]:
-    return {
-        "rank": rank,
+    mine = {
+        "rank": dog.rank,
         "number": call.number,
         "op": call.op,
         "kind": call.kind,
         "root": call.root,
         "text": f"{call.describe()} at {call.site}",
     }
+    for item in dog.news():
+        if (item.get("group"), item.get("number")) == (call.key, call.number):
+            return _mismatch([*item["calls"], mine], call)
+    key = f"waits/{call.key}"
+    text = dog.find(key)
+    theirs = json.loads(text) if text is not None else None
+    if theirs is None or theirs["number"] < call.number:
+        dog.put(key, json.dumps(mine))
+    elif theirs["number"] == call.number and any(theirs[k] != mine[k] for k in _COMPARED):
+        return _publish([theirs, mine], call, dog)
+    receiver = _waiting_receiver(call, dog)
+    return None if receiver is None else _publish([receiver, mine], call, dog)
 
 
-def _unlike(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
+def _publish(pair: list[dict[str, Any]], call: Call, dog: Watchdog) -> CollectiveMismatch:
+    """Return the error for two calls that cannot end; let the other ranks raise it too."""
+    dog.publish({"group": call.key, "number": call.number, "calls": pair})
+    return _mismatch(pair, call)
+
+
+def _mismatch(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
     told = {item["rank"]: item["text"] for item in said}
     lines = [f"ranks of {call.group} wait for each other in different calls"]
     lines += [f"  rank {rank} | {text}" for rank, text in sorted(told.items())]
@@ -170,13 +114,10 @@ def _unlike(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
     return CollectiveMismatch("\n".join(lines), told)
 
 
-_MOST_SENDERS = 64
-"""Senders that are told, so that a message from each of very many ranks costs the store little."""
-_MAKES_NO_CALLS = ("unisono", "tqdm_monitor", "pytest_timeout")
-"""Starts of the names of threads that only look after things."""
+# -- a message against a collective ---------------------------------------------------------------
 
 
-def tell_senders(call: Call, dog: Watchdog, ident: int, site: str) -> None:
+def _tell_senders(call: Call, dog: Watchdog, ident: int, site: str) -> None:
     """Tell the ranks whose messages `call` awaits that thread `ident` of this rank waits for them.
 
     Said again at every look: two ranks that wait for the same one have one place for it.
@@ -195,9 +136,10 @@ def tell_senders(call: Call, dog: Watchdog, ident: int, site: str) -> None:
         dog.put(f"wanted/{sender}", text)
 
 
-def find_receiver(call: Call, dog: Watchdog) -> dict[str, Any] | None:
+def _waiting_receiver(call: Call, dog: Watchdog) -> dict[str, Any] | None:
     """Return what a rank said that `call`, a collective, needs and that waits for this rank."""
-    if not _needs_everybody(call) or not _is_alone(threading.get_ident()):
+    can_leave_early = call.root is not None or call.op == "all_to_all" or 0 in (call.sizes or ())
+    if can_leave_early or not _is_alone(threading.get_ident()):
         return None
     text = dog.find(f"wanted/{dog.rank}")
     said = json.loads(text) if text is not None else None
@@ -211,10 +153,14 @@ def find_receiver(call: Call, dog: Watchdog) -> dict[str, Any] | None:
     return said if never_sent else None
 
 
-def _needs_everybody(call: Call) -> bool:
-    """Whether no rank can leave this collective before all have come."""
-    is_rooted = call.root is not None
-    return not is_rooted and call.op != "all_to_all" and 0 not in (call.sizes or ())
+def _sender_in_collective(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look whether a rank that this message should come from waits in a collective for this one."""
+    mine = [dog.rank, call.key, [list(words) for words in call.awaits]]
+    for item in dog.news():
+        for said in item.get("calls", ()):
+            if [said["rank"], said.get("key"), said.get("awaits")] == mine:
+                return _mismatch(item["calls"], call)
+    return None
 
 
 def _is_alone(ident: int) -> bool:
@@ -236,9 +182,63 @@ def _look(dog: Watchdog) -> None:
     blocked = calls.blocked()
     if blocked is not None:
         call, ident = blocked
-        if dog not in (watchdog.standing(call.key) or [watchdog.current()]):
-            return
-        tell_senders(call, dog, ident, thread_site(ident))
+        if dog in (watchdog.standing(call.key) or [watchdog.current()]):
+            _tell_senders(call, dog, ident, thread_site(ident))
 
 
 watchdog.looks.append(_look)
+
+
+# -- ranks that have returned ---------------------------------------------------------------------
+
+
+def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look for ranks that have returned before they came to this call."""
+    late = {
+        item["returned"]: made
+        for item in dog.news()
+        if "returned" in item
+        and (made := item["accounts"].get(call.key)) is not None
+        and made["collectives"] < call.number
+    }
+    told = {rank: f"returned after {made['collectives']} calls" for rank, made in late.items()}
+    lines = [f"  rank {rank} {text} of {call.group}" for rank, text in sorted(told.items())]
+    lines.append(f"  rank {dog.rank} is in call {call.number}")
+    lines.append("  HINT: different numbers of batches? All ranks must make the same collectives")
+    return _in_vain(call, dog, "come", late, told, lines)
+
+
+def _never_sent(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look for ranks that have returned before they sent a message that this call waits for."""
+    awaited = {rank: (tag, number) for rank, tag, number in call.awaits}
+    late: dict[int, Mapping[str, int]] = {}
+    told: dict[int, str] = {}
+    for item in dog.news():
+        if "returned" not in item or (rank := item["returned"]) not in awaited:
+            continue
+        made, (tag, number) = item["accounts"].get(call.key), awaited[rank]
+        if made is not None and (sent := made.get(sent_to(dog.rank, tag), 0)) < number:
+            late[rank] = made
+            told[rank] = (
+                f"returned after {sent} messages to rank {dog.rank}, "
+                f"which waits for message {number}"
+            )
+    lines = [f"  rank {rank} {text}" for rank, text in sorted(told.items())]
+    lines.append("  HINT: all ranks must make the same calls before they return")
+    return _in_vain(call, dog, "send", late, told, lines)
+
+
+def _in_vain(
+    call: Call,
+    dog: Watchdog,
+    what: str,
+    late: Mapping[int, Mapping[str, int]],
+    told: Mapping[int, str],
+    lines: list[str],
+) -> CollectiveMismatch | None:
+    """Return the error for ranks that will not do `what` any more; None if there are none."""
+    if not late:
+        return None
+    here = f"{call.describe()} at {call.site}"
+    first = f"{here} waits in vain: {name_ranks(list(late))} will not {what}"
+    return CollectiveMismatch("\n".join([first, *lines]), {**told, dog.rank: here}, returned=late)

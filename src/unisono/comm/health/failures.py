@@ -6,15 +6,13 @@ import enum
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from unisono.comm.call import Call
-from unisono.comm.health import watchdog
+from unisono.comm.health import mark_as_news, watchdog
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, name_ranks
-
-E = TypeVar("E", bound=BaseException)
 
 _POSTED_WAIT_S = 1.0
 _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
@@ -46,9 +44,10 @@ def posted_failure(key: str = "") -> RankFailed | None:
     """
     dog = next(iter(watchdog.standing(key)), None) or watchdog.current()
     try:
-        return dog.poll_failure() if dog is not None else None
+        failure = dog.poll_failure() if dog is not None else None
     except RuntimeError:
         return None
+    return None if failure is None else mark_as_news(failure)
 
 
 class Meaning(enum.Enum):
@@ -71,18 +70,12 @@ def meaning_of(error: BaseException) -> Meaning:
     return Meaning.LOST if is_lost else Meaning.OTHER
 
 
-def mark_as_news(error: E) -> E:
-    """Mark an error that says no more than that another rank went away or did not come."""
-    if isinstance(error, (RankFailed, RankTimeout)):
-        error.is_news = True  # type: ignore[union-attr]
-    return error
-
-
 def tells_of_another(error: BaseException) -> bool:
     """Whether `error` says no more than that another rank went away or did not come.
 
     Ours are marked where they are raised; of torch's, only types and words of its backends count.
-    What the user's own code raises, `RankFailed` of a nested run included, is an error of this rank.
+    What the user's own code raises, `RankFailed` of a run of its own included, is an error of this
+    rank.
     """
     if isinstance(error, UnisonoError):
         return getattr(error, "is_news", False)

@@ -1,16 +1,12 @@
 """Record of every collective: what, how many bytes, how long, how much of it waiting, from where.
 
 Off, it costs one `is None` test a call. `with trace() as t:` records; `t.table()` sums up,
-`t.save(path)` writes a file that chrome://tracing and Perfetto show, one lane a rank.
+`t.save(path)` brings the events of all ranks together on one clock, in a file that chrome://tracing
+and Perfetto show, one lane per rank.
 
-
-XXX Bringing the events of all ranks together, on one clock, into one file that can be written.
-
-XXX What averaging gradients has cost in this process, and the ledger in which a record keeps it.
-
-Whoever averages adds to an `AveragingCosts` of its own. Without an open ledger these are only known
-weakly; an open one holds the numbers, so that those of a module that is gone are not lost. Neither
-ever holds the module.
+What averaging gradients has cost is counted here, too (`AveragingCosts`): whoever averages adds to
+its own, and an open `CostLedger` holds the numbers, so that those of a module that is gone are not
+lost. Neither ever holds the module.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -35,13 +30,18 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from unisono.comm.call import Call
-from unisono.comm.health.watchdog import default_store, standing
+from unisono.comm.health.watchdog import standing
+from unisono.comm.torch.private import default_store
 from unisono.environment import detect
 from unisono.errors import UnisonoError
-from unisono.trace_file import write
+from unisono.trace_file import table, write
 
 MAX_EVENTS = 100_000
 """Events kept; older ones are dropped first."""
+
+
+_OF_CALL = ("op", "algorithm", "group", "seq", "sent", "received", "t_start", "wait_ns", "is_async")
+"""Fields of an event that are those of its call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +79,11 @@ class Recorder:
         """What was recorded so far, oldest first."""
         return [
             Event(
-                op=call.op,
-                algorithm=call.algorithm,
-                group=call.group,
                 rank=rank,
-                seq=call.seq,
-                sent=call.sent,
-                received=call.received,
                 dtype=str(call.dtype).removeprefix("torch."),
-                t_start=call.t_start,
                 t_end=t_end,
-                wait_ns=call.wait_ns,
-                is_async=call.is_async,
                 site=call._site or "",
+                **{name: getattr(call, name) for name in _OF_CALL},
             )
             for call, rank, t_end in list(self._raw)
         ]
@@ -129,31 +121,20 @@ class trace:
 
     def table(self) -> str:
         """Return the sums per operation and source line of this rank, largest first."""
-        from unisono.trace_file import table
-
         return table([asdict(e) for e in self.events])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Gather the events of all ranks on rank 0, which writes `path`. Collective."""
-        from unisono.comm.health.trace import save
-
         save(path, self.events)
 
     def __enter__(self) -> trace:
         global recorder
         if self._path is not None:
-            from unisono.comm.health.trace import check_path
-
             check_path(self._path)
         self._before, recorder = recorder, self._recorder
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         global recorder
         recorder = self._before
         if self._path is not None and kind is None:
@@ -171,9 +152,6 @@ def start_from_environment() -> None:
     global _whole_run
     path = os.environ.get("UNISONO_TRACE")
     if path and _whole_run is None:
-        from unisono.comm.health.trace import check_path
-        from unisono.environment import detect
-
         if detect().rank == 0:
             with warned_of():
                 check_path(path)
@@ -198,8 +176,6 @@ def _save_own_part() -> None:
     """
     global _whole_run
     if _whole_run is not None:
-        from unisono.comm.health.trace import save_alone
-
         whole, _whole_run = _whole_run, None
         with warned_of():
             save_alone(os.environ.get("UNISONO_TRACE", "trace.json"), whole.events)

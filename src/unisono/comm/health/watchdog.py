@@ -25,6 +25,7 @@ from unisono.comm import call as calls
 from unisono.comm import seal
 from unisono.comm.call import thread_stacks
 from unisono.comm.machine import is_card_dead, own_card
+from unisono.comm.torch.private import default_store
 from unisono.errors import RankFailed
 
 POLL_S = 1.0
@@ -35,6 +36,8 @@ ANSWER_S = 3.0
 looks: list[Callable[[Watchdog], None]] = []
 """What other parts look for in the store, at every look of the watchdog."""
 
+_TOLD = ("seq", "done", "op", "sends_to", "receives_from", "is_checked")
+"""Fields of the latest call that are told to other ranks."""
 _NAME = "unisono-watchdog"
 _PREFIX = "unisono/watch"
 _lock = threading.Lock()
@@ -43,11 +46,6 @@ _standing: dict[str, Watchdog] = {}
 """Watchdogs of groups that do not belong to the default process group, by the groups' keys."""
 _inherited: dist.ProcessGroup | None = None
 """The world of the process from which this one was forked."""
-
-
-def default_store() -> Store:
-    """Return the store of the default process group."""
-    return dist.distributed_c10d._get_default_store()
 
 
 class Watchdog:
@@ -233,19 +231,15 @@ def own_connection(store: Store) -> Store:
 
 def describe_self() -> dict[str, Any]:
     """Return what this process tells others about itself."""
-    call = calls.latest_call
+    latest = calls.latest_call
+    call = latest or calls.Call("", "", "", 0, done=True)
     return {
         "stacks": thread_stacks(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "call": call.describe() if call is not None else None,
-        "group": call.key if call is not None else None,
-        "seq": call.seq if call is not None else 0,
-        "done": call.done if call is not None else True,
-        "op": call.op if call is not None else None,
-        "sends_to": call.sends_to if call is not None else (),
-        "receives_from": call.receives_from if call is not None else (),
-        "is_checked": call.is_checked if call is not None else False,
+        "call": None if latest is None else latest.describe(),
+        "group": call.key,
+        **{name: getattr(call, name) for name in _TOLD},
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from unisono.comm.engines.base import Ticket
+from unisono.comm.health import mark_as_news
 
 
 class TransportWork(Work):
@@ -62,7 +63,7 @@ class TransportWork(Work):
                     self._error = told
                 raise told from None
             except BaseException as error:
-                self._error = error
+                self._error = mark_as_news(error)
                 raise
             with self._finishing:
                 if self._finish is not None:

@@ -216,12 +216,14 @@ class ShmEngine(TransportEngine):
         self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """See `Engine`."""
-        self.check_usable()
+        if self.cause is not None:
+            raise self.unusable()
+        blocks = [(out.data_ptr(), out.numel() * out.element_size()) for out in outs]
         dtype = DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.all_gather(
-            async_op or None, timeout_s, _listed(outs), x.data_ptr(), dtype, alike
+            async_op or None, timeout_s, blocks, x.data_ptr(), dtype, alike
         )
-        return self._keep(started, (outs, x))
+        return None if started is None else self._keep(started, (outs, x))
 
     def reduce_scatter(
         self,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from unisono.comm.arguments import environment_timeout_s
@@ -51,20 +50,9 @@ class ShmProcessGroup(TransportProcessGroup):
         deadline_s = environment_timeout_s()
         ranks = tuple(ranks) or tuple(range(size))
         engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), name or "group")
-        self._nccl = NcclBeside(dist.PrefixStore(f"shm/{nonce}", store), rank, size)
-        super().__init__(engine, ranks, timeout, "shm", deadline_s)
+        beside = NcclBeside(dist.PrefixStore(f"shm/{nonce}", store), rank, size)
+        super().__init__(engine, ranks, timeout, "shm", deadline_s, beside)
         _groups.add(self)
-
-    def inner_group(self, device: torch.device) -> Any:
-        """Return the nccl group that serves CUDA tensors; made when first asked for."""
-        if device.type != "cuda" or not dist.is_nccl_available():
-            return super().inner_group(device)
-        return self._nccl.group(self.options._timeout)
-
-    def shutdown(self) -> None:
-        """See `TransportProcessGroup`."""
-        self._nccl.shutdown()
-        super().shutdown()
 
 
 def create(options: Any, _: Any = None) -> ShmProcessGroup:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.segment import KINDS, NONCE_BYTES, Segment, Ticket
+from unisono.comm.health import mark_as_news
 from unisono.comm.machine import host_id, is_dead, pid_namespace, process_start
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
@@ -207,43 +208,46 @@ class Rendezvous:
 
     def _await(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
         """Wait until the keys are there, or a rank that should write one is dead."""
+        try:
+            self._wait_for(list(keys), ranks)
+        except (RankFailed, RankTimeout) as error:
+            mark_as_news(error)
+            raise
+
+    def _wait_for(self, keys: list[str], ranks: Sequence[int]) -> None:
         began = time.monotonic()
         look, nap_s = began + _PEERS_S, 1e-4
         while True:
             try:
-                if self._store.check(list(keys)):
+                if self._store.check(keys):
                     return
             except RuntimeError as error:
-                self._look_for_dead()
+                self._look_for_dead(range(self._size))
                 raise RankFailed(
                     f"rank {self._ranks[self._rank]} lost the store while its group was made\n"
                     f"  found: {error}",
                 ) from error
             now = time.monotonic()
-            missing = (
-                [r for key, r in zip(keys, ranks, strict=True) if not self._store.check([key])]
-                if now >= look
-                else []
-            )
             if now >= look:
                 look = now + _PEERS_S
+                pairs = zip(keys, ranks, strict=True)
+                missing = [rank for key, rank in pairs if not self._store.check([key])]
                 self._look_for_dead(missing)
-            if now > began + self._timeout_s and missing:
-                absent = [self._ranks[r] for r in missing]
-                raise RankTimeout(
-                    f"a {self._backend} group of ranks {list(self._ranks)} was not made within "
-                    f"{self._timeout_s:g} s\n  not arrived: rank {compress_ranks(absent)}",
-                    missing=absent,
-                    op="new_group",
-                )
+                if now > began + self._timeout_s and missing:
+                    absent = [self._ranks[r] for r in missing]
+                    raise RankTimeout(
+                        f"a {self._backend} group of ranks {list(self._ranks)} was not made within "
+                        f"{self._timeout_s:g} s\n  not arrived: rank {compress_ranks(absent)}",
+                        missing=absent,
+                        op="new_group",
+                    )
             time.sleep(nap_s)
             nap_s = min(nap_s * 1.5, 5e-3)
 
-    def _look_for_dead(self, suspects: Sequence[int] | None = None) -> None:
+    def _look_for_dead(self, suspects: Sequence[int]) -> None:
         for rank, member in self._members.items():
-            here = member.host == self._members[self._rank].host
-            asked = suspects is None or rank in suspects
-            if here and asked and is_dead(member.pid, member.started):
+            is_here = member.host == self._members[self._rank].host
+            if is_here and rank in suspects and is_dead(member.pid, member.started):
                 raise RankFailed(
                     f"rank {self._ranks[rank]} (process {member.pid} on {member.hostname}) "
                     "died while the group was made",

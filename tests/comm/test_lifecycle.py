@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from unisono.comm import machine as addresses
+from unisono.comm import machine
 from unisono.comm.lifecycle import open_store, start_world, stop_world
 from unisono.environment import Environment
 from unisono.errors import PlatformError
@@ -107,15 +107,15 @@ def _listens_at(port):
 
 
 def test_the_store_of_several_hosts_listens_at_the_address_of_the_job_alone(monkeypatch):
-    monkeypatch.setattr(addresses, "is_loopback", lambda address: address == "127.0.0.1")
-    monkeypatch.setattr(addresses, "own_addresses", lambda: ["192.0.2.1", "127.0.0.2"])
+    monkeypatch.setattr(machine, "is_loopback", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(machine, "own_addresses", lambda: ["192.0.2.1", "127.0.0.2"])
     world = Environment(kind="unisono", rank=0, size=2, nodes=2, local_size=1)
     store = open_store(world, timeout_s=5)
     assert _listens_at(store.port) == ["127.0.0.2"]  # nobody here has the other one
-    assert addresses.of_job(["127.0.0.3"]) == "127.0.0.3"
-    monkeypatch.setattr(addresses, "interfaces", lambda: {"ib0": "127.0.0.4"})
+    assert machine.of_job(["127.0.0.3"]) == "127.0.0.3"
+    monkeypatch.setattr(machine, "interfaces", lambda: {"ib0": "127.0.0.4"})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,ib0")
-    assert addresses.of_job(["127.0.0.3"]) == "127.0.0.4"
-    monkeypatch.setattr(addresses, "own_addresses", list)
+    assert machine.of_job(["127.0.0.3"]) == "127.0.0.4"
+    monkeypatch.setattr(machine, "own_addresses", list)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert addresses.of_job(["127.0.0.1"]) == ""
+    assert machine.of_job(["127.0.0.1"]) == ""

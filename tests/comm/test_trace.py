@@ -34,7 +34,7 @@ def test_each_call_is_one_event_with_its_bytes_and_site():
     assert (first.op, first.sent, first.dtype) == ("all_reduce", 1024, "float32")
     assert second.received == 16 * (4 if comm.rank == 0 else 3)
     assert third.is_async
-    assert "test_tracing.py:" in first.site
+    assert "test_trace.py:" in first.site
     assert first.t_start <= first.t_end <= second.t_start
     assert [e.seq for e in t.events] == sorted(e.seq for e in t.events)
     assert 0 <= first.wait_ns <= first.t_end - first.t_start
