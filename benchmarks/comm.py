@@ -16,7 +16,7 @@ from harness import Row, interleaved, markdown, publish
 
 import unisono
 from unisono.comm import trace, world
-from unisono.comm.algorithms import forcing
+from unisono.comm.engines.algorithms import forcing
 from unisono.operators import all_gather as gather_operator
 
 MB = 1 << 20

@@ -23,7 +23,7 @@ from workloads import MODELS, backend_group, take_turns, training_step
 
 import unisono
 from unisono.comm import Communicator
-from unisono.comm.pending import Pending
+from unisono.comm.perform import Pending
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
 
 BYTES_PER_S = 100e6 / 8

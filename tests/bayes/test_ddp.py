@@ -30,7 +30,7 @@ from unisono.bayes import (
     manual_seed,
 )
 from unisono.comm import trace, world
-from unisono.comm.transports import mpi
+from unisono.comm.engines import mpi
 from unisono.errors import CollectiveMismatch, PlatformError, RankFailed
 
 AUTO = DDPConfig([], backend="auto")

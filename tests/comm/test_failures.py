@@ -7,10 +7,12 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world
-from unisono.comm.closing import say_returned
+from unisono.comm.health.failures import tells_of_another
+from unisono.comm.lifecycle import say_returned
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
 
@@ -31,9 +33,26 @@ def test_a_deadline_names_the_missing_rank_and_shows_its_stack():
     assert "not arrived: rank 1" in str(caught.value)
     assert "test_failures.py" in caught.value.site
     assert caught.value.op == "all_reduce"
+    assert tells_of_another(caught.value)
     with pytest.raises(UnisonoError, match="no longer usable"):
         comm.barrier()
     time.sleep(1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_news"),
+    [
+        (RankFailed("of a run that this rank has started itself", rank=1), False),
+        (RankTimeout("raised by the user"), False),
+        (RuntimeError("Connection closed by peer"), False),
+        (ConnectionResetError("a socket of the user"), False),
+        (RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (dist.DistNetworkError("the store is gone"), True),
+    ],
+)
+def test_only_what_comm_and_torch_raise_tells_of_another_rank(error, is_news):
+    """Else an error of a rank's own would be taken for a consequence, and nobody were the cause."""
+    assert tells_of_another(error) is is_news
 
 
 @pytest.mark.ranks(2)

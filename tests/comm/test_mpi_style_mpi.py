@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.comm.transports.mpi import library
+from unisono.comm.engines.mpi import library
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import check, close_world, post_failure, posted_failure, trace, world
-from unisono.comm.sites import thread_stacks
+from unisono.comm.call import thread_stacks
 from unisono.errors import CollectiveMismatch, RankTimeout, UnisonoError
 
 both = pytest.mark.ranks(2, backend=["gloo", "shm"])

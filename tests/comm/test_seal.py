@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import unisono
-from unisono.comm import failures, seal, watchdog
+from unisono.comm import seal
+from unisono.comm.health import failures, watchdog
 from unisono.comm.mpi_style import MPICommunication
 from unisono.comm.mpi_style.envelope import Envelope, digest_of
 from unisono.errors import PlatformError, UnisonoError

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import Communicator, Pending, groups, perform, trace, world
-from unisono.comm.outlook import announce_return
+from unisono.comm.health.deadlock import announce_return
 from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
 
 RANKS = [1, 2, 3, 4]
@@ -474,7 +474,9 @@ def test_a_second_thread_inside_a_collective_of_the_group_is_refused():
             refused.append(str(caught.value))
         refused.append(str(other.all_reduce(torch.ones(1)).item()))
 
-    with comm._exchanging("barrier", None, 10.0):  # as if this thread were waiting in it
+    entry.inside = threading.get_ident()
+    assert entry.turn is not None
+    with entry.turn:  # as if this thread were waiting in a collective
         assert comm.all_reduce(torch.ones(1)).item() == 2  # the thread itself may nest calls
         thread = threading.Thread(target=second, name="prefetch")
         thread.start()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.comm.transports.mpi import library
+from unisono.comm.engines.mpi import library
 
 
 @pytest.fixture

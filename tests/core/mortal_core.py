@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from unisono.comm.processes import process_start
-from unisono.comm.transports.shm import core, segment
-from unisono.comm.transports.shm.engine import ShmEngine
+from unisono.comm.engines.shm import core, segment
+from unisono.comm.engines.shm.engine import ShmEngine
+from unisono.comm.machine import process_start
 
 SIZE = 3
 SLOT_BYTES = 4096

@@ -14,10 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.comm.headers import DTYPE_NUMBERS, DTYPES
-from unisono.comm.reductions import defined_ops
-from unisono.comm.transports.shm import core
-from unisono.comm.transports.shm.engine import OPS
+from unisono.comm.engines.shm import core
+from unisono.comm.engines.shm.engine import OPS
+from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES, defined_ops
 
 SLOT_BYTES = 4096
 REGION_BYTES = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.comm import start
+from unisono.comm import lifecycle as start
 from unisono.environment import Environment
 from unisono.errors import PlatformError
 from unisono.launch import accelerators, functional

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import unisono
 from unisono.comm.backends import choose_backend
-from unisono.comm.transports import available
+from unisono.comm.engines import available
 from unisono.cores import usable_cores
 
 SCALE = 7

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import unisono
 from unisono import nn
 from unisono.comm import trace
-from unisono.comm.closing import say_returned
+from unisono.comm.lifecycle import say_returned
 from unisono.errors import CollectiveMismatch, PartitionError, RankTimeout
 from unisono.topology import Partition
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import unisono
 import unisono.nn as unn
-from unisono.comm.transports.mpi import library
+from unisono.comm.engines.mpi import library
 from unisono.data_parallel import DataParallel
 from unisono.topology import Mesh, Partition
 

@@ -164,7 +164,7 @@ def check_backends() -> Check:
 
 def check_core() -> Check:
     """The compiled core, without which ranks of one host send their tensors over gloo."""
-    from unisono.comm.transports.shm import core
+    from unisono.comm.engines.shm import core
 
     reason = core.unavailable()
     if reason is None:
@@ -231,7 +231,7 @@ def check_shared_memory() -> Check:
 
 def check_host_name() -> Check:
     """The own host name resolves, and which interfaces there are. Needed between hosts only."""
-    from unisono.comm.addresses import interfaces
+    from unisono.comm.machine import interfaces
 
     name = socket.gethostname()
     at = ", ".join(f"{interface} {address}" for interface, address in interfaces().items())

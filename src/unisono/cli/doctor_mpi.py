@@ -11,7 +11,7 @@ from unisono.cli.check import Check
 
 def check_mpi() -> Check:
     """An mpiexec is there, and of the same MPI as mpi4py."""
-    from unisono.comm.transports.mpi.library import unavailable
+    from unisono.comm.engines.mpi.library import unavailable
     from unisono.errors import PlatformError
     from unisono.launch.mpiexec import find_mpiexec
     from unisono.launch.platform import Platform

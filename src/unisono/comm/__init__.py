@@ -6,16 +6,15 @@ autograd (differentiable ones are in `unisono.operators`); `trace` and `check` l
 
 from __future__ import annotations
 
-from unisono.comm import transports
-from unisono.comm.checking import check
-from unisono.comm.closing import close_world
+from unisono.comm import backends as transports
 from unisono.comm.communicator import Communicator, world
-from unisono.comm.failures import post_failure, posted_failure
-from unisono.comm.first_use import has_world
+from unisono.comm.groups import has_world
+from unisono.comm.health.check import check
+from unisono.comm.health.failures import post_failure, posted_failure
+from unisono.comm.health.trace import Event, start_from_environment, trace
+from unisono.comm.lifecycle import close_world, open_store, start_world, stop_world
 from unisono.comm.messages import StartedVerbs
-from unisono.comm.pending import Pending
-from unisono.comm.start import open_store, start_world, stop_world
-from unisono.comm.tracing import Event, start_from_environment, trace
+from unisono.comm.perform import Pending
 from unisono.environment import Environment, detect
 
 __all__ = [

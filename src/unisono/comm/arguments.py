@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
-from unisono.comm import written
-from unisono.comm.headers import DTYPES
+from unisono.comm.reductions import DTYPES
+from unisono.comm.torch.private import is_batchedtensor, is_functorch_wrapped_tensor
 from unisono.errors import MeshError, PartitionError, UnisonoError, an
 
 _MOVABLE = frozenset(DTYPES)
+
+write_listener: Callable[[Tensor], None] | None = None
+"""Called with a tensor before an in-place verb replaces its values (the layout check)."""
 
 
 def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
@@ -109,8 +112,8 @@ def check_target(x: object, device: torch.device, verb: str) -> Tensor:
     """Return `x` if it is a tensor as `check_tensor` wants it, whose elements can be written."""
     target = check_tensor(x, device, verb)
     check_no_overlap(target, verb)
-    if written.listener is not None:
-        written.listener(target)
+    if write_listener is not None:
+        write_listener(target)
     return target
 
 
@@ -173,14 +176,15 @@ def check_sizes(
     sizes: Sequence[int], size: int, verb: str, *, total: int | None = None, what: str = "sizes"
 ) -> tuple[int, ...]:
     """Return `sizes` as a tuple of one entry a rank, none negative, adding up to `total`."""
-    values = whole_numbers(sizes)
-    if values is None:
+    try:
+        values = tuple(map(operator.index, sizes))
+    except TypeError:
         raise PartitionError.because(
             f"{verb}({what}={sizes!r})",
             "not a list of whole numbers",
             None,
             f"{what}=[...] with one entry for each of {size} ranks",
-        )
+        ) from None
     if len(values) == size and min(values) >= 0 and (total is None or sum(values) == total):
         return values
     asked = f"{verb}({what}={list(values)})"
@@ -296,17 +300,12 @@ def environment_timeout_s() -> float | None:
     text = os.environ.get("UNISONO_TIMEOUT_S")
     if not text:
         return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise UnisonoError.because(
-            f"UNISONO_TIMEOUT_S={text!r}", "not a number of seconds", None, "UNISONO_TIMEOUT_S=60"
-        ) from None
-    if not seconds > 0:
-        raise UnisonoError.because(
-            f"UNISONO_TIMEOUT_S={text!r}",
-            "a deadline must be positive, in seconds",
-            f"{seconds:g} > 0 does not hold",
-            "UNISONO_TIMEOUT_S=60",
-        )
-    return seconds
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise UnisonoError.because(
+        f"UNISONO_TIMEOUT_S={text!r}",
+        "a deadline must be a positive number of seconds",
+        None,
+        "UNISONO_TIMEOUT_S=60",
+    )

@@ -1,6 +1,6 @@
 """The collectives of a communicator: what is added up, what is copied, and Python objects.
 
-Each verb is prepared once, as a `Transfer`. `Collectives` performs it and returns the result;
+Each verb prepares a `Transfer`. `Collectives` performs it and returns the result;
 `StartedCollectives` (`comm.start`) leaves it under way and returns a `Pending`.
 """
 
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import cloudpickle
 import torch
@@ -26,15 +29,21 @@ from unisono.comm.arguments import (
     check_timeout,
     refuse_transformed,
 )
-from unisono.comm.coalesce import Coalescer
-from unisono.comm.headers import describe_block, learn_blocks, split_evenly
-from unisono.comm.pending import Pending
-from unisono.comm.perform import Performer, Transfer
-from unisono.comm.raw import bytes_of, dense
+from unisono.comm.blocks import (
+    bytes_of,
+    dense,
+    do_not_fit,
+    pack_shape,
+    rows_back,
+    rows_first,
+    split_evenly,
+    unpack_shape,
+)
+from unisono.comm.perform import Pending, Performer, Transfer, started, verb
 from unisono.comm.reductions import check_op, decode, encode
+from unisono.comm.torch import private
 from unisono.errors import PartitionError, UnisonoError
 
-T = TypeVar("T")
 Like = Tensor | tuple[Sequence[int], torch.dtype]
 """A tensor to imitate, or its shape and dtype."""
 
@@ -56,27 +65,26 @@ class Collectives(Performer):
             The same bits on every rank; `x` is unchanged.
         """
         check_tensor(x, self.device, "all_reduce")
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         if self._entry.coalescer is not None:
-            return self._held(self._entry.coalescer, self._copied(x), x, op, timeout_s)
+            return self._held(self._entry.coalescer, None, x, op, timeout_s)
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        return self._perform(self._reduced(out, x, op), timeout_s)
+        return self._perform(self._reduced(out, x, op, timeout_s))
 
     def all_reduce_(self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
         """Replace `x` by its reduction over all ranks; see `all_reduce`. Returns `x`."""
         check_target(x, self.device, "all_reduce_")
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         if self._entry.coalescer is not None:
             return self._held(self._entry.coalescer, x, x, op, timeout_s)
-        return self._perform(self._reduced(x, x, op), timeout_s)
+        return self._perform(self._reduced(x, x, op, timeout_s))
 
-    def _copied(self, x: Tensor) -> Tensor:
-        coalescer = self._entry.coalescer
-        if coalescer is not None:  # an all_reduce before this one may owe `x` its values
-            if torch._C._are_functorch_transforms_active():
-                refuse_transformed(x, "all_reduce")
-            coalescer.settle(x)
-        return x.detach().clone(memory_format=torch.contiguous_format)
-
-    def _reduced(self, out: Tensor, x: Tensor, op: str) -> Transfer[Tensor]:
+    def _reduced(
+        self, out: Tensor, x: Tensor, op: str, timeout_s: float | None
+    ) -> Transfer[Tensor]:
+        """Prepare the reduction of `out`, which is `x` or a copy of it."""
         check_op(op, x.dtype)
         engine, target = self._engine, out.detach()
         is_plain = target.is_contiguous() and target.dtype in engine.reduces
@@ -97,23 +105,22 @@ class Collectives(Performer):
 
         return Transfer(
             call,
-            lambda async_op, timeout_s: engine.all_reduce_(
-                work, "sum" if divides else op, async_op=async_op, timeout_s=timeout_s
+            lambda async_op, deadline: engine.all_reduce_(
+                work, "sum" if divides else op, async_op=async_op, timeout_s=deadline
             ),
             finish,
+            timeout_s,
             verify=target,
         )
 
+    @verb
     def reduce(
         self, x: Tensor, dst: int = 0, op: str = "sum", *, timeout_s: float | None = None
-    ) -> Tensor | None:
+    ) -> Transfer[Tensor | None]:
         """Return the reduction of `x` on rank `dst` of the communicator, None on the others.
 
         Collective over the communicator. `x` is unchanged everywhere.
         """
-        return self._perform(self._reduced_on(x, dst, op), timeout_s)
-
-    def _reduced_on(self, x: Tensor, dst: int, op: str) -> Transfer[Tensor | None]:
         check_tensor(x, self.device, "reduce")
         check_op(op, x.dtype)
         check_rank(dst, self.size, "dst", "reduce")
@@ -130,12 +137,14 @@ class Collectives(Performer):
 
         return Transfer(
             call,
-            lambda async_op, timeout_s: self._engine.reduce_(
-                work, dst, added, async_op=async_op, timeout_s=timeout_s
+            lambda async_op, deadline: self._engine.reduce_(
+                work, dst, added, async_op=async_op, timeout_s=deadline
             ),
             finish,
+            timeout_s,
         )
 
+    @verb
     def reduce_scatter(
         self,
         x: Tensor,
@@ -144,17 +153,12 @@ class Collectives(Performer):
         op: str = "sum",
         *,
         timeout_s: float | None = None,
-    ) -> Tensor:
+    ) -> Transfer[Tensor]:
         """Return this rank's block along `dim` of the reduction over all ranks.
 
         Collective over the communicator. `x` has the same shape on every rank; `sizes` are the W
         block sizes along `dim`, balanced when None.
         """
-        return self._perform(self._reduced_blocks(x, dim, sizes, op), timeout_s)
-
-    def _reduced_blocks(
-        self, x: Tensor, dim: int, sizes: Sequence[int] | None, op: str
-    ) -> Transfer[Tensor]:
         check_tensor(x, self.device, "reduce_scatter")
         check_op(op, x.dtype)
         dim = check_dim(dim, x, "reduce_scatter")
@@ -175,10 +179,11 @@ class Collectives(Performer):
 
         return Transfer(
             call,
-            lambda async_op, timeout_s: self._engine.reduce_scatter(
-                out, ins, added, alike=alike, async_op=async_op, timeout_s=timeout_s
+            lambda async_op, deadline: self._engine.reduce_scatter(
+                out, ins, added, alike=alike, async_op=async_op, timeout_s=deadline
             ),
             finish,
+            timeout_s,
         )
 
     @contextlib.contextmanager
@@ -202,43 +207,51 @@ class Collectives(Performer):
         coalescer.flush()
 
     def _held(
-        self, coalescer: Coalescer, out: Tensor, x: Tensor, op: str, timeout_s: float | None
+        self,
+        coalescer: Coalescer,
+        out: Tensor | None,
+        x: Tensor,
+        op: str,
+        timeout_s: float | None,
     ) -> Tensor:
-        """Leave an all_reduce to the end of the block; one that is too large is done now."""
-        if out is x:
-            if torch._C._are_functorch_transforms_active():
-                refuse_transformed(x, "all_reduce")
-            coalescer.settle(x)
+        """Leave an all_reduce to the end of the block; one that is too large is done now.
+
+        `out` is `x`, or None for a copy of it.
+        """
+        if private.transforms_active():
+            refuse_transformed(x, "all_reduce")
         check_op(op, x.dtype)
+        coalescer.settle(x)  # an all_reduce before this one may owe `x` its values
+        if out is None:
+            out = x.detach().clone(memory_format=torch.contiguous_format)
         target = out.detach()
         work = dense(encode(target, op))
         if not coalescer.takes(work):
-            return self._perform(self._reduced(out, x, op), timeout_s)
+            return self._perform(self._reduced(out, x, op, timeout_s))
         leaves = out is x and leaves_graph(x, "all_reduce_")
         call = self._described("all_reduce", x, kind=op)
         self._begin(call, is_collective=True, deadline=self.timeout_s)
 
         def finish() -> None:
-            if op == "mean":
-                work.div_(self.size)
             if work is not target:
                 target.copy_(decode(work, op, target.dtype))
             if out is x:
-                replaced(out, leaves)
+                replaced(x, leaves)
 
-        coalescer.hold(work, "sum" if op == "mean" else op, finish, out)
+        coalescer.hold(work, op, finish, out)
         call.done = True
         return out
 
     def _reduce_joined(self, flat: Tensor, op: str) -> None:
         before, self._entry.coalescer = self._entry.coalescer, None
         try:
-            self._perform(self._reduced(flat, flat, op), None)
+            self._perform(self._reduced(flat, flat, op, None))
         finally:
             self._entry.coalescer = before
 
     # -- copies ---------------------------------------------------------------------------------
 
+    @verb
     def broadcast(
         self,
         x: Tensor | None,
@@ -246,18 +259,11 @@ class Collectives(Performer):
         *,
         like: Like | None = None,
         timeout_s: float | None = None,
-    ) -> Tensor:
+    ) -> Transfer[Tensor]:
         """Return the tensor of rank `src` on every rank. Collective over the communicator.
 
         Receivers pass a tensor of the same shape and dtype, or None with `like=(shape, dtype)`.
         """
-        return self._perform(self._broadcast(x, src, like), timeout_s)
-
-    def broadcast_(self, x: Tensor, src: int = 0, *, timeout_s: float | None = None) -> Tensor:
-        """Replace `x` on every rank by the tensor of rank `src`; returns `x`."""
-        return self._perform(self._broadcast_in_place(x, src), timeout_s)
-
-    def _broadcast(self, x: Tensor | None, src: int, like: Like | None) -> Transfer[Tensor]:
         check_rank(src, self.size, "src", "broadcast")
         if x is not None:
             check_tensor(x, self.device, "broadcast")
@@ -269,15 +275,19 @@ class Collectives(Performer):
             )
         else:
             out = x.detach().clone(memory_format=torch.contiguous_format)
-        return self._broadcast_into(out, out, x if self.rank == src else out, src)
+        return self._broadcast_into(out, out, x if self.rank == src else out, src, timeout_s)
 
-    def _broadcast_in_place(self, x: Tensor, src: int) -> Transfer[Tensor]:
+    @verb
+    def broadcast_(
+        self, x: Tensor, src: int = 0, *, timeout_s: float | None = None
+    ) -> Transfer[Tensor]:
+        """Replace `x` on every rank by the tensor of rank `src`; returns `x`."""
         check_rank(src, self.size, "src", "broadcast_")
         check_target(x, self.device, "broadcast_")
-        return self._broadcast_into(x, dense(x.detach()), x, src)
+        return self._broadcast_into(x, dense(x.detach()), x, src, timeout_s)
 
     def _broadcast_into(
-        self, out: Tensor, work: Tensor, x: Tensor | None, src: int
+        self, out: Tensor, work: Tensor, x: Tensor | None, src: int, timeout_s: float | None
     ) -> Transfer[Tensor]:
         leaves = out is x and self.rank != src and leaves_graph(out, "broadcast_")
         call = self._described("broadcast", x, root=src)
@@ -293,12 +303,14 @@ class Collectives(Performer):
 
         return Transfer(
             call,
-            lambda async_op, timeout_s: self._engine.broadcast_(
-                work, src, async_op=async_op, timeout_s=timeout_s
+            lambda async_op, deadline: self._engine.broadcast_(
+                work, src, async_op=async_op, timeout_s=deadline
             ),
             finish,
+            timeout_s,
         )
 
+    @verb
     def all_gather(
         self,
         x: Tensor,
@@ -306,14 +318,34 @@ class Collectives(Performer):
         sizes: Sequence[int] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> Tensor:
+    ) -> Transfer[Tensor]:
         """Return the blocks of all ranks joined along `dim`, on every rank.
 
         Collective over the communicator. Blocks may differ along `dim` and may be empty there;
         `sizes` are their W lengths, learned by one small exchange when None.
         """
-        return self._perform(self._gathered(x, None, dim, sizes, timeout_s), timeout_s)  # type: ignore[return-value]
+        check_tensor(x, self.device, "all_gather")
+        dim = check_dim(dim, x, "all_gather")
+        rows, engine = rows_first(x, dim), self._engine
+        lengths = self._lengths(rows, dim, sizes, "all_gather", timeout_s)
+        out = rows.new_empty((sum(lengths), *rows.shape[1:]))
+        call = self._described("all_gather", x, dim=dim, sizes=lengths)
+        call.sent = rows.numel() * rows.element_size()
+        call.received = out.numel() * out.element_size() - call.sent
+        return Transfer(
+            call,
+            lambda async_op, deadline: engine.all_gather(
+                out.split_with_sizes(lengths),
+                rows,
+                alike=dim,
+                async_op=async_op,
+                timeout_s=deadline,
+            ),
+            partial(rows_back, out, dim),
+            timeout_s,
+        )
 
+    @verb
     def gather(
         self,
         x: Tensor,
@@ -322,46 +354,31 @@ class Collectives(Performer):
         sizes: Sequence[int] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> Tensor | None:
+    ) -> Transfer[Tensor | None]:
         """Return the blocks of all ranks joined along `dim` on rank `dst`, None on the others.
 
         Collective over the communicator; sizes as in `all_gather`.
         """
         check_rank(dst, self.size, "dst", "gather")
-        return self._perform(self._gathered(x, dst, dim, sizes, timeout_s), timeout_s)
-
-    def _gathered(
-        self,
-        x: Tensor,
-        dst: int | None,
-        dim: int,
-        sizes: Sequence[int] | None,
-        timeout_s: float | None,
-    ) -> Transfer[Tensor | None]:
-        verb = "all_gather" if dst is None else "gather"
-        check_tensor(x, self.device, verb)
-        dim = check_dim(dim, x, verb)
+        check_tensor(x, self.device, "gather")
+        dim = check_dim(dim, x, "gather")
         rows = rows_first(x, dim)
-        lengths = self._lengths(rows, dim, sizes, verb, timeout_s)
-        wanted = dst is None or dst == self.rank
-        out = rows.new_empty((sum(lengths), *rows.shape[1:])) if wanted else None
-        call = self._described(verb, x, root=dst, dim=dim, sizes=lengths)
+        lengths = self._lengths(rows, dim, sizes, "gather", timeout_s)
+        out = rows.new_empty((sum(lengths), *rows.shape[1:])) if dst == self.rank else None
+        call = self._described("gather", x, root=dst, dim=dim, sizes=lengths)
         call.sent = rows.numel() * rows.element_size()
         call.received = 0 if out is None else out.numel() * out.element_size()
-        if dst is None:
-            call.received -= call.sent
-        engine = self._engine
+        outs = None if out is None else out.split_with_sizes(lengths)
+        return Transfer(
+            call,
+            lambda async_op, deadline: self._engine.gather(
+                outs, rows, dst, async_op=async_op, timeout_s=deadline
+            ),
+            lambda: None if out is None else rows_back(out, dim),
+            timeout_s,
+        )
 
-        def kernel(async_op: bool, deadline: float) -> Any:
-            outs = None if out is None else out.split_with_sizes(lengths)
-            if dst is not None:
-                return engine.gather(outs, rows, dst, async_op=async_op, timeout_s=deadline)
-            return engine.all_gather(
-                outs or (), rows, alike=dim, async_op=async_op, timeout_s=deadline
-            )
-
-        return Transfer(call, kernel, lambda: None if out is None else rows_back(out, dim))
-
+    @verb
     def scatter(
         self,
         x: Tensor | None,
@@ -371,7 +388,7 @@ class Collectives(Performer):
         *,
         like: Like | None = None,
         timeout_s: float | None = None,
-    ) -> Tensor:
+    ) -> Transfer[Tensor]:
         """Return this rank's block along `dim` of the tensor of rank `src`.
 
         Collective over the communicator. Only `src` needs a tensor; the others pass None. `sizes`
@@ -379,17 +396,6 @@ class Collectives(Performer):
         (the own block: a tensor like it, or its shape and dtype) on every rank, nothing has to be
         told beforehand.
         """
-        return self._perform(self._scattered(x, src, dim, sizes, like, timeout_s), timeout_s)
-
-    def _scattered(
-        self,
-        x: Tensor | None,
-        src: int,
-        dim: int,
-        sizes: Sequence[int] | None,
-        like: Like | None,
-        timeout_s: float | None,
-    ) -> Transfer[Tensor]:
         check_rank(src, self.size, "src", "scatter")
         refused: UnisonoError | None = None
         rows: Tensor | None = None
@@ -413,11 +419,19 @@ class Collectives(Performer):
             lengths = check_sizes(sizes, self.size, "scatter")
             shape, dtype = tuple(block.shape), block.dtype
         else:
-            deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-            with self._exchanging("scatter", src, deadline):
-                shape, dtype, lengths, dim = describe_block(
-                    self._engine, src, rows, lengths, dim, refused, deadline
+            # Shape, dtype, lengths and dim of what is scattered, and whether `src` refuses.
+            whole = rows if rows is not None else torch.empty(0)
+            mine = [refused is not None, dim, *lengths, *pack_shape(whole.shape, whole.dtype)]
+            record = self._exchange_ints("scatter", src, timeout_s, mine)[src]
+            if refused is not None:
+                raise refused
+            if record[0]:
+                raise PartitionError.because(
+                    f"scatter from rank {src} of the group",
+                    "the source refused its arguments; its own error says why",
                 )
+            dim, lengths = record[1], record[2 : 2 + self.size]
+            shape, dtype = unpack_shape(record[2 + self.size :])
         call = self._described("scatter", x, root=src, dim=dim, sizes=lengths)
         out = torch.empty((lengths[self.rank], *shape[1:]), dtype=dtype, device=self.device)
         call.received = out.numel() * out.element_size()
@@ -428,8 +442,10 @@ class Collectives(Performer):
                 out, ins, src, async_op=async_op, timeout_s=deadline
             ),
             lambda: rows_back(out, dim),
+            timeout_s,
         )
 
+    @verb
     def all_to_all(
         self,
         x: Tensor | Sequence[Tensor],
@@ -437,7 +453,7 @@ class Collectives(Performer):
         recv_sizes: Sequence[int] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> Any:
+    ) -> Transfer[Any]:
         """Send a block of rows to every rank and return the rows received, in rank order.
 
         Collective over the communicator.
@@ -449,15 +465,6 @@ class Collectives(Performer):
             recv_sizes: rows from each rank; learned by one small exchange when None.
             timeout_s: deadline of this call.
         """
-        return self._perform(self._swapped(x, send_sizes, recv_sizes, timeout_s), timeout_s)
-
-    def _swapped(
-        self,
-        x: Tensor | Sequence[Tensor],
-        send_sizes: Sequence[int] | None,
-        recv_sizes: Sequence[int] | None,
-        timeout_s: float | None,
-    ) -> Transfer[Any]:
         is_list = not isinstance(x, Tensor)
         if is_list:
             parts = self._one_per_rank(x)
@@ -474,9 +481,7 @@ class Collectives(Performer):
             )
         sent = self._block_sizes(send_sizes, rows.shape[0], "all_to_all", what="send_sizes")
         if recv_sizes is None:
-            deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-            with self._exchanging("all_to_all", None, deadline):
-                matrix = self._engine.all_gather_ints(sent, timeout_s=deadline)
+            matrix = self._exchange_ints("all_to_all", None, timeout_s, sent)
             got = tuple(row[self.rank] for row in matrix)
         else:
             got = check_sizes(recv_sizes, self.size, "all_to_all", what="recv_sizes")
@@ -494,6 +499,7 @@ class Collectives(Performer):
                 timeout_s=deadline,
             ),
             lambda: list(out.split_with_sizes(got)) if is_list else out,
+            timeout_s,
         )
 
     def _one_per_rank(self, x: Sequence[Tensor]) -> list[Tensor]:
@@ -516,16 +522,28 @@ class Collectives(Performer):
             )
         return parts
 
-    def barrier(self, *, timeout_s: float | None = None) -> None:
+    @verb
+    def barrier(self, *, timeout_s: float | None = None) -> Transfer[None]:
         """Return when every rank has called it; on time-out the error names the missing ranks."""
-        self._perform(self._met(), timeout_s)
-
-    def _met(self) -> Transfer[None]:
         return Transfer(
             self._described("barrier", None),
             lambda async_op, deadline: self._engine.barrier(async_op=async_op, timeout_s=deadline),
             lambda: None,
+            timeout_s,
         )
+
+    # -- small exchanges ------------------------------------------------------------------------
+
+    def all_gather_ints(
+        self, values: Sequence[int], *, timeout_s: float | None = None
+    ) -> list[tuple[int, ...]]:
+        """Return the integers of all ranks, in rank order, on every rank. Collective.
+
+        All ranks bring equally many. The cheapest way to agree on sizes.
+        """
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        return self._exchange_ints("all_gather_ints", None, timeout_s, values)
 
     def block_lengths(
         self, x: Tensor, dim: int = 0, *, timeout_s: float | None = None
@@ -536,16 +554,11 @@ class Collectives(Performer):
             PartitionError: on all ranks, if the blocks could not be joined along `dim`.
         """
         dim = check_dim(dim, check_tensor(x, self.device, "block_lengths"), "block_lengths")
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         rows = x.detach()
         rows = rows.reshape(1) if rows.dim() == 0 else rows.movedim(dim, 0)
         return self._lengths(rows, dim, None, "block_lengths", timeout_s)
-
-    def _block_sizes(
-        self, sizes: Sequence[int] | None, rows: int, verb: str, what: str = "sizes"
-    ) -> tuple[int, ...]:
-        if sizes is None:
-            return split_evenly(rows, self.size)
-        return check_sizes(sizes, self.size, verb, total=rows, what=what)
 
     def _lengths(
         self,
@@ -555,11 +568,19 @@ class Collectives(Performer):
         verb: str,
         timeout_s: float | None,
     ) -> tuple[int, ...]:
-        """Return the block lengths of all ranks: those given, else learned."""
+        """Return the block lengths of all ranks: those given, else learned.
+
+        Blocks that cannot be joined are refused on all ranks alike.
+        """
         if sizes is None:
-            deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-            with self._exchanging(verb, None, deadline):
-                return learn_blocks(self._engine, rows, dim, verb, self.ranks, deadline)
+            mine = (*pack_shape(rows.shape, rows.dtype), dim)
+            records = self._exchange_ints(verb, None, timeout_s, mine)
+            lengths: list[int] = []
+            for record in records:
+                if record[1:] != records[0][1:]:
+                    raise do_not_fit(verb, self.ranks, records)
+                lengths.append(record[0])
+            return tuple(lengths)
         given = check_sizes(sizes, self.size, verb)
         if given[self.rank] != rows.shape[0]:
             raise PartitionError.because(
@@ -569,52 +590,67 @@ class Collectives(Performer):
             )
         return given
 
+    def _exchange_ints(
+        self, op: str, root: int | None, timeout_s: float | None, values: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        return self._exchange(op, root, timeout_s, partial(self._engine.all_gather_ints, values))
+
+    def _block_sizes(
+        self, sizes: Sequence[int] | None, rows: int, verb: str, what: str = "sizes"
+    ) -> tuple[int, ...]:
+        if sizes is None:
+            return split_evenly(rows, self.size)
+        return check_sizes(sizes, self.size, verb, total=rows, what=what)
+
     def _empty(self, like: Like | None, verb: str) -> Tensor:
-        if like is None:
-            raise UnisonoError.because(
-                f"{verb}(None) on rank {self.rank}",
-                "neither a tensor nor like=(shape, dtype) to know what arrives",
-                None,
-                f"{verb}(None, ..., like=((3, 4), torch.float32))",
-            )
         if isinstance(like, Tensor):
             return torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        if not isinstance(like, tuple) or len(like) != 2 or not isinstance(like[1], torch.dtype):
-            raise UnisonoError.because(
-                f"{verb} of something like {like!r}",
-                "neither a tensor nor (shape, dtype)",
-                None,
-                f"{verb}(((3, 4), torch.float32), ...)",
-            )
-        shape, dtype = like
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if isinstance(like, tuple) and len(like) == 2 and isinstance(like[1], torch.dtype):
+            return torch.empty(tuple(like[0]), dtype=like[1], device=self.device)
+        raise UnisonoError.because(
+            f"{verb} on rank {self.rank} of something like {like!r}",
+            "neither a tensor nor (shape, dtype) to know what arrives",
+            None,
+            f"{verb}(..., like=((3, 4), torch.float32))",
+        )
 
     # -- Python objects: pickled by cloudpickle, small things only -------------------------------
 
-    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+    @verb
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> Transfer[list[Any]]:
         """Return the objects of all ranks, in rank order, on every rank. Collective."""
         mine = self._pickled(obj)
         sizes = self._byte_counts(mine, timeout_s)
-        raw = self.all_gather(mine, sizes=sizes, timeout_s=timeout_s)
-        return self._unpickled_all(raw, sizes)
+        gathered: Transfer[Tensor] = _prepare(
+            Collectives.all_gather, self, mine, sizes=sizes, timeout_s=timeout_s
+        )
+        return gathered.then(lambda raw: self._unpickled(raw, sizes))
 
+    @verb
     def gather_object(
         self, obj: Any, dst: int = 0, *, timeout_s: float | None = None
-    ) -> list[Any] | None:
+    ) -> Transfer[list[Any] | None]:
         """Return the objects of all ranks on rank `dst`, None on the others. Collective."""
         check_rank(dst, self.size, "dst", "gather_object")
         mine = self._pickled(obj)
         sizes = self._byte_counts(mine, timeout_s)
-        raw = self.gather(mine, dst, sizes=sizes, timeout_s=timeout_s)
-        return None if raw is None else self._unpickled_all(raw, sizes)
+        gathered: Transfer[Tensor | None] = _prepare(
+            Collectives.gather, self, mine, dst, sizes=sizes, timeout_s=timeout_s
+        )
+        return gathered.then(lambda raw: None if raw is None else self._unpickled(raw, sizes))
 
-    def broadcast_object(self, obj: Any, src: int = 0, *, timeout_s: float | None = None) -> Any:
+    @verb
+    def broadcast_object(
+        self, obj: Any, src: int = 0, *, timeout_s: float | None = None
+    ) -> Transfer[Any]:
         """Return the object of rank `src` on every rank; the others' is ignored. Collective."""
         check_rank(src, self.size, "src", "broadcast_object")
         mine = self._pickled(obj) if self.rank == src else None
-        sizes = self._byte_counts(mine, timeout_s)
-        like = ((sizes[src],), torch.uint8)
-        return self._unpickled(self.broadcast(mine, src, like=like, timeout_s=timeout_s), src)
+        like = ((self._byte_counts(mine, timeout_s)[src],), torch.uint8)
+        sent: Transfer[Tensor] = _prepare(
+            Collectives.broadcast, self, mine, src, like=like, timeout_s=timeout_s
+        )
+        return sent.then(lambda raw: seal.load_object(self, raw.cpu().numpy().tobytes(), src))
 
     def all_equal(self, value: Any, *, timeout_s: float | None = None) -> bool:
         """Return whether all ranks hold an equal value: same type and content. Collective.
@@ -625,31 +661,20 @@ class Collectives(Performer):
         everybody = self.all_gather_ints(_digest(value), timeout_s=timeout_s)
         return all(other == everybody[0] for other in everybody)
 
-    def all_gather_ints(
-        self, values: Sequence[int], *, timeout_s: float | None = None
-    ) -> list[tuple[int, ...]]:
-        """Return the integers of all ranks, in rank order, on every rank. Collective.
-
-        All ranks bring equally many. The cheapest way to agree on sizes.
-        """
-        deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        with self._exchanging("all_gather_ints", None, deadline):
-            return self._engine.all_gather_ints(values, timeout_s=deadline)
-
     def _pickled(self, obj: Any) -> Tensor:
         """Return an object as bytes, signed: nothing else is unpickled by the others."""
         raw = bytearray(seal.dump_object(self, obj))
         return torch.frombuffer(raw, dtype=torch.uint8).to(self.device)
 
-    def _unpickled(self, raw: Tensor, source: int) -> Any:
-        return seal.load_object(self, raw.cpu().numpy().tobytes(), source)
-
-    def _unpickled_all(self, raw: Tensor, sizes: list[int]) -> list[Any]:
-        return [self._unpickled(part, source) for source, part in enumerate(raw.split(sizes))]
+    def _unpickled(self, raw: Tensor, sizes: list[int]) -> list[Any]:
+        return [
+            seal.load_object(self, part.cpu().numpy().tobytes(), source)
+            for source, part in enumerate(raw.split(sizes))
+        ]
 
     def _byte_counts(self, mine: Tensor | None, timeout_s: float | None) -> list[int]:
         count = 0 if mine is None else mine.numel()
-        return [n for (n,) in self.all_gather_ints([count], timeout_s=timeout_s)]
+        return [n for (n,) in self._exchange_ints("all_gather_ints", None, timeout_s, [count])]
 
 
 class StartedCollectives:
@@ -667,9 +692,8 @@ class StartedCollectives:
         self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
     ) -> Pending[Tensor]:
         """Start `all_reduce`."""
-        comm = self._comm
-        out = comm._copied(check_tensor(x, comm.device, "all_reduce"))
-        return self._reduce(out, x, op, timeout_s)
+        check_tensor(x, self._comm.device, "all_reduce")
+        return self._reduce(None, x, op, timeout_s)
 
     def all_reduce_(
         self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
@@ -678,143 +702,133 @@ class StartedCollectives:
         check_target(x, self._comm.device, "all_reduce_")
         return self._reduce(x, x, op, timeout_s)
 
-    def _reduce(self, out: Tensor, x: Tensor, op: str, timeout_s: float | None) -> Pending[Tensor]:
-        comm = self._comm
-        coalescer = comm._entry.coalescer
+    def _reduce(
+        self, out: Tensor | None, x: Tensor, op: str, timeout_s: float | None
+    ) -> Pending[Tensor]:
+        comm, coalescer = self._comm, self._comm._entry.coalescer
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         if coalescer is None:
-            return comm._start(comm._reduced(out, x, op), timeout_s)
-        comm._held(coalescer, out, x, op, timeout_s)
-        return Pending(lambda _: (coalescer.flush(), out)[1], lambda: False)
+            if out is None:
+                out = x.detach().clone(memory_format=torch.contiguous_format)
+            return comm._start(comm._reduced(out, x, op, timeout_s))
+        held = comm._held(coalescer, out, x, op, timeout_s)
 
-    def reduce(
-        self, x: Tensor, dst: int = 0, op: str = "sum", *, timeout_s: float | None = None
-    ) -> Pending[Tensor | None]:
-        """Start `reduce`."""
-        return self._comm._start(self._comm._reduced_on(x, dst, op), timeout_s)
+        def complete(_: float | None) -> Tensor:
+            coalescer.flush()
+            return held
 
-    def reduce_scatter(
-        self,
-        x: Tensor,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        op: str = "sum",
-        *,
-        timeout_s: float | None = None,
-    ) -> Pending[Tensor]:
-        """Start `reduce_scatter`."""
-        return self._comm._start(self._comm._reduced_blocks(x, dim, sizes, op), timeout_s)
+        return Pending(complete, lambda: False)
 
-    def broadcast(
-        self,
-        x: Tensor | None,
-        src: int = 0,
-        *,
-        like: Like | None = None,
-        timeout_s: float | None = None,
-    ) -> Pending[Tensor]:
-        """Start `broadcast`."""
-        return self._comm._start(self._comm._broadcast(x, src, like), timeout_s)
-
-    def broadcast_(
-        self, x: Tensor, src: int = 0, *, timeout_s: float | None = None
-    ) -> Pending[Tensor]:
-        """Start `broadcast_`."""
-        return self._comm._start(self._comm._broadcast_in_place(x, src), timeout_s)
-
-    def all_gather(
-        self,
-        x: Tensor,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> Pending[Tensor]:
-        """Start `all_gather`."""
-        gathered = self._comm._gathered(x, None, dim, sizes, timeout_s)
-        return self._comm._start(gathered, timeout_s)  # type: ignore[return-value]
-
-    def gather(
-        self,
-        x: Tensor,
-        dst: int = 0,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> Pending[Tensor | None]:
-        """Start `gather`."""
-        check_rank(dst, self._comm.size, "dst", "gather")
-        return self._comm._start(self._comm._gathered(x, dst, dim, sizes, timeout_s), timeout_s)
-
-    def scatter(
-        self,
-        x: Tensor | None,
-        src: int = 0,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        *,
-        like: Like | None = None,
-        timeout_s: float | None = None,
-    ) -> Pending[Tensor]:
-        """Start `scatter`."""
-        scattered = self._comm._scattered(x, src, dim, sizes, like, timeout_s)
-        return self._comm._start(scattered, timeout_s)
-
-    def all_to_all(
-        self,
-        x: Tensor | Sequence[Tensor],
-        send_sizes: Sequence[int] | None = None,
-        recv_sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> Pending[Any]:
-        """Start `all_to_all`."""
-        swapped = self._comm._swapped(x, send_sizes, recv_sizes, timeout_s)
-        return self._comm._start(swapped, timeout_s)
-
-    def barrier(self, *, timeout_s: float | None = None) -> Pending[None]:
-        """Start `barrier`."""
-        return self._comm._start(self._comm._met(), timeout_s)
-
-    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> Pending[list[Any]]:
-        """Start `all_gather_object`."""
-        mine = self._comm._pickled(obj)
-        sizes = self._comm._byte_counts(mine, timeout_s)
-        pending = self.all_gather(mine, sizes=sizes, timeout_s=timeout_s)
-        return _then(pending, lambda raw: self._comm._unpickled_all(raw, sizes))
-
-    def gather_object(
-        self, obj: Any, dst: int = 0, *, timeout_s: float | None = None
-    ) -> Pending[list[Any] | None]:
-        """Start `gather_object`."""
-        mine = self._comm._pickled(obj)
-        sizes = self._comm._byte_counts(mine, timeout_s)
-
-        def unpickled(raw: Tensor | None) -> list[Any] | None:
-            return None if raw is None else self._comm._unpickled_all(raw, sizes)
-
-        return _then(self.gather(mine, dst, sizes=sizes, timeout_s=timeout_s), unpickled)
-
-    def broadcast_object(
-        self, obj: Any, src: int = 0, *, timeout_s: float | None = None
-    ) -> Pending[Any]:
-        """Start `broadcast_object`."""
-        comm = self._comm
-        check_rank(src, comm.size, "src", "broadcast_object")
-        mine = comm._pickled(obj) if comm.rank == src else None
-        like = ((comm._byte_counts(mine, timeout_s)[src],), torch.uint8)
-        pending = self.broadcast(mine, src, like=like, timeout_s=timeout_s)
-        return _then(pending, lambda raw: comm._unpickled(raw, src))
+    reduce = started(Collectives.reduce)
+    reduce_scatter = started(Collectives.reduce_scatter)
+    broadcast = started(Collectives.broadcast)
+    broadcast_ = started(Collectives.broadcast_)
+    all_gather = started(Collectives.all_gather)
+    gather = started(Collectives.gather)
+    scatter = started(Collectives.scatter)
+    all_to_all = started(Collectives.all_to_all)
+    barrier = started(Collectives.barrier)
+    all_gather_object = started(Collectives.all_gather_object)
+    gather_object = started(Collectives.gather_object)
+    broadcast_object = started(Collectives.broadcast_object)
 
     def all_equal(self, value: Any, *, timeout_s: float | None = None) -> Pending[bool]:
         """Start `all_equal`."""
         mine = torch.tensor([_digest(value)], device=self._comm.device)
         pending = self.all_gather(mine, sizes=[1] * self._comm.size, timeout_s=timeout_s)
-        return _then(pending, lambda told: bool((told == told[0]).all()))
+
+        def compared(own_s: float | None) -> bool:
+            told = pending.wait(own_s)
+            return bool((told == told[0]).all())
+
+        return Pending(compared, pending.done)
 
 
-def _then(pending: Pending[Any], finish: Callable[[Any], T]) -> Pending[T]:
-    return Pending(lambda timeout_s: finish(pending.wait(timeout_s)), pending.done)
+class Coalescer:
+    """Holds all-reduces until the end of a `with comm.coalesce():` block: latency is paid once.
+
+    Args:
+        max_bytes: tensors above this many bytes are not held; no joined buffer exceeds it.
+        reduce_: does one all-reduce in place.
+    """
+
+    def __init__(self, max_bytes: int, reduce_: Callable[[Tensor, str], None]) -> None:
+        self.max_bytes = max_bytes
+        self._reduce = reduce_
+        self._held: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._after: list[Callable[[], object]] = []
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        """Memory that waits for a result, as addresses: sorted intervals, none over another."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `x` is small enough to be held."""
+        return x.numel() * x.element_size() <= self.max_bytes
+
+    def settle(self, x: Tensor) -> None:
+        """Do what is held if `x` lies in memory that waits for a result: `x` is to be read now."""
+        begin, end = _extent(x)
+        place = bisect_left(self._ends, begin + 1)  # the first that ends behind `begin`
+        if begin < end and place < len(self._begins) and self._begins[place] < end:
+            self.flush()
+
+    def hold(self, x: Tensor, op: str, after: Callable[[], object], result: Tensor) -> None:
+        """Reduce the contiguous `x` in place at the end, then call `after`, which fills `result`.
+
+        Before, `settle` was called with what `x` was made from.
+        """
+        self._held[op, x.dtype].append(x)
+        self._after.append(after)
+        begin, end = _extent(result)
+        if begin < end:
+            place = bisect_left(self._begins, begin)
+            self._begins.insert(place, begin)
+            self._ends.insert(place, end)
+
+    def flush(self) -> None:
+        """Do what is held: one all-reduce per (op, dtype) and `max_bytes`."""
+        for (op, _), tensors in self._held.items():
+            for batch in self._batches(tensors):
+                if len(batch) == 1:
+                    self._reduce(batch[0], op)
+                    continue
+                flat = torch.cat([x.reshape(-1) for x in batch])
+                self._reduce(flat, op)
+                for x, part in zip(batch, flat.split([x.numel() for x in batch]), strict=True):
+                    x.view(-1).copy_(part)
+        self._held.clear()
+        self._begins.clear()
+        self._ends.clear()
+        after, self._after = self._after, []
+        for step in after:
+            step()
+
+    def _batches(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        batches: list[list[Tensor]] = [[]]
+        filled = 0
+        for x in tensors:
+            nbytes = x.numel() * x.element_size()
+            if batches[-1] and filled + nbytes > self.max_bytes:
+                batches.append([])
+                filled = 0
+            batches[-1].append(x)
+            filled += nbytes
+        return batches
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Return the addresses between which the elements of `x` lie."""
+    begin = x.data_ptr()
+    if not x.numel():
+        return begin, begin
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (last + 1) * x.element_size()
+
+
+def _prepare(performed: Callable[..., Any], *args: Any, **kwargs: Any) -> Transfer[Any]:
+    """Return the transfer of a verb instead of performing it."""
+    return performed.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def leaves_graph(x: Tensor, verb: str) -> bool:
@@ -836,21 +850,6 @@ def replaced(x: Tensor, leaves: bool) -> None:
     increment_version(x)
     if leaves:
         x.detach_()
-
-
-def rows_first(x: Tensor, dim: int) -> Tensor:
-    """Return `x` detached and contiguous with `dim` in front; a 0-dim tensor is one row."""
-    rows = x.detach()
-    if rows.dim() == 0:
-        rows = rows.reshape(1)
-    elif dim:
-        rows = rows.movedim(dim, 0)
-    return dense(rows)
-
-
-def rows_back(x: Tensor, dim: int) -> Tensor:
-    """Undo `rows_first` on a result."""
-    return x if dim == 0 else x.movedim(0, dim).contiguous()
 
 
 def _digest(value: Any) -> list[int]:

@@ -12,10 +12,10 @@ from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import groups
 from unisono.comm.arguments import check_device, check_ranks, check_timeout, environment_timeout_s
+from unisono.comm.engines.algorithms import measure_limits
 from unisono.comm.groups import GroupEntry, Handle
-from unisono.comm.hosts import host_id
+from unisono.comm.machine import host_id
 from unisono.comm.messages import Messages, StartedVerbs
-from unisono.comm.tuning import measure_limits
 from unisono.errors import MeshError, UnisonoError, an
 
 _sources: list[tuple[Callable[[object], bool], Callable[[Any], GroupEntry]]] = []
@@ -44,19 +44,21 @@ class Communicator(Messages):
         self, entry: GroupEntry, *, device: torch.device, timeout_s: float | None = None
     ) -> None:
         check_device(device)
-        set_field = object.__setattr__
-        set_field(self, "_entry", entry)
-        set_field(self, "_own_timeout_s", timeout_s)
-        set_field(self, "rank", entry.rank)
-        set_field(self, "ranks", entry.ranks)
-        set_field(self, "size", len(entry.ranks))
-        set_field(self, "device", device)
-        set_field(self, "backend", entry.backend(device))
-        set_field(self, "_engine", entry.engine(device))
-        set_field(self, "timeout_s", _deadline_of(entry, timeout_s))
-        set_field(self, "group_name", GroupName(entry.key))
-        set_field(self, "_closed", False)
-        set_field(self, "_handle", Handle())
+        # A frozen value: __setattr__ refuses, so the fields are set all at once.
+        vars(self).update(
+            _entry=entry,
+            _engine=entry.engine(device),
+            _own_timeout_s=timeout_s,
+            _handle=Handle(),
+            _closed=False,
+            rank=entry.rank,
+            ranks=entry.ranks,
+            size=len(entry.ranks),
+            device=device,
+            backend=entry.backend(device),
+            timeout_s=_deadline_of(entry, timeout_s),
+            group_name=GroupName(entry.key),
+        )
         entry.holders.add(self._handle)
 
     backend: str
@@ -131,8 +133,7 @@ class Communicator(Messages):
     def hosts(self) -> tuple[str, ...]:
         """Host of each rank. The first use in a group is collective over it."""
         if self._entry.hosts is None:
-            object_hosts = self.all_gather_object(host_id())
-            self._entry.hosts = tuple(object_hosts)
+            self._entry.hosts = tuple(self.all_gather_object(host_id()))
         return self._entry.hosts
 
     @property
@@ -197,7 +198,7 @@ class Communicator(Messages):
         Call it on all ranks of the group. A closed communicator raises when used.
         """
         if not self._closed:
-            object.__setattr__(self, "_closed", True)
+            vars(self).update(_closed=True)
             self._entry.holders.discard(self._handle)
             groups.release(self._entry)
 

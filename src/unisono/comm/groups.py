@@ -11,21 +11,23 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from unisono.comm import call as calls
-from unisono.comm import failures, watchdog
 from unisono.comm.call import Call
-from unisono.comm.coalesce import Coalescer
-from unisono.comm.engine import Engine
-from unisono.comm.first_use import has_world
-from unisono.comm.self_engine import SelfEngine
-from unisono.comm.torch_engine import TorchEngine
-from unisono.errors import MeshError, RankTimeout
+from unisono.comm.engines.base import Engine, SelfEngine
+from unisono.comm.engines.gloo import TorchEngine
+from unisono.comm.health import failures, mark_as_news, watchdog
+from unisono.comm.health.failures import Meaning, meaning_of
+from unisono.comm.torch import private
+from unisono.errors import MeshError, RankFailed, RankTimeout
+
+if TYPE_CHECKING:
+    from unisono.comm.collectives import Coalescer
 
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a wait where nothing else is said."""
@@ -66,8 +68,13 @@ class GroupEntry:
         self.rank = group.rank() if group is not None else 0
         self.holders: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.hosts: tuple[str, ...] | None = None
-        self.broken: str | None = None if group is None or maker is not None else _inherited()
+        self.broken: str | None = None
         """Why the group cannot be used any more."""
+        self.is_forked = False
+        """Whether that is because this process was forked from the rank that made it."""
+        world = dist.group.WORLD
+        if maker is None and _parents_world is not None and _parents_world() is world is not None:
+            self.mark_forked()
         self.single: dist.ProcessGroup | None = None
         self.coalescer: Coalescer | None = None
         self.turn: threading.RLock | None = threading.RLock()
@@ -95,6 +102,12 @@ class GroupEntry:
         elif group is not None and len(ranks) > 1:
             watchdog.ensure()
 
+    def mark_forked(self) -> None:
+        """Refuse further use, in a process that was forked from the rank; one alone goes on."""
+        if self.group is not None:
+            self.is_forked = True
+            self.broken = f"process {os.getpid()} was forked from a rank that had made it"
+
     def _name(self) -> str:
         if self.group is None:
             return "self"
@@ -121,7 +134,7 @@ class GroupEntry:
         """Whether torch.distributed, or its own maker, still knows the group."""
         if self.maker is not None:
             return _standing.get(self.key) is self
-        return self.group is None or self.group in c10d._world.pg_map
+        return self.group is None or self.group in private.known_groups
 
     def backend(self, device: torch.device) -> str:
         """Name of the backend that serves tensors on `device`."""
@@ -129,8 +142,7 @@ class GroupEntry:
             return "self"
         if self.maker is not None:
             return self.group.name()
-        config = c10d._world.pg_backend_config.get(self.group, "")
-        for item in str(config).split(","):
+        for item in private.backend_config(self.group).split(","):
             where, _, name = item.partition(":")
             if where == device.type and name:
                 return name
@@ -158,27 +170,48 @@ class GroupEntry:
         return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
 
 
+# -- a world that waits for its first use ---------------------------------------------------------
+# A launcher of scripts leaves it to them how they begin: one that initialises torch.distributed by
+# itself brings its own group, and that is the world; in others whoever first asks joins it.
+
+_waiting: tuple[Callable[[], None], dist.Store] | None = None
+"""How the world of this process is joined, and the store at which its ranks meet."""
+
+
+def join_at_first_use(join: Callable[[], None], store: dist.Store) -> None:
+    """Have `join` start torch.distributed when somebody asks for the world and nobody else has."""
+    global _waiting
+    _waiting = join, store
+
+
+def has_world() -> bool:
+    """Whether torch.distributed is initialised here.
+
+    Local, except in a world that waits for its first use: this is it, collective over that world.
+    """
+    if not dist.is_initialized() and _waiting is not None:
+        _waiting[0]()
+    return dist.is_initialized()
+
+
+def store_of_world() -> dist.Store | None:
+    """Return the store of this world, joined or not; None in a process on its own. Local."""
+    if dist.is_initialized():
+        return watchdog.default_store()
+    return None if _waiting is None else _waiting[1]
+
+
 _parents_world: weakref.ref[dist.ProcessGroup] | None = None
-
-
-def _inherited() -> str | None:
-    """Return why no group works here, in a child process that was forked from a rank."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or _parents_world is None or _parents_world() is not world:
-        return None
-    return f"process {os.getpid()} was forked from a rank that had made it"
+"""In a process forked from a rank: the world of that rank."""
 
 
 def _after_fork() -> None:
     """In the child: the connections are those of the parent, and using them would mix both up."""
-    global _parents_world
-    for entry in _standing.values():
-        entry.broken = f"process {os.getpid()} was forked from a rank that had made it"
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        return
-    _parents_world = weakref.ref(dist.group.WORLD)
-    for entry in (*_made.values(), *_wrapped.values()):
-        entry.broken = None if entry.group is None else _inherited()
+    global _parents_world, _waiting
+    _waiting = None  # a forked process is not the rank, and must not join in its place
+    _parents_world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
+    for entry in (*_standing.values(), *_made.values(), *_wrapped.values()):
+        entry.mark_forked()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -306,7 +339,7 @@ def process_group_of(entry: GroupEntry) -> dist.ProcessGroup:
         )
     if world.size() == 1:
         return world
-    if entry.single is None or entry.single not in c10d._world.pg_map:
+    if entry.single is None or entry.single not in private.known_groups:
         backend = str(dist.get_backend(world))
         entry.single = _new_group(entry.ranks, backend, DEFAULT_TIMEOUT_S, DEFAULT_TIMEOUT_S)
     return entry.single
@@ -365,7 +398,7 @@ def accounts() -> dict[str, dict[str, int]]:
     """Return for each group, by its key, what this rank has made and counted in it. Local."""
     counts = {
         f"{group.group_name}/c10d": {"collectives": made}
-        for group in list(c10d._world.pg_map)
+        for group in list(private.known_groups)
         # of a group of ours: torch's own calls on it
         if (made := getattr(group, "unisono_calls", None)) is not None
     }
@@ -401,48 +434,26 @@ def is_broken() -> bool:
 def _new_group(
     ranks: tuple[int, ...], backend: str, timeout_s: float, wait_s: float
 ) -> dist.ProcessGroup:
-    """Make a group of which only the members know.
-
-    `dist.new_group` wants all ranks of the world, or, with local synchronisation, derives the name
-    from the number of groups that happen to exist on a rank, so that ranks with different histories
-    wait for each other for ever. Here the name follows from the ranks alone.
-    """
+    """Make a group of which only the members know; its name follows from its ranks alone."""
     nth = _generation.get((ranks, backend), 0)
     _generation[ranks, backend] = nth + 1
     name = f"unisono-{backend}-{'_'.join(map(str, ranks))}-{nth}"
     call = Call(failures.NEW_GROUP, backend, name, nth + 1, kind=f"ranks {list(ranks)}")
     calls.latest_call = call
     try:
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            list(ranks),
-            dist.Backend(backend),
-            watchdog.default_store(),
-            c10d.GroupName(name),
-            timeout=timedelta(seconds=wait_s),
-            group_desc=name,
-        )
-    except RuntimeError as error:
-        if "timeout" in str(error) or "imed out" in str(error):
+        group = private.new_group(name, ranks, backend, timedelta(seconds=wait_s))
+    except RankFailed as error:
+        raise mark_as_news(error) from None
+    except (RuntimeError, RankTimeout) as error:
+        is_late = isinstance(error, RankTimeout) or meaning_of(error) is Meaning.LATE
+        if is_late:
             raise failures.timed_out(call, ranks, wait_s, error) from None
         if isinstance(error, dist.DistNetworkError):  # the rank that holds the store is gone
             raise failures.connection_lost(call, str(error)) from None
         raise
-    except RankTimeout as error:
-        raise failures.timed_out(call, ranks, wait_s, error) from None
     call.done = True
-    if not isinstance(group, dist.ProcessGroup):
-        raise MeshError.because(f"a group of ranks {list(ranks)}", "this rank is not among them")
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     if wait_s != timeout_s:
-        _set_timeout(group, timedelta(seconds=timeout_s))
+        is_ours = getattr(group, "unisono_engine", None) is not None
+        change = group.set_timeout if is_ours else partial(private.set_timeout, group)
+        change(timedelta(seconds=timeout_s))
     return group
-
-
-def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    own = getattr(group, "unisono_engine", None)
-    if own is not None:
-        group.set_timeout(timeout)
-    else:
-        c10d._set_pg_timeout(timeout, group)

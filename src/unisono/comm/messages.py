@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from unisono.comm.arguments import (
     check_timeout,
     refuse_transformed,
 )
-from unisono.comm.call import Call
+from unisono.comm.blocks import dense
 from unisono.comm.collectives import (
     Collectives,
     Like,
@@ -26,9 +27,8 @@ from unisono.comm.collectives import (
     leaves_graph,
     replaced,
 )
-from unisono.comm.pending import Pending
-from unisono.comm.perform import Transfer
-from unisono.comm.raw import dense
+from unisono.comm.perform import Pending, Transfer, started, verb
+from unisono.comm.torch import private
 from unisono.errors import MeshError, PartitionError
 
 T = TypeVar("T")
@@ -40,33 +40,32 @@ EXCHANGE_TAG = 1 << 20
 class Messages(Collectives):
     """Messages between the ranks of a communicator."""
 
-    def send(self, x: Tensor, dst: int, tag: int = 0, *, timeout_s: float | None = None) -> None:
+    @verb
+    def send(
+        self, x: Tensor, dst: int, tag: int = 0, *, timeout_s: float | None = None
+    ) -> Transfer[None]:
         """Send `x` to rank `dst`, which calls `recv`. Not collective."""
-        self._perform(self._sent(x, dst, tag), timeout_s)
-
-    def _sent(self, x: Tensor, dst: int, tag: int) -> Transfer[None]:
         check_tensor(x, self.device, "send")
         self._check_peer(dst, "dst", "send")
         check_tag(tag, "send")
-        return self._exchanged("send", {dst: dense(x.detach())}, {}, tag, lambda: None)
+        sends = {dst: dense(x.detach())}
+        return self._exchanged("send", sends, {}, tag, lambda: None, timeout_s)
 
-    def recv(self, like: Like, src: int, tag: int = 0, *, timeout_s: float | None = None) -> Tensor:
+    @verb
+    def recv(
+        self, like: Like, src: int, tag: int = 0, *, timeout_s: float | None = None
+    ) -> Transfer[Tensor]:
         """Return the tensor that rank `src` sends; `like` gives its shape and dtype."""
-        return self._perform(self._received(like, src, tag), timeout_s)
-
-    def _received(self, like: Like, src: int, tag: int) -> Transfer[Tensor]:
         self._check_peer(src, "src", "recv")
         check_tag(tag, "recv")
         out = self._empty(like, "recv")
-        return self._exchanged("recv", {}, {src: out}, tag, lambda: out)
+        return self._exchanged("recv", {}, {src: out}, tag, lambda: out, timeout_s)
 
+    @verb
     def recv_(
         self, out: Tensor, src: int, tag: int = 0, *, timeout_s: float | None = None
-    ) -> Tensor:
+    ) -> Transfer[Tensor]:
         """Fill `out` with the tensor that rank `src` sends, and return it."""
-        return self._perform(self._received_into(out, src, tag), timeout_s)
-
-    def _received_into(self, out: Tensor, src: int, tag: int) -> Transfer[Tensor]:
         check_target(out, self.device, "recv_")
         self._check_peer(src, "src", "recv_")
         check_tag(tag, "recv_")
@@ -79,15 +78,16 @@ class Messages(Collectives):
             replaced(out, leaves)
             return out
 
-        return self._exchanged("recv", {}, {src: work}, tag, finish)
+        return self._exchanged("recv", {}, {src: work}, tag, finish, timeout_s)
 
+    @verb
     def exchange(
         self,
         sends: Mapping[int, Tensor],
         recvs: Mapping[int, Like],
         *,
         timeout_s: float | None = None,
-    ) -> dict[int, Tensor]:
+    ) -> Transfer[dict[int, Tensor]]:
         """Send to some ranks and receive from some, all at once; no pattern can deadlock.
 
         Called by the ranks that take part. What rank a sends to b, b must expect from a with the
@@ -101,11 +101,6 @@ class Messages(Collectives):
         Returns:
             The tensor received from each source.
         """
-        return self._perform(self._swapped_pairs(sends, recvs), timeout_s)
-
-    def _swapped_pairs(
-        self, sends: Mapping[int, Tensor], recvs: Mapping[int, Like]
-    ) -> Transfer[dict[int, Tensor]]:
         for peer, x in sends.items():
             check_rank(peer, self.size, "destination", "exchange")
             check_tensor(x, self.device, "exchange")
@@ -113,8 +108,7 @@ class Messages(Collectives):
             check_rank(peer, self.size, "source", "exchange")
         outs = {peer: self._empty(like, "exchange") for peer, like in recvs.items()}
         blocks = {peer: dense(x.detach()) for peer, x in sends.items()}
-        mine = blocks.pop(self.rank, None)
-        own = outs.get(self.rank)
+        mine, own = blocks.pop(self.rank, None), outs.get(self.rank)
         if _kind(mine) != _kind(own):
             raise PartitionError.because(
                 f"exchange with oneself on rank {self.rank}",
@@ -123,7 +117,7 @@ class Messages(Collectives):
         if mine is not None and own is not None:
             own.copy_(mine)
         remote = {peer: out for peer, out in outs.items() if peer != self.rank}
-        return self._exchanged("exchange", blocks, remote, EXCHANGE_TAG, lambda: outs)
+        return self._exchanged("exchange", blocks, remote, EXCHANGE_TAG, lambda: outs, timeout_s)
 
     def post_ints(
         self, values: Sequence[int], *, timeout_s: float | None = None
@@ -142,9 +136,12 @@ class Messages(Collectives):
             told = {self.rank: values, **{rank: out.tolist() for rank, out in outs.items()}}
             return [tuple(told[rank]) for rank in range(self.size)]
 
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         sends = dict.fromkeys(others, mine)
-        posted = self._exchanged("post_ints", sends, outs, EXCHANGE_TAG, finish)
-        return self._start(posted, timeout_s)
+        return self._start(
+            self._exchanged("post_ints", sends, outs, EXCHANGE_TAG, finish, timeout_s)
+        )
 
     def shared_buffer(
         self,
@@ -160,9 +157,10 @@ class Messages(Collectives):
         """
         sizes = check_shape(shape, "shared_buffer")
         check_fits_memory(sizes, dtype, self.size, "shared_buffer")
-        deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        with self._exchanging("shared_buffer", None, deadline):
-            buffer = self._engine.shared_buffer(sizes, dtype, timeout_s=deadline)
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        make = partial(self._engine.shared_buffer, sizes, dtype)
+        buffer = self._exchange("shared_buffer", None, timeout_s, make)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
 
     def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
@@ -179,24 +177,35 @@ class Messages(Collectives):
         recvs: Mapping[int, Tensor],
         tag: int,
         finish: Callable[[], T],
+        timeout_s: float | None,
     ) -> Transfer[T]:
         """Prepare messages to and from several ranks; empty tensors make none."""
-        if torch._C._are_functorch_transforms_active():
+        if private.transforms_active():
             for x in sends.values():
                 refuse_transformed(x, op)
+        engine = self._engine
         outgoing = [(peer, x) for peer, x in sends.items() if x.numel()]
         incoming = [(peer, x) for peer, x in recvs.items() if x.numel()]
         call = self._described(op, None, sends_to=tuple(sends), receives_from=tuple(recvs))
-        if tag <= EXCHANGE_TAG:  # others are announced before they are waited for
-            self._number(call, [peer for peer, _ in outgoing], [peer for peer, _ in incoming], tag)
         call.sent = sum(x.numel() * x.element_size() for _, x in outgoing)
         call.received = sum(x.numel() * x.element_size() for _, x in incoming)
+        if tag <= EXCHANGE_TAG:  # others are announced before they are waited for
+            # Counted, so that a message which will never be sent is told from a late one.
+            sent, awaited, ranks = self._entry.sent, self._entry.awaited, self.ranks
+            for peer, _ in outgoing:
+                key = ranks[peer], tag
+                sent[key] = sent.get(key, 0) + 1
+            for peer, _ in incoming:
+                key = ranks[peer], tag
+                awaited[key] = awaited.get(key, 0) + 1
+                call.awaits += ((*key, awaited[key]),)
         return Transfer(
             call,
-            lambda async_op, deadline: self._engine.exchange(
+            lambda async_op, deadline: engine.exchange(
                 outgoing, incoming, tag, async_op=async_op, timeout_s=deadline
             ),
             finish,
+            timeout_s,
             is_collective=False,
         )
 
@@ -207,52 +216,14 @@ class Messages(Collectives):
                 f"{verb}({what}={peer})", f"this is rank {peer} itself", None, "copy the tensor"
             )
 
-    def _number(self, call: Call, to: Sequence[int], of: Sequence[int], tag: int) -> None:
-        """Count messages, so that one which will never be sent is told from a late one."""
-        sent, awaited, ranks = self._entry.sent, self._entry.awaited, self.ranks
-        for peer in to:
-            key = (ranks[peer], tag)
-            sent[key] = sent.get(key, 0) + 1
-        numbers: list[tuple[int, int, int]] = []
-        for peer in of:
-            key = (ranks[peer], tag)
-            awaited[key] = number = awaited.get(key, 0) + 1
-            numbers.append((*key, number))
-        call.awaits = tuple(numbers)
-
 
 class StartedVerbs(StartedCollectives):
     """All verbs of a communicator, left under way; see `StartedCollectives`."""
 
-    _comm: Messages
-
-    def send(
-        self, x: Tensor, dst: int, tag: int = 0, *, timeout_s: float | None = None
-    ) -> Pending[None]:
-        """Start `send`."""
-        return self._comm._start(self._comm._sent(x, dst, tag), timeout_s)
-
-    def recv(
-        self, like: Like, src: int, tag: int = 0, *, timeout_s: float | None = None
-    ) -> Pending[Tensor]:
-        """Start `recv`."""
-        return self._comm._start(self._comm._received(like, src, tag), timeout_s)
-
-    def recv_(
-        self, out: Tensor, src: int, tag: int = 0, *, timeout_s: float | None = None
-    ) -> Pending[Tensor]:
-        """Start `recv_`."""
-        return self._comm._start(self._comm._received_into(out, src, tag), timeout_s)
-
-    def exchange(
-        self,
-        sends: Mapping[int, Tensor],
-        recvs: Mapping[int, Like],
-        *,
-        timeout_s: float | None = None,
-    ) -> Pending[dict[int, Tensor]]:
-        """Start `exchange`."""
-        return self._comm._start(self._comm._swapped_pairs(sends, recvs), timeout_s)
+    send = started(Messages.send)
+    recv = started(Messages.recv)
+    recv_ = started(Messages.recv_)
+    exchange = started(Messages.exchange)
 
 
 def _kind(x: Tensor | None) -> str:

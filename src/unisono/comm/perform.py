@@ -1,35 +1,37 @@
 """The one way every verb goes: number the call, compare it, run it to its deadline, report.
 
-A verb builds a `Transfer`: what it is called, what its kernel does, what becomes of the result.
-`perform` runs it now, `start` leaves it under way and hands out a `Pending`.
+A verb is a method that builds a `Transfer`: what it is called, what its kernel does, what becomes
+of the result. `verb` makes it perform the transfer now, `started` leaves it under way and hands out
+a `Pending`. Calls that torch.distributed makes on our groups go the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed import distributed_c10d as c10d
 
 from unisono.comm import call as calls
-from unisono.comm import checking, failures, tracing
 from unisono.comm.arguments import check_timeout, refuse_transformed
-from unisono.comm.call import Call
-from unisono.comm.engine import Engine, Ticket
+from unisono.comm.call import Call, call_site
+from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
-from unisono.comm.pending import Pending
-from unisono.comm.sites import call_site
+from unisono.comm.health import check, failures, mark_as_news, trace
+from unisono.comm.torch import private
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
 T = TypeVar("T")
+U = TypeVar("U")
+P = ParamSpec("P")
+V = TypeVar("V", bound="Performer")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +44,89 @@ class Transfer(Generic[T]):
     """`(async_op, timeout_s)`: has the engine do it."""
     finish: Callable[[], T]
     """Returns the result, once the kernel has ended."""
+    timeout_s: float | None = None
+    """Deadline of this call; None is the communicator's."""
     is_collective: bool = True
     """Whether all ranks of the group take part."""
     verify: Tensor | None = None
     """The tensor whose bits all ranks must share; looked at in check mode."""
+
+    def then(self, step: Callable[[T], U]) -> Transfer[U]:
+        """Return the same transfer with a further step after it."""
+        finish = self.finish
+        return Transfer(
+            self.call,
+            self.kernel,
+            lambda: step(finish()),
+            self.timeout_s,
+            self.is_collective,
+            self.verify,
+        )
+
+
+class Pending(Generic[T]):
+    """The result of a collective that may still be under way.
+
+    The tensors involved must not be changed before `wait` has returned.
+    """
+
+    __slots__ = ("_complete", "_done", "_is_ready", "_value")
+
+    def __init__(self, complete: Callable[[float | None], T], is_ready: Callable[[], bool]) -> None:
+        self._complete: Callable[[float | None], T] | None = complete
+        self._is_ready = is_ready
+        self._done = False
+        self._value: T | None = None
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until the result is there and return it; `timeout_s` None is the verb's deadline.
+
+        Raises:
+            RankTimeout: the deadline passed.
+            RankFailed: another rank failed.
+        """
+        if self._complete is not None:
+            if timeout_s is not None:
+                check_timeout(timeout_s)
+            self._value = self._complete(timeout_s)
+            self._complete = None
+            self._done = True
+        return self._value  # type: ignore[return-value]
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done or self._is_ready()
+
+    @property
+    def result(self) -> T:
+        """The result; waits for it."""
+        return self.wait()
+
+
+def verb(prepare: Callable[Concatenate[V, P], Transfer[T]]) -> Callable[Concatenate[V, P], T]:
+    """Let a method that prepares a transfer perform it and return its result."""
+
+    @functools.wraps(prepare)
+    def performed(self: V, *args: P.args, **kwargs: P.kwargs) -> T:
+        if kwargs and kwargs.get("timeout_s") is not None:
+            check_timeout(kwargs["timeout_s"])  # type: ignore[arg-type]
+        return self._perform(prepare(self, *args, **kwargs))
+
+    return performed
+
+
+def started(performed: Callable[Concatenate[V, P], T]) -> Callable[Concatenate[Any, P], Pending[T]]:
+    """Return a `verb` as a method of `comm.start`, which leaves its transfer under way."""
+    prepare: Callable[..., Transfer[T]] = performed.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(prepare)
+    def start(self: Any, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        if kwargs and kwargs.get("timeout_s") is not None:
+            check_timeout(kwargs["timeout_s"])  # type: ignore[arg-type]
+        return self._comm._start(prepare(self._comm, *args, **kwargs))
+
+    start.__doc__ = f"Start `{prepare.__name__}`."
+    return start
 
 
 class Performer:
@@ -65,16 +146,16 @@ class Performer:
     _engine: Engine
     _closed: bool
 
-    def _perform(self, transfer: Transfer[T], timeout_s: float | None) -> T:
+    def _perform(self, transfer: Transfer[T]) -> T:
         """Run a transfer and return its result."""
         call, entry, engine = transfer.call, self._entry, self._engine
-        deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        is_alive = entry.group is None or entry.group in c10d._world.pg_map or entry.is_alive()
+        deadline = self.timeout_s if transfer.timeout_s is None else transfer.timeout_s
+        is_alive = entry.group is None or entry.group in private.known_groups or entry.is_alive()
         if self._closed or entry.broken is not None or not is_alive:
             raise self._unusable(call.op)
         entry.calls = call.seq = entry.calls + 1
         calls.latest_call = call
-        if tracing.recorder is not None or checking.active:
+        if trace.recorder is not None or check.active:
             self._observe(call, transfer.is_collective, deadline)
         turn = None
         if transfer.is_collective and self.size > 1:
@@ -84,17 +165,17 @@ class Performer:
                     raise self._second_thread(call)
                 entry.inside = threading.get_ident()
             entry.collectives = call.number = entry.collectives + 1
-        recorder = tracing.recorder
+        recorder = trace.recorder
         waited = engine.waited_ns if recorder is not None else None
         grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # a third of the price of torch.no_grad()
+        private.set_grad_enabled(False)
         try:
             ticket = transfer.kernel(False, deadline)
             if ticket is not None:
                 began = time.perf_counter_ns()
                 ticket.wait(deadline)
                 call.wait_ns = time.perf_counter_ns() - began
-            if recorder is not None and waited is not None:
+            if waited is not None:
                 call.wait_ns = (engine.waited_ns or 0) - waited
             result = transfer.finish()
         except Exception as error:
@@ -103,22 +184,19 @@ class Performer:
                 raise
             raise told from None
         finally:
-            torch._C._set_grad_enabled(grad_mode)
+            private.set_grad_enabled(grad_mode)
             if turn is not None:
                 turn.release()
         call.done = True
-        if recorder is not None and call.t_start:
-            call.algorithm = engine.last_algorithm
-            recorder.add(call, self.ranks[self.rank])
-        if checking.active and transfer.verify is not None and self.size > 1:
-            self._verify(call, transfer.verify, deadline)
+        if recorder is not None or check.active:
+            self._observe_end(transfer, deadline)
         return result
 
-    def _start(self, transfer: Transfer[T], timeout_s: float | None) -> Pending[T]:
+    def _start(self, transfer: Transfer[T]) -> Pending[T]:
         """Leave a transfer under way; waiting for what it hands out completes it."""
         call, entry = transfer.call, self._entry
         call.is_async = True
-        deadline = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
+        deadline = self.timeout_s if transfer.timeout_s is None else transfer.timeout_s
         self._begin(call, transfer.is_collective, deadline)
         with self._inside(call, deadline, transfer.is_collective and self.size > 1):
             if transfer.is_collective:
@@ -137,12 +215,7 @@ class Performer:
                 calls.waited_call = None
             call.wait_ns = time.perf_counter_ns() - began
             call.done = True
-            recorder = tracing.recorder
-            if recorder is not None and call.t_start:
-                call.algorithm = self._engine.last_algorithm
-                recorder.add(call, self.ranks[self.rank])
-            if checking.active and transfer.verify is not None and self.size > 1:
-                self._verify(call, transfer.verify, deadline)
+            self._observe_end(transfer, deadline)
             return result
 
         return Pending(complete, lambda: ticket is None or ticket.done())
@@ -150,8 +223,7 @@ class Performer:
     def _begin(self, call: Call, is_collective: bool, deadline: float) -> None:
         """Begin a call that does not end at once."""
         entry = self._entry
-        is_alive = entry.group is None or entry.group in c10d._world.pg_map or entry.is_alive()
-        if self._closed or entry.broken is not None or not is_alive:
+        if self._closed or entry.broken is not None or not entry.is_alive():
             raise self._unusable(call.op)
         entry.calls = call.seq = entry.calls + 1
         calls.latest_call = call
@@ -159,22 +231,32 @@ class Performer:
 
     def _observe(self, call: Call, is_collective: bool, deadline: float) -> None:
         """Note a call for the trace; compare it with the other ranks' in check mode."""
-        recorder = tracing.recorder
+        recorder = trace.recorder
         if recorder is not None:
             call.t_start = time.perf_counter_ns()
             if recorder.call_sites:
                 _ = call.site
-        if checking.active and is_collective and self.size > 1:
+        if check.active and is_collective and self.size > 1:
             call.is_checked = True
             with self._translating(call, deadline):
-                checking.verify(call, self.rank, self.ranks, deadline)
+                check.verify(call, self.rank, self.ranks, deadline)
+
+    def _observe_end(self, transfer: Transfer[Any], deadline: float) -> None:
+        """Take down a call that has ended; compare its result in check mode."""
+        call, recorder = transfer.call, trace.recorder
+        if recorder is not None and call.t_start:
+            call.algorithm = self._engine.last_algorithm
+            recorder.add(call, self.ranks[self.rank])
+        if check.active and transfer.verify is not None and self.size > 1:
+            with self._translating(call, deadline):
+                check.verify_equal_result(call, transfer.verify, self.rank, self.ranks, deadline)
 
     def _described(self, op: str, x: Tensor | None, **facts: Any) -> Call:
         """Return the record of a call on `x`, which must be no tensor of a torch.func transform."""
         entry = self._entry
         if x is None:
             return Call(op, entry.name, entry.key, 0, **facts)
-        if torch._C._are_functorch_transforms_active():
+        if private.transforms_active():
             refuse_transformed(x, op)
         needs_grad = x.requires_grad
         if needs_grad and x.grad_fn is not None and torch.is_grad_enabled():
@@ -182,6 +264,48 @@ class Performer:
         return Call(
             op, entry.name, entry.key, 0, x.shape, x.dtype, requires_grad=needs_grad, **facts
         )
+
+    def _exchange(
+        self, op: str, root: int | None, timeout_s: float | None, kernel: Callable[..., T]
+    ) -> T:
+        """Run a small blocking exchange, such as the one before `op`, and report it as one of `op`.
+
+        Args:
+            op: name of the verb.
+            root: its root, if it has one.
+            timeout_s: its deadline; None is the communicator's.
+            kernel: takes `timeout_s`.
+        """
+        entry, turn = self._entry, self._entry.turn
+        is_alive = entry.group is None or entry.group in private.known_groups or entry.is_alive()
+        if self._closed or entry.broken is not None or not is_alive:
+            raise self._unusable(op)
+        deadline = self.timeout_s if timeout_s is None else timeout_s
+        call = Call(op, entry.name, entry.key, 0, root=root)
+        if turn is not None:
+            if not turn.acquire(blocking=False):
+                raise self._second_thread(call)
+            entry.inside = threading.get_ident()
+        entry.collectives = call.number = entry.collectives + 1
+        calls.waited_call = call
+        grad_mode = torch.is_grad_enabled()
+        private.set_grad_enabled(False)
+        try:
+            if private.transforms_active():
+                # What ranks tell each other is no part of a transform around the call.
+                with private.outside_transforms():
+                    return kernel(timeout_s=deadline)
+            return kernel(timeout_s=deadline)
+        except Exception as error:
+            told = self._translated(call, error, deadline)
+            if told is error:
+                raise
+            raise told from None
+        finally:
+            private.set_grad_enabled(grad_mode)
+            calls.waited_call = None
+            if turn is not None:
+                turn.release()
 
     @contextlib.contextmanager
     def _inside(self, call: Call, deadline: float, is_taken: bool) -> Iterator[None]:
@@ -198,27 +322,6 @@ class Performer:
             if turn is not None:
                 turn.release()
 
-    @contextlib.contextmanager
-    def _exchanging(self, op: str, root: int | None, deadline: float) -> Iterator[None]:
-        """Report a failure of a small exchange, such as the one before `op`, as one of `op`."""
-        entry = self._entry
-        is_alive = entry.group is None or entry.group in c10d._world.pg_map or entry.is_alive()
-        if self._closed or entry.broken is not None or not is_alive:
-            raise self._unusable(op)
-        call = Call(op, entry.name, entry.key, 0, root=root)
-        calls.waited_call = call
-        try:
-            with self._inside(call, deadline, True):
-                entry.collectives = call.number = entry.collectives + 1
-                if torch._C._are_functorch_transforms_active():
-                    # What ranks tell each other is no part of a transform around the call.
-                    with temporarily_clear_interpreter_stack():
-                        yield
-                else:
-                    yield
-        finally:
-            calls.waited_call = None
-
     def _unusable(self, op: str) -> UnisonoError:
         """Return the error of a call on a group that was closed or destroyed, or has failed."""
         entry = self._entry
@@ -232,13 +335,12 @@ class Performer:
         first = getattr(self._engine, "cause", None)
         if entry.turn is None and first is not None:
             return self._engine.unusable()  # type: ignore[attr-defined]  # with the first cause
-        is_forked = entry.broken is not None and "was forked" in entry.broken
         return UnisonoError.because(
             f"{op} on {entry.name}",
             f"the group is no longer usable: {entry.broken or 'it was destroyed'}",
             None,
             "use the group in the parent, or start processes with 'spawn' or 'forkserver'"
-            if is_forked
+            if entry.is_forked
             else "start the ranks again; a group does not survive a failure",
         )
 
@@ -279,17 +381,12 @@ class Performer:
             isinstance(error, CollectiveMismatch) and error.returned
         ):
             self._entry.broken = str(error).partition("\n")[0]
-            return error
-        is_lost = isinstance(error, RuntimeError) and failures.tells_of_another(error)
-        if isinstance(error, UnisonoError) or not is_lost:
+            return mark_as_news(error)
+        if isinstance(error, UnisonoError) or not failures.tells_of_another(error):
             return error
         lost = failures.connection_lost(call, str(error))
         self._entry.broken = str(lost).partition("\n")[0]
         return lost
-
-    def _verify(self, call: Call, result: Tensor, deadline: float) -> None:
-        with self._translating(call, deadline):
-            checking.verify_equal_result(call, result, self.rank, self.ranks, deadline)
 
     def count(self, what: str) -> int:
         """Count one more `what` of this group; ranks that wait for a returned one learn of it.

@@ -1,4 +1,4 @@
-"""Names of reductions, which dtypes they are defined for, and the dtype in which they are done."""
+"""Dtypes that travel, the reductions defined for them, and the dtype in which these are done."""
 
 from __future__ import annotations
 
@@ -8,6 +8,39 @@ import torch
 from torch import Tensor
 
 from unisono.errors import UnisonoError
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+"""Dtypes that travel, by the number under which they do; the core has the same. Append only."""
+
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+PLAIN_DTYPES: frozenset[torch.dtype] = frozenset(DTYPES[:10])
+"""Dtypes that every engine reduces; none of them can be a lazy conjugate."""
+
+BOOL_OPS = {"sum": "or", "max": "or", "product": "and", "min": "and"}
+"""What a reduction of truth values is."""
 
 _FLOAT = ("sum", "mean", "product", "min", "max", "sum64")
 _INTEGER = ("sum", "product", "min", "max", "and", "or", "xor")
@@ -95,7 +128,7 @@ def accumulation_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 def combine_(accumulator: Tensor, x: Tensor, op: str) -> Tensor:
     """Reduce `x` into `accumulator`, in place. `bool` counts: sum is or, product is and."""
     if accumulator.dtype == torch.bool:
-        op = {"sum": "or", "max": "or", "product": "and", "min": "and"}.get(op, op)
+        op = BOOL_OPS.get(op, op)
     if op in ("sum", "sum64", "mean"):  # whoever has added all divides
         return accumulator.add_(x)
     if op == "product":

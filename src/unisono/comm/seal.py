@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch.distributed as dist
 
+from unisono.comm.health import mark_as_news
+from unisono.comm.torch import private
 from unisono.errors import PlatformError, RankTimeout, UnisonoError, compress_ranks
 
 if TYPE_CHECKING:
@@ -95,11 +97,12 @@ class Seal:
         while not self._store.check(keys):
             if time.monotonic() > end:
                 late = [r for r, key in zip(who, keys, strict=True) if not self._store.check([key])]
-                raise RankTimeout(
+                error = RankTimeout(
                     f"rank {compress_ranks(late)} did not say within {timeout_s:g} s which key it "
                     "holds, without which no object is accepted from it",
                     missing=late,
                 )
+                raise mark_as_news(error)
             time.sleep(_POLL_S)
         strange = [
             rank
@@ -140,7 +143,7 @@ def of_world() -> Seal:
         raise UnisonoError("there is no world whose ranks could sign anything")
     if _current is not None and _current[0]() is world:
         return _current[1]
-    seal = Seal(dist.distributed_c10d._get_default_store(), world.rank())
+    seal = Seal(private.default_store(), world.rank())
     _current = weakref.ref(world, _forget), seal
     return seal
 

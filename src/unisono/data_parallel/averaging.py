@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.pending import Pending
+from unisono.comm.perform import Pending
 from unisono.data_parallel.gradient_bucket import GradientBucket
 
 

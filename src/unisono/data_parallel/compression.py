@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.comm.pending import Pending
+from unisono.comm.perform import Pending
 from unisono.data_parallel.averaging import (
     Averaging,
     Direct,

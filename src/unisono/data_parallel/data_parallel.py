@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
-from unisono.comm.uncompiled import runs_uncompiled
+from unisono.comm.torch.private import runs_uncompiled
 from unisono.data_parallel.buckets import Bucket
 from unisono.data_parallel.checks import (
     check_max_norm,

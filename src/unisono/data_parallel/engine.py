@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
-from unisono.comm.averaging_costs import AveragingCosts, announce
-from unisono.comm.uncompiled import runs_uncompiled
+from unisono.comm.health.trace import AveragingCosts, announce
+from unisono.comm.torch.private import runs_uncompiled
 from unisono.data_parallel import hooks
 from unisono.data_parallel.autograd_graph import reached_leaves, tensors_in
 from unisono.data_parallel.bucket_making import make_buckets

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from unisono.comm.algorithms import forcing
+from unisono.comm.engines.algorithms import forcing
 from unisono.data_parallel.construction import broadcast_module
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.naming import Unfinished, named

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from unisono.comm import Communicator
-from unisono.comm.averaging_costs import AveragingCosts
+from unisono.comm.health.trace import AveragingCosts
 from unisono.data_parallel.averaging import Averaging, Handle
 from unisono.data_parallel.gradient_bucket import GradientBucket
 from unisono.data_parallel.naming import Unfinished, named

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from unisono.comm.algorithms import forcing
+from unisono.comm.engines.algorithms import forcing
 from unisono.data_parallel.construction import on_device
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.naming import Unfinished, named

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unisono.comm import Communicator, checking
+from unisono.comm import Communicator
+from unisono.comm.health import check as checking
 from unisono.errors import CollectiveMismatch, LayoutError, MeshError, PartitionError, an
 from unisono.graph_parallel.equality import difference_over_ranks
 from unisono.graph_parallel.groups import current_groups

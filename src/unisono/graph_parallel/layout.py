@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm import Communicator, written
-from unisono.comm.sites import call_site
+from unisono.comm import Communicator, arguments
+from unisono.comm.call import call_site
 from unisono.errors import LayoutError, UnisonoError, an
 from unisono.graph_parallel.equality import difference_over_ranks
 from unisono.graph_parallel.layout_rules import result_kind, tensors_in, writes_first
@@ -105,7 +105,7 @@ _follower: _Follower | None = None
 def _follow_with(follower: _Follower | None) -> None:
     global _follower
     _follower = follower
-    written.listener = None if follower is None else follower.forget
+    arguments.write_listener = None if follower is None else follower.forget
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from unisono import operators
-from unisono.comm import Communicator, checking
+from unisono.comm import Communicator
 from unisono.comm.arguments import check_tensor
+from unisono.comm.health import check as checking
 from unisono.errors import PartitionError, an
 from unisono.graph_parallel import halo_lists, regions
 from unisono.graph_parallel.conventions import MISSING

@@ -14,8 +14,9 @@ from typing import Literal
 from torch import Tensor
 
 from unisono import operators
-from unisono.comm import Communicator, checking
+from unisono.comm import Communicator
 from unisono.comm.arguments import whole_numbers
+from unisono.comm.health import check as checking
 from unisono.errors import PartitionError, an
 from unisono.graph_parallel.conventions import MISSING, check_grad
 from unisono.graph_parallel.groups import current_gp

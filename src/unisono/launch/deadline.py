@@ -67,7 +67,7 @@ def deadline(timeout_s: float | None, *, rank: int, size: int) -> Iterator[None]
 
 def _timeout(timeout_s: float, rank: int, size: int) -> RankTimeout:
     """Return the error, with the stacks of all ranks that answer."""
-    from unisono.comm import watchdog
+    from unisono.comm.health import watchdog
 
     stacks = {rank: watchdog.describe_self()["stacks"]}
     with contextlib.suppress(RuntimeError):
@@ -85,7 +85,7 @@ def _timeout(timeout_s: float, rank: int, size: int) -> RankTimeout:
 
 def _end_process(error: RankTimeout) -> None:
     """End this process, whose main thread does not answer; the others learn why."""
-    from unisono.comm.failures import post_failure
+    from unisono.comm.health.failures import post_failure
 
     print(f"unisono: {error}", file=sys.stderr, flush=True)
     with contextlib.suppress(Exception):

@@ -66,8 +66,8 @@ def enter_world(
 
 
 def _wait_for_first_use(here: Here, environment: Environment, store: dist.Store, name: str) -> None:
-    from unisono.comm.first_use import join_at_first_use
-    from unisono.comm.start import choose_interface
+    from unisono.comm.groups import join_at_first_use
+    from unisono.comm.lifecycle import choose_interface
 
     rounds = itertools.count()  # a script may end its world, and use another one afterwards
 
@@ -80,7 +80,7 @@ def _wait_for_first_use(here: Here, environment: Environment, store: dist.Store,
 
 def _join(here: Here, environment: Environment, store: dist.Store | None, name: str) -> Here:
     """Start torch.distributed and make the groups of the user."""
-    from unisono.comm.start import start_world
+    from unisono.comm.lifecycle import start_world
 
     start_world(
         environment,

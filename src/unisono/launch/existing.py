@@ -40,7 +40,7 @@ def world(*, timeout_s: float | None = None) -> Communicator:
         timeout_s: deadline of each wait; None is that of the process group.
     """
     from unisono.comm import communicator, has_world
-    from unisono.comm.start import start_world
+    from unisono.comm.lifecycle import start_world
     from unisono.environment import detect
 
     if not has_world() and (environment := detect()).is_world:
@@ -60,8 +60,7 @@ def world(*, timeout_s: float | None = None) -> Communicator:
 
 def _leave() -> None:
     """Close the world together; a rank that ends with an exception says so and waits for nobody."""
-    from unisono.comm.closing import abandon_world
-    from unisono.comm.start import stop_world
+    from unisono.comm.lifecycle import abandon_world, stop_world
 
     error = getattr(sys, "last_value", None)
     if error is None:
@@ -90,7 +89,7 @@ def _show_own_errors_only() -> None:
 
 def run_here(request: Request, convention: Convention) -> Results[Any]:
     """Call the function on this rank of the world it is in; collective over that world."""
-    from unisono.comm.failures import post_failure
+    from unisono.comm.health.failures import post_failure
 
     begin = time.perf_counter()
     comm = world()

@@ -74,7 +74,7 @@ def setup(
 @contextmanager
 def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> Iterator[Here]:
     """Make this process a rank for the length of the block."""
-    from unisono.comm.start import open_store, stop_world
+    from unisono.comm.lifecycle import open_store, stop_world
     from unisono.environment import detect
     from unisono.launch.entering import enter_world
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.comm import addresses
+from unisono.comm import machine as addresses
 from unisono.environment import Environment
 from unisono.errors import PlatformError
 from unisono.launch.job_files import check_ours, write_private
@@ -76,7 +76,7 @@ def _host(
     asked: tuple[str | None, int],
 ) -> tuple[dist.Store, tuple[str, int]]:
     from unisono.comm import seal
-    from unisono.comm.start import open_store
+    from unisono.comm.lifecycle import open_store
 
     addr, port = asked
     own = replace(environment, kind="unisono", master=None)
@@ -97,7 +97,7 @@ def _join(
     environment: Environment, path: Path, nonce: str, end: float
 ) -> tuple[dist.Store, tuple[str, int]]:
     from unisono.comm import seal
-    from unisono.comm.start import open_store
+    from unisono.comm.lifecycle import open_store
 
     entry = _wait_for(path, environment, end)
     if not seal.has_secret():

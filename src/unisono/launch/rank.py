@@ -96,7 +96,7 @@ def main() -> NoReturn:
 
 def live_as_forked(assignment: Assignment) -> NoReturn:
     """Be a rank in a fork of the warm server: take over what the launcher is now, then live."""
-    from unisono.comm.tracing import start_from_environment
+    from unisono.comm.health.trace import start_from_environment
     from unisono.launch.server import reseed
 
     sys.path[:], job = read_payload(assignment.payload_fd)
@@ -159,8 +159,7 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
     """Join the world, call the function, send what it returned, and leave when all have."""
     sys.argv = list(job.argv)
     here = _join_world(job, report_fd, lifeline)
-    from unisono.comm.closing import say_returned
-    from unisono.comm.start import stop_world
+    from unisono.comm.lifecycle import say_returned, stop_world
 
     fn, args, kwargs = load_call(job.call)
     job.call.close()
@@ -278,7 +277,7 @@ def _meet(
     job: Job, nonce: str, report_fd: int, lifeline: Lifeline
 ) -> tuple[dist.Store, tuple[str, int]]:
     """Return the store of this world, and where it is."""
-    from unisono.comm.start import open_store
+    from unisono.comm.lifecycle import open_store
     from unisono.environment import detect
 
     environment = detect()
@@ -330,7 +329,7 @@ def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
     try:
         send_message(report_fd, describe(error))
         with contextlib.suppress(Exception):
-            from unisono.comm.failures import post_failure
+            from unisono.comm.health.failures import post_failure
 
             post_failure(error)
         # Rank 0 hosts the store: the others can read of the failure for as long as it lives.
@@ -342,7 +341,7 @@ def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
 
 def describe(error: BaseException) -> Failed:
     """Return the report of `error`: text, the exception if it can travel, and whose fault it is."""
-    from unisono.comm.failures import tells_of_another
+    from unisono.comm.health.failures import tells_of_another
 
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     code: int | None = None

@@ -240,7 +240,7 @@ class Server:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             self._reap()
         with contextlib.suppress(Exception):
-            from unisono.comm.transports.shm.segment import sweep
+            from unisono.comm.engines.shm.segment import sweep
 
             sweep()
         remove_orphaned_directories(None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono import errors
 from unisono.comm import Communicator
-from unisono.comm.pending import Pending
+from unisono.comm.perform import Pending
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, name_ranks
 from unisono.nn.structure import current_mode
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from unisono.comm.uncompiled import runs_uncompiled
+from unisono.comm.torch.private import runs_uncompiled
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, ask, chained
 from unisono.nn.joining import Join

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.comm.uncompiled import runs_uncompiled
+from unisono.comm.torch.private import runs_uncompiled
 from unisono.nn.drawing import Draws
 from unisono.nn.dropout import OwnDropout
 from unisono.topology import Partition

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from unisono.comm.uncompiled import runs_uncompiled
+from unisono.comm.torch.private import runs_uncompiled
 from unisono.nn.parameters import summed_gradients
 from unisono.nn.state import HoldingModule
 from unisono.topology import Partition

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unisono.comm.pending import Pending
+from unisono.comm.perform import Pending
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.plans import BlockPlan
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.comm.uncompiled import runs_uncompiled
+from unisono.comm.torch.private import runs_uncompiled
 from unisono.errors import CollectiveMismatch, UnisonoError
 from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, Question, ask
 from unisono.nn.notices import Notices

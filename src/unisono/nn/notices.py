@@ -13,8 +13,9 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from unisono.comm import Communicator, watchdog
-from unisono.comm.watchdog import Watchdog
+from unisono.comm import Communicator
+from unisono.comm.health import watchdog
+from unisono.comm.health.watchdog import Watchdog
 from unisono.errors import CollectiveMismatch
 
 if TYPE_CHECKING:

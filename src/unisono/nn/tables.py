@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.headers import pack_shape, unpack_shape
+from unisono.comm.blocks import pack_shape, unpack_shape
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, name_ranks
 from unisono.nn.agreement import raise_together, refuse_mixed_grad_mode
 from unisono.nn.structure import Structure, Table, current_mode

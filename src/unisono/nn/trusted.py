@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
 
-from unisono.comm.uncompiled import runs_uncompiled
+from unisono.comm.torch.private import runs_uncompiled
 from unisono.errors import PartitionError
 from unisono.nn.trusted_calls import WHOLE, Cut, check_known, cut_of, cuts, tensors_in
 from unisono.nn.trusted_rules import followed

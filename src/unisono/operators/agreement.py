@@ -9,8 +9,8 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_not_vmapped, check_tensor
+from unisono.comm.blocks import pack_shape, unpack_shape
 from unisono.comm.collectives import Like
-from unisono.comm.headers import pack_shape, unpack_shape
 from unisono.errors import PartitionError, UnisonoError
 
 

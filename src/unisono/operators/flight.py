@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unisono.comm.pending import Pending
+from unisono.comm.perform import Pending
 
 
 class Flight:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.headers import pack_shape, unpack_shape
+from unisono.comm.blocks import pack_shape, unpack_shape
 from unisono.errors import PartitionError
 from unisono.operators.all_gather import all_gather as join_on_ranks
 from unisono.operators.all_gather import reduce_scatter as cut_sum_on_ranks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_tensor, whole_numbers
-from unisono.comm.headers import pack_shape, unpack_shape
+from unisono.comm.blocks import pack_shape, unpack_shape
 from unisono.errors import CollectiveMismatch, MeshError
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import check_comm

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.comm import Communicator, checking, world
+from unisono.comm import Communicator, world
 from unisono.comm.arguments import check_tensor
+from unisono.comm.health import check as checking
 from unisono.errors import PartitionError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap

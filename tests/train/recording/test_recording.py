@@ -21,7 +21,9 @@ import pytest
 import torch
 
 import unisono
-from unisono.comm import averaging_costs, trace, tracing
+from unisono.comm import trace
+from unisono.comm.health import trace as averaging_costs
+from unisono.comm.health import trace as tracing
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
 from unisono.errors import PartitionError, PlatformError, Requeue, UnisonoError
 from unisono.topology import Partition

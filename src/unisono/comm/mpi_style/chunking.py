@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.comm.headers import split_evenly
+from unisono.comm.blocks import split_evenly
 from unisono.errors import MeshError, PartitionError, an, explain
 
 Slices = tuple[slice, ...]

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm import groups, transports
+from unisono.comm import groups
 from unisono.comm.communicator import Communicator, world
-from unisono.comm.first_use import has_world
-from unisono.comm.groups import GroupEntry
+from unisono.comm.engines import mpi
+from unisono.comm.groups import GroupEntry, has_world
+from unisono.comm.lifecycle import start_world, stop_world
 from unisono.comm.mpi_style import chunking, progress
 from unisono.comm.mpi_style.constants import is_undefined
 from unisono.comm.mpi_style.mailbox import Mailbox
@@ -25,7 +26,6 @@ from unisono.comm.mpi_style.verbs_gather import GatherVerbs
 from unisono.comm.mpi_style.verbs_message import MessageVerbs
 from unisono.comm.mpi_style.verbs_object import ObjectVerbs
 from unisono.comm.mpi_style.verbs_reduce import ReduceVerbs
-from unisono.comm.start import start_world, stop_world
 from unisono.environment import detect
 from unisono.errors import MeshError, an, explain
 
@@ -295,4 +295,4 @@ def _in_new_context(comm: Communicator | None) -> MPICommunication:
 def _is_handle(handle: object) -> bool:
     if handle is None or isinstance(handle, (Communicator, dist.ProcessGroup)):
         return True
-    return hasattr(handle, "__unisono_communicator__") or transports.mpi.is_communicator(handle)
+    return hasattr(handle, "__unisono_communicator__") or mpi.is_communicator(handle)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.comm.headers import DTYPES
+from unisono.comm.reductions import DTYPES
 
 _HEADER = struct.Struct("<4q4b32s")
 _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}

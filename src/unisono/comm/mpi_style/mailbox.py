@@ -22,15 +22,16 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from unisono.comm import call as calls
-from unisono.comm import failures, seal
+from unisono.comm import seal
 from unisono.comm.call import Call
 from unisono.comm.communicator import Communicator
+from unisono.comm.health import failures
+from unisono.comm.health.watchdog import store_of
 from unisono.comm.mpi_style import progress
 from unisono.comm.mpi_style.envelope import Envelope, digest_of
 from unisono.comm.mpi_style.receive import Receive
 from unisono.comm.mpi_style.request import Request
-from unisono.comm.pending import Pending
-from unisono.comm.watchdog import store_of
+from unisono.comm.perform import Pending
 from unisono.errors import MeshError
 
 INLINE_BYTES = 4096

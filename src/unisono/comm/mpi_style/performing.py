@@ -12,7 +12,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.mpi_style import progress
 from unisono.comm.mpi_style.mailbox import Mailbox
 from unisono.comm.mpi_style.request import Request
-from unisono.comm.pending import Pending
+from unisono.comm.perform import Pending
 
 Start = Callable[[Any], Any]
 """Makes a verb of a `Communicator`, or of its `start`."""

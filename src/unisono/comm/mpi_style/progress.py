@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from unisono.comm.failures import posted_failure
+from unisono.comm.health.failures import posted_failure
 
 _FIRST_NAP_S = 50e-6
 _LAST_NAP_S = 2e-3

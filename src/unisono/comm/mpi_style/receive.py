@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from unisono.comm.blocks import bytes_of
 from unisono.comm.mpi_style.envelope import Envelope
 from unisono.comm.mpi_style.status import Status
-from unisono.comm.raw import bytes_of
 from unisono.errors import PartitionError, UnisonoError
 
 

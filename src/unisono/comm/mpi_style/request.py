@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.comm.mpi_style import progress
 from unisono.comm.mpi_style.status import Status
-from unisono.comm.pending import Pending
+from unisono.comm.perform import Pending
 
 
 class Request:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from unisono.comm.arguments import check_rank
+from unisono.comm.blocks import bytes_of, dense
 from unisono.comm.mpi_style import constants
 from unisono.comm.mpi_style.buffers import Buffer, as_tensor
 from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG
 from unisono.comm.mpi_style.performing import Performer
 from unisono.comm.mpi_style.request import Request
 from unisono.comm.mpi_style.status import Status
-from unisono.comm.raw import bytes_of, dense
 from unisono.errors import PartitionError, an, explain
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from unisono.comm.raw import bytes_of
+from unisono.comm.blocks import bytes_of
 from unisono.nn import Shard
 from unisono.train.checkpoint.arrangement import Held
 

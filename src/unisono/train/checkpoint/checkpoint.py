@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from unisono.comm import Communicator
-from unisono.comm.processes import own_card
+from unisono.comm.machine import own_card
 from unisono.errors import CheckpointError, Requeue
 from unisono.nn import Shard
 from unisono.train.checkpoint import folder

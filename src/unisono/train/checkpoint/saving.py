@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from unisono.comm.processes import is_card_dead
+from unisono.comm.machine import is_card_dead
 from unisono.launch.leaving import add_work, remove_work
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest

@@ -7,8 +7,8 @@ import time
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from unisono.comm.first_use import store_of_world
-from unisono.comm.tracing_report import clock_offset_ns
+from unisono.comm.groups import store_of_world
+from unisono.comm.health.trace import clock_offset_ns
 from unisono.environment import detect
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from unisono.comm import averaging_costs, tracing
+from unisono.comm.health import trace as averaging_costs
+from unisono.comm.health import trace as tracing
 from unisono.errors import Requeue, UnisonoError
 from unisono.train.recording.facts import begin_run
 from unisono.train.recording.run import Run

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from unisono.comm.averaging_costs import CostLedger
-from unisono.comm.tracing import Recorder
+from unisono.comm.health.trace import CostLedger, Recorder
 from unisono.data_parallel.partial_step import only_observes
 from unisono.environment import detect
 from unisono.errors import PartitionError, UnisonoError, an

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from unisono.comm.call import Call
-from unisono.comm.tracing import Recorder
+from unisono.comm.health.trace import Recorder
 
 KEPT_EVENTS = 10_000
 """Collectives of a rank that are kept in full, in small worlds; sums are over all."""

@@ -1,0 +1,1 @@
+"""What moves and adds tensors: one engine for each kind of network."""

@@ -1,0 +1,195 @@
+"""Which way to do a collective: a pure function over one table of thresholds.
+
+On gloo a small collective costs its latencies: a ring of W ranks has W-1 of them, a pairwise
+exchange one. A large one costs its bytes. The answer depends only on what all ranks know alike.
+`measure_limits` finds the thresholds of a machine and its network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.errors import UnisonoError
+
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "all_gather": ("native", "all_to_all", "broadcasts"),
+    "reduce_scatter": ("native", "all_to_all"),
+    "all_reduce": ("native", "all_to_all", "scatter_gather"),
+}
+"""Ways known for each verb; `native` is the backend's own call."""
+
+SMALL_BYTES = 64 * 1024
+"""Below this many bytes in all, a gloo collective is latency. A starting value; `Communicator.tune`
+measures the crossover of a machine."""
+
+MAX_PAIRWISE_RANKS = 8
+"""Above this many ranks an exchange of copies with every peer costs more than a ring."""
+
+
+_override: dict[str, str] = {}
+
+
+def choose(
+    verb: str,
+    nbytes_total: int,
+    even: bool,
+    size: int,
+    backend: str,
+    *,
+    rounds_once: bool = False,
+    table: Mapping[str, int] | None = None,
+) -> str:
+    """Return the name of the algorithm for `verb`.
+
+    Args:
+        verb: a key of `ALGORITHMS`; any other verb is always done natively.
+        nbytes_total: bytes of the whole tensor (joined, for gathers), equal on all ranks.
+        even: whether all blocks have the same size.
+        size: number of ranks.
+        backend: name of the backend.
+        rounds_once: the sum must be carried in a wider dtype than it travels in.
+        table: measured limits in bytes per verb, as `Communicator.tune` returns them.
+
+    >>> choose("all_gather", 1024, True, 2, "gloo"), choose("all_gather", 10**7, False, 2, "gloo")
+    ('all_to_all', 'broadcasts')
+    """
+    if verb not in ALGORITHMS or size == 1:
+        return "native"
+    forced = forced_algorithms().get(verb)
+    if forced is not None and _is_possible(forced, verb, even, rounds_once, backend):
+        return forced
+    if backend not in ("gloo", "nccl"):
+        return "native"
+    limits = table if table is not None else measured_limits()
+    small = nbytes_total <= limits.get(verb, SMALL_BYTES)
+    if verb == "reduce_scatter":
+        return "native" if backend == "nccl" and even and not rounds_once else "all_to_all"
+    if verb == "all_gather":
+        if backend == "nccl":
+            return "native" if even else "broadcasts"
+        if small and size <= MAX_PAIRWISE_RANKS:
+            return "all_to_all"
+        return "native" if small and even else "broadcasts"
+    if rounds_once:
+        return "all_to_all" if small else "scatter_gather"
+    if backend == "gloo" and small and size <= MAX_PAIRWISE_RANKS:
+        return "all_to_all"
+    return "native"
+
+
+def _is_possible(name: str, verb: str, even: bool, rounds_once: bool, backend: str) -> bool:
+    if name != "native":
+        return True
+    if verb == "all_gather":
+        return even or backend not in ("gloo", "nccl")
+    # A native sum of 16-bit floats rounds at each step, and gloo cuts only even blocks.
+    return not rounds_once and (verb != "reduce_scatter" or even)
+
+
+@lru_cache(maxsize=8)
+def parse_forced(text: str) -> dict[str, str]:
+    """Read `verb:name,verb:name` as `UNISONO_ALGO` holds it."""
+    forced: dict[str, str] = {}
+    for item in filter(None, (word.strip() for word in text.split(","))):
+        verb, _, name = item.partition(":")
+        if name not in ALGORITHMS.get(verb, ()):
+            legal = "; ".join(f"{v}: {', '.join(names)}" for v, names in ALGORITHMS.items())
+            raise UnisonoError.because(
+                f"UNISONO_ALGO={text!r}", f"{item!r} names no algorithm", None, legal
+            )
+        forced[verb] = name
+    return forced
+
+
+@contextlib.contextmanager
+def forcing(verb: str, name: str) -> Iterator[None]:
+    """Use algorithm `name` for `verb` inside; goes before `UNISONO_ALGO`. Same on all ranks."""
+    global _override
+    before, _override = _override, {verb: name}
+    try:
+        yield
+    finally:
+        _override = before
+
+
+def forced_algorithms() -> Mapping[str, str]:
+    """Return the algorithms forced by `forcing` or by `UNISONO_ALGO`."""
+    return _override or parse_forced(os.environ.get("UNISONO_ALGO", ""))
+
+
+def measured_limits() -> dict[str, int]:
+    """Return the limits saved in the file `UNISONO_ALGO_FILE` names; empty without one."""
+    path = os.environ.get("UNISONO_ALGO_FILE")
+    return _read_limits(path) if path else {}
+
+
+@lru_cache(maxsize=8)
+def _read_limits(path: str) -> dict[str, int]:
+    try:
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {str(verb): int(limit) for verb, limit in saved.items() if verb in ALGORITHMS}
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnisonoError.because(
+            f"UNISONO_ALGO_FILE={path!r}",
+            f"it cannot be read as a table of limits: {error}",
+            None,
+            'write one with json.dump(comm.tune(), file), e.g. {"all_gather": 65536}',
+        ) from None
+
+
+if TYPE_CHECKING:
+    from unisono.comm.communicator import Communicator
+
+_SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
+_ROUNDS = 7
+_RIVALS = {"all_gather": ("all_to_all", "broadcasts"), "all_reduce": ("all_to_all", "native")}
+
+
+def measure_limits(comm: Communicator) -> dict[str, int]:
+    """Return per verb the largest size, in bytes of the whole, at which the first rival wins."""
+    limits: dict[str, int] = {}
+    if comm.size == 1:
+        return limits
+    for verb, (small, large) in _RIVALS.items():
+        limits[verb] = 0
+        for nbytes in _SIZES:
+            run = _case(comm, verb, nbytes)
+            quick = _slowest_rank(comm, run, verb, small)
+            slow = _slowest_rank(comm, run, verb, large)
+            if quick < slow:
+                limits[verb] = nbytes
+    return limits
+
+
+def _slowest_rank(
+    comm: Communicator, run: Callable[[], object], verb: str, algorithm: str
+) -> float:
+    """Return the median over rounds of the slowest rank's time; equal on all ranks."""
+    times: list[float] = []
+    with forcing(verb, algorithm):
+        for _ in range(_ROUNDS):
+            comm.barrier()
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    mine = torch.tensor([statistics.median(times)], dtype=torch.float64, device=comm.device)
+    return float(comm.all_reduce(mine, "max"))
+
+
+def _case(comm: Communicator, verb: str, nbytes: int) -> Callable[[], object]:
+    if verb == "all_gather":
+        share = max(nbytes // comm.size, 1)
+        x = torch.ones(share, dtype=torch.uint8, device=comm.device)
+        return lambda: comm.all_gather(x, sizes=[share] * comm.size)
+    x = torch.ones(nbytes, dtype=torch.uint8, device=comm.device)
+    return lambda: comm.all_reduce(x, "max")

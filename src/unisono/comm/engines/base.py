@@ -1,0 +1,212 @@
+"""What moves and adds bytes: the kernels of one group, on plain contiguous tensors.
+
+`Communicator` checks arguments, moves dims, counts and times; an `Engine` does the work. A few
+kernels are enough for one; the others are built from them here, and an engine overrides what it
+does better. Nothing here knows about autograd.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from unisono.comm.reductions import PLAIN_DTYPES
+
+Blocks = Sequence[Tensor]
+"""One tensor per rank of the group; some may have no elements."""
+Messages = Sequence[tuple[int, Tensor]]
+"""Peers, and what goes to them or comes from them."""
+
+
+class How(TypedDict):
+    """How a kernel is run: whether it may only be started, and until when."""
+
+    async_op: bool
+    timeout_s: float
+
+
+class Ticket(Protocol):
+    """A transfer under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the transfer is complete on this rank, or raise."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        ...
+
+
+class Engine(ABC):
+    """Kernels of one group of ranks.
+
+    Contract of all methods: tensors are contiguous, detached and on the group's device, of the
+    sizes every rank agreed on; `outs[q]` and `ins[q]` belong to rank `q` of the group and may have
+    0 elements. A method returns None when the transfer is complete, else a `Ticket`; with
+    `async_op=False` it may do either. Tensors must stay alive until then (the caller holds them).
+    Sums are the same bits on all ranks; float16 and bfloat16 are added in float32 and rounded once;
+    `sum64` adds float32 in float64. `alike` is a number that all ranks must pass the same, such as
+    the dim that was asked for; an engine whose ranks compare their calls anyway compares it too.
+    Every wait ends within `timeout_s` with `RankTimeout`, or
+    earlier with `RankFailed` if a peer is known to be dead.
+    """
+
+    rank: int
+    """Own place in the group."""
+    size: int
+    """Number of ranks in the group."""
+    backend: str
+    """Name of the backend, as the chooser and traces spell it."""
+    reduces: frozenset[torch.dtype] = PLAIN_DTYPES
+    """Dtypes that it reduces as they are; others stand in for the rest (`reductions.encode`)."""
+    knows_mean: bool = False
+    """Whether `all_reduce_` takes `mean` too, at no extra pass over the tensor."""
+    waited_ns: int | None = None
+    """Time this rank has spent waiting for others in blocking calls so far; None: not known."""
+    last_algorithm: str = "native"
+    """How the latest call was done, for traces."""
+
+    @abstractmethod
+    def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """Replace `x` on every rank by the reduction over all ranks."""
+
+    @abstractmethod
+    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """Replace `x` on every rank by `x` of `src`."""
+
+    @abstractmethod
+    def all_to_all(
+        self, outs: Blocks, ins: Blocks, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Fill `outs[q]` with `ins[r]` of rank `q`."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`."""
+
+    @abstractmethod
+    def exchange(
+        self, sends: Messages, recvs: Messages, tag: int, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Send to and receive from the listed peers at once; no order of calls can deadlock.
+
+        Messages of one tag between two ranks arrive in the order in which they were posted.
+        Neither list names this rank, and no tensor is empty.
+        """
+
+    @abstractmethod
+    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """Complete when every rank of the group has called it."""
+
+    def reduce_(
+        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Replace `x` on `dst` by the reduction; elsewhere `x` may be used as scratch space."""
+        return self.all_reduce_(
+            x if self.rank == dst else x.clone(), op, async_op=async_op, timeout_s=timeout_s
+        )
+
+    def all_gather(
+        self,
+        outs: Blocks,
+        x: Tensor,
+        *,
+        alike: int = 0,  # noqa: ARG002
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """Fill `outs[q]` with `x` of rank `q`."""
+        return self.all_to_all(outs, [x] * self.size, async_op=async_op, timeout_s=timeout_s)
+
+    def gather(
+        self, outs: Blocks | None, x: Tensor, dst: int, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Fill `outs[q]` of `dst` with `x` of rank `q`; `outs` is None on the other ranks."""
+        nothing = x.new_empty(0)
+        ins = [x if peer == dst else nothing for peer in range(self.size)]
+        return self.all_to_all(
+            [nothing] * self.size if outs is None else outs,
+            ins,
+            async_op=async_op,
+            timeout_s=timeout_s,
+        )
+
+    def scatter(
+        self, out: Tensor, ins: Blocks | None, src: int, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """Fill `out` of rank `r` with `ins[r]` of `src`; `ins` is None on the other ranks."""
+        nothing = out.new_empty(0)
+        outs = [out if peer == src else nothing for peer in range(self.size)]
+        return self.all_to_all(
+            outs,
+            [nothing] * self.size if ins is None else ins,
+            async_op=async_op,
+            timeout_s=timeout_s,
+        )
+
+    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
+        """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self.ints_device)
+        everybody = mine.new_empty(self.size, len(mine))
+        ticket = self.all_gather(everybody.unbind(), mine, async_op=False, timeout_s=timeout_s)
+        if ticket is not None:
+            ticket.wait(timeout_s)
+        return [tuple(row) for row in everybody.tolist()]
+
+    ints_device: str = "cpu"
+    """Where `all_gather_ints` has its tensors."""
+
+    def shared_buffer(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        timeout_s: float,  # noqa: ARG002
+    ) -> Tensor:
+        """Return zeros on which collectives of this group run without copies, where it can.
+
+        Collective over the group. Plain memory here; engines with shared memory override it.
+        """
+        return torch.zeros(tuple(shape), dtype=dtype)
+
+    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:  # noqa: ARG002
+        """Return every rank's tensor of a `shared_buffer`; None where memory is not shared."""
+        return None
+
+
+class SelfEngine(Engine):
+    """A group of one rank is a group: every collective is a copy or nothing."""
+
+    rank = 0
+    size = 1
+    backend = "self"
+
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> None:
+        """Leave `x` as it is."""
+
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> None:
+        """Leave `x` as it is."""
+
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> None:  # noqa: ARG002
+        """Copy the one block."""
+        outs[0].copy_(ins[0])
+
+    def reduce_scatter(self, out: Tensor, ins: Blocks, op: str, **how: object) -> None:  # noqa: ARG002
+        """Copy the one block."""
+        out.copy_(ins[0])
+
+    def exchange(self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]) -> None:
+        """Do nothing: there is nobody to exchange with."""
+
+    def barrier(self, **how: Unpack[How]) -> None:
+        """Do nothing."""
+
+    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:  # noqa: ARG002
+        """Return the own tuple."""
+        return [tuple(values)]

@@ -1,0 +1,376 @@
+"""The kernels over torch.distributed's own backends (gloo, nccl).
+
+Tensors travel as bytes where they are only moved, so every dtype works; reductions a backend does
+not know are done in a wider dtype or locally, in rank order. The chooser picks the algorithm.
+"""
+
+# An engine takes every argument of its contract, whether it needs it or not.
+# ruff: noqa: ARG002
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.comm import call as calls
+from unisono.comm.blocks import bytes_of
+from unisono.comm.engines.algorithms import choose
+from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
+from unisono.comm.health.deadlock import hopeless
+from unisono.comm.health.failures import Meaning, meaning_of
+from unisono.comm.reductions import BOOL_OPS, accumulation_dtype, reduce_in_rank_order
+
+_SLICE_S = 0.5
+"""A blocked rank looks this often whether its wait can still end."""
+
+_NATIVE_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "sum64": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR,
+    "xor": dist.ReduceOp.BXOR,
+}
+_WIDENED: dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.uint8}
+
+
+class TorchTicket:
+    """Works of torch.distributed, and what to do on this rank when they are complete.
+
+    Args:
+        works: what torch gave for them.
+        finish: called once, when all are complete.
+        keep: lives as long as the ticket.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        finish: Callable[[], None] | None = None,
+        *,
+        keep: Tensor | None = None,
+    ) -> None:
+        self._works = [work for work in works if work is not None]
+        self._finish = [] if finish is None else [finish]
+        self._keep = keep
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for all works; raise `TimeoutError` at the deadline, `RankFailed` on a failure."""
+        deadline = time.monotonic() + timeout_s
+        while self._works:
+            self._wait_one(self._works[0], deadline)
+            self._works.pop(0)
+        while self._finish:
+            self._finish.pop(0)()
+
+    def done(self) -> bool:
+        """Whether every work is complete."""
+        return all(work.is_completed() for work in self._works)
+
+    def then(self, finish: Callable[[], None]) -> TorchTicket:
+        """Call `finish` too, when all works are complete."""
+        self._finish.append(finish)
+        return self
+
+    def _wait_one(self, work: dist.Work, deadline: float) -> None:
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                work.wait(timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
+                return
+            except RuntimeError as error:
+                meaning = meaning_of(error)
+                if meaning is Meaning.LATE:
+                    raise TimeoutError(str(error)) from None
+                if meaning is not Meaning.NOT_YET:
+                    raise
+            reason = hopeless()
+            if reason is not None:
+                raise reason
+        raise TimeoutError
+
+
+class MessageTicket:
+    """Messages of gloo under way.
+
+    gloo cannot be asked whether a message is complete, closes its connections when a wait for one
+    runs out, and forgets a message whose handle is gone. So each is waited for once: by whoever
+    wants it, or by a thread where it is only asked for, or where nobody holds it any more.
+
+    Args:
+        works: what gloo gave for them.
+        timeout_s: deadline where somebody asks for them before anybody waits; None: the group's.
+    """
+
+    def __init__(self, works: Sequence[dist.Work | None], timeout_s: float | None = None) -> None:
+        self._works = [work for work in works if work is not None]
+        self._timeout_s = timeout_s
+        self._is_attended = False
+        self._waiter: _Waiter | None = None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for all messages; raise `TimeoutError` at the deadline."""
+        self._is_attended = True
+        calls.set_blocked(calls.waited())
+        try:
+            if self._waiter is None:
+                _wait_for(self._works, timeout_s)
+            else:
+                self._waiter.finish(timeout_s)
+        finally:
+            calls.set_blocked(None)
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        if not self._works:
+            return True
+        if self._waiter is None:
+            self._waiter = _Waiter(self._works, self._timeout_s)
+        return not self._waiter.is_alive()
+
+    def __del__(self) -> None:
+        """See that messages arrive which nobody has waited for."""
+        is_alone = self._works and not self._is_attended and self._waiter is None
+        if is_alone and not sys.is_finalizing():
+            _Waiter(self._works, None)
+
+
+class _Waiter(threading.Thread):
+    """Waits for messages in the place of their owner; ends with them."""
+
+    def __init__(self, works: list[dist.Work], timeout_s: float | None) -> None:
+        super().__init__(name="unisono-messages", daemon=True)
+        self._works = works
+        self._timeout_s = timeout_s
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Wait."""
+        try:
+            _wait_for(self._works, self._timeout_s)
+        except Exception as error:  # raised where the owner waits, if it ever does
+            self._error = error
+
+    def finish(self, timeout_s: float) -> None:
+        """Return, or raise, as a wait for the messages does."""
+        self.join(timeout_s)
+        if self.is_alive():
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+
+
+def _wait_for(works: list[dist.Work], timeout_s: float | None) -> None:
+    """Wait for all, each taken from the list when it is complete; None: the group's deadline."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while works:
+        try:
+            if deadline is None:
+                works[0].wait()
+            else:
+                works[0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            if meaning_of(error) in (Meaning.LATE, Meaning.NOT_YET):
+                raise TimeoutError(str(error)) from None
+            raise
+        works.pop(0)
+
+
+class TorchEngine(Engine):
+    """Kernels of one torch.distributed group.
+
+    Args:
+        group: the process group.
+        backend: name of its backend for the device in use.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.backend = backend
+        self.ints_device = "cuda" if backend == "nccl" else "cpu"
+
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
+        """See `Engine`. A sum carried wider than it travels is cut in shares."""
+        wide = accumulation_dtype(x.dtype, op)
+        local_only = op == "product" and x.dtype.is_complex
+        nbytes, rounds_once = x.numel() * x.element_size(), wide != x.dtype or local_only
+        name = choose("all_reduce", nbytes, True, self.size, self.backend, rounds_once=rounds_once)
+        self.last_algorithm = name
+        if name == "all_to_all":
+            copies = self._side_by_side(x)
+            ticket = self.all_to_all(copies, [x] * self.size, **how)
+            return ticket.then(lambda: reduce_in_rank_order(x, copies, op))
+        if name == "scatter_gather" and (not how["async_op"] or local_only):
+            return self._scatter_gather(x, op, how["timeout_s"])
+
+        def start(t: Tensor, native: Any) -> dist.Work | None:
+            return dist.all_reduce(t, native, group=self.group, async_op=True)
+
+        return self._native_reduce(x, op, wide, start)
+
+    def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
+        """See `Engine`."""
+        if op == "product" and x.dtype.is_complex:
+            return super().reduce_(x, dst, op, **how)
+        self.last_algorithm = "native"
+
+        def start(t: Tensor, native: Any) -> dist.Work | None:
+            return dist.reduce(t, group_dst=dst, op=native, group=self.group, async_op=True)
+
+        return self._native_reduce(x, op, accumulation_dtype(x.dtype, op), start)
+
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
+        """See `Engine`."""
+        if x.numel() == 0:
+            return None
+        work = dist.broadcast(bytes_of(x), group_src=src, group=self.group, async_op=True)
+        return TorchTicket([work])
+
+    def all_gather(
+        self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
+    ) -> Ticket | None:
+        """See `Engine`."""
+        lengths = [out.numel() for out in outs]
+        total = sum(lengths) * x.element_size()
+        name = choose("all_gather", total, len(set(lengths)) == 1, self.size, self.backend)
+        self.last_algorithm = name
+        if total == 0:
+            return None
+        if name == "all_to_all":
+            return self.all_to_all(outs, [x] * self.size, **how)
+        raw = [bytes_of(out) for out in outs]
+        if name == "native":
+            return TorchTicket([dist.all_gather(raw, bytes_of(x), self.group, async_op=True)])
+        outs[self.rank].copy_(x)
+        works = [
+            dist.broadcast(block, group_src=src, group=self.group, async_op=True)
+            for src, block in enumerate(raw)
+            if len(block)
+        ]
+        return TorchTicket(works)
+
+    def reduce_scatter(
+        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
+    ) -> Ticket | None:
+        """See `Engine`."""
+        is_even = len({block.numel() for block in ins}) == 1
+        name = choose(
+            "reduce_scatter",
+            sum(block.numel() for block in ins) * out.element_size(),
+            is_even and out.dtype not in _WIDENED and not out.dtype.is_complex,
+            self.size,
+            self.backend,
+            rounds_once=accumulation_dtype(out.dtype, op) != out.dtype,
+        )
+        self.last_algorithm = name
+        if name == "native":
+            joined = torch.cat([block.reshape(-1) for block in ins])
+            work = dist.reduce_scatter_single(
+                out.view(-1), joined, _NATIVE_OPS[op], group=self.group, async_op=True
+            )
+            return TorchTicket([work], keep=joined)
+        blocks = self._side_by_side(out)
+        ticket = self.all_to_all(blocks, ins, **how)
+        return ticket.then(lambda: reduce_in_rank_order(out, blocks, op))
+
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> TorchTicket:
+        """See `Engine`. One flat transfer of bytes, any sizes."""
+        send = _one_block(ins)
+        if send is None:
+            send = torch.cat([bytes_of(block) for block in ins])
+        received = [out.numel() * out.element_size() for out in outs]
+        sent = [block.numel() * block.element_size() for block in ins]
+        target = _one_block(outs)
+        recv = target if target is not None else send.new_empty(sum(received))
+        work = dist.all_to_all_single(recv, send, received, sent, self.group, async_op=True)
+
+        def unpack() -> None:
+            if target is None:
+                for out, block in zip(outs, recv.split(received), strict=True):
+                    bytes_of(out).copy_(block)
+
+        return TorchTicket([work], unpack, keep=send)
+
+    def exchange(
+        self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
+    ) -> Ticket | None:
+        """See `Engine`."""
+        posts = [
+            (op, bytes_of(x), peer)
+            for op, side in ((dist.irecv, recvs), (dist.isend, sends))
+            for peer, x in side
+        ]
+        if self.backend != "nccl":
+            works = [op(x, None, self.group, tag, peer) for op, x, peer in posts]
+            return MessageTicket(works, how["timeout_s"])
+        batch = [
+            dist.P2POp(op, x, group=self.group, tag=tag, group_peer=peer) for op, x, peer in posts
+        ]
+        return TorchTicket(dist.batch_isend_irecv(batch)) if batch else None
+
+    def barrier(self, **how: Unpack[How]) -> Ticket | None:
+        """See `Engine`."""
+        return TorchTicket([dist.barrier(group=self.group, async_op=True)])
+
+    def _native_reduce(
+        self,
+        x: Tensor,
+        op: str,
+        wide: torch.dtype,
+        start: Callable[[Tensor, Any], dist.Work | None],
+    ) -> TorchTicket:
+        """Let the backend reduce, in a dtype that it knows and that rounds once."""
+        dtype = wide if wide != x.dtype else _WIDENED.get(x.dtype, x.dtype)
+        native = _NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
+        if dtype == x.dtype:
+            return TorchTicket([start(torch.view_as_real(x) if x.dtype.is_complex else x, native)])
+        scratch = x.to(dtype)
+
+        def copy_back() -> None:
+            x.copy_(scratch)
+
+        return TorchTicket([start(scratch, native)], copy_back)
+
+    def _side_by_side(self, x: Tensor) -> list[Tensor]:
+        """Return room for one tensor like `x` from each rank, in one piece: nothing to unpack."""
+        return list(x.new_empty((self.size, *x.shape)).unbind())
+
+    def _scatter_gather(self, x: Tensor, op: str, timeout_s: float) -> Ticket | None:
+        """Reduce own share in rank order, then gather the shares. Blocks in its first half."""
+        shares = list(x.view(-1).tensor_split(self.size))
+        mine = torch.empty_like(shares[self.rank])
+        blocks = self._side_by_side(mine)
+        self.all_to_all(blocks, shares, async_op=False, timeout_s=timeout_s).wait(timeout_s)
+        reduce_in_rank_order(mine, blocks, op)
+        second = self.all_gather(shares, mine, async_op=False, timeout_s=timeout_s)
+        self.last_algorithm = "scatter_gather"
+        return second
+
+
+def _one_block(blocks: Blocks) -> Tensor | None:
+    """Return one flat byte view over `blocks` if they follow each other in one storage."""
+    first = next((b for b in blocks if b.numel()), None)
+    if first is None:
+        return None
+    storage = first.untyped_storage().data_ptr()
+    begin = end = first.data_ptr()
+    for block in blocks:
+        if block.numel() == 0:
+            continue
+        if block.data_ptr() != end or block.untyped_storage().data_ptr() != storage:
+            return None
+        end += block.numel() * block.element_size()
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return whole.set_(first.untyped_storage(), begin - storage, (end - begin,), (1,))

@@ -1,0 +1,593 @@
+"""The kernels of a group whose ranks share one host: the compiled core, seen from Python."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.comm.engines.base import Ticket
+from unisono.comm.engines.queued import Refused, SourceTicket, TransportEngine
+from unisono.comm.engines.shm import core
+from unisono.comm.engines.shm.segment import Segment
+from unisono.comm.engines.shm.segment import Ticket as SegmentTicket
+from unisono.comm.engines.shm.watch import FAILED, GAVE_UP, Watch
+from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
+from unisono.comm.torch.staging import wrong_message
+from unisono.cores import usable_cores
+from unisono.errors import CollectiveMismatch, RankTimeout, UnisonoError
+
+VERBS: tuple[str, ...] = (
+    "barrier",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "all_gather_ints",
+    "shared_buffer",
+    "shared_buffer",
+)
+"""Collectives by the number under which they travel; the core has the same order."""
+OPS: tuple[str, ...] = ("sum", "product", "min", "max", "and", "or", "xor", "sum64", "mean")
+"""Reductions by the number under which they travel; the core has the same order."""
+
+_OP_NUMBERS = {op: number for number, op in enumerate(OPS)}
+_MISMATCH, _SIZES, _ABORTED = 1, 2, 3
+_TEXT_BYTES = 2048
+_PAGE, _MB = 4096, 1 << 20
+_FIRST = _PAGE + 512
+"""Where the region of rank 0 begins in a shared buffer: a copy between places that lie equally far
+from the start of a page can be slow, and large tensors lie 64 bytes from it."""
+_STAGGER = 1024
+
+
+def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
+    if blocks is None:
+        return None
+    return [(block.data_ptr(), block.numel() * block.element_size()) for block in blocks]
+
+
+class StartedTicket:
+    """A call of the core under way. It keeps its tensors alive until it has ended."""
+
+    def __init__(self, started: Any, tensors: object) -> None:
+        self._started = started
+        self._tensors = tensors
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the call has raised."""
+        return self._started.error
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Ticket`."""
+        if not self._started.wait(timeout_s):
+            raise TimeoutError(f"a call of a shm group did not end within {timeout_s:g} s")
+
+    def done(self) -> bool:
+        """See `Ticket`."""
+        return self._started.done()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the call has ended, well or badly, within the time."""
+        try:
+            return self._started.wait(max(timeout_s, 0.0))
+        except Exception:  # told to whoever waits for it
+            return True
+
+    def then(self, callback: Any) -> None:
+        """Call `callback()` when the call has ended; at once if it has."""
+        self._started.then(callback)
+
+
+class MessageTicket:
+    """Messages under way, as the verbs see them."""
+
+    def __init__(
+        self, engine: ShmEngine, transfers: Any, recvs: Sequence[Tensor], sent: object, tag: int
+    ) -> None:
+        self._engine = engine
+        self._transfers = transfers
+        self._recvs = recvs
+        self._sent = sent
+        self._tag = tag
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Ticket`."""
+        self._transfers.wait(timeout_s)
+        for x, (peer, refused, nbytes, dtype) in zip(
+            self._recvs, self._transfers.outcome(), strict=False
+        ):
+            if refused:
+                sent = DTYPES[dtype] if dtype >= 0 else None
+                error = wrong_message(x, self._engine.ranks[peer], nbytes, self._tag, sent)
+                self._engine.fail(error)
+                raise error
+
+    def done(self) -> bool:
+        """See `Ticket`."""
+        return self._transfers.done()
+
+    @property
+    def source(self) -> int:
+        """See `SourceTicket`."""
+        return self._transfers.outcome()[0][0]
+
+
+class ShmEngine(TransportEngine):
+    """Kernels of ranks that share a segment.
+
+    Args:
+        segment: the group's segment, mapped by all ranks.
+        size: number of its ranks.
+        slot_bytes: size of its slots.
+        rank: own place in it.
+        ranks: world rank of each rank of the segment, for messages.
+        processes: process id and start time of each rank.
+        max_mb: limit on the shared memory of the group.
+    """
+
+    backend = "shm"
+    knows_mean = True
+    last_algorithm = "shm"
+
+    def __init__(
+        self,
+        segment: Segment,
+        size: int,
+        slot_bytes: int,
+        rank: int,
+        ranks: Sequence[int],
+        processes: Sequence[tuple[int, int]],
+        *,
+        max_mb: float | None = None,
+    ) -> None:
+        super().__init__(rank, ranks)
+        module = core.load()
+        _, common, own, self._rings, self._ring_bytes = module.layout(size, slot_bytes)
+        module.populate(segment.address, common + size * own)
+        self._address = segment.address
+        self._kind = segment.ticket.kind
+        self._max_bytes = math.inf if max_mb is None else max_mb * _MB
+        self._segment_bytes = common + size * own
+        self._buffers: dict[int, _Buffer] = {}
+        self._touched: set[tuple[int, int]] = set()
+        self._kept: list[Ticket] = []
+        self.watch = Watch(rank, ranks, processes)
+        own_cores = size <= usable_cores()
+        weak: weakref.ref[ShmEngine] = weakref.ref(self)
+        self._core = module.Group(
+            segment.memory,
+            size,
+            slot_bytes,
+            rank,
+            own_cores,
+            lambda verb, *wait: _of(weak).watch.look(_name(verb), *wait),
+            lambda *trouble: _of(weak)._report(*trouble),
+        )
+        self.watch.group = self._core
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def all_reduce_(
+        self, x: Tensor, op: str, *, async_op: bool, timeout_s: float, root: int = -1
+    ) -> Ticket | None:
+        """See `Engine`; with a `root`, only there."""
+        if self.cause is not None:
+            raise self.unusable()
+        started = self._core.all_reduce(
+            async_op or None,
+            timeout_s,
+            x.data_ptr(),
+            x.numel(),
+            DTYPE_NUMBERS[x.dtype],
+            _OP_NUMBERS[op],
+            root,
+        )
+        return None if started is None else self._keep(started, x)
+
+    def reduce_(
+        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """See `Engine`; leaves `x` as it is on the other ranks."""
+        return self.all_reduce_(x, op, async_op=async_op, timeout_s=timeout_s, root=dst)
+
+    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """See `Engine`."""
+        self.check_usable()
+        nbytes, dtype = x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1)
+        started = self._core.broadcast(
+            async_op or None, timeout_s, x.data_ptr(), nbytes, dtype, src
+        )
+        return self._keep(started, x)
+
+    def all_gather(
+        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """See `Engine`."""
+        if self.cause is not None:
+            raise self.unusable()
+        blocks = [(out.data_ptr(), out.numel() * out.element_size()) for out in outs]
+        dtype = DTYPE_NUMBERS.get(x.dtype, -1)
+        started = self._core.all_gather(
+            async_op or None, timeout_s, blocks, x.data_ptr(), dtype, alike
+        )
+        return None if started is None else self._keep(started, (outs, x))
+
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor],
+        op: str,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`."""
+        self.check_usable()
+        started = self._core.reduce_scatter(
+            async_op or None,
+            timeout_s,
+            out.data_ptr(),
+            _listed(ins),
+            DTYPE_NUMBERS[out.dtype],
+            _OP_NUMBERS[op],
+            alike,
+        )
+        return self._keep(started, (out, ins))
+
+    def all_to_all(
+        self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
+    ) -> Ticket | None:
+        """See `Engine`."""
+        self.check_usable()
+        dtype = DTYPE_NUMBERS.get(ins[0].dtype, -1)
+        started = self._core.all_to_all(
+            async_op or None, timeout_s, _listed(outs), _listed(ins), dtype
+        )
+        return self._keep(started, (outs, ins))
+
+    def gather(
+        self,
+        outs: Sequence[Tensor] | None,
+        x: Tensor,
+        dst: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`."""
+        self.check_usable()
+        nbytes, dtype = x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1)
+        started = self._core.gather(
+            async_op or None, timeout_s, _listed(outs), x.data_ptr(), nbytes, dtype, dst
+        )
+        return self._keep(started, (outs, x))
+
+    def scatter(
+        self,
+        out: Tensor,
+        ins: Sequence[Tensor] | None,
+        src: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`."""
+        self.check_usable()
+        nbytes, dtype = out.numel() * out.element_size(), DTYPE_NUMBERS.get(out.dtype, -1)
+        started = self._core.scatter(
+            async_op or None, timeout_s, out.data_ptr(), nbytes, _listed(ins), dtype, src
+        )
+        return self._keep(started, (out, ins))
+
+    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
+        """See `Engine`."""
+        self.check_usable()
+        return self._keep(self._core.barrier(async_op or None, timeout_s), None)
+
+    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
+        """See `Engine`."""
+        if self.cause is not None:
+            raise self.unusable()
+        return self._core.ints(timeout_s, values)
+
+    def _keep(self, started: Any, tensors: object) -> Ticket | None:
+        """Return the ticket of a started call; its tensors live on if nobody keeps the ticket."""
+        if started is None:
+            return None
+        ticket = StartedTicket(started, tensors)
+        self._kept = [kept for kept in self._kept if not kept.done()]
+        self._kept.append(ticket)
+        return ticket
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`. Messages do not queue behind collectives."""
+        ticket = self._post(sends, recvs, tag, waits=not async_op)
+        if async_op:
+            self._kept = [kept for kept in self._kept if not kept.done()]
+            self._kept.append(ticket)
+            return ticket
+        ticket.wait(timeout_s)
+        return None
+
+    def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
+        """See `TransportEngine`."""
+        ticket = self._post([], [(-1, x)], tag, waits=False)
+        self._kept.append(ticket)
+        return ticket
+
+    def _post(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+        *,
+        waits: bool,
+    ) -> MessageTicket:
+        self.check_usable()
+        for dst, _ in sends:
+            self._touch(self.rank, dst)
+        transfers = self._core.post(_messages(sends), _messages(recvs), tag, waits)
+        return MessageTicket(self, transfers, [x for _, x in recvs], sends, tag)
+
+    def _touch(self, src: int, dst: int) -> None:
+        """Take the memory of the ring to `dst` before the first message goes through it."""
+        if (src, dst) in self._touched:
+            return
+        place = src * (self.size - 1) + (dst if dst < src else dst - 1)
+        offset = self._rings + place * self._ring_bytes
+        core.load().populate(self._address + offset, self._ring_bytes)
+        self._touched.add((src, dst))
+
+    # -- shared buffers -------------------------------------------------------------------------
+
+    def shared_buffer(
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout_s: float
+    ) -> Tensor:
+        """See `Engine`: zeros in shared memory, freed when they have died on all ranks.
+
+        Rank 0 makes the file, every rank takes the memory of its own region, or all refuse alike.
+        """
+        self.check_usable()
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        number = DTYPE_NUMBERS.get(dtype, -1)
+        self._core.agree(timeout_s, number, nbytes, hash(tuple(shape)))
+        if count == 0:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        asked = f"shared_buffer({tuple(shape)}, {dtype})"
+        stride = -(-nbytes // _PAGE) * _PAGE + _STAGGER
+        total = _FIRST + self.size * stride
+        segment, text = self._allocate(nbytes, total) if self.rank == 0 else (None, "")
+        own = _FIRST + self.rank * stride
+        try:
+            answer = self._core.texts(timeout_s, text.encode())[0].decode(errors="replace")
+            word, _, text = answer.partition(" ")
+            if word == "no":
+                raise Refused(text)
+            problem = ""
+            try:
+                segment = segment or Segment.open(SegmentTicket.parse(text))
+                first = 0 if self.rank == 0 else own
+                segment.reserve(first, own + nbytes - first, asked)
+            except (OSError, UnisonoError) as error:
+                problem = f"rank {self.ranks[self.rank]}: {error}"
+            told = self._core.texts(timeout_s, problem.encode())
+        finally:  # also when a peer has died: a named file must not stay
+            if segment is not None:
+                segment.seal()
+        problems = [raw.decode(errors="replace") for raw in told if raw]
+        if problems or segment is None:
+            raise Refused.because(asked, "ranks that cannot map it: " + "; ".join(problems))
+        # Only now, when every rank has taken the memory of its own region.
+        core.load().populate(segment.address, total)
+        place = self._core.add_buffer(segment.address + _FIRST, stride, nbytes)
+        self._buffers[place] = _Buffer(weakref.ref(segment.memory), total, stride, own, nbytes)
+        # Without a reference to the engine, which the tensor would keep alive.
+        forget = (_forget, self._core, self._buffers, place)
+        weakref.finalize(segment.memory, *forget).atexit = False
+        flat = torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=own)
+        return flat.view(tuple(shape))
+
+    def _allocate(self, nbytes: int, total: int) -> tuple[Segment | None, str]:
+        """Make the file of a buffer; return it, and what the other ranks need to know."""
+        held = self._segment_bytes + sum(b.total for b in list(self._buffers.values()))
+        room = self._max_bytes - held
+        try:
+            if total > room:
+                raise UnisonoError.because(
+                    f"a shared buffer of {nbytes / _MB:.1f} MB on each of {self.size} ranks",
+                    f"UNISONO_SHM_MAX_MB leaves {max(room, 0) / _MB:.1f} MB to this group",
+                    f"{self.size} * {nbytes / _MB:.1f} MB = {total / _MB:.1f} MB",
+                    "a larger UNISONO_SHM_MAX_MB, or a smaller buffer",
+                )
+            segment = Segment.create(total, kind=self._kind)
+        except (OSError, UnisonoError) as error:
+            return None, f"no {error}"
+        return segment, f"ok {segment.ticket}"
+
+    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
+        """See `Engine`."""
+        nbytes = buffer.numel() * buffer.element_size()
+        for shared in list(self._buffers.values()):
+            memory = shared.memory()
+            if memory is None:
+                continue
+            offset = buffer.data_ptr() - memory.address - shared.own
+            if offset >= 0 and offset + nbytes <= shared.nbytes:
+                starts = [_FIRST + rank * shared.stride + offset for rank in range(self.size)]
+                return [
+                    torch.frombuffer(
+                        memory, dtype=buffer.dtype, count=buffer.numel(), offset=start
+                    ).view(buffer.shape)
+                    for start in starts
+                ]
+        return None
+
+    # -- trouble and the end --------------------------------------------------------------------
+
+    @property
+    def waited_ns(self) -> int:  # type: ignore[override]
+        """See `Engine`."""
+        return self._core.waited_ns
+
+    def _report(
+        self,
+        status: int,
+        verb: int,
+        error: BaseException | None,
+        rows: list[tuple[int, int, int]],
+        table: list[int],
+    ) -> BaseException:
+        """Return the exception for a call that went wrong, and tell the others."""
+        if status == _ABORTED and error is not None:
+            told = error
+        elif status == _SIZES:
+            told = self._mismatch(rows, self._wrong_sizes(verb, rows, table))
+        else:
+            told = self._mismatch(rows)
+        self.fail(told)
+        return told
+
+    def _wrong_sizes(self, verb: int, rows: list[tuple[int, int, int]], table: list[int]) -> str:
+        size, ranks = self.size, self.ranks
+        sent = [table[r * 2 * size : r * 2 * size + size] for r in range(size)]
+        expected = [table[r * 2 * size + size : (r + 1) * 2 * size] for r in range(size)]
+        root = (rows[self.rank][0] >> 24) - 1
+        brought = [nbytes for _, nbytes, _ in rows]
+        if _name(verb) == "gather":
+            return (
+                f"rank {ranks[root]} gathers blocks of {expected[root]} bytes, "
+                f"but the ranks bring {brought}"
+            )
+        if _name(verb) == "scatter":
+            return (
+                f"rank {ranks[root]} scatters blocks of {sent[root]} bytes, "
+                f"but the ranks expect {brought}"
+            )
+        src, dst = next(
+            (s, d) for s in range(size) for d in range(size) if sent[s][d] != expected[d][s]
+        )
+        return (
+            f"rank {ranks[src]} sends {sent[src][dst]} bytes to rank {ranks[dst]}, "
+            f"which expects {expected[dst][src]}"
+        )
+
+    def _mismatch(
+        self, rows: list[tuple[int, int, int]], problem: str | None = None
+    ) -> CollectiveMismatch:
+        calls = {
+            rank: f"{describe(code)} of {nbytes} bytes"
+            for rank, (code, nbytes, _) in zip(self.ranks, rows, strict=True)
+        }
+        if problem is None:
+            problem = "ranks of one group make different calls"
+            if len({code for code, _, _ in rows}) == 1:
+                problem = (
+                    "ranks of one group bring different numbers of bytes"
+                    if len({nbytes for _, nbytes, _ in rows}) > 1
+                    else "ranks of one group pass different sizes, dims or shapes"
+                )
+        lines = [f"  rank {rank}: {call}" for rank, call in calls.items()]
+        hint = "  HINT: UNISONO_CHECK=1 adds the source line of every rank's call"
+        return CollectiveMismatch("\n".join([problem, *lines, hint]), calls=calls)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """See `TransportEngine`."""
+        if isinstance(error, UnisonoError):  # says enough by itself
+            lines = traceback.format_exception_only(error)
+        else:
+            lines = traceback.format_exception(error)
+        raw = "".join(lines).strip().encode(errors="replace")
+        # The end of a traceback says most, and the beginning of a report.
+        gave_up = isinstance(error, RankTimeout)
+        text = raw[:_TEXT_BYTES] if gave_up else raw[-_TEXT_BYTES:]
+        self._core.fail(GAVE_UP if gave_up else FAILED, self.culprit(error), text)
+
+    def cancel(self, why: str) -> None:
+        """See `TransportEngine`."""
+        self.watch.cancelled = why
+
+    def finish_started(self, timeout_s: float) -> bool:
+        """See `TransportEngine`."""
+        end = time.monotonic() + timeout_s
+        for ticket in self._kept:
+            if isinstance(ticket, StartedTicket) and not ticket.ended(end - time.monotonic()):
+                return False
+        return True
+
+    def release(self) -> None:
+        """See `TransportEngine`: tell the others, and give the memory back."""
+        self._core.close()
+        self._core.release()
+        self._kept.clear()
+        self._buffers.clear()
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A shared buffer, while this rank's tensor lives."""
+
+    memory: weakref.ref[Any]
+    total: int
+    stride: int
+    own: int
+    """Where the region of this rank begins."""
+    nbytes: int
+
+
+def _forget(group: Any, buffers: dict[int, _Buffer], place: int) -> None:
+    group.drop_buffer(place)
+    buffers.pop(place, None)
+
+
+def _of(weak: weakref.ref[ShmEngine]) -> ShmEngine:
+    engine = weak()
+    if engine is None:
+        raise UnisonoError("the group of this call is gone")
+    return engine
+
+
+def _name(verb: int) -> str:
+    return VERBS[verb] if verb < len(VERBS) else "send or recv"
+
+
+def _messages(rows: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int, int, int]]:
+    return [
+        (peer, x.data_ptr(), x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1))
+        for peer, x in rows
+    ]
+
+
+def describe(code: int) -> str:
+    """Return what a rank was about to do as text, e.g. `all_reduce(sum, float32)`."""
+    dtype, op, root = (code >> 8 & 255) - 1, (code >> 16 & 255) - 1, (code >> 24) - 1
+    inner = [
+        OPS[op] if 0 <= op < len(OPS) else "",
+        str(DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(DTYPES) else "",
+        f"root {root}" if root >= 0 else "",
+    ]
+    return f"{_name(code & 255)}({', '.join(word for word in inner if word)})"

@@ -1,0 +1,337 @@
+"""How the ranks of a group find each other and their segment, through the group's store.
+
+Each rank tells its host. Ranks of one host let the first of them make a segment, and prove that
+they can map it; a rank that cannot counts as a host of its own and is reached over the network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from unisono.comm.engines.shm import core
+from unisono.comm.engines.shm.segment import KINDS, NONCE_BYTES, Segment, Ticket
+from unisono.comm.health import mark_as_news
+from unisono.comm.machine import host_id, is_dead, pid_namespace, process_start
+from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
+
+_PEERS_S = 0.05
+_PAGE = 4096
+_MB = 1 << 20
+_MAGIC = 0x756E69736F6E6F  # "unisono"
+_CONSTANTS = struct.Struct("4Q")
+"""Magic, version, ranks and bytes of a slot; they follow the nonce."""
+
+DEFAULT_SLOT_KB = 1024
+MIN_SLOT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank tells about itself."""
+
+    host: str
+    pid: int
+    started: int
+    nonce: str
+    hostname: str
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks have found out.
+
+    Attributes:
+        hosts: for each host, its ranks in the group, in order; hosts by their first rank.
+        local: ranks of the own host.
+        processes: process id and start time of each of them.
+        nonce: a word of this group alone.
+        segment: segment of the own host; None if this rank is alone there.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    local: tuple[int, ...]
+    processes: tuple[tuple[int, int], ...]
+    nonce: str
+    segment: Segment | None
+
+
+def memory_id() -> str:
+    """Return a word shared by the processes that can share memory with this one."""
+    if core.unavailable() is not None:
+        return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{host_id()}-{pid_namespace()}-{os.getuid()}"
+
+
+def setting(name: str, default: float | None, *, least: float) -> float | None:
+    """Return the number in an environment variable."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value < least:
+        raise UnisonoError.because(f"{name}={text!r}", f"not a number of at least {least:g}")
+    return value
+
+
+class Rendezvous:
+    """One rank's side of the meeting.
+
+    Args:
+        store: store of the group; all keys are deleted again.
+        rank: own rank in the group.
+        ranks: world ranks of the group, for messages.
+        timeout_s: deadline for the others to come.
+        backend: name of the backend, for messages.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        backend: str = "shm",
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._size = len(self._ranks)
+        self._timeout_s = timeout_s
+        self._backend = backend
+        self._members: dict[int, Member] = {}
+        self._own_keys: list[str] = []
+
+    def meet(self) -> Meeting:
+        """Find out who shares memory with whom. Collective over the group."""
+        pid = os.getpid()
+        me = Member(
+            memory_id(), pid, process_start(pid) or 0, secrets.token_hex(8), socket.gethostname()
+        )
+        texts = self.share("member", json.dumps(me.__dict__))
+        self._members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}
+        hosts = _by_host([self._members[r].host for r in range(self._size)])
+        attempt = 0
+        while True:
+            kind = KINDS[min(attempt, len(KINDS) - 1)]
+            local = next(ranks for ranks in hosts if self._rank in ranks)
+            reports, segment = self._attempt(attempt, kind, local)
+            refused = [r for r, report in enumerate(reports) if report != "ok"]
+            if not refused:
+                break
+            if kind == KINDS[-1]:
+                hosts = _isolate(hosts, refused)
+            attempt += 1
+        processes = [(self._members[r].pid, self._members[r].started) for r in local]
+        return Meeting(hosts, local, tuple(processes), self._members[0].nonce, segment)
+
+    def _attempt(
+        self, attempt: int, kind: str, local: tuple[int, ...]
+    ) -> tuple[list[str], Segment | None]:
+        """Make or open the segment of the own host; return how all ranks of the group fared."""
+        segment, report = None, "ok"
+        try:
+            if len(local) > 1:
+                segment, report = self._map(f"segment/{attempt}/{local[0]}", kind, local)
+            reports = self.share(f"mapped/{attempt}", report)
+        finally:
+            if segment is not None:
+                segment.seal()
+        for text in reports:
+            word, _, message = text.partition(" ")
+            if word == "error":
+                raise UnisonoError(message)
+        return reports, segment
+
+    def _map(self, key: str, kind: str, local: tuple[int, ...]) -> tuple[Segment | None, str]:
+        """Return the segment of the own host, or None and why there is none."""
+        if self._rank == local[0]:
+            try:
+                segment = create(len(local), kind)
+                touch(segment, 0, first=True)
+            except OSError as error:
+                self._set(key, f"none {error}")
+                return None, str(error)
+            except UnisonoError as error:
+                self._set(key, f"error {error}")
+                return None, f"error {error}"
+            self._set(key, f"ticket {segment.ticket}")
+            return segment, "ok"
+        self._await([key], [local[0]])
+        word, _, text = self._store.get(key).decode().partition(" ")
+        if word != "ticket":
+            return None, f"error {text}" if word == "error" else text
+        try:
+            segment = Segment.open(Ticket.parse(text))
+        except OSError as error:
+            return None, str(error)
+        try:
+            touch(segment, local.index(self._rank))
+        except UnisonoError as error:
+            return segment, f"error {error}"
+        return segment, "ok"
+
+    def share(self, what: str, text: str) -> list[str]:
+        """Return the texts of all ranks."""
+        self._set(f"{what}/{self._rank}", text)
+        keys = [f"{what}/{r}" for r in range(self._size)]
+        self._await(keys, range(self._size))
+        return [raw.decode() for raw in self._store.multi_get(keys)]
+
+    def wait_for_all(self, nonce: str) -> None:
+        """Return when all ranks have come here; `nonce` is a word of this group alone."""
+        self.share(f"ready/{nonce}", "")
+        self._own_keys.pop()  # others may still read this one
+
+    def clean(self) -> None:
+        """Delete what this rank wrote; call it when all ranks have read it."""
+        for key in self._own_keys:
+            try:
+                self._store.delete_key(key)
+            except RuntimeError:  # a store without deletion
+                return
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        self._own_keys.append(key)
+
+    def _await(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
+        """Wait until the keys are there, or a rank that should write one is dead."""
+        try:
+            self._wait_for(list(keys), ranks)
+        except (RankFailed, RankTimeout) as error:
+            mark_as_news(error)
+            raise
+
+    def _wait_for(self, keys: list[str], ranks: Sequence[int]) -> None:
+        began = time.monotonic()
+        look, nap_s = began + _PEERS_S, 1e-4
+        while True:
+            try:
+                if self._store.check(keys):
+                    return
+            except RuntimeError as error:
+                self._look_for_dead(range(self._size))
+                raise RankFailed(
+                    f"rank {self._ranks[self._rank]} lost the store while its group was made\n"
+                    f"  found: {error}",
+                ) from error
+            now = time.monotonic()
+            if now >= look:
+                look = now + _PEERS_S
+                pairs = zip(keys, ranks, strict=True)
+                missing = [rank for key, rank in pairs if not self._store.check([key])]
+                self._look_for_dead(missing)
+                if now > began + self._timeout_s and missing:
+                    absent = [self._ranks[r] for r in missing]
+                    raise RankTimeout(
+                        f"a {self._backend} group of ranks {list(self._ranks)} was not made within "
+                        f"{self._timeout_s:g} s\n  not arrived: rank {compress_ranks(absent)}",
+                        missing=absent,
+                        op="new_group",
+                    )
+            time.sleep(nap_s)
+            nap_s = min(nap_s * 1.5, 5e-3)
+
+    def _look_for_dead(self, suspects: Sequence[int]) -> None:
+        for rank, member in self._members.items():
+            is_here = member.host == self._members[self._rank].host
+            if is_here and rank in suspects and is_dead(member.pid, member.started):
+                raise RankFailed(
+                    f"rank {self._ranks[rank]} (process {member.pid} on {member.hostname}) "
+                    "died while the group was made",
+                    rank=self._ranks[rank],
+                    host=member.hostname,
+                )
+
+
+def create(size: int, kind: str) -> Segment:
+    """Make the segment of a host with `size` ranks, as the environment asks for it."""
+    slot_kb = setting("UNISONO_SHM_SLOT_KB", DEFAULT_SLOT_KB, least=4) or DEFAULT_SLOT_KB
+    slot_bytes = fitting_slot(size, int(slot_kb), setting("UNISONO_SHM_MAX_MB", None, least=0))
+    module = core.load()
+    segment = Segment.create(module.layout(size, slot_bytes)[0], kind=kind)
+    constants = (_MAGIC, module.VERSION, size, slot_bytes)
+    _CONSTANTS.pack_into(memoryview(segment.memory), NONCE_BYTES, *constants)
+    return segment
+
+
+def touch(segment: Segment, rank: int, *, first: bool = False) -> None:
+    """Take the memory of a rank's own slots, and with the `first` rank what all ranks share."""
+    size, slot_bytes = read_constants(segment)
+    _, common, own, _, _ = core.load().layout(size, slot_bytes)
+    purpose = f"a shm group of {size} ranks with slots of {slot_bytes // 1024} KB"
+    if first:
+        segment.reserve(0, common, purpose)
+    segment.reserve(common + rank * own, own, purpose)
+
+
+def read_constants(segment: Segment) -> tuple[int, int]:
+    """Return the number of ranks of a segment and the bytes of a slot in it."""
+    magic, version, size, slot_bytes = _CONSTANTS.unpack_from(
+        memoryview(segment.memory), NONCE_BYTES
+    )
+    if (magic, version) != (_MAGIC, core.load().VERSION):
+        raise UnisonoError.because(
+            "the segment of a shm group",
+            f"layout version {version}, this process knows version {core.load().VERSION}",
+            None,
+            "run the same release of unisono on all ranks",
+        )
+    return size, slot_bytes
+
+
+def fitting_slot(size: int, slot_kb: int, max_mb: float | None) -> int:
+    """Return the bytes of a slot for `size` ranks: `slot_kb`, made smaller to fit `max_mb`."""
+    if slot_kb * 1024 < MIN_SLOT_BYTES:
+        raise UnisonoError.because(
+            f"UNISONO_SHM_SLOT_KB={slot_kb}",
+            f"slots are at least {MIN_SLOT_BYTES // 1024} KB",
+            None,
+            f"UNISONO_SHM_SLOT_KB={DEFAULT_SLOT_KB}",
+        )
+    slot_bytes = -(-slot_kb * 1024 // _PAGE) * _PAGE
+    if max_mb is None:
+        return slot_bytes
+    fixed = core.load().layout(size, 0)[3]  # all but slots and rings, which cost nothing unused
+    room = int((max_mb * _MB - fixed) / (2 * size)) // _PAGE * _PAGE
+    if room < MIN_SLOT_BYTES:
+        raise UnisonoError.because(
+            f"UNISONO_SHM_MAX_MB={max_mb:g} for a group of {size} ranks",
+            "less than the smallest segment",
+            f"{fixed / _MB:.2f} MB + 2 * {size} slots * {MIN_SLOT_BYTES // 1024} KB = "
+            f"{(fixed + 2 * size * MIN_SLOT_BYTES) / _MB:.2f} MB",
+            "a larger UNISONO_SHM_MAX_MB",
+        )
+    return min(slot_bytes, room)
+
+
+def _by_host(labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, hosts in the order of their first rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, label in enumerate(labels):
+        hosts.setdefault(label, []).append(rank)
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def _isolate(
+    hosts: tuple[tuple[int, ...], ...], refused: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Make each rank that could not map its host's segment a host of its own."""
+    split: list[tuple[int, ...]] = []
+    for ranks in hosts:
+        willing = tuple(r for r in ranks if r not in refused)
+        split += [willing] if willing else []
+        split += [(r,) for r in ranks if r in refused]
+    return tuple(sorted(split))

@@ -1,0 +1,202 @@
+"""Check mode: before each collective, ranks compare what they are about to do.
+
+Every rank puts a fingerprint of its call into the world's store and reads the others'. A difference
+that the operation forbids becomes one `CollectiveMismatch` on all ranks, instead of a hang or a
+wrong number. Costs store round trips: for finding mistakes, not for production.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from unisono.comm.blocks import bytes_of
+from unisono.comm.call import Call
+from unisono.comm.health.watchdog import store_of
+from unisono.errors import CollectiveMismatch
+
+Fingerprint = dict[str, Any]
+
+_SAME_BITS = "a backend should give all ranks the same bits; try another one, UNISONO_BACKEND=shm"
+
+active = os.environ.get("UNISONO_CHECK", "") not in ("", "0")
+
+
+class check:
+    """Turn check mode on (or off) for the collectives of this process.
+
+    Acts at once, and puts the former mode back when used as a context manager. All ranks must
+    switch at the same place. `UNISONO_CHECK=1` turns it on for the whole run.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        global active
+        self._before = active
+        active = enabled
+
+    def __enter__(self) -> check:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global active
+        active = self._before
+
+
+def verify(call: Call, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:
+    """Compare `call` with the calls of all ranks of its group.
+
+    Args:
+        call: what this rank is about to do.
+        rank: own place in the group.
+        ranks: world ranks of the group.
+        timeout_s: deadline for the others to arrive.
+
+    Raises:
+        CollectiveMismatch: on all ranks, when the calls do not fit.
+        TimeoutError: some rank did not arrive.
+    """
+    prints = _share(call, "", _fingerprint(call), rank, len(ranks), timeout_s)
+    rule = disagreement(prints)
+    if rule is not None:
+        raise _mismatch(rule, prints, ranks)
+
+
+def verify_equal_result(
+    call: Call, result: Tensor, rank: int, ranks: tuple[int, ...], timeout_s: float
+) -> None:
+    """After a reduction: raise unless all ranks hold the same finite bits."""
+    finite = bool(torch.isfinite(result).all()) if result.dtype.itemsize > 1 else True
+    raw = bytes_of(result.detach().cpu().contiguous()).numpy()
+    mine = {"op": call.op, "site": call.site, "crc": zlib.crc32(raw.tobytes()) if finite else None}
+    prints = _share(call, "/sum", mine, rank, len(ranks), timeout_s)
+    if len({p["crc"] for p in prints if p["crc"] is not None}) > 1:
+        for entry in prints:
+            entry["text"] = f"{call.describe()}, checksum {entry['crc']}"
+        rule = _Rule("the result differs between ranks", lambda p: p["crc"], hint=_SAME_BITS)
+        raise _mismatch(rule, prints, ranks)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """One thing that must agree over ranks."""
+
+    problem: str
+    """What to call it when it does not."""
+    key: Callable[[Fingerprint], Any]
+    """What is compared; ranks with None are left aside."""
+    shows: str = ""
+    """Name under which each rank's value is listed, where the call itself does not tell it."""
+    hint: str = "all ranks must make the same collectives in the same order"
+
+
+_RULES = (
+    _Rule("different operations", lambda p: p["op"]),
+    _Rule("different reductions or arguments", lambda p: p["kind"]),
+    _Rule("different roots", lambda p: p["root"]),
+    _Rule("different dims", lambda p: p["dim"]),
+    _Rule(
+        "different sizes",
+        lambda p: p["sizes"] if p["op"] != "all_to_all" else None,
+        "sizes",
+        "sizes lists the blocks of all ranks, the same list on every rank",
+    ),
+    _Rule("different dtypes", lambda p: p["dtype"], hint="x.to(torch.float32) on all ranks"),
+    _Rule("different shapes", lambda p: _comparable_shape(p)),
+    _Rule(
+        "requires_grad is True on some ranks only",
+        lambda p: p["requires_grad"],
+        "requires_grad",
+        "x.requires_grad_() on all ranks, or x.detach() on all: in the backward they must all meet",
+    ),
+)
+
+
+def disagreement(prints: list[Fingerprint]) -> _Rule | None:
+    """Return what the calls disagree about, or None. Pure, the same on every rank."""
+    for rule in _RULES:
+        present = [value for value in map(rule.key, prints) if value is not None]
+        if any(value != present[0] for value in present[1:]):
+            return rule
+    if prints[0]["op"] == "all_to_all":
+        for sender, mine in enumerate(prints):
+            for receiver, theirs in enumerate(prints):
+                if mine["sizes"] is None or theirs["recv_sizes"] is None:
+                    continue
+                if mine["sizes"][receiver] != theirs["recv_sizes"][sender]:
+                    return _Rule(
+                        f"rank {sender} of the group sends {mine['sizes'][receiver]} rows to rank "
+                        f"{receiver}, which expects {theirs['recv_sizes'][sender]}",
+                        lambda _: None,
+                        hint="recv_sizes[q] is what rank q sends here; None learns it",
+                    )
+    return None
+
+
+def _comparable_shape(p: Fingerprint) -> list[int] | None:
+    """Return the part of the shape that must agree: all, or all but the joined dim."""
+    shape = p["shape"]
+    if shape is None or p["op"] == "scatter":
+        return None
+    if p["op"] in ("all_gather", "gather", "all_to_all"):
+        dim = p["dim"] or 0
+        return [*shape[:dim], -1, *shape[dim + 1 :]] if shape else [-1]
+    return list(shape)
+
+
+def _fingerprint(call: Call) -> Fingerprint:
+    lists = {name: getattr(call, name) for name in ("sizes", "recv_sizes", "shape")}
+    return {
+        **{name: getattr(call, name) for name in ("op", "kind", "root", "dim", "requires_grad")},
+        **{name: None if value is None else list(value) for name, value in lists.items()},
+        "dtype": None if call.dtype is None else str(call.dtype),
+        "site": call.site,
+        "text": call.describe(),
+    }
+
+
+def _share(
+    call: Call, what: str, mine: Fingerprint, rank: int, size: int, timeout_s: float
+) -> list[Fingerprint]:
+    """Exchange `mine` through the store of the call's group; the last reader removes the round."""
+    key = f"{call.key}/{call.seq}{what}"
+    store: Store = PrefixStore("unisono/check", store_of(call.key))
+    store.set(f"{key}/{rank}", json.dumps(mine))
+    keys = [f"{key}/{r}" for r in range(size)]
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise TimeoutError(key)
+        if time.monotonic() > deadline - timeout_s + 0.01:
+            with contextlib.suppress(RuntimeError):  # not there yet: look at the deadline again
+                store.wait(keys, timedelta(seconds=min(0.25, timeout_s)))
+    prints = [json.loads(store.get(k)) for k in keys]
+    if store.add(f"{key}/read", 1) == size:
+        for k in [*keys, f"{key}/read"]:
+            store.delete_key(k)
+    return prints
+
+
+def _mismatch(rule: _Rule, prints: list[Fingerprint], ranks: tuple[int, ...]) -> CollectiveMismatch:
+    texts = [f"{p['text']}{f', {rule.shows}={rule.key(p)}' if rule.shows else ''}" for p in prints]
+    facts = [{k: v for k, v in p.items() if k not in ("text", "site")} for p in prints]
+    without_seq = [json.dumps(fact, sort_keys=True) for fact in facts]
+    majority, count = Counter(without_seq).most_common(1)[0]
+    lines = [f"ranks disagree about one collective: {rule.problem}"]
+    for world_rank, text, signature, p in zip(ranks, texts, without_seq, prints, strict=True):
+        odd = "  <- differs" if signature != majority and count > 1 else ""
+        lines.append(f"  rank {world_rank} | {text} | {p['site']}{odd}")
+    lines.append(f"  HINT: {rule.hint}")
+    calls = {r: f"{t} at {p['site']}" for r, t, p in zip(ranks, texts, prints, strict=True)}
+    return CollectiveMismatch("\n".join(lines), calls)

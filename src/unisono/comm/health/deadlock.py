@@ -1,0 +1,244 @@
+"""Whether a wait can still end, from what the other ranks have said in the world's store.
+
+A rank that has waited for long says in which call; one whose function has returned says how many
+calls it has made and messages it has sent. So ranks in different calls, and a rank that makes none
+any more, are named long before the deadline. Asked in long waits only: a quick collective pays for
+counting, nothing else.
+
+A message and a collective have no numbers in common. So a rank that has waited for long for a
+message tells its sender what it has made so far, and a sender that waits in a collective finds that
+neither wait can end. Judged only where no other thread of the two ranks could still send the
+message or join the collective.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from unisono.comm import call as calls
+from unisono.comm.call import Call, sent_to, thread_site
+from unisono.comm.health import watchdog
+from unisono.comm.health.watchdog import Watchdog
+from unisono.errors import CollectiveMismatch, UnisonoError, name_ranks
+
+_COMPARED = ("op", "kind", "root")
+_MOST_SENDERS = 64
+"""Senders that are told, so that a message from each of very many ranks costs the store little."""
+_MAKES_NO_CALLS = ("unisono", "tqdm_monitor", "pytest_timeout")
+"""Starts of the names of threads that only look after things."""
+
+
+def hopeless() -> UnisonoError | None:
+    """Return why the wait that this rank is in cannot end, if that is known; asks the store.
+
+    None, without starting anything, where the world has ended or is being closed.
+    """
+    call = calls.waited()
+    own = [] if call is None else watchdog.standing(call.key)
+    dog = own[0] if own else watchdog.current()
+    if dog is None:
+        return None
+    try:
+        if call is None or dog.has_returned:
+            return dog.poll_failure()
+        if call.number == 0:
+            _tell_senders(call, dog, threading.get_ident(), call.site)
+            return _sender_in_collective(call, dog) or dog.poll_failure() or _never_sent(call, dog)
+        # A rank that fails of a mismatch posts that: all are to raise the mismatch itself. One that
+        # returns early may do so because of a failure, which is then the better reason.
+        return _unlike_calls(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
+    except RuntimeError:
+        return None
+
+
+def announce_return(accounts: Mapping[str, Mapping[str, int]]) -> None:
+    """Tell the other ranks that this one makes no more collectives. Said once in a world.
+
+    Args:
+        accounts: for each group of this rank, how many it has made, and what else was counted.
+    """
+    dog = watchdog.current()
+    for told in [*watchdog.standing(), *([] if dog is None else [dog])]:
+        if not told.has_returned:
+            told.has_returned = True
+            told.publish({"returned": told.rank, "accounts": accounts})
+
+
+# -- ranks in different calls ---------------------------------------------------------------------
+
+
+def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Compare this rank's call with what others wait in; leave it to be compared with.
+
+    One record per group, whatever the number of ranks: the latest call that anybody waits in.
+    """
+    mine = {
+        "rank": dog.rank,
+        "number": call.number,
+        "op": call.op,
+        "kind": call.kind,
+        "root": call.root,
+        "text": f"{call.describe()} at {call.site}",
+    }
+    for item in dog.news():
+        if (item.get("group"), item.get("number")) == (call.key, call.number):
+            return _mismatch([*item["calls"], mine], call)
+    key = f"waits/{call.key}"
+    text = dog.find(key)
+    theirs = json.loads(text) if text is not None else None
+    if theirs is None or theirs["number"] < call.number:
+        dog.put(key, json.dumps(mine))
+    elif theirs["number"] == call.number and any(theirs[k] != mine[k] for k in _COMPARED):
+        return _publish([theirs, mine], call, dog)
+    receiver = _waiting_receiver(call, dog)
+    return None if receiver is None else _publish([receiver, mine], call, dog)
+
+
+def _publish(pair: list[dict[str, Any]], call: Call, dog: Watchdog) -> CollectiveMismatch:
+    """Return the error for two calls that cannot end; let the other ranks raise it too."""
+    dog.publish({"group": call.key, "number": call.number, "calls": pair})
+    return _mismatch(pair, call)
+
+
+def _mismatch(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
+    told = {item["rank"]: item["text"] for item in said}
+    lines = [f"ranks of {call.group} wait for each other in different calls"]
+    lines += [f"  rank {rank} | {text}" for rank, text in sorted(told.items())]
+    lines.append(
+        "  HINT: different numbers of batches? All ranks must make the same collectives, in order"
+    )
+    return CollectiveMismatch("\n".join(lines), told)
+
+
+# -- a message against a collective ---------------------------------------------------------------
+
+
+def _tell_senders(call: Call, dog: Watchdog, ident: int, site: str) -> None:
+    """Tell the ranks whose messages `call` awaits that thread `ident` of this rank waits for them.
+
+    Said again at every look: two ranks that wait for the same one have one place for it.
+    """
+    if not call.awaits or not _is_alone(ident):
+        return
+    record = {
+        "rank": dog.rank,
+        "text": f"{call.describe()} at {site}",
+        "key": call.key,
+        "awaits": call.awaits,
+        "made": _groups().collectives_begun(),
+    }
+    text = json.dumps(record)
+    for sender, _, _ in call.awaits[:_MOST_SENDERS]:
+        dog.put(f"wanted/{sender}", text)
+
+
+def _waiting_receiver(call: Call, dog: Watchdog) -> dict[str, Any] | None:
+    """Return what a rank said that `call`, a collective, needs and that waits for this rank."""
+    can_leave_early = call.root is not None or call.op == "all_to_all" or 0 in (call.sizes or ())
+    if can_leave_early or not _is_alone(threading.get_ident()):
+        return None
+    text = dog.find(f"wanted/{dog.rank}")
+    said = json.loads(text) if text is not None else None
+    if said is None or said["made"].get(call.key, call.number) >= call.number:
+        return None  # not a member, or already in the collective
+    sent = _groups().accounts().get(said["key"], {})
+    never_sent = any(
+        sender == dog.rank and sent.get(sent_to(said["rank"], tag), 0) < number
+        for sender, tag, number in said["awaits"]
+    )
+    return said if never_sent else None
+
+
+def _sender_in_collective(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look whether a rank that this message should come from waits in a collective for this one."""
+    mine = [dog.rank, call.key, [list(words) for words in call.awaits]]
+    for item in dog.news():
+        for said in item.get("calls", ()):
+            if [said["rank"], said.get("key"), said.get("awaits")] == mine:
+                return _mismatch(item["calls"], call)
+    return None
+
+
+def _is_alone(ident: int) -> bool:
+    """Whether thread `ident` is the only one of this process that may make calls of its own."""
+    return all(
+        thread.ident == ident or thread.name.startswith(_MAKES_NO_CALLS)
+        for thread in threading.enumerate()
+    )
+
+
+def _groups() -> ModuleType:
+    from unisono.comm import groups  # which imports the engines, whose waits ask here
+
+    return groups
+
+
+def _look(dog: Watchdog) -> None:
+    """Speak for a thread that cannot: one blocked in a message inside a backend."""
+    blocked = calls.blocked()
+    if blocked is not None:
+        call, ident = blocked
+        if dog in (watchdog.standing(call.key) or [watchdog.current()]):
+            _tell_senders(call, dog, ident, thread_site(ident))
+
+
+watchdog.looks.append(_look)
+
+
+# -- ranks that have returned ---------------------------------------------------------------------
+
+
+def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look for ranks that have returned before they came to this call."""
+    late = {
+        item["returned"]: made
+        for item in dog.news()
+        if "returned" in item
+        and (made := item["accounts"].get(call.key)) is not None
+        and made["collectives"] < call.number
+    }
+    told = {rank: f"returned after {made['collectives']} calls" for rank, made in late.items()}
+    lines = [f"  rank {rank} {text} of {call.group}" for rank, text in sorted(told.items())]
+    lines.append(f"  rank {dog.rank} is in call {call.number}")
+    lines.append("  HINT: different numbers of batches? All ranks must make the same collectives")
+    return _in_vain(call, dog, "come", late, told, lines)
+
+
+def _never_sent(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+    """Look for ranks that have returned before they sent a message that this call waits for."""
+    awaited = {rank: (tag, number) for rank, tag, number in call.awaits}
+    late: dict[int, Mapping[str, int]] = {}
+    told: dict[int, str] = {}
+    for item in dog.news():
+        if "returned" not in item or (rank := item["returned"]) not in awaited:
+            continue
+        made, (tag, number) = item["accounts"].get(call.key), awaited[rank]
+        if made is not None and (sent := made.get(sent_to(dog.rank, tag), 0)) < number:
+            late[rank] = made
+            told[rank] = (
+                f"returned after {sent} messages to rank {dog.rank}, "
+                f"which waits for message {number}"
+            )
+    lines = [f"  rank {rank} {text}" for rank, text in sorted(told.items())]
+    lines.append("  HINT: all ranks must make the same calls before they return")
+    return _in_vain(call, dog, "send", late, told, lines)
+
+
+def _in_vain(
+    call: Call,
+    dog: Watchdog,
+    what: str,
+    late: Mapping[int, Mapping[str, int]],
+    told: Mapping[int, str],
+    lines: list[str],
+) -> CollectiveMismatch | None:
+    """Return the error for ranks that will not do `what` any more; None if there are none."""
+    if not late:
+        return None
+    here = f"{call.describe()} at {call.site}"
+    first = f"{here} waits in vain: {name_ranks(list(late))} will not {what}"
+    return CollectiveMismatch("\n".join([first, *lines]), {**told, dog.rank: here}, returned=late)

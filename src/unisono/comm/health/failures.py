@@ -1,0 +1,235 @@
+"""What a rank does when another failed or did not come: one error with everybody's whereabouts."""
+
+from __future__ import annotations
+
+import enum
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from unisono.comm.call import Call
+from unisono.comm.health import mark_as_news, watchdog
+from unisono.errors import RankFailed, RankTimeout, UnisonoError, name_ranks
+
+_POSTED_WAIT_S = 1.0
+_LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+_GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\.(cc|h):\d+\]")
+"""How gloo, which has no types for its errors, begins every one: with its own source line."""
+
+NEW_GROUP = "new_group"
+"""Operation of the call that stands for making a group."""
+
+
+def post_failure(error: BaseException) -> None:
+    """Tell the other ranks of this world that this rank failed with `error`.
+
+    Called by whoever runs the rank's function (the launcher, the test bench). Ranks that wait in a
+    collective then raise `RankFailed` with this rank's traceback. Does nothing in a world of one.
+    """
+    dog = watchdog.ensure()
+    for told in [*watchdog.standing(), *([] if dog is None else [dog])]:
+        told.post_failure(error)
+
+
+def posted_failure(key: str = "") -> RankFailed | None:
+    """Return the failure another rank has posted, if any; asks the store.
+
+    None, without starting anything, where the world has ended or is being closed.
+
+    Args:
+        key: key of the group whose ranks are meant, where it has a store of its own.
+    """
+    dog = next(iter(watchdog.standing(key)), None) or watchdog.current()
+    try:
+        failure = dog.poll_failure() if dog is not None else None
+    except RuntimeError:
+        return None
+    return None if failure is None else mark_as_news(failure)
+
+
+class Meaning(enum.Enum):
+    """What an error of torch's own backends says."""
+
+    NOT_YET = "this wait is over, the transfer goes on"
+    LATE = "a deadline passed"
+    LOST = "another rank has gone"
+    OTHER = "something else"
+
+
+def meaning_of(error: BaseException) -> Meaning:
+    """Return what an error of torch means; its words are all that gloo gives."""
+    words = str(error)
+    if "Operation timed out" in words:
+        return Meaning.NOT_YET
+    if isinstance(error, RuntimeError) and ("imed out" in words or "timeout" in words):
+        return Meaning.LATE
+    is_lost = isinstance(error, _LOST) or (isinstance(error, RuntimeError) and _GLOO.search(words))
+    return Meaning.LOST if is_lost else Meaning.OTHER
+
+
+def tells_of_another(error: BaseException) -> bool:
+    """Whether `error` says no more than that another rank went away or did not come.
+
+    Ours are marked where they are raised; of torch's, only types and words of its backends count.
+    What the user's own code raises, `RankFailed` of a run of its own included, is an error of this
+    rank.
+    """
+    if isinstance(error, UnisonoError):
+        return getattr(error, "is_news", False)
+    return isinstance(error, _LOST) or (
+        isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
+    )
+
+
+def connection_lost(call: Call, backend_words: str) -> RankFailed:
+    """Return the error for a transfer that broke: a posted failure if there is one, else the words.
+
+    A peer that raised posts its failure at about the time its connections close, so wait a moment.
+    """
+    give_up = time.monotonic() + _POSTED_WAIT_S
+    while True:
+        failure = posted_failure(call.key)
+        if failure is not None:
+            return failure
+        if time.monotonic() > give_up:
+            break
+        time.sleep(0.05)
+    lost = RankFailed(
+        f"{call.describe()} at {call.site} broke off: another rank of the group has gone\n"
+        f"  the backend says: {backend_words.strip()}\n"
+        "  HINT: look at the output of the other ranks; the first to stop is the cause"
+    )
+    return mark_as_news(lost)
+
+
+def timed_out(
+    call: Call, ranks: tuple[int, ...], timeout_s: float, cause: BaseException | None = None
+) -> RankTimeout:
+    """Return the deadline error of `call`, with the stacks of the other ranks of its group.
+
+    Args:
+        call: the call that waited.
+        ranks: world ranks of its group.
+        timeout_s: the deadline that passed.
+        cause: what the transport raised, which may know who is missing.
+    """
+    if isinstance(cause, RankTimeout) and cause.stacks:
+        return cause
+    dog = watchdog.serving(call.key)
+    answers: dict[int, dict[str, Any]] = {}
+    if dog is not None:
+        try:
+            answers = {r: a for r, a in dog.ask_stacks().items() if r in ranks}
+        except RuntimeError:
+            answers = {}
+    others = [r for r in ranks if dog is None or r != dog.rank]
+    missing = _missing(call, ranks, others, answers, cause)
+    lines = [f"{call.describe()} timed out after {timeout_s:g} s at {call.site}"]
+    told = "" if cause is None else str(cause).partition("\n")[0]
+    if isinstance(cause, RankTimeout) and "timed out after" not in told:
+        lines = [f"{call.describe()} at {call.site} was given up", f"  {told}"]
+    if missing:
+        lines.append(f"  {_absence(call)}: {name_ranks(missing)}")
+    last: dict[int, str] = {}
+    for rank in others:
+        if rank not in answers:
+            lines.append(f"  rank {rank}: no answer (dead, stopped, or without unisono.comm)")
+            continue
+        answer = answers[rank]
+        state = "done" if answer["done"] else "under way"
+        last[rank] = f"{answer['call']} ({state})" if answer["call"] else "none yet"
+        lines.append(f"  rank {rank}: latest collective {last[rank]}")
+    lines.append(f"  HINT: {_hint(call, ranks, others, answers)}")
+    for rank in [*missing, *(r for r in others if r not in missing)]:
+        if rank in answers:
+            lines.append(f"--- stacks of rank {rank}\n{answers[rank]['stacks']}")
+    late = RankTimeout(
+        "\n".join(lines),
+        stacks={r: a["stacks"] for r, a in answers.items()},
+        missing=missing,
+        op=call.op,
+        site=call.site,
+        last_collective=last,
+    )
+    return mark_as_news(late)
+
+
+def _missing(
+    call: Call,
+    ranks: Sequence[int],
+    others: Sequence[int],
+    answers: Mapping[int, Mapping[str, Any]],
+    cause: BaseException | None,
+) -> list[int]:
+    """Return the world ranks that `call` waited for: those the transport names, else a guess."""
+    if isinstance(cause, RankTimeout) and cause.missing:
+        return list(cause.missing)
+    peers = {*call.sends_to, *call.receives_from}
+    if peers:
+        return sorted(ranks[peer] for peer in peers)
+    return [
+        rank
+        for rank in others
+        if rank not in answers
+        or answers[rank]["group"] != call.key
+        or answers[rank]["seq"] < call.seq
+    ]
+
+
+def _absence(call: Call) -> str:
+    """Say in words what missing ranks have not done."""
+    if call.receives_from and not call.sends_to:
+        return "no message came from"
+    if call.sends_to and not call.receives_from:
+        return "the message was not taken by"
+    return "not arrived"
+
+
+def _hint(
+    call: Call,
+    ranks: Sequence[int],
+    others: Sequence[int],
+    answers: Mapping[int, Mapping[str, Any]],
+) -> str:
+    """Return the advice that fits best what the other ranks are doing."""
+    busy = {r: answers[r] for r in others if r in answers and not answers[r]["done"]}
+    same_group = {r: answer for r, answer in busy.items() if answer["group"] == call.key}
+    if call.op == NEW_GROUP:
+        rivals = [r for r, answer in busy.items() if answer["op"] == NEW_GROUP]
+        if any(busy[r]["group"] != call.key for r in rivals):
+            return (
+                "ranks are making different groups: all members must call sub() with the same "
+                "ranks in the same order, and several groups in the same order on all ranks"
+            )
+        return (
+            "sub() and split() must be called by all members of the new group, "
+            "with the same ranks in the same order"
+        )
+    unlike = [r for r, answer in same_group.items() if answer["is_checked"] != call.is_checked]
+    if unlike and call.op not in ("send", "recv", "exchange"):
+        here, there = ("'on'", "'off'") if call.is_checked else ("'off'", "'on'")
+        return (
+            f"check mode is {here} here and {there} on {name_ranks(unlike)}: "
+            "UNISONO_CHECK=1 for all ranks, or check() at the same place on all of them"
+        )
+    me = next((place for place, rank in enumerate(ranks) if rank not in others), -1)
+    mutual = [
+        r
+        for r, answer in same_group.items()
+        if me in answer["receives_from"]
+        and me not in answer["sends_to"]
+        and ranks.index(r) in call.receives_from
+        and ranks.index(r) not in call.sends_to
+    ]
+    if mutual:
+        return (
+            f"this rank and {name_ranks(mutual)} wait for a message of each other: "
+            "let one send first, or both call comm.exchange(sends, recvs)"
+        )
+    return (
+        "UNISONO_CHECK=1 names the first call in which ranks disagree; "
+        "comm.with_timeout(seconds) or UNISONO_TIMEOUT_S sets the deadline"
+    )

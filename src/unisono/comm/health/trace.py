@@ -1,0 +1,355 @@
+"""Record of every collective: what, how many bytes, how long, how much of it waiting, from where.
+
+Off, it costs one `is None` test a call. `with trace() as t:` records; `t.table()` sums up,
+`t.save(path)` brings the events of all ranks together on one clock, in a file that chrome://tracing
+and Perfetto show, one lane per rank.
+
+What averaging gradients has cost is counted here, too (`AveragingCosts`): whoever averages adds to
+its own, and an open `CostLedger` holds the numbers, so that those of a module that is gone are not
+lost. Neither ever holds the module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from unisono.comm.call import Call
+from unisono.comm.health.watchdog import standing
+from unisono.comm.torch.private import default_store
+from unisono.environment import detect
+from unisono.errors import UnisonoError
+from unisono.trace_file import table, write
+
+MAX_EVENTS = 100_000
+"""Events kept; older ones are dropped first."""
+
+
+_OF_CALL = ("op", "algorithm", "group", "seq", "sent", "received", "t_start", "wait_ns", "is_async")
+"""Fields of an event that are those of its call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective on one rank. Times are nanoseconds of `time.perf_counter_ns`."""
+
+    op: str
+    algorithm: str
+    group: str
+    rank: int
+    seq: int
+    sent: int
+    received: int
+    dtype: str
+    t_start: int
+    t_end: int
+    wait_ns: int
+    is_async: bool
+    site: str
+
+
+class Recorder:
+    """Collects events of this process."""
+
+    def __init__(self, call_sites: bool = True) -> None:
+        self.call_sites = call_sites
+        self._raw: deque[tuple[Call, int, int]] = deque(maxlen=MAX_EVENTS)
+
+    def add(self, call: Call, rank: int) -> None:
+        """Take down a call that has just ended."""
+        self._raw.append((call, rank, time.perf_counter_ns()))
+
+    @property
+    def events(self) -> list[Event]:
+        """What was recorded so far, oldest first."""
+        return [
+            Event(
+                rank=rank,
+                dtype=str(call.dtype).removeprefix("torch."),
+                t_end=t_end,
+                site=call._site or "",
+                **{name: getattr(call, name) for name in _OF_CALL},
+            )
+            for call, rank, t_end in list(self._raw)
+        ]
+
+
+recorder: Recorder | None = None
+"""The recorder in use; None when nothing is traced. Read by the verbs at each call."""
+
+
+class trace:
+    """Record the collectives of this process while the context is open.
+
+    Args:
+        path: where to save at the end (collective over the world), None to save nothing. A place
+            that cannot be written is refused when the context is entered.
+        call_sites: look up the source line of each call (about a microsecond).
+
+    >>> with trace() as t:
+    ...     pass
+    >>> t.events
+    []
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, call_sites: bool = True
+    ) -> None:
+        self._path = path
+        self._recorder = Recorder(call_sites)
+        self._before: Recorder | None = None
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of this rank."""
+        return self._recorder.events
+
+    def table(self) -> str:
+        """Return the sums per operation and source line of this rank, largest first."""
+        return table([asdict(e) for e in self.events])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Gather the events of all ranks on rank 0, which writes `path`. Collective."""
+        save(path, self.events)
+
+    def __enter__(self) -> trace:
+        global recorder
+        if self._path is not None:
+            check_path(self._path)
+        self._before, recorder = recorder, self._recorder
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        global recorder
+        recorder = self._before
+        if self._path is not None and kind is None:
+            self.save(self._path)
+
+
+_whole_run: trace | None = None
+
+
+def start_from_environment() -> None:
+    """Open a trace for the whole run if `UNISONO_TRACE` names a file; it is saved at the end.
+
+    Rank 0 warns where that file cannot be written; the run is worth more than its trace.
+    """
+    global _whole_run
+    path = os.environ.get("UNISONO_TRACE")
+    if path and _whole_run is None:
+        if detect().rank == 0:
+            with warned_of():
+                check_path(path)
+        _whole_run = trace()
+        _whole_run.__enter__()
+        atexit.register(_save_own_part)
+
+
+@contextlib.contextmanager
+def warned_of() -> Iterator[None]:
+    """Turn the error of a trace that cannot be written into a warning."""
+    try:
+        yield
+    except UnisonoError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+
+
+def _save_own_part() -> None:
+    """At the end of a process whose world was not closed: write this rank's events beside the file.
+
+    Gathering them would need the other ranks, which may be gone.
+    """
+    global _whole_run
+    if _whole_run is not None:
+        whole, _whole_run = _whole_run, None
+        with warned_of():
+            save_alone(os.environ.get("UNISONO_TRACE", "trace.json"), whole.events)
+
+
+def save_whole_run() -> None:
+    """Save the trace of the whole run, if one is open. Collective over the world."""
+    global _whole_run
+    if _whole_run is not None:
+        whole, _whole_run = _whole_run, None
+        whole.__exit__(None, None, None)
+        whole.save(os.environ["UNISONO_TRACE"])
+
+
+_PINGS = 16
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that could not be written at the end. Local.
+
+    Rank 0 writes it; ranks of other hosts need not have its folder.
+    """
+    environment = detect()
+    rank = dist.get_rank() if dist.is_initialized() else environment.rank
+    problem = _obstacle(path) if rank == 0 or environment.nodes == 1 else None
+    if problem is not None:
+        raise _not_written(path, problem)
+
+
+def save(path: str | os.PathLike[str], events: list[Event]) -> None:
+    """Gather `events` of all ranks on rank 0 and write them there. Collective over the world.
+
+    Where that cannot be, all ranks raise.
+    """
+    if standing() and _is_alone():
+        save_alone(path, events)  # ranks that have groups, but no world to gather over
+        return
+    mine = [asdict(e) for e in events]
+    problem = _try_to_write(path, mine) if _is_alone() else _gather_and_write(path, mine)
+    if problem:
+        raise _not_written(path, problem)
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _gather_and_write(path: str | os.PathLike[str], mine: list[dict[str, Any]]) -> str:
+    """Bring all events to rank 0, which writes; returns what is in the way, the same everywhere."""
+    store = PrefixStore("unisono/trace", default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    round_number = (store.add("round", 1) - 1) // size
+    store = PrefixStore(str(round_number), store)
+    offset = clock_offset_ns(store, rank, size)
+    for event in mine:
+        event["t_start"] += offset
+        event["t_end"] += offset
+    if rank != 0:
+        store.set(f"events/{rank}", json.dumps(mine))
+        return store.get("written").decode()
+    everybody, problem = list(mine), "rank 0 did not get the events of all ranks"
+    try:
+        for other in range(1, size):
+            everybody += json.loads(store.get(f"events/{other}"))
+            store.delete_key(f"events/{other}")
+        problem = _try_to_write(path, everybody)
+    finally:
+        store.set("written", problem)  # the others wait for it, whatever happened here
+    return problem
+
+
+def _try_to_write(path: str | os.PathLike[str], events: Sequence[dict[str, Any]]) -> str:
+    """Write the file; returns what is in the way, nothing where it is written."""
+    try:
+        write(path, events)
+    except OSError as error:
+        return _obstacle(path) or error.strerror or str(error)
+    return ""
+
+
+def _obstacle(path: str | os.PathLike[str]) -> str | None:
+    """Return why a file cannot be written to `path`, as far as can be seen without doing it."""
+    target = Path(path).absolute()
+    if target.is_dir():
+        return "this is a folder"
+    if not target.parent.is_dir():
+        return f"there is no folder {str(target.parent)!r}"
+    place = target if target.exists() else target.parent
+    if not os.access(place, os.W_OK):
+        return f"no permission to write to {str(place)!r}"
+    return None
+
+
+def _not_written(path: str | os.PathLike[str], problem: str) -> UnisonoError:
+    hint = (
+        "a file in a folder that exists and can be written: UNISONO_TRACE=trace.json, trace(path)"
+    )
+    return UnisonoError.because(f"a trace to {os.fspath(path)!r}", problem, None, hint)
+
+
+def save_alone(path: str | os.PathLike[str], events: list[Event]) -> None:
+    """Write `events` of this rank only, to `path` or, beside other ranks, `path.rank3`. Local."""
+    ranks = {event.rank for event in events}
+    alone = not dist.is_initialized() and ranks <= {0} and not standing()
+    name = str(path) if alone else f"{path}.rank{min(ranks, default=0)}"
+    problem = _try_to_write(name, [asdict(e) for e in events])
+    if problem:
+        raise _not_written(name, problem)
+
+
+def clock_offset_ns(store: PrefixStore, rank: int, size: int) -> int:
+    """Return what to add to this rank's clock to get rank 0's: median over some ping-pongs."""
+    if rank == 0:
+        for other in range(1, size):
+            for i in range(_PINGS):
+                store.wait([f"ping/{other}/{i}"])
+                store.set(f"pong/{other}/{i}", str(time.perf_counter_ns()))
+        return 0
+    offsets: list[float] = []
+    for i in range(_PINGS):
+        before = time.perf_counter_ns()
+        store.set(f"ping/{rank}/{i}", "")
+        there = int(store.get(f"pong/{rank}/{i}"))
+        offsets.append(there - (before + time.perf_counter_ns()) / 2)
+    return round(statistics.median(offsets))
+
+
+_ADDED_UP = ("steps", "bytes", "wait_backward_s", "wait_forward_s")
+
+
+@dataclass(eq=False)
+class AveragingCosts:
+    """Running totals of one module on this rank."""
+
+    module: str
+    """Class of the module."""
+    ranks: int
+    """How many ranks average."""
+    buckets: int = 0
+    """How many messages a step has."""
+    steps: int = 0
+    bytes: int = 0
+    wait_backward_s: float = 0.0
+    wait_forward_s: float = 0.0
+
+
+class CostLedger:
+    """The costs of all modules that live while it is open, from its opening on."""
+
+    def __init__(self) -> None:
+        self._held = [(costs, replace(costs)) for costs in _living.values()]
+
+    def add(self, costs: AveragingCosts) -> None:
+        """Hold these as well; they begin now."""
+        self._held.append((costs, replace(costs)))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the costs since the opening, one row a module that had any, oldest first."""
+        since = [
+            (now, {name: getattr(now, name) - getattr(before, name) for name in _ADDED_UP})
+            for now, before in self._held
+        ]
+        return [asdict(now) | costs for now, costs in since if any(costs.values())]
+
+
+ledger: CostLedger | None = None
+"""The ledger of the record that is open; None when nothing is recorded."""
+_living: WeakValueDictionary[int, AveragingCosts] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def announce(costs: AveragingCosts) -> AveragingCosts:
+    """Make costs known to the record that is open and to those opened later; return them."""
+    _living[next(_numbers)] = costs
+    if ledger is not None:
+        ledger.add(costs)
+    return costs

@@ -1,0 +1,338 @@
+"""One daemon thread a process that lets ranks learn about each other while they are blocked.
+
+Through the world's store it answers other ranks' requests for stacks and notices a failure that a
+rank has posted. It starts with the first group of more than one rank and ends with the world.
+All that it leaves in the store is signed (`seal.py`), and what is not signed is not there for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from unisono.comm import call as calls
+from unisono.comm import seal
+from unisono.comm.call import thread_stacks
+from unisono.comm.machine import is_card_dead, own_card
+from unisono.comm.torch.private import default_store
+from unisono.errors import RankFailed
+
+POLL_S = 1.0
+"""Seconds between two looks at the store."""
+ANSWER_S = 3.0
+"""Longest time to wait for other ranks' answers."""
+
+looks: list[Callable[[Watchdog], None]] = []
+"""What other parts look for in the store, at every look of the watchdog."""
+
+_TOLD = ("seq", "done", "op", "sends_to", "receives_from", "is_checked")
+"""Fields of the latest call that are told to other ranks."""
+_NAME = "unisono-watchdog"
+_PREFIX = "unisono/watch"
+_lock = threading.Lock()
+_current: Watchdog | None = None
+_standing: dict[str, Watchdog] = {}
+"""Watchdogs of groups that do not belong to the default process group, by the groups' keys."""
+_inherited: dist.ProcessGroup | None = None
+"""The world of the process from which this one was forked."""
+
+
+class Watchdog:
+    """Answers requests and watches for failures, for ranks that share a store.
+
+    Args:
+        rank: own rank, as reports name it.
+        ranks: all ranks that share the store.
+        store: their store.
+        is_over: whether they have parted, so that nobody asks any more.
+        connection: a connection to the store that nobody blocks; default: a new one.
+        signed_by: signs what this rank leaves in the store; default: the seal of the world.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        store: Store,
+        is_over: Callable[[], bool],
+        connection: Store | None = None,
+        signed_by: seal.Seal | None = None,
+    ) -> None:
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.failure: RankFailed | None = None
+        self.store = store
+        self._is_over = is_over
+        self._store = PrefixStore(_PREFIX, connection or own_connection(store))
+        self._seal = signed_by or seal.of_world()
+        self._store_lock = threading.Lock()
+        self._stop = threading.Event()
+        self._answered = 0
+        self._news: list[dict[str, Any]] = []
+        self._news_read = 0
+        self.has_failed = False
+        """Whether this rank has posted a failure of its own."""
+        self.has_returned = False
+        """Whether this rank has said that its function has returned."""
+        self.put(f"process/{self.rank}", json.dumps(own_card()))
+        self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this watchdog still runs for ranks that have not parted."""
+        return not self._is_over() and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the thread and wait for its end."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10.0)
+
+    def post_failure(self, error: BaseException) -> None:
+        """Tell all ranks that this one failed; the first failure posted stays."""
+        record = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        self.has_failed = True
+        text = self._signed("failed", json.dumps(record))
+        with self._store_lock:
+            found = bytes(self._store.compare_set("failed", "", text))  # type: ignore[arg-type]
+            if self._seal.verified(found, "failed") is None:
+                self._set("failed", json.dumps(record))  # what was there is nobody's
+
+    def poll_failure(self) -> RankFailed | None:
+        """Look for a failure posted by another rank."""
+        if self.failure is None:
+            with self._store_lock:
+                text = self._get("failed") if self._has("failed") else None
+            posted = json.loads(text) if text is not None else None
+            if posted is not None and posted["rank"] != self.rank:
+                self.failure = failure_of(posted, len(self.ranks))
+        return self.failure
+
+    def put(self, key: str, text: str) -> None:
+        """Leave a text for all ranks; a store that has gone takes nothing."""
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            self._set(key, text)
+
+    def find(self, key: str) -> str | None:
+        """Return a text that a rank has left, None where there is none."""
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            return self._get(key) if self._has(key) else None
+        return None
+
+    def publish(self, record: dict[str, Any]) -> None:
+        """Add a record to the news of this world, which all ranks read in one order."""
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            number = self._store.add("news", 1)
+            self._set(f"news/{number}", json.dumps(record))
+
+    def news(self) -> list[dict[str, Any]]:
+        """Return all records published so far; each is fetched once."""
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            while self._has(key := f"news/{self._news_read + 1}"):
+                self._news_read += 1
+                if (text := self._get(key)) is not None:
+                    self._news.append(json.loads(text))
+        return self._news
+
+    def ask_stacks(self) -> dict[int, dict[str, Any]]:
+        """Collect stacks and latest collective of all other ranks that answer in time."""
+        with self._store_lock:
+            number = self._store.add("requests", 1)
+            self._set(f"request/{number}", str(self.rank))
+        answers: dict[int, dict[str, Any]] = {}
+        give_up = time.monotonic() + ANSWER_S
+        others = [rank for rank in self.ranks if rank != self.rank]
+        while len(answers) < len(others) and time.monotonic() < give_up:
+            self._poll()  # two ranks may ask each other at the same time
+            for rank in others:
+                key = f"answer/{number}/{rank}"
+                with self._store_lock:
+                    text = self._get(key) if rank not in answers and self._has(key) else None
+                if text is not None:
+                    answers[rank] = json.loads(text)
+            if len(answers) < len(others):
+                time.sleep(0.02)
+        return answers
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _signed(self, key: str, text: str) -> bytes:
+        return self._seal.sign(text.encode(), key)
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(key, self._signed(key, text))  # type: ignore[arg-type]
+
+    def _get(self, key: str) -> str | None:
+        """Return a text that is there; None if no rank of this world has written it."""
+        body = self._seal.heeded(bytes(self._store.get(key)), key)
+        return None if body is None else body.decode()
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            if self._is_over():
+                return
+            try:
+                self._poll()
+                for look in looks:
+                    look(self)
+            except (RuntimeError, OSError, ValueError):
+                return  # the store is gone: the world has ended without us
+
+    def _poll(self) -> None:
+        self.poll_failure()
+        while True:
+            with self._store_lock:
+                key = f"request/{self._answered + 1}"
+                if not self._has(key):
+                    return
+                asker = self._get(key)
+                self._answered += 1
+                if asker is not None and int(asker) != self.rank:
+                    answer = json.dumps(describe_self())
+                    self._set(f"answer/{self._answered}/{self.rank}", answer)
+
+
+def is_process_dead(rank: int) -> bool:
+    """Whether the process of a world rank is known to have ended; asks store and system."""
+    store, key = PrefixStore(_PREFIX, default_store()), f"process/{rank}"
+    if not store.check([key]):
+        return False
+    card = seal.of_world().heeded(bytes(store.get(key)), key)
+    return card is not None and is_card_dead(json.loads(card))
+
+
+def own_connection(store: Store) -> Store:
+    """Return a connection of our own where a blocked call would lock the shared one."""
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, TCPStore):
+        return store.clone()  # type: ignore[attr-defined]
+    return store
+
+
+def describe_self() -> dict[str, Any]:
+    """Return what this process tells others about itself."""
+    latest = calls.latest_call
+    call = latest or calls.Call("", "", "", 0, done=True)
+    return {
+        "stacks": thread_stacks(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "call": None if latest is None else latest.describe(),
+        "group": call.key,
+        **{name: getattr(call, name) for name in _TOLD},
+    }
+
+
+def failure_of(posted: dict[str, Any], size: int) -> RankFailed:
+    """Build the error that the other ranks raise from a posted record."""
+    message = (
+        f"rank {posted['rank']} of {size} on {posted['host']} raised {posted['error']}\n"
+        f"{posted['traceback'].rstrip()}"
+    )
+    return RankFailed(
+        message, rank=posted["rank"], host=posted["host"], traceback=posted["traceback"]
+    )
+
+
+def ensure() -> Watchdog | None:
+    """Return the watchdog of the default process group, started if needed; None at one rank.
+
+    None also in a process that was forked from a rank: it must not speak for that rank.
+    """
+    global _current
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() < 2 or world is _inherited:
+        return None
+    with _lock:
+        if _current is None or not _current.is_alive:
+            if _current is not None:
+                _current.stop()
+            _current = Watchdog(
+                world.rank(),
+                range(world.size()),
+                default_store(),
+                lambda: not dist.is_initialized() or dist.group.WORLD is not world,
+            )
+        return _current
+
+
+def current() -> Watchdog | None:
+    """Return the watchdog of the default process group if it runs; starts nothing."""
+    dog = _current
+    return dog if dog is not None and dog.is_alive else None
+
+
+def stand(key: str, dog: Watchdog) -> None:
+    """Let `dog` serve the group `key`, which does not belong to the default process group."""
+    _standing[key] = dog
+
+
+def dismiss(key: str) -> None:
+    """End the service of a group's own watchdog, and the watchdog with its last group."""
+    dog = _standing.pop(key, None)
+    if dog is not None and dog not in _standing.values():
+        dog.stop()
+
+
+def standing(key: str | None = None) -> list[Watchdog]:
+    """Return the watchdogs of groups outside of the default process group, or that of one group.
+
+    Args:
+        key: key of a group; calls of torch.distributed on it have more words after a slash.
+    """
+    if key is None:
+        return list(dict.fromkeys(_standing.values()))
+    dog = _standing.get(key.partition("/")[0])
+    return [] if dog is None else [dog]
+
+
+def serving(key: str) -> Watchdog | None:
+    """Return the watchdog to which the ranks of a group answer, started if needed."""
+    return next(iter(standing(key)), None) or ensure()
+
+
+def store_of(key: str) -> Store:
+    """Return the store that the ranks of a group share."""
+    dogs = standing(key)
+    return dogs[0].store if dogs else default_store()
+
+
+def stop() -> None:
+    """End the watchdog of the default process group, if any."""
+    global _current
+    with _lock:
+        if _current is not None:
+            _current.stop()
+            _current = None
+
+
+def _forget_after_fork() -> None:
+    global _current, _inherited, _lock
+    _current = None  # its thread stayed in the parent
+    _standing.clear()
+    _inherited = dist.group.WORLD if dist.is_initialized() else None
+    _lock = threading.Lock()
+
+
+atexit.register(stop)
+os.register_at_fork(after_in_child=_forget_after_fork)

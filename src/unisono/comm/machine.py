@@ -1,0 +1,193 @@
+"""This host as other processes see it: its identity, its addresses, and which processes live.
+
+A process that has ended but was not yet collected by its parent (a zombie) counts as dead. Host
+names mislead: many hosts know their own only as a loopback address, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+
+def host_id() -> str:
+    """Return a name that is equal exactly for processes of one running host.
+
+    `UNISONO_HOST_ID` replaces it, to rehearse several hosts on one.
+    """
+    return os.environ.get("UNISONO_HOST_ID") or _actual_host_id()
+
+
+@lru_cache(maxsize=1)
+def _actual_host_id() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()}/{boot}"
+    except OSError:
+        return socket.gethostname()
+
+
+def process_start(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks, None if there is no such live process.
+
+    Together with the process id it names a process for ever: ids are reused, pairs are not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def pid_namespace() -> int:
+    """Return a number that processes share which see each other's process ids."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def own_card() -> list[str | int]:
+    """Return what another process needs to know whether this one lives; see `is_card_dead`."""
+    pid = os.getpid()
+    return [f"{host_id()}-{pid_namespace()}", pid, process_start(pid) or 0]
+
+
+def is_card_dead(card: list[str | int]) -> bool:
+    """Whether the process that wrote the card has ended; False where this one cannot see it."""
+    where, pid, started = card
+    return where == own_card()[0] and is_dead(int(pid), int(started))
+
+
+def is_dead(pid: int, started: int) -> bool:
+    """Whether the process that had this id and start time has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except (OSError, AttributeError):  # an old kernel, a strict sandbox, another system
+        return _is_dead_by_proc(pid, started)
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)  # readable as soon as the process has ended
+        if poller.poll(0):
+            return True
+    finally:
+        os.close(fd)
+    return _is_dead_by_proc(pid, started)
+
+
+def _is_dead_by_proc(pid: int, started: int) -> bool:
+    if Path("/proc/self/stat").exists():
+        return process_start(pid) != started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+_TRY_S = 2.0
+_SIOCGIFADDR = 0x8915
+"""Linux: ask an interface for its IPv4 address."""
+
+
+def resolve(host: str) -> list[str]:
+    """Return the numeric addresses of `host`; raises `OSError` if it has none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address means the host that uses it."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def own_addresses() -> list[str]:
+    """Return numeric addresses at which other hosts may reach this one, the likeliest first."""
+    named: list[str] = []
+    with contextlib.suppress(OSError):
+        named = resolve(socket.gethostname())
+    found = dict.fromkeys([*named, *interfaces().values()])
+    return [address for address in found if not is_loopback(address)]
+
+
+def of_job(candidates: Sequence[str] = ()) -> str:
+    """Return the own address at which the other hosts of a job find this one.
+
+    The interface that the user names for gloo or NCCL goes first, then `candidates`, then
+    `own_addresses`. An address that this host does not have itself (of a gateway, say) is left
+    out. Empty if there is none: then nothing is left but to listen at all of them.
+    """
+    chosen = [
+        interfaces().get(name, "")
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        for name in os.environ.get(variable, "").split(",")
+    ]
+    for address in filter(None, (*chosen, *candidates, *own_addresses())):
+        if not is_loopback(address) and _is_own(address):
+            return address
+    return ""
+
+
+def _is_own(address: str) -> bool:
+    """Whether a socket of this host can listen at a numeric address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def first_reachable(candidates: Sequence[str], port: int) -> str:
+    """Return the first of some addresses that takes connections at `port`, else the first."""
+    for address in candidates:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, port), timeout=_TRY_S),
+        ):
+            return address
+    return candidates[0]
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the interface by which this host reaches `host`; None if that cannot be told."""
+    try:
+        source = _source_address(host)
+    except OSError:
+        return None
+    return next((name for name, address in interfaces().items() if address == source), None)
+
+
+def _source_address(host: str) -> str:
+    """Return the own address from which packets to `host` would leave; sends none."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return probe.getsockname()[0]
+
+
+@lru_cache(maxsize=1)
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found

@@ -1,0 +1,1 @@
+"""What torch.distributed sees of us, and what we use of torch that torch does not promise."""

@@ -1,0 +1,114 @@
+"""All that this package uses of torch and that torch does not promise: seen to work with 2.13.
+
+Nothing public tells whether a transform of torch.func is active, keeps torch.compile away from a
+function without loading the compiler, or makes a process group of which only its members know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, MutableMapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = [
+    "backend_config",
+    "default_store",
+    "is_batchedtensor",
+    "is_functorch_wrapped_tensor",
+    "known_groups",
+    "new_group",
+    "outside_transforms",
+    "runs_uncompiled",
+    "set_grad_enabled",
+    "set_timeout",
+    "transforms_active",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# -- modes ----------------------------------------------------------------------------------------
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""A third of the price of `torch.no_grad()`."""
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func is around this call."""
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """Leave the transforms of torch.func aside for a while."""
+    return temporarily_clear_interpreter_stack()
+
+
+def runs_uncompiled(function: F) -> F:
+    """Return the function, which compiled code calls as it is, with all that it calls.
+
+    For functions in which ranks agree at run time. As `torch.compiler.disable` does, which would
+    load the compiler for those who never compile.
+    """
+    marked = cast("Any", function)
+    marked._torchdynamo_disable = True  # a compiled caller stops before it ...
+    frames = cast("Any", torch._C)._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy") and hasattr(marked, "__code__"):
+        # ... and its own frame is never compiled
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+known_groups: MutableMapping[dist.ProcessGroup, Any] = c10d._world.pg_map
+"""Every group that torch.distributed has not destroyed."""
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group."""
+    return c10d._get_default_store()
+
+
+def backend_config(group: dist.ProcessGroup) -> str:
+    """Return the backend of a group for each kind of device, such as `cpu:gloo,cuda:nccl`."""
+    return str(c10d._world.pg_backend_config.get(group, ""))
+
+
+def new_group(
+    name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a group of which only the members know.
+
+    `dist.new_group` wants all ranks of the world, or, with local synchronisation, derives the name
+    from the number of groups that happen to exist on a rank, so that ranks with different histories
+    wait for each other for ever.
+
+    Args:
+        name: name of the group, the same on all members.
+        ranks: world ranks of the members; this rank is one of them.
+        backend: name of the backend.
+        timeout: deadline of making it.
+    """
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        default_store(),
+        c10d.GroupName(name),
+        timeout=timeout,
+        group_desc=name,
+    )
+    made = cast("dist.ProcessGroup", group)
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change the deadline of a group of torch's own backends."""
+    c10d._set_pg_timeout(timeout, group)

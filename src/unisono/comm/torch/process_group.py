@@ -1,0 +1,583 @@
+"""A process group of torch.distributed over the kernels of one of our engines.
+
+Kernels see contiguous, detached tensors; what is not, is staged. Every call is numbered, compared
+in check mode, traced, and run in the engine's order of calls, without autograd.
+"""
+
+# torch's stubs disagree with torch about the names of these arguments; callers pass them by place.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import GroupName
+
+from unisono.comm import call as calls
+from unisono.comm.arguments import check_no_overlap
+from unisono.comm.call import Call
+from unisono.comm.engines.base import Blocks, Engine, How, Ticket
+from unisono.comm.engines.queued import TransportEngine
+from unisono.comm.groups import GroupEntry
+from unisono.comm.health import failures, trace, watchdog
+from unisono.comm.perform import Performer, Transfer
+from unisono.comm.reductions import PLAIN_DTYPES, check_op
+from unisono.comm.torch import staging
+from unisono.comm.torch.staging import OPS, Targets, cut_evenly, cut_rows, source
+from unisono.comm.torch.work import DoneWork, TransportWork
+from unisono.errors import UnisonoError
+
+Tickets = Sequence[Ticket | None]
+Kernel = Callable[[How], Tickets]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class NcclBeside:
+    """The nccl group beside one of ours: CUDA tensors of the same ranks go there.
+
+    Args:
+        store: store of the group, under a prefix of this group alone.
+        rank: own rank in the group.
+        size: ranks of the group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._where = dist.PrefixStore("nccl", store), rank, size
+        self._group: Any = None
+
+    def group(self, timeout: timedelta) -> Any:
+        """Return the nccl group. Collective over the ranks when it is made."""
+        if self._group is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(*self._where, options)
+        return self._group
+
+    def shutdown(self) -> None:
+        """End the group, if there is one."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+
+def _by_device(method: Method) -> Method:
+    """Send calls with tensors of another device to the inner group for that device."""
+
+    @functools.wraps(method)
+    def routed(self: TransportProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        x = args[0]
+        while isinstance(x, (list, tuple)) and x:
+            x = x[0]
+        if isinstance(x, Tensor) and not x.is_cpu:
+            return getattr(self.inner_group(x.device), method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return routed  # type: ignore[return-value]
+
+
+class TransportProcessGroup(dist.ProcessGroup):
+    """What torch.distributed calls on a group whose kernels are those of `unisono_engine`.
+
+    Args:
+        engine: kernels of the group.
+        ranks: world ranks of the group.
+        timeout: deadline of a call where none is given.
+        backend: name under which the transport is registered.
+        deadline_s: what the environment says instead of `timeout`; asked for before the ranks meet.
+        beside: serves CUDA tensors.
+    """
+
+    unisono_engine: Engine
+    """The blocking kernels, called directly by `Communicator`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        backend: str,
+        deadline_s: float | None,
+        beside: NcclBeside | None = None,
+    ) -> None:
+        super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
+        self.unisono_engine = engine
+        self.options = SimpleNamespace(_timeout=timeout, backend=backend)
+        self._ranks = tuple(ranks)
+        self._backend = backend
+        self._beside = beside
+        self._group_name: str | None = None
+        self._calls: Performer | None = None
+        """How calls are run; made with the first one, when the group has its name."""
+        self._deadline_s = deadline_s
+        self._group_desc = "undefined"
+
+    # -- what the group is ----------------------------------------------------------------------
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_time_estimate = False
+
+    def name(self) -> str:
+        """Name of the backend."""
+        return self._backend
+
+    getBackendName = name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self.inner_group(device)
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    @property
+    def group_name(self) -> GroupName:
+        """Name under which torch.distributed knows the group."""
+        if self._group_name is None:
+            raise UnisonoError("this process group has no name yet")
+        return GroupName(self._group_name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    @property
+    def group_desc(self) -> str:
+        """Description of the group."""
+        return self._group_desc
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later calls."""
+        self.options._timeout = timeout
+
+    def inner_group(self, device: torch.device) -> Any:
+        """Return a process group of the same ranks for tensors on `device`; made when asked for."""
+        if self._beside is not None and device.type == "cuda" and dist.is_nccl_available():
+            return self._beside.group(self.options._timeout)
+        raise UnisonoError.because(
+            f"a collective on a {device.type} tensor in a {self._backend} group",
+            f"{self._backend} moves CPU tensors",
+            None,
+            "x.cpu(), or a group of another backend",
+        )
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the group cannot be used any more."""
+        return getattr(self.unisono_engine, "cause", None)
+
+    @property
+    def unisono_calls(self) -> int:
+        """How many collectives torch.distributed has begun on this group."""
+        return 0 if self._calls is None else self._calls._entry.collectives
+
+    def shutdown(self) -> None:
+        """Leave the group; calls under way end first. Called by `destroy_process_group`."""
+        if self._beside is not None:
+            self._beside.shutdown()
+        if dist.is_initialized() and dist.group.WORLD is self:
+            watchdog.stop()
+        if isinstance(self.unisono_engine, TransportEngine):
+            self.unisono_engine.close()
+
+    def abort(self) -> None:
+        """Break the group: calls under way and later ones fail on all ranks."""
+        if isinstance(self.unisono_engine, TransportEngine):
+            self.unisono_engine.fail(UnisonoError("the group was aborted"))
+            self.unisono_engine.cancel("the group was aborted")
+
+    # -- how calls are run ----------------------------------------------------------------------
+
+    def _submit(
+        self,
+        name: str,
+        kernel: Kernel,
+        targets: Targets,
+        opts: Any,
+        *,
+        kind: str = "",
+        root: int | None = None,
+        brought: Blocks = (),
+    ) -> Work:
+        """Run `kernel` in the group's order: now if the caller waits, else behind its back."""
+        is_async = bool(getattr(opts, "asyncOp", True))
+        performer = self._calls or self._introduce()
+        entry, x = performer._entry, brought[0] if brought else None
+        shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
+        call = Call(name, entry.name, entry.key, 0, shape, dtype, kind, root, is_async=is_async)
+        if trace.recorder is not None:
+            call.sent = sum(t.numel() * t.element_size() for t in brought)
+            call.received = sum(t.numel() * t.element_size() for t in targets.wanted)
+        timeout_s = self._timeout_s(opts)
+        if not is_async:
+
+            def run(async_op: bool, deadline: float) -> None:
+                kernel({"async_op": async_op, "timeout_s": deadline})
+
+            performer._perform(Transfer(call, run, targets.deliver, timeout_s))
+            return DoneWork(targets.wanted)
+        _ = call.site  # whoever waits for it, in another thread, could not look it up
+        waited = self.unisono_engine.waited_ns or 0
+        performer._begin(call, is_collective=True, deadline=timeout_s)
+        with performer._inside(call, timeout_s, is_taken=False):
+            entry.collectives = call.number = entry.collectives + 1
+            tickets = kernel({"async_op": True, "timeout_s": timeout_s})
+        return self._under_way(call, tickets, targets, timeout_s, waited)
+
+    def _message(
+        self, name: str, x: Tensor, to: tuple[int, ...] = (), source: tuple[int, ...] = ()
+    ) -> Call:
+        """Take down a message of torch.distributed; it has no number, as only two ranks make it."""
+        entry = (self._calls or self._introduce())._entry
+        call = Call(name, entry.name, f"{entry.key}/messages", 0, x.shape, x.dtype)
+        call.sends_to, call.receives_from = to, source
+        calls.latest_call = call
+        return call
+
+    def _under_way(
+        self, call: Call, tickets: Tickets, targets: Targets, timeout_s: float, waited: int = 0
+    ) -> Work:
+        """Return the call as torch.distributed sees it; its end delivers what was received."""
+
+        def ended() -> None:
+            targets.deliver()
+            call.done = True
+            recorder = trace.recorder
+            if recorder is not None and call.t_start:
+                call.wait_ns = (self.unisono_engine.waited_ns or 0) - waited
+                call.algorithm = self.unisono_engine.last_algorithm
+                recorder.add(call, self._ranks[self.rank()])
+
+        under_way = [ticket for ticket in tickets if ticket is not None]
+        if not under_way:
+            ended()
+            return DoneWork(targets.wanted)
+
+        def report(error: TimeoutError, seconds: float) -> BaseException:
+            return failures.timed_out(call, self._ranks, seconds, error)
+
+        return TransportWork(under_way, targets.wanted, timeout_s, ended, report)
+
+    def _introduce(self) -> Performer:
+        """With its first call a group gets its name, and this rank begins to answer for itself.
+
+        The calls of torch have numbers of their own, apart from those of a communicator's verbs.
+        """
+        if isinstance(self.unisono_engine, TransportEngine):
+            self.unisono_engine.check_usable()
+        entry = GroupEntry(self, self._ranks, made_by_us=False)
+        entry.name = f"{entry.name}/torch"
+        entry.key = f"{entry.key}/c10d"
+        entry.turn = None
+        self._calls = performer = Performer()
+        performer._entry, performer._engine, performer._closed = entry, self.unisono_engine, False
+        performer.rank, performer.size, performer.ranks = self.rank(), self.size(), self._ranks
+        performer.device, performer.timeout_s = torch.device("cpu"), self._timeout_s(None)
+        return performer
+
+    def _timeout_s(self, opts: Any) -> float:
+        """Return the deadline of a call: its own, the environment's, the group's."""
+        given = staging.given_timeout_s(opts)
+        if given is not None:
+            return given
+        return self._deadline_s or self.options._timeout.total_seconds()
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    @_by_device
+    def allreduce(self, tensors: Blocks, opts: Any = None) -> Work:
+        """Replace each tensor by its reduction over all ranks."""
+        if opts is None:
+            return self._reduce("all_reduce", _listed(tensors), opts)
+        x, performer, op = tensors[0], self._calls, OPS.get(opts.reduceOp.op)
+        is_usual = len(tensors) == 1 and x.dtype in PLAIN_DTYPES and x.layout is torch.strided
+        if performer is None or op is None or opts.asyncOp or not (is_usual and x.is_contiguous()):
+            return self._reduce("all_reduce", _listed(tensors), opts)
+        # One plain tensor that the caller waits for: the shortest way, for small ones.
+        check_op(op, x.dtype)
+        engine, entry = self.unisono_engine, performer._entry
+        call = Call("all_reduce", entry.name, entry.key, 0, x.shape, x.dtype, op)
+        call.sent = call.received = x.numel() * x.element_size()
+        timeout_s: float = opts.timeout.total_seconds()
+        if timeout_s <= 0:
+            timeout_s = self._deadline_s or self.options._timeout.total_seconds()
+        transfer = Transfer(
+            call,
+            lambda async_op, deadline: engine.all_reduce_(
+                x, op, async_op=async_op, timeout_s=deadline
+            ),
+            lambda: None,
+            timeout_s,
+        )
+        performer._perform(transfer)
+        return DoneWork(tensors)
+
+    @_by_device
+    def allreduce_coalesced(self, tensors: Blocks, opts: Any = None) -> Work:
+        """Replace each tensor by its reduction over all ranks."""
+        return self._reduce("all_reduce", _listed(tensors), opts)
+
+    @_by_device
+    def reduce(self, tensors: Blocks, opts: Any) -> Work:
+        """Replace each tensor on the root by its reduction; leaves the others' as they are."""
+        root = staging.check_member(int(opts.rootRank), self.size(), "dst", "reduce")
+        return self._reduce("reduce", _listed(tensors), opts, root)
+
+    def _reduce(self, name: str, xs: list[Tensor], opts: Any, root: int | None = None) -> Work:
+        op, engine = staging.op_name(opts), self.unisono_engine
+        for x in xs:
+            staging.check_dense(x)
+            check_no_overlap(x, name)
+            check_op(op, x.dtype)
+        targets = Targets(xs, keep=True)
+
+        def kernel(how: How) -> Tickets:
+            if root is None:
+                return [engine.all_reduce_(x, op, **how) for x in targets.tensors]
+            return [engine.reduce_(x, root, op, **how) for x in targets.tensors]
+
+        return self._submit(name, kernel, targets, opts, kind=op, root=root, brought=xs)
+
+    @_by_device
+    def reduce_scatter(self, outputs: Blocks, inputs: Sequence[Blocks], opts: Any = None) -> Work:
+        """Fill each output with the reduction of this rank's input over all ranks."""
+        return self._reduce_scatter(list(outputs), inputs, opts)
+
+    @_by_device
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Fill `output` with the reduction of this rank's piece of `input` over all ranks."""
+        pieces = cut_evenly(source(input), self.size(), "reduce_scatter")
+        return self._reduce_scatter([output], [pieces], opts)
+
+    @_by_device
+    def reduce_scatter_single_coalesced(
+        self, outputs: Blocks, inputs: Blocks, opts: Any = None
+    ) -> Work:
+        """Do `reduce_scatter_single` for each pair."""
+        pieces = [cut_evenly(source(x), self.size(), "reduce_scatter") for x in inputs]
+        return self._reduce_scatter(list(outputs), pieces, opts)
+
+    def _reduce_scatter(self, outs: list[Tensor], ins: Sequence[Blocks], opts: Any) -> Work:
+        op, engine = staging.op_name(opts), self.unisono_engine
+        staging.check_pairs(outs, ins, "reduce_scatter")
+        for out, blocks in zip(outs, ins, strict=True):
+            check_op(op, out.dtype)
+            staging.check_one_each(blocks, self.size(), "input", "reduce_scatter")
+            staging.check_one_dtype((out, *blocks), "reduce_scatter")
+            staging.check_same_bytes([out], [blocks[self.rank()]], "reduce_scatter")
+        targets = Targets(outs)
+        pairs = [
+            (out, [source(block) for block in blocks])
+            for out, blocks in zip(targets.tensors, ins, strict=True)
+        ]
+
+        def kernel(how: How) -> Tickets:
+            return [engine.reduce_scatter(out, blocks, op, **how) for out, blocks in pairs]
+
+        brought = [block for blocks in ins for block in blocks]
+        return self._submit("reduce_scatter", kernel, targets, opts, kind=op, brought=brought)
+
+    # -- moves ----------------------------------------------------------------------------------
+
+    @_by_device
+    def broadcast(self, tensors: Blocks, opts: Any) -> Work:
+        """Replace each tensor by the root's."""
+        xs, engine = _listed(tensors), self.unisono_engine
+        root = staging.check_member(int(opts.rootRank), self.size(), "src", "broadcast")
+        for x in xs:
+            check_no_overlap(x, "broadcast")
+        targets = Targets(xs, keep=True)
+
+        def kernel(how: How) -> Tickets:
+            return [engine.broadcast_(x, root, **how) for x in targets.tensors]
+
+        return self._submit("broadcast", kernel, targets, opts, root=root, brought=xs)
+
+    @_by_device
+    def allgather(self, outputs: Sequence[Blocks], inputs: Blocks, opts: Any = None) -> Work:
+        """Fill the outputs with the inputs of all ranks."""
+        return self._all_gather(outputs, list(inputs), opts)
+
+    @_by_device
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Fill `output` with the inputs of all ranks, one after the other."""
+        return self._all_gather_into([output], [input], opts)
+
+    @_by_device
+    def all_gather_single_coalesced(
+        self, outputs: Blocks, inputs: Blocks, opts: Any = None
+    ) -> Work:
+        """Do `all_gather_single` for each pair."""
+        return self._all_gather_into(list(outputs), list(inputs), opts)
+
+    @_by_device
+    def allgather_coalesced(
+        self, output_lists: Sequence[Blocks], inputs: Blocks, opts: Any = None
+    ) -> Work:
+        """Fill `output_lists[q][i]` with input `i` of rank `q`."""
+        for row in output_lists:
+            staging.check_pairs(row, inputs, "all_gather_coalesced")
+        outputs = [[row[i] for row in output_lists] for i in range(len(inputs))]
+        return self._all_gather(outputs, list(inputs), opts)
+
+    def _all_gather(self, outputs: Sequence[Blocks], xs: list[Tensor], opts: Any) -> Work:
+        size = self.size()
+        staging.check_pairs(outputs, xs, "all_gather")
+        for outs, x in zip(outputs, xs, strict=True):
+            staging.check_one_each(outs, size, "output", "all_gather")
+            staging.check_one_dtype((x, *outs), "all_gather")
+            staging.check_same_bytes([outs[self.rank()]], [x], "all_gather")
+        targets = Targets([out for outs in outputs for out in outs])
+        rows = [targets.tensors[i * size : (i + 1) * size] for i in range(len(xs))]
+        return self._gather_rows(rows, xs, targets, opts)
+
+    def _all_gather_into(self, outs: list[Tensor], xs: list[Tensor], opts: Any) -> Work:
+        staging.check_pairs(outs, xs, "all_gather")
+        for out, x in zip(outs, xs, strict=True):
+            staging.check_joined(out, x, self.size(), "all_gather")
+        targets = Targets(outs)
+        rows = [cut_evenly(out, self.size(), "all_gather") for out in targets.tensors]
+        return self._gather_rows(rows, xs, targets, opts)
+
+    def _gather_rows(
+        self, rows: Sequence[Blocks], xs: list[Tensor], targets: Targets, opts: Any
+    ) -> Work:
+        engine, dense = self.unisono_engine, [source(x) for x in xs]
+
+        def kernel(how: How) -> Tickets:
+            pairs = zip(rows, dense, strict=True)
+            return [engine.all_gather(outs, x, **how) for outs, x in pairs]
+
+        return self._submit("all_gather", kernel, targets, opts, brought=xs)
+
+    @_by_device
+    def gather(self, outputs: Sequence[Blocks], inputs: Blocks, opts: Any) -> Work:
+        """Fill the outputs of the root with the inputs of all ranks."""
+        x, engine = inputs[0], self.unisono_engine
+        root = staging.check_member(int(opts.rootRank), self.size(), "dst", "gather")
+        outs = list(outputs[0]) if self.rank() == root else None
+        if outs is not None:
+            staging.check_one_each(outs, self.size(), "output", "gather")
+            staging.check_one_dtype((x, *outs), "gather")
+        targets, dense = Targets(outs or []), source(x)
+        received = targets.tensors if outs is not None else None
+
+        def kernel(how: How) -> Tickets:
+            return [engine.gather(received, dense, root, **how)]
+
+        return self._submit("gather", kernel, targets, opts, root=root, brought=[x])
+
+    @_by_device
+    def scatter(self, outputs: Blocks, inputs: Sequence[Blocks], opts: Any) -> Work:
+        """Fill the output of each rank with its input on the root."""
+        out, engine = outputs[0], self.unisono_engine
+        root = staging.check_member(int(opts.rootRank), self.size(), "src", "scatter")
+        ins = list(inputs[0]) if self.rank() == root else None
+        if ins is not None:
+            staging.check_one_each(ins, self.size(), "input", "scatter")
+            staging.check_one_dtype((out, *ins), "scatter")
+        targets = Targets([out])
+        sent = [source(block) for block in ins] if ins is not None else None
+
+        def kernel(how: How) -> Tickets:
+            return [engine.scatter(targets.tensors[0], sent, root, **how)]
+
+        return self._submit("scatter", kernel, targets, opts, root=root, brought=ins or [])
+
+    @_by_device
+    def alltoall(self, outputs: Blocks, inputs: Blocks, opts: Any = None) -> Work:
+        """Fill output `q` with what rank `q` has for this rank."""
+        staging.check_one_each(outputs, self.size(), "output", "all_to_all")
+        staging.check_one_each(inputs, self.size(), "input", "all_to_all")
+        staging.check_one_dtype((*outputs, *inputs), "all_to_all")
+        targets, dense = Targets(outputs), [source(block) for block in inputs]
+        return self._swap(targets.tensors, dense, targets, inputs, opts)
+
+    @_by_device
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """Exchange blocks of rows; no sizes means equal blocks."""
+        size, x = self.size(), source(input)
+        staging.check_one_dtype((output, x), "all_to_all_single")
+        ins = cut_rows(x, input_split_sizes, size, "all_to_all_single input")
+        staging.row_sizes(output, output_split_sizes, size, "all_to_all_single output")
+        targets = Targets([output])
+        outs = cut_rows(targets.tensors[0], output_split_sizes, size, "output")
+        return self._swap(outs, ins, targets, [x], opts)
+
+    def _swap(
+        self, outs: Blocks, ins: Blocks, targets: Targets, brought: Blocks, opts: Any
+    ) -> Work:
+        engine = self.unisono_engine
+
+        def kernel(how: How) -> Tickets:
+            return [engine.all_to_all(outs, ins, **how)]
+
+        return self._submit("all_to_all", kernel, targets, opts, brought=brought)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Return when all ranks have come."""
+        engine = self.unisono_engine
+        return self._submit("barrier", lambda how: [engine.barrier(**how)], Targets([]), opts)
+
+    # Names of the same calls in other releases of torch.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- messages -------------------------------------------------------------------------------
+
+    @_by_device
+    def send(self, tensors: Blocks, dst: int, tag: int = 0) -> Work:
+        """Send a tensor to a rank of the group."""
+        staging.check_member(dst, self.size(), "dst", "send")
+        x, timeout_s = source(tensors[0]), self._timeout_s(None)
+        call = self._message("send", x, to=(dst,))
+        ticket = self.unisono_engine.exchange(
+            [(dst, x)], [], tag, async_op=True, timeout_s=timeout_s
+        )
+        return self._under_way(call, [ticket], Targets([x]), timeout_s)
+
+    @_by_device
+    def recv(self, tensors: Blocks, src: int, tag: int = 0) -> Work:
+        """Receive a tensor from a rank of the group."""
+        staging.check_member(src, self.size(), "src", "recv")
+        targets, timeout_s = Targets(tensors[:1]), self._timeout_s(None)
+        call = self._message("recv", tensors[0], source=(src,))
+        ticket = self.unisono_engine.exchange(
+            [], [(src, targets.tensors[0])], tag, async_op=True, timeout_s=timeout_s
+        )
+        return self._under_way(call, [ticket], targets, timeout_s)
+
+    @_by_device
+    def recv_anysource(self, tensors: Blocks, tag: int = 0) -> Work:
+        """Receive a tensor from whoever sends one first."""
+        if not isinstance(self.unisono_engine, TransportEngine):
+            raise UnisonoError("a receive in a group of one rank: there is nobody to send")
+        targets = Targets(tensors[:1])
+        anybody = tuple(rank for rank in range(self.size()) if rank != self.rank())
+        call = self._message("recv", tensors[0], source=anybody)
+        ticket = self.unisono_engine.receive_any(targets.tensors[0], tag)
+        return self._under_way(call, [ticket], targets, self._timeout_s(None))
+
+
+def _listed(tensors: Blocks | Tensor) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -1,8 +1,0 @@
-"""Transport for ranks of one host: tensors go through shared memory, not through the network."""
-
-from __future__ import annotations
-
-from unisono.comm.transports.shm.engine import ShmEngine
-from unisono.comm.transports.shm.process_group import ShmProcessGroup
-
-__all__ = ["ShmEngine", "ShmProcessGroup"]

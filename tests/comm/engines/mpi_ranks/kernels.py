@@ -1,0 +1,137 @@
+"""Kernels where MPI differs: pieces, lone blocks, scattered memory, its own reductions."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.engines.algorithms import forcing
+
+DEADLINE = {"async_op": False, "timeout_s": 20.0}
+LARGE = 700_001
+"""Elements (float32) of a block that is above one megabyte and travels alone."""
+
+
+def engine():
+    return dist.group.WORLD.unisono_engine
+
+
+def block(rank, n, dtype=torch.float32):
+    return ((torch.arange(n) * 7 + rank * 3) % 5).to(dtype)
+
+
+def check_large_and_empty_blocks_of_all_moves_whole_and_in_pieces():
+    e = engine()
+    me, others = e.rank, [q for q in range(e.size) if q != e.rank]
+    for pieces in (None, 400_000):
+        before = e.channel.chunk_bytes
+        e.channel.chunk_bytes = pieces or before
+        sizes = [LARGE if r == 1 else 0 if r == 2 else 5 for r in range(e.size)]
+        x, expected = block(me, sizes[me]), [block(r, n) for r, n in enumerate(sizes)]
+        outs = [torch.empty(n) for n in sizes]
+        e.all_gather(outs, x, **DEADLINE)
+        assert all(map(torch.equal, outs, expected))
+        for root in range(e.size):
+            outs = [torch.empty(n) for n in sizes] if root == me else None
+            e.gather(outs, x, root, **DEADLINE)
+            assert outs is None or all(map(torch.equal, outs, expected))
+            out = torch.empty(sizes[me])
+            e.scatter(out, expected if root == me else None, root, **DEADLINE)
+            assert torch.equal(out, expected[me])
+        y = block(me, LARGE)
+        e.broadcast_(y, 1, **DEADLINE)
+        assert torch.equal(y, block(1, LARGE))
+        ins = [block(me + 5 * q, sizes[(me + q) % e.size]) for q in range(e.size)]
+        outs = [torch.empty(sizes[(me + q) % e.size]) for q in range(e.size)]
+        e.all_to_all(outs, ins, **DEADLINE)
+        for q, out in enumerate(outs):
+            assert torch.equal(out, block(q + 5 * me, sizes[(me + q) % e.size]))
+        received = [(q, torch.empty(LARGE)) for q in others]
+        e.exchange([(q, block(me + q, LARGE)) for q in others], received, 3, **DEADLINE)
+        assert all(torch.equal(z, block(q + me, LARGE)) for q, z in received)
+        e.channel.chunk_bytes = before
+
+
+def check_a_gather_into_a_slice_of_its_own_output():
+    e = engine()
+    for n in (3, LARGE):
+        whole = torch.zeros(e.size * n)
+        pieces = list(whole.split(n))
+        pieces[e.rank].copy_(block(e.rank, n))
+        e.all_gather(pieces, pieces[e.rank], **DEADLINE)
+        assert torch.equal(whole, torch.cat([block(r, n) for r in range(e.size)]))
+
+
+def check_sums_of_large_tensors_by_every_algorithm():
+    e = engine()
+    for name in ("native", "all_to_all", "scatter_gather"):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool):
+            blocks = [block(r, LARGE, dtype) for r in range(e.size)]
+            expected = blocks[0].clone()
+            for other in blocks[1:]:
+                expected = expected | other if dtype == torch.bool else expected + other
+            with forcing("all_reduce", name):
+                x, y = blocks[e.rank].clone(), blocks[e.rank].clone()
+                e.all_reduce_(x, "sum", **DEADLINE)
+                assert e.last_algorithm == name
+                e.reduce_(y, e.size - 1, "sum", **DEADLINE)
+            assert torch.equal(x, expected)
+            assert torch.equal(y, expected if e.rank == e.size - 1 else blocks[e.rank])
+
+
+def check_sums_of_halves_by_mpi_itself_are_rounded_once():
+    e = engine()
+    for dtype, tiny in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+        for verb in ("all_reduce", "reduce_scatter"):
+            mine = torch.full((e.size, 10), 1.0 if e.rank == 0 else tiny, dtype=dtype)
+            exact = torch.tensor(1.0 + (e.size - 1) * tiny).to(dtype)
+            out = torch.empty(10, dtype=dtype)
+            with forcing(verb, "native"):
+                if verb == "all_reduce":
+                    out.copy_(mine[0])
+                    e.all_reduce_(out, "sum", **DEADLINE)
+                else:
+                    e.reduce_scatter(out, list(mine.unbind()), "sum", **DEADLINE)
+            assert torch.equal(out, exact.expand(10))
+            assert exact > 1 or e.size == 2
+
+
+def check_a_value_that_is_no_number_wins_on_all_ranks():
+    e = engine()
+    for op in ("min", "max"):
+        for n in (5, LARGE):
+            x = torch.full((n,), float("nan") if e.rank == e.size - 1 else float(e.rank))
+            e.all_reduce_(x, op, **DEADLINE)
+            assert bool(x.isnan().all())
+
+
+def check_calls_with_tickets_of_every_kernel():
+    e = engine()
+    later = {"async_op": True, "timeout_s": 20.0}
+    me, n = e.rank, 1000
+    xs = [block(me, n) for _ in range(3)]
+    outs = [[torch.empty(n) for _ in range(e.size)] for _ in range(3)]
+    out, own = torch.empty(n), torch.empty(n)
+    tickets = [
+        e.all_reduce_(xs[0], "sum", **later),
+        e.reduce_(xs[1], 0, "sum", **later),
+        e.broadcast_(xs[2], 1, **later),
+        e.all_gather(outs[0], block(me, n), **later),
+        e.all_to_all(outs[1], [block(me + q, n) for q in range(e.size)], **later),
+        e.reduce_scatter(out, [block(me + q, n) for q in range(e.size)], "sum", **later),
+        e.gather(outs[2] if me == 0 else None, block(me, n), 0, **later),
+        e.scatter(own, [block(q, n) for q in range(e.size)] if me == 1 else None, 1, **later),
+        e.barrier(**later),
+    ]
+    for ticket in reversed(tickets):
+        ticket.wait(20)
+        assert ticket.done()
+    total = sum(block(r, n) for r in range(e.size))
+    assert torch.equal(xs[0], total)
+    assert torch.equal(xs[1], total if me == 0 else block(me, n))
+    assert torch.equal(xs[2], block(1, n))
+    assert all(torch.equal(y, block(q, n)) for q, y in enumerate(outs[0]))
+    assert all(torch.equal(y, block(q + me, n)) for q, y in enumerate(outs[1]))
+    assert torch.equal(out, sum(block(r + me, n) for r in range(e.size)))
+    assert me != 0 or all(torch.equal(y, block(q, n)) for q, y in enumerate(outs[2]))
+    assert torch.equal(own, block(me, n))

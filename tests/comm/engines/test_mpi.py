@@ -1,0 +1,328 @@
+"""The MPI transport, on ranks that `mpiexec` starts.
+
+A start costs seconds, so one job of 2 and one of 4 ranks run all checks (`mpi_ranks/`), and each
+test here looks at what they reported about one of them. The ranks are forks of the warm interpreter
+(`tests/conftest.py`), which has not loaded MPI; `test_mpi_style_mpi.py` has ranks of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from unisono.comm import Communicator, transports
+from unisono.comm.engines.mpi import library
+from unisono.comm.engines.mpi.health import Member, Wait, Watch
+from unisono.comm.engines.mpi.kernels import choose_sum, is_exact
+from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
+
+HERE = Path(__file__).parent / "mpi_ranks"
+OWN = ("kernels", "verbs", "trouble", "worlds")
+CHECKS = re.findall(r'"test_(\w+)"', (HERE / "programs.py").read_text()) + [
+    name
+    for stem in OWN
+    for name in re.findall(r"^def check_(\w+)", (HERE / f"{stem}.py").read_text(), re.MULTILINE)
+]
+JOB_S = 240
+"""Longest time for a job, on a machine that does other things too."""
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+
+def mpiexec():
+    """Return the program that starts ranks, that of the mpich wheel first."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    why = library.unavailable() or ("mpiexec is not installed" if found is None else None)
+    if why is not None:
+        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
+        pytest.skip(why)
+    return found
+
+
+@dataclass
+class Job:
+    """What an MPI job printed."""
+
+    code: int
+    output: str
+    seconds: float
+
+    @property
+    def seen(self):
+        """Words of each rank in lines `SEEN <rank> <words>`."""
+        words = defaultdict(list)
+        for rank, text in re.findall(r"^SEEN (\d+) (.*)$", self.output, re.MULTILINE):
+            words[int(rank)].append(text)
+        return dict(words)
+
+
+def run_job(python, ranks, script, *arguments, threads="multiple"):
+    """Run a script on some ranks to its end."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": threads}
+    began = time.monotonic()
+    command = [mpiexec(), "-n", str(ranks), python, "-W", "ignore", str(HERE / script)]
+    process = subprocess.Popen(
+        [*command, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env,
+    )
+    with process:
+        try:
+            output, _ = process.communicate(timeout=JOB_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # which ends the ranks too
+            output, _ = process.communicate()
+            pytest.fail(f"{script} on {ranks} ranks did not end in {JOB_S} s:\n{output[-5000:]}")
+    return Job(process.returncode, output, time.monotonic() - began)
+
+
+@pytest.fixture(scope="module")
+def jobs(interpreter):
+    """The jobs that run all checks, by their number of ranks."""
+    return {ranks: run_job(interpreter.python, ranks, "main.py") for ranks in (2, 4)}
+
+
+@pytest.fixture(scope="module")
+def reports(jobs):
+    """What the jobs report about each check: (ranks, line)."""
+    found = defaultdict(list)
+    for ranks, job in jobs.items():
+        for text in re.findall(r"^CHECK (.*)$", job.output, re.MULTILINE):
+            line = json.loads(text)
+            found[line["name"].partition("[")[0]].append((ranks, line))
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_mpi(reports, jobs, check):
+    lines = reports[check]
+    tails = {ranks: job.output[-3000:] for ranks, job in jobs.items()}
+    assert lines, f"{check} was not run:\n{tails}"
+    broken = [
+        f"{line['name']} on {ranks} ranks, rank {rank}:\n{text}"
+        for ranks, line in lines
+        for rank, text in line["errors"].items()
+    ]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_job_ends_well_without_clean_up_and_ran_no_check_that_is_not_listed(
+    jobs, reports, ranks
+):
+    assert jobs[ranks].code == 0, jobs[ranks].output[-3000:]
+    assert set(reports) == set(CHECKS)
+
+
+def test_an_exception_on_one_rank_ends_the_job_and_is_known_to_the_others(interpreter):
+    job = run_job(interpreter.python, 2, "endings.py", "by_an_exception", threads="serialized")
+    assert job.code != 0
+    assert job.seen[0] == ["level 2 warnings 0", "background True", "failed 1 True True"]
+    assert "ValueError: raised on purpose" in job.output
+    assert "aborted" not in job.output
+
+
+def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_refused(interpreter):
+    job = run_job(
+        interpreter.python, 2, "endings.py", "by_an_exception_and_clean_up", threads="funneled"
+    )
+    assert job.code != 0
+    assert job.seen[0] == [
+        "level 1 warnings 1",
+        "background False",
+        "thread found: MPI was initialised for its main thread alone",
+        "left 1 True",
+    ]
+    assert "aborted" not in job.output
+
+
+def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(interpreter):
+    job = run_job(interpreter.python, 2, "endings.py", "beside_a_hung_rank")
+    assert job.code != 0
+    assert "not arrived: rank 1" in job.output
+    assert "time.sleep(300)" in job.output  # where rank 1 was
+    assert "the MPI job is aborted" in job.output
+    assert job.seconds < 60
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["any_order", "beside_a_world", "a_world_that_comes_later", "everything_works"],
+)
+def test_communicators_of_mpi4py_stand_on_their_own(interpreter, case):
+    job = run_job(interpreter.python, 4, "standalone.py", case)
+    assert job.code == 0, job.output[-5000:]
+    assert job.seen == {rank: ["done"] for rank in range(4)}
+
+
+def test_without_a_world_a_stalled_rank_is_named_with_its_stack(interpreter):
+    job = run_job(interpreter.python, 4, "standalone.py", "a_stalled_rank")
+    assert job.code == 0, job.output[-5000:]
+    assert job.seen == {rank: ["missing [3] stack True"] for rank in range(3)}
+
+
+def test_without_a_world_an_exception_reaches_the_ranks_of_its_group_and_ends_the_job(interpreter):
+    job = run_job(interpreter.python, 4, "standalone.py", "a_failing_rank")
+    assert job.code != 0
+    assert job.seen == {rank: ["failed 1 True"] for rank in (2, 3)}
+    assert "ValueError: raised on purpose" in job.output
+    assert job.seconds < 60
+
+
+def test_without_a_world_ranks_in_different_calls_and_returned_ranks_are_named(interpreter):
+    job = run_job(interpreter.python, 4, "standalone.py", "different_calls")
+    assert job.seen == {rank: ["mismatch True"] for rank in (0, 2, 3)}, job.output[-5000:]
+
+
+# -- without ranks ----------------------------------------------------------------------------
+
+
+WITHOUT_MPI = """
+import os, sys
+import torch.distributed as dist
+from unisono.comm import transports
+from unisono.errors import MissingExtra
+
+def start():
+    try:
+        dist.init_process_group("mpi4py", store=dist.HashStore(), rank=0, world_size=1)
+    except MissingExtra as error:
+        return str(error)
+
+print(any(name.startswith("mpi4py") for name in sys.modules))
+transports.register()
+print("MPI4PY" in dist.Backend._plugins)
+os.environ["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
+print(repr(transports.available()["mpi"]), repr(start()))
+package = sys.modules["mpi4py"]
+sys.modules["mpi4py"] = None
+print(repr(transports.available()["mpi"]), repr(start()))
+sys.modules["mpi4py"] = package
+del os.environ["MPI4PY_LIBMPI"]
+print(repr(transports.available()["mpi"]), "mpi4py.MPI" in sys.modules)
+"""
+
+
+def test_mpi_is_loaded_only_when_it_is_used_and_what_is_missing_is_named_with_its_cure(
+    interpreter,
+):
+    mpiexec()
+    done = subprocess.run(
+        [interpreter.python, "-c", WITHOUT_MPI], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    imported, registered, without_library, without_package, state = done.stdout.splitlines()
+    assert imported == "False"
+    assert state == "'ok' False"
+    assert registered == "True"
+    cure = 'pip install "unisono[mpi]"'
+    assert without_package.count(cure) == 2
+    if not without_library.startswith("'ok'"):  # an mpi4py linked with its library has it
+        assert without_library.count(cure) == 2
+        assert "cannot load MPI library" in without_library
+
+
+def test_our_source_check_needs_no_mpi():
+    assert not library.is_communicator(object())
+    with pytest.raises(UnisonoError, match="names no group"):
+        Communicator.of(object())
+    assert issubclass(MissingExtra, ImportError)
+    assert set(transports.available()) == {"shm", "mpi"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "ranks", "exact"),
+    [
+        (torch.int8, "product", 9, True),
+        (torch.bool, "sum", 3, True),
+        (torch.float32, "sum", 2, True),
+        (torch.float32, "sum", 3, False),
+        (torch.float32, "max", 2, False),
+        (torch.float32, "sum64", 2, False),
+        (torch.bfloat16, "sum", 2, False),
+        (torch.complex64, "sum", 2, True),
+        (torch.complex64, "product", 2, False),
+    ],
+)
+def test_mpi_reduces_itself_only_what_has_no_order(dtype, op, ranks, exact):
+    assert is_exact(dtype, op, ranks) is exact
+    name = choose_sum("all_reduce", dtype, op, 10**8, ranks)
+    assert name == ("native" if exact else "scatter_gather")
+
+
+def test_small_tensors_are_fetched_whole_and_large_ones_by_shares():
+    assert choose_sum("all_reduce", torch.float32, "sum", 64 * 1024, 4) == "all_to_all"
+    assert choose_sum("all_reduce", torch.float32, "sum", 64 * 1024 + 4, 4) == "scatter_gather"
+    assert choose_sum("all_reduce", torch.float32, "sum", 4096, 1000) == "all_to_all"
+    assert choose_sum("reduce_scatter", torch.float32, "sum", 10**9, 4) == "all_to_all"
+
+
+class Silence:
+    """A store in which nobody has left anything but that some ranks are missing."""
+
+    def __init__(self, missing=()):
+        self._missing = list(missing)
+
+    def failures(self):
+        return []
+
+    def mark(self, number):
+        pass
+
+    def missing(self, number):
+        return self._missing
+
+
+def member(pid, started=0):
+    return Member(0, 2, "here", pid, started, "this host")
+
+
+def test_a_dead_neighbour_is_named_during_a_wait():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    members = [member(os.getpid()), member(process.pid)]
+    watch = Watch((4, 7), 0, members, Silence())
+    with pytest.raises(RankFailed, match=r"rank 7 \(process \d+ on this host\) died") as caught:
+        watch.judge(None)
+    assert caught.value.rank == 7
+    watch.judge([0])  # nobody waits for the dead one
+
+
+def test_a_wait_looks_at_its_deadline_last_of_all():
+    me = member(os.getpid())
+    watch = Watch((4, 7), 0, [me, me], Silence([1]))
+    watch._neighbours = []
+    wait = Wait(watch, 0.01)
+    time.sleep(0.02)
+    with pytest.raises(RankTimeout, match="not arrived: rank 7"):
+        wait.step()
+    watch.cancelled = "the group was closed"
+    with pytest.raises(UnisonoError, match="the group was closed"):
+        wait.step()
+
+
+def test_a_rank_that_left_after_it_made_the_collective_is_not_missed():
+    me = member(os.getpid())
+    watch = Watch((4, 7), 0, [me, me], Silence())
+    watch.number, watch.gone = 5, {1: 5}
+    assert watch.departed(None) == []
+    watch.number = 6
+    assert watch.departed(None) == [7]
+    assert watch.departed([1]) == [7]  # it sends no messages any more
+    assert watch.departed([0]) == []
