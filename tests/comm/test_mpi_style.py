@@ -21,7 +21,7 @@ from unisono.comm.mpi_style import (
     MPICommunication,
     Request,
     Status,
-    mailbox,
+    messages,
 )
 from unisono.errors import RankTimeout, UnisonoError
 
@@ -408,9 +408,9 @@ def test_a_synchronous_send_waits_for_its_receive_and_a_plain_one_does_not():
 
 @pytest.mark.ranks(2, backend=BACKENDS)
 def test_sends_beyond_the_buffer_wait_for_receivers_and_serve_own_receives_meanwhile():
-    comm, limit = MPI_WORLD, mailbox.BUFFERED_BYTES
+    comm, limit = MPI_WORLD, messages.BUFFERED_BYTES
     other = 1 - comm.rank
-    mailbox.BUFFERED_BYTES = 6 * BIG  # one message of 4 bytes an element, not two
+    messages.BUFFERED_BYTES = 6 * BIG  # one message of 4 bytes an element, not two
     try:
         outs = [torch.zeros(BIG) for _ in range(4)]
         requests = [comm.Irecv(out, other) for out in outs]
@@ -418,7 +418,7 @@ def test_sends_beyond_the_buffer_wait_for_receivers_and_serve_own_receives_meanw
             comm.Send(torch.full((BIG,), float(number)), other)
         Request.Waitall(requests)
     finally:
-        mailbox.BUFFERED_BYTES = limit
+        messages.BUFFERED_BYTES = limit
     assert [out.unique().tolist() for out in outs] == [[0.0], [1.0], [2.0], [3.0]]
 
 
