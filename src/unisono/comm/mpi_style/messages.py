@@ -243,6 +243,7 @@ class Mailbox:
         *,
         is_sync: bool = False,
         is_copied: bool = True,
+        timeout_s: float,
     ) -> Request:
         """Send flat bytes to `dst`.
 
@@ -253,12 +254,13 @@ class Mailbox:
             tag: the user's tag.
             is_sync: complete when somebody receives it.
             is_copied: whether the caller may change `x` at once.
+            timeout_s: deadline of waits; that of `comm` may be another one of the same group.
         """
         comm, serial = self._comm, next(_serials)
         is_apart = x.numel() > INLINE_BYTES and dst != comm.rank
         envelope = Envelope(comm.rank, serial, tag, x.numel(), dtype, is_sync, is_apart)
         if dtype is None and comm.size > 1:
-            self._seal.check_alike(comm.ranks, comm.timeout_s)
+            self._seal.check_alike(comm.ranks, timeout_s)
         if is_apart:
             envelope.digest = digest_of(x) if dtype is None else b""
             kept = x.clone() if is_copied else x
@@ -271,20 +273,26 @@ class Mailbox:
         self._post(dst, envelope)
         self._attend()
         call = Call("send", comm.name, str(comm.group_name), 0, sends_to=(dst,))
-        self._until(lambda: sum(one.nbytes for one in self._sent.values()) <= BUFFERED_BYTES, call)
+
+        def has_room() -> bool:
+            return sum(sent.nbytes for sent in self._sent.values()) <= BUFFERED_BYTES
+
+        self._until(has_room, call, timeout_s)
         if (is_copied and not is_sync) or serial not in self._sent:
             return Request.done()
 
         def is_taken() -> bool:
             return serial not in self._sent
 
-        return Request(is_taken, lambda: self._until(is_taken, call))
+        return Request(is_taken, lambda: self._until(is_taken, call, timeout_s))
 
-    def receive(self, source: int | None, tag: int | None, buffer: Tensor | None) -> Request:
+    def receive(
+        self, source: int | None, tag: int | None, buffer: Tensor | None, *, timeout_s: float
+    ) -> Request:
         """Receive the next message from `source` with `tag` (None: any) into `buffer`."""
         comm, receive = self._comm, Receive(source, tag, buffer)
         if buffer is None and comm.size > 1:
-            self._seal.check_alike(comm.ranks, comm.timeout_s)
+            self._seal.check_alike(comm.ranks, timeout_s)
         envelope = next((one for one in self._arrived if receive.takes(one)), None)
         if envelope is not None:
             self._arrived.remove(envelope)
@@ -304,7 +312,7 @@ class Mailbox:
                         None,
                         "send first, or Irecv, send, Wait",
                     )
-                self._until(lambda: receive.is_done, call)
+                self._until(lambda: receive.is_done, call, timeout_s)
             finally:
                 if not receive.is_done:  # given up: it must not take a later message
                     self._expected.remove(receive)
@@ -336,10 +344,9 @@ class Mailbox:
         self._attend()
         return True
 
-    def _until(self, is_ready: Callable[[], bool], call: Call) -> None:
+    def _until(self, is_ready: Callable[[], bool], call: Call, timeout_s: float) -> None:
         if is_ready():
             return
-        timeout_s = self._comm.timeout_s
         calls.latest_call = call
         drive(is_ready, timeout_s)
         if not is_ready():

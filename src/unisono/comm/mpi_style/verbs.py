@@ -625,20 +625,30 @@ class Verbs(ABC):
             return Request.done()
         x = as_tensor(buf, verb, "sendbuf")
         flat = bytes_of(dense(self._staged(x)))
-        return self._mailbox.send(flat, x.dtype, dest, tag, is_sync=is_sync, is_copied=is_copied)
+        return self._mailbox.send(
+            flat,
+            x.dtype,
+            dest,
+            tag,
+            is_sync=is_sync,
+            is_copied=is_copied,
+            timeout_s=self._comm.timeout_s,
+        )
 
     def _send_object(self, obj: Any, dest: int, tag: int, verb: str) -> None:
         expect_int("tag", tag, 0)
         if self._is_somebody(dest, verb, "dest"):
             raw = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
-            self._mailbox.send(self._staged(raw), None, dest, tag)
+            self._mailbox.send(self._staged(raw), None, dest, tag, timeout_s=self._comm.timeout_s)
 
     def _receive(self, buffer: Tensor | None, source: int, tag: int, verb: str) -> Request:
         wanted_tag = None if constants.is_any_tag(tag) else expect_int("tag", tag, 0)
         wanted_source = None if constants.is_any_source(source) else source
         if wanted_source is not None and not self._is_somebody(wanted_source, verb, "source"):
             return Request.done()
-        return self._mailbox.receive(wanted_source, wanted_tag, buffer)
+        return self._mailbox.receive(
+            wanted_source, wanted_tag, buffer, timeout_s=self._comm.timeout_s
+        )
 
     def _is_somebody(self, rank: int, verb: str, what: str) -> bool:
         """Check the other rank; False for `PROC_NULL`."""
