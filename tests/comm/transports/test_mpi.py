@@ -22,8 +22,9 @@ import pytest
 import torch
 
 from unisono.comm import Communicator, transports
+from unisono.comm.processes import process_start
 from unisono.comm.transports.mpi import library
-from unisono.comm.transports.mpi.health import Member, Wait, Watch
+from unisono.comm.transports.mpi.channel import Member, Wait, Watch
 from unisono.comm.transports.mpi.kernels import choose_sum, is_exact
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
 
@@ -273,31 +274,19 @@ def test_small_tensors_are_fetched_whole_and_large_ones_by_shares():
     assert choose_sum("reduce_scatter", torch.float32, "sum", 10**9, 4) == "all_to_all"
 
 
-class Silence:
-    """A store in which nobody has left anything but that some ranks are missing."""
-
-    def __init__(self, missing=()):
-        self._missing = list(missing)
-
-    def failures(self):
-        return []
-
-    def mark(self, number):
-        pass
-
-    def missing(self, number):
-        return self._missing
+def watch_of(*cards):
+    """Return the watch of rank 0 of two, world ranks 4 and 7, with no store to ask."""
+    members = [Member(0, 2, list(card), "this host", "token") for card in cards]
+    return Watch((4, 7), 0, members, "a group")
 
 
-def member(pid, started=0):
-    return Member(0, 2, "here", pid, started, "this host")
+ME = ("here", os.getpid(), process_start(os.getpid()))
 
 
 def test_a_dead_neighbour_is_named_during_a_wait():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    members = [member(os.getpid()), member(process.pid)]
-    watch = Watch((4, 7), 0, members, Silence())
+    watch = watch_of(ME, ("here", process.pid, 0))
     with pytest.raises(RankFailed, match=r"rank 7 \(process \d+ on this host\) died") as caught:
         watch.judge(None)
     assert caught.value.rank == 7
@@ -305,21 +294,20 @@ def test_a_dead_neighbour_is_named_during_a_wait():
 
 
 def test_a_wait_looks_at_its_deadline_last_of_all():
-    me = member(os.getpid())
-    watch = Watch((4, 7), 0, [me, me], Silence([1]))
-    watch._neighbours = []
-    wait = Wait(watch, 0.01)
+    watch = watch_of(ME, ME)
+    wait, of_all = Wait(watch, 0.01, peers=[1]), Wait(watch, 0.01)
     time.sleep(0.02)
     with pytest.raises(RankTimeout, match="not arrived: rank 7"):
         wait.step()
+    with pytest.raises(RankTimeout, match="not arrived: not known"):
+        of_all.step()
     watch.cancelled = "the group was closed"
     with pytest.raises(UnisonoError, match="the group was closed"):
         wait.step()
 
 
 def test_a_rank_that_left_after_it_made_the_collective_is_not_missed():
-    me = member(os.getpid())
-    watch = Watch((4, 7), 0, [me, me], Silence())
+    watch = watch_of(ME, ME)
     watch.number, watch.gone = 5, {1: 5}
     assert watch.departed(None) == []
     watch.number = 6
