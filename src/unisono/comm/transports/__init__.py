@@ -6,23 +6,42 @@ FSDP and DTensor use them like gloo.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch.distributed as dist
 
 from unisono.comm.communicator import register_source
 from unisono.comm.transports import mpi
 from unisono.comm.transports.shm import core
-from unisono.comm.transports.shm.process_group import create as create_shm
+from unisono.comm.transports.shm.process_group import ShmProcessGroup
 
 __all__ = ["available", "mpi", "register"]
 
 
 def register() -> None:
     """Make the backends known to torch.distributed. Idempotent, local."""
-    if "SHM" not in dist.Backend._plugins:
-        dist.Backend.register_backend("shm", create_shm, extended_api=True, devices=["cpu"])
-    if "MPI4PY" not in dist.Backend._plugins:
-        dist.Backend.register_backend("mpi4py", mpi.create, extended_api=True, devices=["cpu"])
-        register_source(mpi.is_communicator, mpi.entry_of)
+    for name, kind in (("shm", ShmProcessGroup), ("mpi4py", mpi.MpiProcessGroup)):
+        if name.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(
+                name, partial(_create, kind), extended_api=True, devices=["cpu"]
+            )
+            if kind is mpi.MpiProcessGroup:
+                register_source(mpi.is_communicator, mpi.entry_of)
+
+
+def _create(
+    kind: type[ShmProcessGroup | mpi.MpiProcessGroup], options: Any, _: Any
+) -> dist.ProcessGroup:
+    """Make a group for torch.distributed from its backend options."""
+    return kind(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.global_ranks_in_group,
+        str(options.group_id),
+    )
 
 
 def available() -> dict[str, str]:

@@ -24,6 +24,7 @@ from unisono.comm.engine import Engine, Ticket
 from unisono.comm.groups import GroupEntry
 from unisono.comm.perform import Performer, Transfer
 from unisono.comm.transports import staging
+from unisono.comm.transports.nccl import NcclBeside
 from unisono.comm.transports.queued import TransportEngine
 from unisono.comm.transports.staging import Targets
 from unisono.comm.transports.work import DoneWork, TransportWork
@@ -50,6 +51,7 @@ class CallingGroup(dist.ProcessGroup):
         timeout: deadline of a call where none is given.
         backend: name under which the transport is registered.
         deadline_s: what the environment says instead of `timeout`; asked for before the ranks meet.
+        store: store under a prefix of this group alone, for an nccl group beside it.
     """
 
     unisono_engine: Engine
@@ -62,6 +64,7 @@ class CallingGroup(dist.ProcessGroup):
         timeout: timedelta,
         backend: str,
         deadline_s: float | None,
+        store: dist.Store,
     ) -> None:
         super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
         self.unisono_engine = engine
@@ -73,6 +76,7 @@ class CallingGroup(dist.ProcessGroup):
         """How calls are run; made with the first one, when the group has its name."""
         self._deadline_s = deadline_s
         self._group_desc = "undefined"
+        self._nccl = NcclBeside(store, engine.rank, engine.size)
 
     # -- what the group is ----------------------------------------------------------------------
 
@@ -118,7 +122,12 @@ class CallingGroup(dist.ProcessGroup):
         self.options._timeout = timeout
 
     def inner_group(self, device: torch.device) -> Any:
-        """Return a process group of the same ranks for tensors on `device`."""
+        """Return a process group of the same ranks for tensors on `device`.
+
+        That of nccl, made when first asked for, serves CUDA tensors; nothing serves others.
+        """
+        if device.type == "cuda" and dist.is_nccl_available():
+            return self._nccl.group(self.options._timeout)
         raise UnisonoError.because(
             f"a collective on a {device.type} tensor in a {self._backend} group",
             f"{self._backend} moves CPU tensors",
@@ -134,6 +143,7 @@ class CallingGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group; calls under way end first. Called by `destroy_process_group`."""
+        self._nccl.shutdown()
         if dist.is_initialized() and dist.group.WORLD is self:
             watchdog.stop()
         if isinstance(self.unisono_engine, TransportEngine):

@@ -23,7 +23,6 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from unisono.comm import watchdog
@@ -36,7 +35,6 @@ from unisono.comm.transports.c10d import TransportProcessGroup
 from unisono.comm.transports.mpi.channel import Channel, Member, Watch
 from unisono.comm.transports.mpi.engine import MpiEngine
 from unisono.comm.transports.mpi.library import Threads, load
-from unisono.comm.transports.nccl import NcclBeside
 from unisono.comm.transports.shm.rendezvous import Rendezvous
 from unisono.errors import MeshError
 
@@ -101,31 +99,8 @@ class MpiProcessGroup(TransportProcessGroup):
             self.communicator = channel.comm
             engine = MpiEngine(channel, name, store, _depart)
             _watch_over(engine)
-        self._nccl = NcclBeside(dist.PrefixStore(f"mpi/{nonce}", store), rank, size)
-        super().__init__(engine, ranks, timeout, BACKEND, deadline_s)
-
-    def inner_group(self, device: torch.device) -> Any:
-        """Return the nccl group that serves CUDA tensors; made when first asked for."""
-        if device.type != "cuda" or not dist.is_nccl_available():
-            return super().inner_group(device)
-        return self._nccl.group(self.options._timeout)
-
-    def shutdown(self) -> None:
-        """Leave the group; calls under way end first. Called by `destroy_process_group`."""
-        self._nccl.shutdown()
-        super().shutdown()
-
-
-def create(options: Any, _: Any = None) -> MpiProcessGroup:
-    """Make a group for torch.distributed from its backend options."""
-    return MpiProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.global_ranks_in_group,
-        str(options.group_id),
-    )
+        beside = dist.PrefixStore(f"mpi/{nonce}", store)
+        super().__init__(engine, ranks, timeout, BACKEND, deadline_s, beside)
 
 
 def _world_communicator(mpi: Any) -> MPI.Intracomm:
@@ -290,11 +265,3 @@ def _end() -> None:
         print(f"unisono: after an exception, the other ranks of MPI have {GRACE_S:g} s to end, too")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-
-
-def _abandon_after_fork() -> None:
-    for engine in living():
-        engine.abandon_after_fork()
-
-
-os.register_at_fork(after_in_child=_abandon_after_fork)

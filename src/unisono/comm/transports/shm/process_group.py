@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from unisono.comm.arguments import environment_timeout_s
@@ -17,8 +13,6 @@ from unisono.comm.engine import Engine
 from unisono.comm.self_engine import SelfEngine
 from unisono.comm.transports.c10d import TransportProcessGroup
 from unisono.comm.transports.jobs import JobQueue
-from unisono.comm.transports.nccl import NcclBeside
-from unisono.comm.transports.queued import TransportEngine
 from unisono.comm.transports.shm.engine import ShmEngine
 from unisono.comm.transports.shm.hosts import HostsEngine
 from unisono.comm.transports.shm.network import Network
@@ -26,7 +20,6 @@ from unisono.comm.transports.shm.rendezvous import Meeting, Rendezvous, read_con
 from unisono.errors import compress_ranks
 
 _log = logging.getLogger("unisono")
-_groups: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
 
 
 class ShmProcessGroup(TransportProcessGroup):
@@ -55,32 +48,8 @@ class ShmProcessGroup(TransportProcessGroup):
         deadline_s = environment_timeout_s()
         ranks = tuple(ranks) or tuple(range(size))
         engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), name or "group")
-        self._nccl = NcclBeside(dist.PrefixStore(f"shm/{nonce}", store), rank, size)
-        super().__init__(engine, ranks, timeout, "shm", deadline_s)
-        _groups.add(self)
-
-    def inner_group(self, device: torch.device) -> Any:
-        """Return the nccl group that serves CUDA tensors; made when first asked for."""
-        if device.type != "cuda" or not dist.is_nccl_available():
-            return super().inner_group(device)
-        return self._nccl.group(self.options._timeout)
-
-    def shutdown(self) -> None:
-        """See `TransportProcessGroup`."""
-        self._nccl.shutdown()
-        super().shutdown()
-
-
-def create(options: Any, _: Any = None) -> ShmProcessGroup:
-    """Make a group for torch.distributed from its backend options."""
-    return ShmProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.global_ranks_in_group,
-        str(options.group_id),
-    )
+        beside = dist.PrefixStore(f"shm/{nonce}", store)
+        super().__init__(engine, ranks, timeout, "shm", deadline_s, beside)
 
 
 def _make_engine(
@@ -122,12 +91,3 @@ def _local_engine(meeting: Meeting, rank: int, ranks: Sequence[int], timeout_s: 
     )
     engine.barrier(async_op=False, timeout_s=timeout_s)
     return engine
-
-
-def _abandon_after_fork() -> None:
-    for group in list(_groups):
-        if isinstance(group.unisono_engine, TransportEngine):
-            group.unisono_engine.abandon_after_fork()
-
-
-os.register_at_fork(after_in_child=_abandon_after_fork)
