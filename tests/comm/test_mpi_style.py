@@ -1,6 +1,6 @@
 """Every verb of the MPI-style communicator against numpy, over gloo and shared memory.
 
-`test_mpi_style_mpi.py` runs the same bodies on ranks of `mpiexec`, over the MPI transport.
+`transports/test_mpi.py` runs the same on ranks of `mpiexec`, over the MPI transport.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Watch:
         dog.publish({"broken": self.token, "gave_up_in": gave_up_in, "told": told})
 
     def mark(self) -> None:
-        """Leave word that this rank waits in the latest collective."""
+        """Tell the others, through the store, that this rank waits in the latest collective."""
         dog = watchdog.serving(self._name)
         if dog is not None:
             dog.put(f"mpi/{self.token}/{self.me}", str(self.number))
