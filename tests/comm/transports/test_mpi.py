@@ -297,6 +297,19 @@ def test_a_wait_looks_at_its_deadline_last_of_all():
         wait.step()
 
 
+def test_a_store_that_has_gone_does_not_hide_why_a_wait_has_ended(monkeypatch):
+    def gone(key):
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr("unisono.comm.watchdog.serving", gone)
+    watch = watch_of(ME, ME)
+    watch.tell(ValueError("the cause"), 4)
+    wait = Wait(watch, 0.01)
+    time.sleep(0.02)
+    with pytest.raises(RankTimeout, match="not arrived: not known"):
+        wait.step()
+
+
 def test_a_rank_that_left_after_it_made_the_collective_is_not_missed():
     watch = watch_of(ME, ME)
     watch.number, watch.gone = 5, {1: 5}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -448,7 +449,8 @@ class Verbs(ABC):
             wanted = list(send.shape)
             wanted[cut_axis] = outgoing.counts[rank]
             wanted[join_axis] = sum(lengths)
-            if cut_axis == join_axis == 0 and recv.numel() == torch.Size(wanted).numel():
+            is_alike = cut_axis == join_axis == 0 and recv.numel() == math.prod(wanted)
+            if is_alike and list(recv.shape) != wanted:
                 target = recv.reshape(wanted)
             asked = f"{verb} of {list(send.shape)}, cut along {cut_axis}, joined along {join_axis},"
             check_shape(target, wanted, asked, f"rank {rank} gets {wanted}")

@@ -110,9 +110,15 @@ class Watch:
             if place != rank and member.card[0] == here
         ]
 
+    def _dog(self) -> watchdog.Watchdog | None:
+        """Return who speaks with the store; None where it has gone, and the deadline remains."""
+        with contextlib.suppress(RuntimeError):
+            return watchdog.serving(self._name)
+        return None
+
     def tell(self, error: BaseException, culprit: int) -> None:
         """Tell the other ranks of the group that this one has failed in it."""
-        dog = watchdog.serving(self._name)
+        dog = self._dog()
         if dog is None or isinstance(error, RankFailed):
             return  # the others learn of it as this rank did
         if isinstance(error, UnisonoError):  # says enough by itself
@@ -132,13 +138,13 @@ class Watch:
 
     def mark(self) -> None:
         """Tell the others, through the store, that this rank waits in the latest collective."""
-        dog = watchdog.serving(self._name)
+        dog = self._dog()
         if dog is not None:
             dog.put(f"mpi/{self.token}/{self.me}", str(self.number))
 
     def missing(self) -> list[int]:
         """Return the world ranks that are not known to wait in the latest collective."""
-        dog = watchdog.serving(self._name)
+        dog = self._dog()
         if dog is None:
             return []
         marks = {rank: dog.find(f"mpi/{self.token}/{rank}") for rank in self.ranks}
@@ -156,7 +162,7 @@ class Watch:
 
     def judge_news(self) -> None:
         """Raise if a rank of the group has told of a failure; asks the store."""
-        dog = watchdog.serving(self._name)
+        dog = self._dog()
         for item in dog.news() if dog is not None else []:
             if item.get("broken") != self.token or item["told"]["teller"] == self.me:
                 continue
