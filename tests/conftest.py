@@ -1,7 +1,7 @@
-"""What all tests share: how they are dealt out to two processes, and the fixture `interpreter`.
+"""What all tests share: how they are dealt out to two processes, and fixtures.
 
-The fixture runs scripts as `python` would, without loading torch again. `interpreter.python` is the
-same for commands in which others start python: mpiexec, torchrun, a process on another host.
+`interpreter` runs scripts as `python` would, without loading torch again. `interpreter.python` is
+the same for commands in which others start python: mpiexec, torchrun, a process on another host.
 """
 
 from __future__ import annotations
@@ -185,3 +185,18 @@ def interpreter() -> Iterator[Interpreter]:
 def warm_python(interpreter: Interpreter) -> str:
     """`interpreter.python`, for tests of which loading torch is no part."""
     return interpreter.python
+
+
+@pytest.fixture(scope="session")
+def mpiexec() -> str:
+    """The program that starts ranks of MPI, that of the mpich wheel first; skips without it."""
+    from unisono.comm.transports import mpi
+
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    why = mpi.unavailable() or ("mpiexec is not installed" if found is None else None)
+    if found is None or why is not None:
+        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
+        pytest.skip(str(why))
+    return found

@@ -1,6 +1,6 @@
 """Every verb of the MPI-style communicator against numpy, over gloo and shared memory.
 
-`test_mpi_style_mpi.py` runs the same bodies on ranks of `mpiexec`, over the MPI transport.
+`transports/test_mpi.py` runs the same on ranks of `mpiexec`, over the MPI transport.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.comm.mpi_style import (
     MPICommunication,
     Request,
     Status,
-    mailbox,
+    messages,
 )
 from unisono.errors import RankTimeout, UnisonoError
 
@@ -408,9 +408,9 @@ def test_a_synchronous_send_waits_for_its_receive_and_a_plain_one_does_not():
 
 @pytest.mark.ranks(2, backend=BACKENDS)
 def test_sends_beyond_the_buffer_wait_for_receivers_and_serve_own_receives_meanwhile():
-    comm, limit = MPI_WORLD, mailbox.BUFFERED_BYTES
+    comm, limit = MPI_WORLD, messages.BUFFERED_BYTES
     other = 1 - comm.rank
-    mailbox.BUFFERED_BYTES = 6 * BIG  # one message of 4 bytes an element, not two
+    messages.BUFFERED_BYTES = 6 * BIG  # one message of 4 bytes an element, not two
     try:
         outs = [torch.zeros(BIG) for _ in range(4)]
         requests = [comm.Irecv(out, other) for out in outs]
@@ -418,7 +418,7 @@ def test_sends_beyond_the_buffer_wait_for_receivers_and_serve_own_receives_meanw
             comm.Send(torch.full((BIG,), float(number)), other)
         Request.Waitall(requests)
     finally:
-        mailbox.BUFFERED_BYTES = limit
+        messages.BUFFERED_BYTES = limit
     assert [out.unique().tolist() for out in outs] == [[0.0], [1.0], [2.0], [3.0]]
 
 
@@ -444,7 +444,9 @@ def test_messages_that_do_not_fit_are_refused_and_the_next_one_arrives():
 
 @pytest.mark.ranks(2, backend=BACKENDS)
 def test_a_receive_that_nobody_serves_ends_with_a_report():
-    comm = MPICommunication(world(timeout_s=0.5))
+    MPI_WORLD.send("its mailbox is there", MPI_WORLD.rank)
+    assert MPI_WORLD.recv(MPI_WORLD.rank)
+    comm = MPICommunication(world(timeout_s=0.5))  # the same mailbox, another deadline
     if comm.rank == 0:
         with pytest.raises(RankTimeout, match="no message came from: rank 1"):
             comm.Recv(torch.zeros(1), 1)

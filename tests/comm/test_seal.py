@@ -18,7 +18,7 @@ import unisono
 from unisono.comm import seal
 from unisono.comm.health import failures, watchdog
 from unisono.comm.mpi_style import MPICommunication
-from unisono.comm.mpi_style.envelope import Envelope, digest_of
+from unisono.comm.mpi_style.messages import Envelope, digest_of
 from unisono.errors import PlatformError, UnisonoError
 
 
@@ -83,7 +83,7 @@ def test_an_object_that_was_changed_on_its_way_is_not_unpickled(tmp_path, monkey
     assert mpi.recv() == "x" * 9000
     if mpi.rank == 0:
         real = digest_of(_evil_values(tmp_path / "unpickled"))
-        monkeypatch.setattr("unisono.comm.mpi_style.mailbox.digest_of", lambda _x: real[::-1])
+        monkeypatch.setattr("unisono.comm.mpi_style.messages.digest_of", lambda _x: real[::-1])
         mpi.send("x" * 9000, 1)
         monkeypatch.undo()
         assert mpi.recv(1) == "refused"

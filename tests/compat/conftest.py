@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-from unisono.comm.engines.mpi import library
-
-
-@pytest.fixture
-def mpiexec():
-    """Return the program that starts ranks of MPI; without it the test is skipped."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    why = library.unavailable() or ("mpiexec is not installed" if found is None else None)
-    if why is not None:
-        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
-        pytest.skip(why)
-    return found
 
 
 @pytest.fixture

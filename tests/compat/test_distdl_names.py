@@ -57,7 +57,7 @@ def test_the_switch_of_the_forks_turns_comparing_off_and_on(monkeypatch):
     finally:
         distdl.config.set_backend(check_input_changed=True)
     assert (current_mode(), before) == ("always", "always")
-    with pytest.raises(ValueError, match="mpi, nccl"):
+    with pytest.raises(ValueError, match="'mpi', 'nccl'"):
         distdl.config.set_backend("pigeon")
 
 

@@ -78,3 +78,43 @@ def test_partitions_over_mpi_are_real_communicators(printed_by, tmp_path, mpiexe
     (tmp_path / "partitions.py").write_text(PARTITIONS)
     printed = printed_by("partitions.py", mpiexec, "-n", "3")
     assert printed.splitlines() == [f"rank {r} of 3 is done" for r in range(3)]
+
+
+SIZES = """
+import torch
+from mpi4py import MPI
+import unisono.compat.distdl as distdl
+from unisono.compat.distdl.utilities.slicing import (
+    assemble_slices, compute_start_index, compute_stop_index,
+)
+
+def block(x, P):
+    return x[assemble_slices(*(end(P.shape, P.index, x.shape)
+                               for end in (compute_start_index, compute_stop_index)))]
+
+everybody = MPI.COMM_WORLD
+whole = torch.arange(35.0).reshape(5, 7)
+for size in (2, 4, 3, 4, 1, 2):
+    comm = everybody.Split(0 if everybody.rank < size else 1)
+    if everybody.rank < size:
+        P = distdl.backends.mpi.Partition(comm)
+        P_x, P_y = (P.create_cartesian_topology_partition(s) for s in ([1, size], [size, 1]))
+        x = block(whole, P_x).clone().requires_grad_()
+        y = distdl.nn.Repartition(P_x, P_y)(x)
+        assert torch.equal(y, block(whole, P_y))
+        y.backward(2 * y.detach())
+        assert torch.equal(x.grad, 2 * x)
+        total = distdl.nn.AllSumReduce(P_x, axes_reduce=(1,))(torch.ones(1, 3))
+        assert total.tolist() == [[float(size)] * 3]
+    everybody.Barrier()
+print(f"rank {everybody.rank} is done", flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_communicators_of_different_sizes_serve_one_after_the_other(printed_by, tmp_path, mpiexec):
+    """As in DistDL's own suite: each test splits off the ranks it needs, and 2 of 4 come first."""
+    (tmp_path / "sizes.py").write_text(SIZES)
+    printed = printed_by("sizes.py", mpiexec, "-n", "4")
+    assert sorted(printed.splitlines()) == [f"rank {r} is done" for r in range(4)]

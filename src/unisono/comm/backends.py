@@ -10,13 +10,15 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
 from unisono.comm.communicator import register_source
 from unisono.comm.engines import mpi
 from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.process_group import create as create_shm
+from unisono.comm.engines.shm.process_group import ShmProcessGroup
 from unisono.errors import MissingExtra, PlatformError
 
 NAMES: tuple[str, ...] = ("gloo", "nccl", "shm", "mpi")
@@ -97,11 +99,27 @@ def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:
 
 def register() -> None:
     """Make the backends known to torch.distributed. Idempotent, local."""
-    if "SHM" not in dist.Backend._plugins:
-        dist.Backend.register_backend("shm", create_shm, extended_api=True, devices=["cpu"])
-    if "MPI4PY" not in dist.Backend._plugins:
-        dist.Backend.register_backend("mpi4py", mpi.create, extended_api=True, devices=["cpu"])
-        register_source(mpi.is_communicator, mpi.entry_of)
+    for name, kind in (("shm", ShmProcessGroup), ("mpi4py", mpi.MpiProcessGroup)):
+        if name.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(
+                name, partial(_create, kind), extended_api=True, devices=["cpu"]
+            )
+            if kind is mpi.MpiProcessGroup:
+                register_source(mpi.is_communicator, mpi.entry_of)
+
+
+def _create(
+    kind: type[ShmProcessGroup | mpi.MpiProcessGroup], options: Any, _: Any
+) -> dist.ProcessGroup:
+    """Make a group for torch.distributed from its backend options."""
+    return kind(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.global_ranks_in_group,
+        str(options.group_id),
+    )
 
 
 def available() -> dict[str, str]:

@@ -17,12 +17,12 @@ from unisono.compat.modules import stubs
 from unisono.errors import PlatformError
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Print the directories that serve libraries, as PYTHONPATH wants them; or write stubs."""
     parser = argparse.ArgumentParser("python -m unisono.compat", description=__doc__)
     parser.add_argument("name", nargs="+", help=", ".join(LIBRARIES))
     parser.add_argument("--stubs", type=Path, metavar="DIR", help="write .pyi files into DIR")
-    given = parser.parse_args(words)
+    given = parser.parse_args(arguments)
     try:
         libraries = [library_named(name) for name in given.name]
     except PlatformError as error:

@@ -64,8 +64,8 @@ class Module:
 
     def pairs(self) -> Iterator[tuple[str, str, str]]:
         """Yield the home, the library's name and our name of each object."""
-        for home, words in self.names:
-            for theirs, _, ours in (word.partition("=") for word in words.split()):
+        for home, names in self.names:
+            for theirs, _, ours in (name.partition("=") for name in names.split()):
                 yield home.__name__, theirs, ours or theirs
 
     def own(self) -> dict[str, object]:
@@ -206,7 +206,7 @@ def _refuse(
     module: ModuleType, name: str, entry: Module, public: list[str], library: Library
 ) -> NoReturn:
     """Raise for a name that is not offered: what is close to it, and what does its work."""
-    nobody = "has no" if entry.rest is None else f"has no, and {entry.rest} neither,"
+    where = module.__name__ if entry.rest is None else f"neither {module.__name__} nor {entry.rest}"
     close = difflib.get_close_matches(name, public)
     hint = entry.instead.get(name) or "; ".join(
         [*([", ".join(close)] if close else []), entry.hint or library.instead]
@@ -217,4 +217,5 @@ def _refuse(
             f"; start without --compat {library.name} or serve({library.name!r}) then: "
             f"`import {library.root}` finds {library.package} now"
         )
-    raise AttributeError(f"{module.__name__} {nobody} {name!r}\n  HINT: {hint}")
+    verb = "has no" if entry.rest is None else "has"
+    raise AttributeError(f"{where} {verb} {name!r}\n  HINT: {hint}")

@@ -67,7 +67,7 @@ def serving(*names: str) -> Iterator[None]:
 
 
 def _explain_missing(error: Exception, libraries: Sequence[Library]) -> None:
-    """Add what is offered to Python's own words about a name that is not in a module of ours."""
+    """Add what is offered to Python's message about a name that is not in a module of ours."""
     said = "\n".join([str(error), *getattr(error, "__notes__", ())])
     for library in libraries:
         if library.package in said and library.instead not in said:
@@ -119,7 +119,7 @@ def _found_in(library: Library, own: str, path: Sequence[str] | None) -> ModuleS
     """Return a module of ours, or say what is left out.
 
     Also asked for `x` of `from heat import x`, under our own name for it. Python would take an
-    error with that name for a missing attribute, and put words of its own in the place of ours.
+    error with that name for a missing attribute, and replace our message by its own.
     """
     spec = PathFinder.find_spec(own, path)
     if spec is None:

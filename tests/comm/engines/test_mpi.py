@@ -2,7 +2,7 @@
 
 A start costs seconds, so one job of 2 and one of 4 ranks run all checks (`mpi_ranks/`), and each
 test here looks at what they reported about one of them. The ranks are forks of the warm interpreter
-(`tests/conftest.py`), which has not loaded MPI; `test_mpi_style_mpi.py` has ranks of their own.
+(`tests/conftest.py`), which has not loaded MPI.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -23,8 +22,9 @@ import torch
 
 from unisono.comm import Communicator, transports
 from unisono.comm.engines.mpi import library
-from unisono.comm.engines.mpi.health import Member, Wait, Watch
+from unisono.comm.engines.mpi.channel import Member, Wait, Watch
 from unisono.comm.engines.mpi.kernels import choose_sum, is_exact
+from unisono.comm.machine import process_start
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
 
 HERE = Path(__file__).parent / "mpi_ranks"
@@ -37,18 +37,6 @@ CHECKS = re.findall(r'"test_(\w+)"', (HERE / "programs.py").read_text()) + [
 JOB_S = 240
 """Longest time for a job, on a machine that does other things too."""
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
-
-
-def mpiexec():
-    """Return the program that starts ranks, that of the mpich wheel first."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    why = library.unavailable() or ("mpiexec is not installed" if found is None else None)
-    if why is not None:
-        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
-        pytest.skip(why)
-    return found
 
 
 @dataclass
@@ -68,34 +56,40 @@ class Job:
         return dict(words)
 
 
-def run_job(python, ranks, script, *arguments, threads="multiple"):
-    """Run a script on some ranks to its end."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": threads}
-    began = time.monotonic()
-    command = [mpiexec(), "-n", str(ranks), python, "-W", "ignore", str(HERE / script)]
-    process = subprocess.Popen(
-        [*command, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=env,
-    )
-    with process:
-        try:
-            output, _ = process.communicate(timeout=JOB_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # which ends the ranks too
-            output, _ = process.communicate()
-            pytest.fail(f"{script} on {ranks} ranks did not end in {JOB_S} s:\n{output[-5000:]}")
-    return Job(process.returncode, output, time.monotonic() - began)
+@pytest.fixture(scope="module")
+def run_job(interpreter, mpiexec):
+    """Return a function that runs a script on some ranks to its end."""
+
+    def run(ranks, script, *arguments, threads="multiple"):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": threads}
+        began = time.monotonic()
+        words = [mpiexec, "-n", str(ranks), interpreter.python, "-W", "ignore", str(HERE / script)]
+        process = subprocess.Popen(
+            [*words, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=env,
+        )
+        with process:
+            try:
+                output, _ = process.communicate(timeout=JOB_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # which ends the ranks too
+                output, _ = process.communicate()
+                end = output[-5000:]
+                pytest.fail(f"{script} on {ranks} ranks did not end in {JOB_S} s:\n{end}")
+        return Job(process.returncode, output, time.monotonic() - began)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def jobs(interpreter):
+def jobs(run_job):
     """The jobs that run all checks, by their number of ranks."""
-    return {ranks: run_job(interpreter.python, ranks, "main.py") for ranks in (2, 4)}
+    return {ranks: run_job(ranks, "main.py") for ranks in (2, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +124,16 @@ def test_the_job_ends_well_without_clean_up_and_ran_no_check_that_is_not_listed(
     assert set(reports) == set(CHECKS)
 
 
-def test_an_exception_on_one_rank_ends_the_job_and_is_known_to_the_others(interpreter):
-    job = run_job(interpreter.python, 2, "endings.py", "by_an_exception", threads="serialized")
+def test_an_exception_on_one_rank_ends_the_job_and_is_known_to_the_others(run_job):
+    job = run_job(2, "endings.py", "by_an_exception", threads="serialized")
     assert job.code != 0
     assert job.seen[0] == ["level 2 warnings 0", "background True", "failed 1 True True"]
     assert "ValueError: raised on purpose" in job.output
     assert "aborted" not in job.output
 
 
-def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_refused(interpreter):
-    job = run_job(
-        interpreter.python, 2, "endings.py", "by_an_exception_and_clean_up", threads="funneled"
-    )
+def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_refused(run_job):
+    job = run_job(2, "endings.py", "by_an_exception_and_clean_up", threads="funneled")
     assert job.code != 0
     assert job.seen[0] == [
         "level 1 warnings 1",
@@ -152,8 +144,8 @@ def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_re
     assert "aborted" not in job.output
 
 
-def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(interpreter):
-    job = run_job(interpreter.python, 2, "endings.py", "beside_a_hung_rank")
+def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(run_job):
+    job = run_job(2, "endings.py", "beside_a_hung_rank")
     assert job.code != 0
     assert "not arrived: rank 1" in job.output
     assert "time.sleep(300)" in job.output  # where rank 1 was
@@ -165,28 +157,28 @@ def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(interpre
     "case",
     ["any_order", "beside_a_world", "a_world_that_comes_later", "everything_works"],
 )
-def test_communicators_of_mpi4py_stand_on_their_own(interpreter, case):
-    job = run_job(interpreter.python, 4, "standalone.py", case)
+def test_communicators_of_mpi4py_stand_on_their_own(run_job, case):
+    job = run_job(4, "standalone.py", case)
     assert job.code == 0, job.output[-5000:]
     assert job.seen == {rank: ["done"] for rank in range(4)}
 
 
-def test_without_a_world_a_stalled_rank_is_named_with_its_stack(interpreter):
-    job = run_job(interpreter.python, 4, "standalone.py", "a_stalled_rank")
+def test_without_a_world_a_stalled_rank_is_named_with_its_stack(run_job):
+    job = run_job(4, "standalone.py", "a_stalled_rank")
     assert job.code == 0, job.output[-5000:]
     assert job.seen == {rank: ["missing [3] stack True"] for rank in range(3)}
 
 
-def test_without_a_world_an_exception_reaches_the_ranks_of_its_group_and_ends_the_job(interpreter):
-    job = run_job(interpreter.python, 4, "standalone.py", "a_failing_rank")
+def test_without_a_world_an_exception_reaches_the_ranks_of_its_group_and_ends_the_job(run_job):
+    job = run_job(4, "standalone.py", "a_failing_rank")
     assert job.code != 0
     assert job.seen == {rank: ["failed 1 True"] for rank in (2, 3)}
     assert "ValueError: raised on purpose" in job.output
     assert job.seconds < 60
 
 
-def test_without_a_world_ranks_in_different_calls_and_returned_ranks_are_named(interpreter):
-    job = run_job(interpreter.python, 4, "standalone.py", "different_calls")
+def test_without_a_world_ranks_in_different_calls_and_returned_ranks_are_named(run_job):
+    job = run_job(4, "standalone.py", "different_calls")
     assert job.seen == {rank: ["mismatch True"] for rank in (0, 2, 3)}, job.output[-5000:]
 
 
@@ -219,10 +211,10 @@ print(repr(transports.available()["mpi"]), "mpi4py.MPI" in sys.modules)
 """
 
 
+@pytest.mark.usefixtures("mpiexec")
 def test_mpi_is_loaded_only_when_it_is_used_and_what_is_missing_is_named_with_its_cure(
     interpreter,
 ):
-    mpiexec()
     done = subprocess.run(
         [interpreter.python, "-c", WITHOUT_MPI], capture_output=True, text=True, check=False
     )
@@ -273,31 +265,19 @@ def test_small_tensors_are_fetched_whole_and_large_ones_by_shares():
     assert choose_sum("reduce_scatter", torch.float32, "sum", 10**9, 4) == "all_to_all"
 
 
-class Silence:
-    """A store in which nobody has left anything but that some ranks are missing."""
-
-    def __init__(self, missing=()):
-        self._missing = list(missing)
-
-    def failures(self):
-        return []
-
-    def mark(self, number):
-        pass
-
-    def missing(self, number):
-        return self._missing
+def watch_of(*cards):
+    """Return the watch of rank 0 of two, world ranks 4 and 7, with no store to ask."""
+    members = [Member(0, 2, list(card), "this host", "token") for card in cards]
+    return Watch((4, 7), 0, members, "a group")
 
 
-def member(pid, started=0):
-    return Member(0, 2, "here", pid, started, "this host")
+ME = ("here", os.getpid(), process_start(os.getpid()))
 
 
 def test_a_dead_neighbour_is_named_during_a_wait():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    members = [member(os.getpid()), member(process.pid)]
-    watch = Watch((4, 7), 0, members, Silence())
+    watch = watch_of(ME, ("here", process.pid, 0))
     with pytest.raises(RankFailed, match=r"rank 7 \(process \d+ on this host\) died") as caught:
         watch.judge(None)
     assert caught.value.rank == 7
@@ -305,21 +285,33 @@ def test_a_dead_neighbour_is_named_during_a_wait():
 
 
 def test_a_wait_looks_at_its_deadline_last_of_all():
-    me = member(os.getpid())
-    watch = Watch((4, 7), 0, [me, me], Silence([1]))
-    watch._neighbours = []
-    wait = Wait(watch, 0.01)
+    watch = watch_of(ME, ME)
+    wait, of_all = Wait(watch, 0.01, peers=[1]), Wait(watch, 0.01)
     time.sleep(0.02)
     with pytest.raises(RankTimeout, match="not arrived: rank 7"):
         wait.step()
+    with pytest.raises(RankTimeout, match="not arrived: not known"):
+        of_all.step()
     watch.cancelled = "the group was closed"
     with pytest.raises(UnisonoError, match="the group was closed"):
         wait.step()
 
 
+def test_a_store_that_has_gone_does_not_hide_why_a_wait_has_ended(monkeypatch):
+    def gone(key):
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr("unisono.comm.health.watchdog.serving", gone)
+    watch = watch_of(ME, ME)
+    watch.tell(ValueError("the cause"), 4)
+    wait = Wait(watch, 0.01)
+    time.sleep(0.02)
+    with pytest.raises(RankTimeout, match="not arrived: not known"):
+        wait.step()
+
+
 def test_a_rank_that_left_after_it_made_the_collective_is_not_missed():
-    me = member(os.getpid())
-    watch = Watch((4, 7), 0, [me, me], Silence())
+    watch = watch_of(ME, ME)
     watch.number, watch.gone = 5, {1: 5}
     assert watch.departed(None) == []
     watch.number = 6

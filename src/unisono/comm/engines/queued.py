@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -296,6 +297,7 @@ class TransportEngine(Engine):
         self.pid = os.getpid()
         self.is_closed = False
         """Whether this rank has left the group."""
+        _engines.add(self)
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the other ranks know that this one has failed."""
@@ -365,6 +367,17 @@ class TransportEngine(Engine):
 
     def release(self) -> None:
         """Give everything back; nothing runs any more."""
+
+
+_engines: weakref.WeakSet[TransportEngine] = weakref.WeakSet()
+
+
+def _abandon_after_fork() -> None:
+    for engine in list(_engines):
+        engine.abandon_after_fork()
+
+
+os.register_at_fork(after_in_child=_abandon_after_fork)
 
 
 class QueuedEngine(TransportEngine):

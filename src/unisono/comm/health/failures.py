@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from unisono.comm.call import Call
 from unisono.comm.health import mark_as_news, watchdog
-from unisono.errors import RankFailed, RankTimeout, UnisonoError, name_ranks
+from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks, name_ranks
 
 _POSTED_WAIT_S = 1.0
 _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
@@ -232,4 +232,72 @@ def _hint(
     return (
         "UNISONO_CHECK=1 names the first call in which ranks disagree; "
         "comm.with_timeout(seconds) or UNISONO_TIMEOUT_S sets the deadline"
+    )
+
+
+# -- how waits of our transports end: `doing` is the call, `me` the rank that waits ---------------
+
+
+def not_arrived(doing: str, me: int, absent: Sequence[int], timeout_s: float) -> RankTimeout:
+    """Return the error for a deadline that passed; nobody is named where it is not known whom."""
+    arrival = f"rank {compress_ranks(absent)}" if absent else "not known"
+    return RankTimeout(
+        f"{doing} on rank {me} timed out after {timeout_s:g} s\n"
+        f"  not arrived: {arrival}\n"
+        "  HINT: UNISONO_CHECK=1 names the first call in which ranks disagree; "
+        "UNISONO_TIMEOUT_S sets the deadline",
+        missing=absent,
+        op=doing,
+    )
+
+
+def peer_died(doing: str, me: int, rank: int, pid: int, host: str) -> RankFailed:
+    """Return the error for a peer whose process has ended."""
+    return RankFailed(
+        f"rank {rank} (process {pid} on {host}) died while rank {me} waited for it in {doing}\n"
+        f"  HINT: look at the last output of rank {rank}; "
+        "a process killed for lack of memory leaves none",
+        rank=rank,
+        host=host,
+    )
+
+
+def peer_failed(doing: str, me: int, teller: int, culprit: int, host: str, text: str) -> RankFailed:
+    """Return the error for a failure that rank `teller` has told of."""
+    seen = "" if culprit == teller else f", as rank {teller} has seen,"
+    return RankFailed(
+        f"rank {culprit} failed{seen} while rank {me} waited in {doing}\n{text}",
+        rank=culprit,
+        host=host,
+        traceback=text,
+    )
+
+
+def peer_gave_up(
+    doing: str, me: int, teller: int, culprit: int, host: str, text: str
+) -> RankFailed | RankTimeout:
+    """Return the error for a peer whose own deadline has passed: it will not come any more."""
+    if culprit == me:
+        return RankTimeout(
+            f"{doing} on rank {me} cannot end: "
+            f"rank {teller} waited for this rank and has given up\n{text}",
+            missing=[teller],
+            op=doing,
+        )
+    return RankFailed(
+        f"rank {teller} has given up waiting for rank {culprit}, "
+        f"while rank {me} waited in {doing}\n{text}",
+        rank=culprit,
+        host=host,
+        traceback=text,
+    )
+
+
+def peer_left(doing: str, me: int, gone: Sequence[int]) -> RankFailed:
+    """Return the error for peers that have left the group."""
+    return RankFailed(
+        f"rank {compress_ranks(gone)} has closed the group, "
+        f"but rank {me} waits for it in {doing}\n"
+        "  HINT: let all ranks make the same calls before they close the group",
+        rank=gone[0],
     )

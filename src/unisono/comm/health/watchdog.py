@@ -56,7 +56,6 @@ class Watchdog:
         ranks: all ranks that share the store.
         store: their store.
         is_over: whether they have parted, so that nobody asks any more.
-        connection: a connection to the store that nobody blocks; default: a new one.
         signed_by: signs what this rank leaves in the store; default: the seal of the world.
     """
 
@@ -66,7 +65,6 @@ class Watchdog:
         ranks: Sequence[int],
         store: Store,
         is_over: Callable[[], bool],
-        connection: Store | None = None,
         signed_by: seal.Seal | None = None,
     ) -> None:
         self.rank = rank
@@ -74,7 +72,7 @@ class Watchdog:
         self.failure: RankFailed | None = None
         self.store = store
         self._is_over = is_over
-        self._store = PrefixStore(_PREFIX, connection or own_connection(store))
+        self._store = PrefixStore(_PREFIX, own_connection(store))
         self._seal = signed_by or seal.of_world()
         self._store_lock = threading.Lock()
         self._stop = threading.Event()

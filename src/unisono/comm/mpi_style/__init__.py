@@ -7,16 +7,16 @@ torch's spelling. `MPI` holds the constants; no MPI library is needed.
 from __future__ import annotations
 
 from unisono.comm.mpi_style import namespace as MPI
-from unisono.comm.mpi_style.communication import Communication, MPICommunication
-from unisono.comm.mpi_style.default import (
+from unisono.comm.mpi_style.communication import (
     MPI_SELF,
     MPI_WORLD,
+    Communication,
+    MPICommunication,
     get_comm,
     sanitize_comm,
     use_comm,
 )
-from unisono.comm.mpi_style.request import Request
-from unisono.comm.mpi_style.status import Status
+from unisono.comm.mpi_style.requests import Request, Status
 
 __all__ = [
     "MPI",

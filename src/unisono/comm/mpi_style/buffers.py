@@ -2,12 +2,15 @@
 
 Buffers are taken as tensors over the same memory. They may lie on any device, with any strides;
 transfers happen on the device of the group, and results are copied to where they belong.
+
+Also the arithmetic of shares: every rank has `n // size` rows, the first `n % size` ranks one more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,13 +18,63 @@ import torch
 from torch import Tensor
 
 from unisono.comm.arguments import check_sizes
-from unisono.comm.mpi_style.chunking import displacements
-from unisono.errors import PartitionError, an, explain
+from unisono.comm.blocks import split_evenly
+from unisono.comm.mpi_style.constants import InPlace
+from unisono.errors import MeshError, PartitionError, an, explain
+from unisono.expect import expect, expect_int
 
 Buffer = Tensor | np.ndarray
 """What a verb sends from or receives into."""
 Counted = Buffer | tuple[Any, ...] | list[Any]
 """A buffer, `(buffer, counts, displs)` or `(buffer, (counts, displs))`."""
+Sent = Buffer | InPlace
+"""A buffer to send from, or `IN_PLACE`."""
+
+
+def check_axis(axis: int, dims: int, verb: str, what: str = "axis") -> int:
+    """Return `axis` counted from the front."""
+    expect(what, axis, int)
+    if not -dims <= axis < dims:
+        raise PartitionError.because(
+            f"{verb}({what}={axis})",
+            f"{dims} dims",
+            f"-{dims} <= {axis} < {dims} does not hold",
+            f"{what}={dims - 1} is the last one" if dims else "an array with at least one dim",
+        )
+    return axis % dims
+
+
+def chunk(
+    shape: Sequence[int] | int, split: int | None, rank: int, size: int
+) -> tuple[int, tuple[int, ...], tuple[slice, ...]]:
+    """Return offset, local shape and slices of what `rank` of `size` holds.
+
+    >>> chunk((7, 2), 0, 1, 3)
+    (3, (2, 2), (slice(3, 5, None), slice(0, 2, None)))
+    """
+    whole = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    slices = [slice(0, n) for n in whole]
+    if split is None:
+        return 0, whole, tuple(slices)
+    axis = check_axis(split, len(whole), "chunk", "split")
+    expect_int("rank", rank, 0, size, error=MeshError)
+    counts, displs = counts_displs(whole[axis], size)
+    slices[axis] = slice(displs[rank], displs[rank] + counts[rank])
+    return displs[rank], (*whole[:axis], counts[rank], *whole[axis + 1 :]), tuple(slices)
+
+
+def counts_displs(n: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return how many of `n` rows each rank holds, and where its first one is.
+
+    >>> counts_displs(7, 3)
+    ((3, 2, 2), (0, 3, 5))
+    """
+    counts = split_evenly(n, size)
+    return counts, _displacements(counts)
+
+
+def _displacements(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(counts[:-1], initial=0))
 
 
 def as_tensor(buffer: object, verb: str, what: str) -> Tensor:
@@ -64,7 +117,7 @@ def _from_numpy(array: np.ndarray, verb: str, what: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A buffer cut in one block a rank, along an axis."""
+    """A buffer cut into one block per rank, along an axis."""
 
     tensor: Tensor
     axis: int
@@ -74,6 +127,11 @@ class Blocks:
     def block(self, rank: int) -> Tensor:
         """Return the view on the block of `rank`."""
         return self.tensor.narrow(self.axis, self.displs[rank], self.counts[rank])
+
+    def fill(self, joined: Tensor) -> None:
+        """Write blocks that follow each other in `joined` to their places."""
+        for rank, part in enumerate(joined.split(list(self.counts), self.axis)):
+            assign(self.block(rank), part)
 
     def numels(self) -> list[int]:
         """Return the number of elements of each block."""
@@ -88,19 +146,14 @@ def unpack_counts(
     """Return buffer, counts and displacements; None for what was not given."""
     if not isinstance(buffer, (tuple, list)):
         return as_tensor(buffer, verb, what), None, None
-    counts: Any = None
-    displs: Any = None
-    if len(buffer) == 3:
-        counts, displs = buffer[1:]
-    elif len(buffer) == 2:
-        counts = buffer[1]
-        is_pair = len(counts) == 2 and isinstance(counts[0], (tuple, list))
-        if is_pair:
-            counts, displs = counts
-    else:
+    if len(buffer) not in (2, 3):
         raise TypeError(
             explain(f"{verb}: {what}", f"{len(buffer)} parts", None, "(buffer, counts, displs)")
         )
+    counts: Any = buffer[1]
+    displs = buffer[2] if len(buffer) == 3 else None
+    if len(buffer) == 2 and len(counts) == 2 and isinstance(counts[0], (tuple, list)):
+        counts, displs = counts
     return as_tensor(buffer[0], verb, what), counts, displs
 
 
@@ -113,9 +166,9 @@ def cut(
     verb: str,
     what: str,
 ) -> Blocks:
-    """Return `x` cut in blocks that lie within it."""
+    """Return `x` cut into blocks that lie within it."""
     lengths = check_sizes(counts, size, verb, what=f"{what} counts")
-    begins = displacements(lengths) if displs is None else tuple(int(n) for n in displs)
+    begins = _displacements(lengths) if displs is None else tuple(int(n) for n in displs)
     rows = x.shape[axis]
     if len(begins) != size:
         raise PartitionError.because(
@@ -134,15 +187,22 @@ def cut(
     return Blocks(x, axis, lengths, begins)
 
 
+def equal_share(x: Tensor, axis: int, size: int, verb: str) -> int:
+    """Return the rows of each of `size` equal blocks of `x`; refuse rows that do not divide."""
+    rows = x.shape[axis]
+    if rows % size:
+        raise PartitionError.because(
+            f"{verb} of {rows} rows in equal shares",
+            f"{size} ranks",
+            f"{rows} % {size} = {rows % size}",
+            f"{verb}v with counts: comm.counts_displs_shape(shape, axis)",
+        )
+    return rows // size
+
+
 def check_alike(send: Tensor, recv: Tensor, verb: str, times: int = 1) -> None:
     """Refuse buffers of which one cannot hold `times` the other."""
-    if send.dtype != recv.dtype:
-        raise PartitionError.because(
-            f"{verb} of {send.dtype} into {recv.dtype}",
-            "the buffers differ in dtype",
-            None,
-            f"torch.empty(..., dtype={send.dtype})",
-        )
+    check_dtypes(send, recv, verb)
     if send.numel() * times != recv.numel():
         factor = f"{times} * {send.numel()} = {times * send.numel()}" if times > 1 else send.numel()
         raise PartitionError.because(
@@ -150,6 +210,28 @@ def check_alike(send: Tensor, recv: Tensor, verb: str, times: int = 1) -> None:
             f"the receive buffer has {recv.numel()} elements",
             f"{factor} != {recv.numel()}",
             "a receive buffer for what all ranks send" if times > 1 else "buffers of one size",
+        )
+
+
+def check_dtypes(send: Tensor, recv: Tensor, verb: str) -> None:
+    """Refuse buffers of different dtypes."""
+    if send.dtype != recv.dtype:
+        raise PartitionError.because(
+            f"{verb} of {send.dtype} into {recv.dtype}",
+            "the buffers differ in dtype",
+            None,
+            f"torch.empty(..., dtype={send.dtype})",
+        )
+
+
+def check_shape(recv: Tensor, wanted: Sequence[int], asked: str, why: str) -> None:
+    """Refuse a receive buffer that does not have the shape of what comes."""
+    if list(recv.shape) != list(wanted):
+        raise PartitionError.because(
+            f"{asked} into {list(recv.shape)}",
+            why,
+            f"{list(recv.shape)} != {list(wanted)}",
+            f"torch.empty({list(wanted)})",
         )
 
 

@@ -1,4 +1,4 @@
-"""`MPICommunication`: a group of ranks with the verbs of MPI."""
+"""`MPICommunication`: a group of ranks with the verbs of MPI, and the communicators all know."""
 
 from __future__ import annotations
 
@@ -12,33 +12,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm import groups
+from unisono.comm import groups, transports
 from unisono.comm.communicator import Communicator, world
-from unisono.comm.engines import mpi
 from unisono.comm.groups import GroupEntry, has_world
 from unisono.comm.lifecycle import start_world, stop_world
-from unisono.comm.mpi_style import chunking, progress
+from unisono.comm.mpi_style import buffers
 from unisono.comm.mpi_style.constants import is_undefined
-from unisono.comm.mpi_style.mailbox import Mailbox
-from unisono.comm.mpi_style.request import Request
-from unisono.comm.mpi_style.verbs_alltoall import AlltoallVerbs
-from unisono.comm.mpi_style.verbs_gather import GatherVerbs
-from unisono.comm.mpi_style.verbs_message import MessageVerbs
-from unisono.comm.mpi_style.verbs_object import ObjectVerbs
-from unisono.comm.mpi_style.verbs_reduce import ReduceVerbs
+from unisono.comm.mpi_style.messages import Mailbox, drop_mailbox, mailbox_of
+from unisono.comm.mpi_style.verbs import Verbs
 from unisono.environment import detect
 from unisono.errors import MeshError, an, explain
 
-_boxes: weakref.WeakKeyDictionary[GroupEntry, dict[int, Mailbox]] = weakref.WeakKeyDictionary()
 _contexts: weakref.WeakKeyDictionary[GroupEntry, itertools.count[int]] = weakref.WeakKeyDictionary()
-
-
-@groups.when_forgotten
-def _forget_boxes() -> None:
-    """Let go of mailboxes of groups that have ended: each holds the group it is kept for."""
-    for entry in [entry for entry in _boxes if not entry.is_alive()]:
-        for box in _boxes.pop(entry).values():
-            progress.attend(box, False)
 
 
 class Communication(ABC):
@@ -60,9 +45,7 @@ class Communication(ABC):
         """Return which part of an array a rank holds."""
 
 
-class MPICommunication(
-    ReduceVerbs, GatherVerbs, AlltoallVerbs, MessageVerbs, ObjectVerbs, Communication
-):
+class MPICommunication(Verbs, Communication):
     """A group of ranks with the verbs of MPI, over any backend of torch.distributed.
 
     Args:
@@ -77,7 +60,13 @@ class MPICommunication(
     """
 
     def __init__(self, handle: object = None) -> None:
-        if not _is_handle(handle):
+        is_known = (
+            handle is None
+            or isinstance(handle, (Communicator, dist.ProcessGroup))
+            or hasattr(handle, "__unisono_communicator__")
+            or transports.mpi.is_communicator(handle)
+        )
+        if not is_known:
             raise TypeError(
                 explain(
                     f"MPICommunication({handle!r})",
@@ -107,20 +96,16 @@ class MPICommunication(
             self._found_world = dist.group.WORLD
         return found
 
-    def _forget(self) -> None:
-        """Let go of a world that has ended; the next use looks again."""
-        self._found = self._found_world = None
+    @property
+    def _mailbox(self) -> Mailbox:
+        return mailbox_of(self._comm, self._context)
 
     def _find(self) -> Communicator:
         return world_from_environment() if self._handle is None else Communicator.of(self._handle)
 
-    @property
-    def _mailbox(self) -> Mailbox:
-        comm = self._comm
-        boxes = _boxes.setdefault(comm._entry, {})
-        if self._context not in boxes:
-            boxes[self._context] = Mailbox(comm, self._context)
-        return boxes[self._context]
+    def _forget(self) -> None:
+        """Let go of a world that has ended; the next use looks again."""
+        self._found = self._found_world = None
 
     def __unisono_communicator__(self, axis: str | int | None = None) -> Communicator:
         """Return the `Communicator` underneath: `Communicator.of(comm)` asks for it."""
@@ -174,10 +159,9 @@ class MPICommunication(
         """
         place = self._comm.rank if rank is None else rank
         ranks = self._comm.size if w_size is None else w_size
-        offset, local, slices = chunking.chunk(shape, split, place, ranks)
+        offset, local, slices = buffers.chunk(shape, split, place, ranks)
         if sparse:
-            rows = local[split] if split is not None else local[0]
-            return offset, offset + rows
+            return offset, offset + local[split or 0]
         return offset, local, slices
 
     def counts_displs_shape(
@@ -185,8 +169,8 @@ class MPICommunication(
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return rows of each rank, their first ones, and the shape with `size` times own rows."""
         whole, comm = tuple(shape), self._comm
-        along = chunking.check_axis(axis, len(whole), "counts_displs_shape")
-        counts, displs = chunking.counts_displs(whole[along], comm.size)
+        along = buffers.check_axis(axis, len(whole), "counts_displs_shape")
+        counts, displs = buffers.counts_displs(whole[along], comm.size)
         padded = (*whole[:along], comm.size * counts[comm.rank], *whole[along + 1 :])
         return counts, displs, padded
 
@@ -195,7 +179,7 @@ class MPICommunication(
 
         Collective. With `UNDEFINED` (or None) the result has rank and size None.
         """
-        is_out = is_undefined(color)
+        is_out = color is None or is_undefined(color)
         rows = self._agree([int(not is_out), 0 if is_out or color is None else color, key])
         if is_out:
             nothing = MPICommunication()
@@ -206,8 +190,7 @@ class MPICommunication(
             for rank, (is_in, other, other_key) in enumerate(rows)
             if is_in and other == color
         ]
-        comm = self._comm.sub([rank for _, rank in sorted(members)])
-        return _in_new_context(comm)
+        return _in_new_context(self._comm.sub([rank for _, rank in sorted(members)]))
 
     def Dup(self) -> MPICommunication:
         """Return the same ranks with messages of their own. Collective."""
@@ -219,17 +202,9 @@ class MPICommunication(
             raise MeshError.because("Free() of the world", None, None, "free what Split returned")
         if not self._is_null:
             comm, self._is_null, self._found = self._comm, True, None
-            _boxes.get(comm._entry, {}).pop(self._context, None)
+            drop_mailbox(comm, self._context)
             if isinstance(self._handle, Communicator) and self._context:
                 comm.close()
-
-    def Barrier(self) -> None:
-        """Return when every rank has called it."""
-        self._perform(lambda verbs: verbs.barrier(), lambda _: None, blocking=True)
-
-    def Ibarrier(self) -> Request:
-        """Start `Barrier`."""
-        return self._perform(lambda verbs: verbs.barrier(), lambda _: None, blocking=False)
 
     def _identity(self) -> tuple[object, ...]:
         return (None,) if self._is_null else (self._comm, self._context)
@@ -266,6 +241,14 @@ class SelfCommunication(MPICommunication):
         return SelfCommunication, ()
 
 
+def _in_new_context(comm: Communicator | None) -> MPICommunication:
+    if comm is None:
+        raise MeshError.because("a communicator of other ranks", "this rank is not among them")
+    made = MPICommunication(comm)
+    made._context = next(_contexts.setdefault(comm._entry, itertools.count(1)))
+    return made
+
+
 def world_from_environment() -> Communicator:
     """Return the world: the default group, else that of the launcher's environment, else alone.
 
@@ -284,15 +267,34 @@ def _leave() -> None:
         stop_world()
 
 
-def _in_new_context(comm: Communicator | None) -> MPICommunication:
+MPI_WORLD = MPICommunication()
+"""All ranks; looked up at first use, and again when a new world has been started."""
+MPI_SELF = SelfCommunication()
+"""This rank alone."""
+
+for _lasting in (MPI_WORLD, MPI_SELF):
+    groups.when_forgotten(_lasting._forget)
+
+_default: MPICommunication = MPI_WORLD
+
+
+def get_comm() -> MPICommunication:
+    """Return the communicator that is used where none is given. Local."""
+    return _default
+
+
+def use_comm(comm: object = None) -> None:
+    """Make `comm` the one that is used where none is given; None leaves it as it is. Local."""
+    global _default
+    _default = sanitize_comm(comm)
+
+
+def sanitize_comm(comm: object) -> MPICommunication:
+    """Return `comm` as an `MPICommunication`; None is the default one. Local.
+
+    Raises:
+        TypeError: `comm` is nothing that names ranks.
+    """
     if comm is None:
-        raise MeshError.because("a communicator of other ranks", "this rank is not among them")
-    made = MPICommunication(comm)
-    made._context = next(_contexts.setdefault(comm._entry, itertools.count(1)))
-    return made
-
-
-def _is_handle(handle: object) -> bool:
-    if handle is None or isinstance(handle, (Communicator, dist.ProcessGroup)):
-        return True
-    return hasattr(handle, "__unisono_communicator__") or mpi.is_communicator(handle)
+        return _default
+    return comm if isinstance(comm, MPICommunication) else MPICommunication(comm)

@@ -1,7 +1,7 @@
 """The constants of MPI as we spell them, and how mpi4py's own are recognised.
 
 mpi4py is never imported here: its constants are known only where the user has imported it. Our
-numbers for "any" and "none" are none of those that an MPI library uses, so both can be passed.
+numbers for "any" and "none" differ from those of every MPI library, so both can be passed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -67,12 +67,13 @@ class Op:
                     f"Allreduce the values with {extreme}, then the place where yours equals it",
                 )
             )
-        legal = defined_ops(dtype)
-        if not self.is_logical and self.reduction not in legal:
-            word = str(dtype).removeprefix("torch.")
+        defined = defined_ops(dtype)
+        if not self.is_logical and self.reduction not in defined:
+            kind = str(dtype).removeprefix("torch.")
+            names = sorted(op.name for op in OPS if op.is_logical or op.reduction in defined)
             raise PartitionError.because(
-                f"{verb}(op={self.name}) of {word}",
-                f"defined for {word}: {', '.join(sorted(_names_of(legal)))}",
+                f"{verb}(op={self.name}) of {kind}",
+                f"defined for {kind}: {', '.join(names)}",
                 None,
                 "an integer or bool buffer for bitwise operations, or another op",
             )
@@ -94,8 +95,8 @@ MAXLOC = Op("MAXLOC", "", max)
 OPS: tuple[Op, ...] = (SUM, PROD, MIN, MAX, LAND, LOR, LXOR, BAND, BOR, BXOR, MINLOC, MAXLOC)
 
 
-def _names_of(reductions: tuple[str, ...]) -> list[str]:
-    return [op.name for op in OPS if op.is_logical or op.reduction in reductions]
+def _mpi4py() -> Any:
+    return sys.modules.get("mpi4py.MPI")
 
 
 def as_op(op: object, verb: str) -> Op:
@@ -114,43 +115,17 @@ def as_op(op: object, verb: str) -> Op:
 
 def is_in_place(buffer: object) -> bool:
     """Whether `buffer` is `IN_PLACE`, ours or mpi4py's."""
-    if buffer is IN_PLACE:
-        return True
     mpi = _mpi4py()
-    return mpi is not None and buffer is mpi.IN_PLACE
+    return buffer is IN_PLACE or (mpi is not None and buffer is mpi.IN_PLACE)
 
 
-def is_any_source(source: int) -> bool:
-    """Whether `source` is `ANY_SOURCE`, ours or mpi4py's."""
-    return source == ANY_SOURCE or source == _numbers().get("ANY_SOURCE")
-
-
-def is_nobody(rank: int) -> bool:
-    """Whether `rank` is `PROC_NULL`, ours or mpi4py's."""
-    return rank == PROC_NULL or rank == _numbers().get("PROC_NULL")
-
-
-def is_any_tag(tag: int) -> bool:
-    """Whether `tag` is `ANY_TAG`, ours or mpi4py's."""
-    return tag == ANY_TAG or tag == _numbers().get("ANY_TAG")
-
-
-def is_undefined(color: int | None) -> bool:
-    """Whether `color` is `UNDEFINED`, ours or mpi4py's."""
-    return color is None or color == UNDEFINED or color == _numbers().get("UNDEFINED")
-
-
-def _mpi4py() -> Any:
-    return sys.modules.get("mpi4py.MPI")
-
-
-def _numbers() -> dict[str, int]:
+def _is_constant(name: str, ours: int, value: object) -> bool:
     mpi = _mpi4py()
-    return {} if mpi is None else _numbers_of(mpi)
+    return value == ours or (mpi is not None and value == getattr(mpi, name))
 
 
-@cache
-def _numbers_of(mpi: Any) -> dict[str, int]:
-    return {
-        name: getattr(mpi, name) for name in ("ANY_SOURCE", "ANY_TAG", "PROC_NULL", "UNDEFINED")
-    }
+# Whether a number is that constant, ours or mpi4py's.
+is_any_source = partial(_is_constant, "ANY_SOURCE", ANY_SOURCE)
+is_any_tag = partial(_is_constant, "ANY_TAG", ANY_TAG)
+is_nobody = partial(_is_constant, "PROC_NULL", PROC_NULL)
+is_undefined = partial(_is_constant, "UNDEFINED", UNDEFINED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unisono.comm.mpi_style.communication import MPI_SELF as COMM_SELF
+from unisono.comm.mpi_style.communication import MPI_WORLD as COMM_WORLD
 from unisono.comm.mpi_style.communication import MPICommunication as Comm
 from unisono.comm.mpi_style.constants import (
     ANY_SOURCE,
@@ -23,10 +25,7 @@ from unisono.comm.mpi_style.constants import (
     UNDEFINED,
     Op,
 )
-from unisono.comm.mpi_style.default import MPI_SELF as COMM_SELF
-from unisono.comm.mpi_style.default import MPI_WORLD as COMM_WORLD
-from unisono.comm.mpi_style.request import Request
-from unisono.comm.mpi_style.status import Status
+from unisono.comm.mpi_style.requests import Request, Status
 
 __all__ = [
     "ANY_SOURCE",

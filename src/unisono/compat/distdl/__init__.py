@@ -80,7 +80,7 @@ MODULES = {
         (structures, "MPIBufferManager MPIExpandableBuffer"),
     ),
     "backends.mpi.compare": Module(
-        "Are two communicators or groups the same, or nobody's.",
+        "Whether two communicators or groups are the same, or null.",
         (partitions, "check_identical_comm check_identical_group"),
         (partitions, "check_null_comm check_null_group check_null_rank"),
     ),
@@ -125,7 +125,7 @@ MODULES = {
         },
     ),
     "nn.halo_exchange": Module("Ghosts of a padded tensor.", (halos, "HaloExchange")),
-    "nn.mixins": Module("The arithmetic of halos, for layers of one's own. All pure.", inner=True),
+    "nn.mixins": Module("The arithmetic of halos, for user-defined layers. All pure.", inner=True),
     "utilities": Module("Index arithmetic, structures of tensors, and small things around them."),
     "utilities.debug": Module("Prints of all ranks in order.", (partitions, "print_sequential")),
     "utilities.dtype": Module(
@@ -138,7 +138,7 @@ MODULES = {
         "The number of an index in a grid.", (blocks, "cartesian_index_c cartesian_index_f")
     ),
     "utilities.misc": Module(
-        "A dict with attributes, and one in place of autograd's `ctx`.",
+        "A dict with attributes, and a stand-in for autograd's `ctx`.",
         (structures, "Bunch DummyContext"),
     ),
     "utilities.slicing": Module(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from unisono.errors import PlatformError
+from unisono.expect import expect_choice
 from unisono.nn import structure_check
 
 CHECK_VARIABLE = "DISTDL_CHECK_INPUT_CHANGED"
@@ -26,14 +27,12 @@ def set_backend(
         backend_array: "numpy", "cupy" or "torch"; without effect: tensors stay where they are.
         check_input_changed: default: what `DISTDL_CHECK_INPUT_CHANGED` says, else True.
     """
-    for value, known in (
-        (backend_comm, ("mpi", "nccl")),
-        (backend_array, ("numpy", "cupy", "torch")),
-    ):
-        if value is not None and value not in known:
-            raise PlatformError.because(
-                f"set_backend({value!r})", f"known: {', '.join(known)}", None, "leave it out"
-            )
+    if backend_comm is not None:
+        expect_choice("backend_comm", backend_comm, ("mpi", "nccl"), error=PlatformError)
+    if backend_array is not None:
+        expect_choice(
+            "backend_array", backend_array, ("numpy", "cupy", "torch"), error=PlatformError
+        )
     if check_input_changed is None:
         check_input_changed = os.environ.get(CHECK_VARIABLE, "1") not in ("0", "False")
     _compare_inputs(check_input_changed)

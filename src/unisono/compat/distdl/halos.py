@@ -1,4 +1,4 @@
-"""DistDL's halo exchange with the nearest neighbours, and its arithmetic for layers of one's own.
+"""DistDL's halo exchange with the nearest neighbours, and its arithmetic for user-defined layers.
 
 One dim after the other, so that corners pass through two ranks. The layers of `unisono.nn` send
 them straight from their owner instead, and from any number of ranks away.

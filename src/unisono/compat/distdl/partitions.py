@@ -17,13 +17,14 @@ from unisono.comm import Communicator
 from unisono.comm.mpi_style import MPI as ours
 from unisono.comm.mpi_style import MPI_WORLD, MPICommunication
 from unisono.errors import PartitionError, an
+from unisono.expect import expect_choice
 from unisono.topology import Partition, broadcast_groups, reduce_groups
 from unisono.topology.fanout import Group
 
 _REDUCTIONS = {"min": "min", "max": "max", "prod": "product", "sum": "sum"}
 
 
-# What mpi4py calls communicators, groups and nobody, whether or not the program has it. It is never
+# The null rank, communicator and group of mpi4py, whether or not the program has it. It is never
 # imported here, since that would start MPI.
 
 
@@ -33,13 +34,13 @@ def mpi4py() -> Any:
 
 
 def null_rank() -> int:
-    """Return the rank of nobody: `MPI.PROC_NULL`, or -1 without mpi4py."""
+    """Return the null rank: `MPI.PROC_NULL`, or -1 without mpi4py."""
     mpi = mpi4py()
     return -1 if mpi is None else mpi.PROC_NULL
 
 
 def null_comm() -> Any:
-    """Return the communicator of nobody: `MPI.COMM_NULL`, or None without mpi4py."""
+    """Return the null communicator: `MPI.COMM_NULL`, or None without mpi4py."""
     mpi = mpi4py()
     return None if mpi is None else mpi.COMM_NULL
 
@@ -51,23 +52,23 @@ def operations() -> dict[str, Any]:
 
 
 def check_identical_comm(c1: Any, c2: Any) -> bool:
-    """Return whether two communicators are the same one. Nobody's is unlike any."""
+    """Return whether two communicators are the same one; a null communicator equals none."""
     return not check_null_comm(c1) and not check_null_comm(c2) and _identical("Comm", c1, c2)
 
 
 def check_identical_group(g1: Any, g2: Any) -> bool:
-    """Return whether two groups hold the same ranks in the same order. Nobody's is unlike any."""
+    """Return whether two groups hold the same ranks in the same order; a null group equals none."""
     return not check_null_group(g1) and not check_null_group(g2) and _identical("Group", g1, g2)
 
 
 def check_null_comm(c: Any) -> bool:
-    """Return whether this is the communicator of nobody."""
+    """Return whether this is the null communicator."""
     mpi = mpi4py()
     return c is None or (mpi is not None and isinstance(c, mpi.Comm) and c == mpi.COMM_NULL)
 
 
 def check_null_group(g: Any) -> bool:
-    """Return whether this is the group of nobody."""
+    """Return whether this is the null group."""
     mpi = mpi4py()
     return g is None or (mpi is not None and isinstance(g, mpi.Group) and g == mpi.GROUP_NULL)
 
@@ -80,7 +81,7 @@ def _identical(kind: str, one: Any, other: Any) -> bool:
 
 
 def check_null_rank(r: int) -> bool:
-    """Return whether this is the rank of nobody."""
+    """Return whether this is the null rank."""
     return r == null_rank()
 
 
@@ -94,7 +95,7 @@ class Root:
 
     def __init__(self, handle: Any) -> None:
         if _is_mpi4py_world_of_one(handle) and Communicator.of(MPI_WORLD).size > 1:
-            # Whoever started the ranks, it was not mpiexec: MPI knows each of them alone.
+            # The ranks were not started by mpiexec, so each of them is alone in its MPI.
             handle = MPI_WORLD
         self.handle = handle
         self.comm = Communicator.of(handle)
@@ -120,7 +121,7 @@ class Root:
         return self._real[layout.ranks]
 
     def ranks_of(self, group: Any) -> tuple[int, ...] | None:
-        """Return the ranks of an mpi4py group, or given as numbers; None for nobody."""
+        """Return the ranks of an mpi4py group, or given as numbers; None for a null group."""
         if check_null_group(group):
             return None
         if self._is_mpi and isinstance(group, mpi4py().Group):
@@ -173,7 +174,7 @@ class MPIPartition:
     dim: int
     index: np.ndarray | None
     _comm: Any
-    """The members with mpi4py's verbs; nobody's if inactive."""
+    """The members with mpi4py's verbs; the null communicator if inactive."""
     _root: Any
     """The communicator that `root` or `comm` was."""
     _group: tuple[int, ...] | None
@@ -216,7 +217,7 @@ class MPIPartition:
         self._comm = null_comm()
 
     def deactivate(self) -> None:
-        """Leave the team. Once is as good as twice; groups stay in their cache for the next one."""
+        """Leave the team; safe to repeat. Groups stay in their cache for the next one."""
         self._layout = self._group = None
         self._become_inactive(None)
 
@@ -319,13 +320,7 @@ class MPIPartition:
             data: equal in shape and dtype on all members.
             op: "min", "max", "prod" or "sum".
         """
-        if op not in _REDUCTIONS:
-            raise PartitionError.because(
-                f"allreduce_data(op={op!r})",
-                f"operations: {', '.join(map(repr, _REDUCTIONS))}",
-                None,
-                'op="sum"',
-            )
+        expect_choice("op", op, _REDUCTIONS, error=PartitionError)
         own = torch.from_numpy(np.array(data))
         return self._members.with_device("cpu").all_reduce(own, _REDUCTIONS[op]).numpy()
 

@@ -156,23 +156,12 @@ def broadcast_tensor_structure(
     return found
 
 
+_SHARED = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
 torch_to_numpy_dtype_dict: dict[torch.dtype, type[np.generic]] = {
-    getattr(torch, name): np.dtype(name).type
-    for name in (
-        [
-            "bool",
-            "uint8",
-            "int8",
-            "int16",
-            "int32",
-            "int64",
-            "float16",
-            "float32",
-            "float64",
-            "complex64",
-            "complex128",
-        ]
-    )
+    getattr(torch, name): np.dtype(name).type for name in _SHARED
 }
 """dtype of torch -> scalar type of numpy, which has no bfloat16."""
 numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {

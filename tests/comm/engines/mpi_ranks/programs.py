@@ -1,8 +1,8 @@
 """The list of checks that the ranks of an MPI job run, the same for the job and for pytest.
 
 Most are test functions of the shared-memory transport, run here on MPI: what torch builds on a
-group, and every kernel, must do the same on both. The rest, `check_*` of the files beside this one,
-is about MPI itself.
+group, every kernel, and the verbs of MPI's style must do the same on both. The rest, `check_*` of
+the files beside this one, is about MPI itself.
 """
 
 from __future__ import annotations
@@ -54,6 +54,25 @@ KERNEL_CASES = (
     "test_all_ranks_get_the_same_bits_and_the_sum_in_rank_order",
     "test_an_undefined_reduction_is_refused_and_leaves_the_group_intact",
 )
+STYLE_CASES = (
+    "test_reductions_and_scans_of_every_op_and_dtype_equal_numpy",
+    "test_half_precision_sums_are_sums_and_in_place_numpy_and_shapes_of_one_size_work",
+    "test_bcast_gathers_and_scatters_along_every_axis_equal_numpy",
+    "test_blocks_of_different_lengths_go_to_their_displacements",
+    "test_gathers_in_place_take_the_own_block_from_the_receive_buffer",
+    "test_alltoall_turns_an_array_split_along_one_axis_into_one_split_along_another",
+    "test_alltoall_along_one_axis_exchanges_blocks_also_uneven_ones",
+    "test_messages_match_by_source_and_tag_in_the_order_of_sending",
+    "test_messages_into_strided_buffers_of_other_dtypes_and_without_elements",
+    "test_receives_posted_early_complete_inside_other_waits",
+    "test_a_synchronous_send_waits_for_its_receive_and_a_plain_one_does_not",
+    "test_sends_beyond_the_buffer_wait_for_receivers_and_serve_own_receives_meanwhile",
+    "test_messages_that_do_not_fit_are_refused_and_the_next_one_arrives",
+    "test_a_receive_that_nobody_serves_ends_with_a_report",
+    "test_split_orders_by_key_and_contexts_keep_messages_apart",
+    "test_objects_travel_and_wrong_counts_are_refused_alike_on_all_ranks",
+    "test_several_collectives_under_way_may_be_completed_in_any_order",
+)
 _WAYS = ("plain", "in_pieces", "native")
 """Ways to do a kernel over MPI, where the tests of shared memory have large and small slots."""
 
@@ -88,7 +107,12 @@ def cases(size):
     kernel_tests = load(HERE.parent / "test_shm_kernels.py")
     kernel_tests.engine_made = engine_made
     found = []
-    for module, names in ((kernel_tests, KERNEL_CASES), (torch_tests, TORCH_CASES)):
+    style_tests = load(HERE.parents[1] / "test_mpi_style.py")
+    for module, names in (
+        (kernel_tests, KERNEL_CASES),
+        (torch_tests, TORCH_CASES),
+        (style_tests, STYLE_CASES),
+    ):
         for name in names:
             found += _borrowed(getattr(module, name), size)
     for stem in OWN:

@@ -6,8 +6,10 @@ import time
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 from unisono.comm import check, trace, world
+from unisono.comm.mpi_style import MPI_WORLD, MPICommunication
 from unisono.errors import CollectiveMismatch, UnisonoError
 
 DTYPES = [
@@ -194,3 +196,10 @@ def check_a_rank_that_waits_sleeps():
     dist.barrier()
     if dist.get_rank():
         assert time.process_time() - before < 0.45
+
+
+def check_the_verbs_of_mpi_take_communicators_and_constants_of_mpi4py():
+    comm, total = MPICommunication(MPI.COMM_WORLD), torch.ones(1)
+    comm.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
+    assert total.item() == comm.size == MPI_WORLD.size == MPI.COMM_WORLD.size
+    assert MPI_WORLD.handle.backend == "mpi4py"

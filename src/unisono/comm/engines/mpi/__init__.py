@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from unisono.comm.engines.mpi.communicators import entry_of, store_for, store_of
 from unisono.comm.engines.mpi.engine import MpiEngine
-from unisono.comm.engines.mpi.groups import MpiProcessGroup, create
+from unisono.comm.engines.mpi.groups import MpiProcessGroup
 from unisono.comm.engines.mpi.library import is_communicator, unavailable
 
 __all__ = [
     "MpiEngine",
     "MpiProcessGroup",
-    "create",
     "entry_of",
     "is_communicator",
     "store_for",

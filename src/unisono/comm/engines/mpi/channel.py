@@ -1,29 +1,30 @@
-"""Transfers of one group over its communicator: started without waiting, then waited for.
+"""The communicator of one group: transfers started without waiting, and waits that always end.
 
-MPI is never asked to block: every wait is a loop of `Test` calls with a deadline. Memory that a
-failed transfer may still touch is kept for ever.
-
-Messages between pairs of ranks are posted at once, in any order with collectives. MPI matches them
-by source and tag, in the order in which they were posted. They move on whenever this process is
-inside MPI; the group's background thread looks after them when nobody waits.
+MPI is never asked to block: every wait is a loop of `Test` calls with a deadline, which looks for
+dead, failed and departed peers now and then. Ranks tell each other of failures, and how far they
+have come, through the store, as with every transport; that they leave, over MPI itself, for only
+then can the communicator be freed. Memory that a failed transfer may still touch is kept for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import os
+import socket
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from unisono.comm.engines.mpi.health import Wait, Watch
 from unisono.comm.engines.mpi.library import Threads
-from unisono.comm.messages import EXCHANGE_TAG
-from unisono.comm.torch.staging import wrong_message
+from unisono.comm.health import failures, watchdog
+from unisono.comm.health.deadlock import hopeless
+from unisono.comm.machine import is_dead
 from unisono.cores import usable_cores
-from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
+from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,10 +32,21 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 256 * 1024 * 1024
 """Longest stretch that goes in one MPI call; MPI counts bytes in 32 bits."""
 MAX_BYTES = 2**31 - 1
+PEERS_S = 0.05
+"""Seconds between two looks at the peers."""
+STORE_S = 0.25
+"""Seconds between two looks at the store."""
+GONE_S = 1.0
+"""What a rank sent before it left arrives within this time."""
 
 _SPINS = 100
-_RESERVED_TAGS = 2
-"""The largest tags a group keeps for itself: goodbyes, and `exchange` where tags are few."""
+_YIELD_S = 2e-3
+_YIELD_S_PER_BYTE = 2e-9
+"""MPI moves data only inside its calls, so sleep starts when the bytes should have arrived."""
+_FIRST_NAP_S = 20e-6
+_LAST_NAP_S = 200e-6
+_TEXT_LIMIT = 6000
+"""Longer reports, in characters, lose their middle."""
 _LOST = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
 
 _abandoned: list[Any] = []
@@ -48,6 +60,198 @@ def abandon(*things: object) -> None:
 def nbytes_of(x: Tensor) -> int:
     """Return the number of bytes of the elements of `x`."""
     return x.numel() * x.element_size()
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of a group, as it told about itself when the group was made."""
+
+    position: int
+    """Rank in the communicator from which the group was made."""
+    job_size: int
+    """Size of that communicator."""
+    card: list[Any]
+    """Where its process is, its id and its start time (`processes.own_card`)."""
+    host: str
+    nonce: str
+    """A random token; that of the first rank names the group."""
+
+
+class Watch:
+    """Judges the peers of one rank of a group.
+
+    Args:
+        ranks: world ranks of the group.
+        rank: own rank in the group.
+        members: what the ranks told about themselves.
+        name: name of the group.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, members: Sequence[Member], name: str
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.me = self.ranks[rank]
+        self.doing = "set-up"
+        """Name of the call under way, for messages."""
+        self.number = 0
+        """Number of the latest collective."""
+        self.cancelled: str | None = None
+        """Why waits of this rank shall end, set by another thread of this process."""
+        self.gone: dict[int, int] = {}
+        """Ranks of the group that have left it, with the collectives they have made."""
+        self._name = name
+        self.token = members[0].nonce
+        """Names the group in the store."""
+        here = members[rank].card[0]
+        self._neighbours = [
+            (place, member)
+            for place, member in enumerate(members)
+            if place != rank and member.card[0] == here
+        ]
+
+    def _dog(self) -> watchdog.Watchdog | None:
+        """Return who speaks with the store; None where it has gone, and the deadline remains."""
+        with contextlib.suppress(RuntimeError):
+            return watchdog.serving(self._name)
+        return None
+
+    def tell(self, error: BaseException, culprit: int) -> None:
+        """Tell the other ranks of the group that this one has failed in it."""
+        dog = self._dog()
+        if dog is None or isinstance(error, RankFailed):
+            return  # the others learn of it as this rank did
+        if isinstance(error, UnisonoError):  # says enough by itself
+            text = "".join(traceback.format_exception_only(error)).strip()
+        else:
+            text = "".join(traceback.format_exception(error)).strip()
+        if len(text) > _TEXT_LIMIT:
+            text = f"{text[: _TEXT_LIMIT // 2]}\n[...]\n{text[-_TEXT_LIMIT // 2 :]}"
+        told = {
+            "teller": self.me,
+            "culprit": culprit,
+            "host": socket.gethostname(),
+            "text": text,
+        }
+        gave_up_in = self.number if isinstance(error, RankTimeout) else None
+        dog.publish({"broken": self.token, "gave_up_in": gave_up_in, "told": told})
+
+    def mark(self) -> None:
+        """Tell the others, through the store, that this rank waits in the latest collective."""
+        dog = self._dog()
+        if dog is not None:
+            dog.put(f"mpi/{self.token}/{self.me}", str(self.number))
+
+    def missing(self) -> list[int]:
+        """Return the world ranks that are not known to wait in the latest collective."""
+        dog = self._dog()
+        if dog is None:
+            return []
+        marks = {rank: dog.find(f"mpi/{self.token}/{rank}") for rank in self.ranks}
+        return [r for r, mark in marks.items() if r != self.me and int(mark or -1) < self.number]
+
+    def judge(self, peers: Sequence[int] | None) -> None:
+        """Raise if this rank is to stop waiting, or a rank that is waited for has died."""
+        if self.cancelled is not None:
+            raise UnisonoError.because(f"{self.doing} on rank {self.me}", self.cancelled)
+        for place, member in self._neighbours:
+            _, pid, started = member.card
+            if (peers is None or place in peers) and is_dead(pid, started):
+                self.judge_news()  # what it has said last tells more
+                raise failures.peer_died(self.doing, self.me, self.ranks[place], pid, member.host)
+
+    def judge_news(self) -> None:
+        """Raise if a rank of the group has told of a failure; asks the store."""
+        dog = self._dog()
+        for item in dog.news() if dog is not None else []:
+            if item.get("broken") != self.token or item["told"]["teller"] == self.me:
+                continue
+            if item["gave_up_in"] is None:
+                raise failures.peer_failed(self.doing, self.me, **item["told"])
+            # Ranks that wait in one collective have their own deadlines for it.
+            if item["gave_up_in"] != self.number:
+                raise failures.peer_gave_up(self.doing, self.me, **item["told"])
+
+    def departed(self, peers: Sequence[int] | None) -> list[int]:
+        """Return the world ranks that have left the group before they came to this call.
+
+        A rank that has made the collective may leave while others are still busy with it.
+        """
+        late = [
+            place
+            for place, made in self.gone.items()
+            if (made < self.number if peers is None else place in peers)
+        ]
+        return sorted(self.ranks[place] for place in late)
+
+
+class Wait:
+    """One wait, step by step: give the core away, later sleep; look at the peers and the clock.
+
+    Args:
+        watch: judges the peers.
+        timeout_s: deadline of the wait.
+        nbytes: bytes under way.
+        peers: the ranks that are waited for; None is the whole group.
+    """
+
+    def __init__(
+        self, watch: Watch, timeout_s: float, nbytes: int = 0, peers: Sequence[int] | None = None
+    ) -> None:
+        now = time.monotonic()
+        self._watch = watch
+        self._peers = peers
+        self._timeout_s = timeout_s
+        self._deadline = now + timeout_s
+        self._sleep_from = now + _YIELD_S + nbytes * _YIELD_S_PER_BYTE
+        self._nap_s = _FIRST_NAP_S
+        self._look = now + min(PEERS_S, timeout_s / 2)
+        self._mark = now + min(2 * STORE_S, timeout_s / 2)
+        self._store = now + STORE_S
+        self._gone_since: float | None = None
+
+    def step(self) -> bool:
+        """Let some time pass; return whether it was time to look at the peers.
+
+        Raises:
+            RankFailed: a rank that is waited for has failed, died or left.
+            RankTimeout: the deadline has passed.
+            CollectiveMismatch: ranks wait in different calls.
+        """
+        now = time.monotonic()
+        if now < self._sleep_from:
+            os.sched_yield()
+        else:
+            time.sleep(self._nap_s)
+            self._nap_s = min(self._nap_s * 1.5, _LAST_NAP_S)
+        if now < self._look:
+            return False
+        self._look = min(now + PEERS_S, self._deadline)
+        self._judge(now)
+        return True
+
+    def _judge(self, now: float) -> None:
+        watch, peers = self._watch, self._peers
+        watch.judge(peers)
+        if now >= self._mark and peers is None:
+            self._mark = float("inf")
+            watch.mark()
+        if now >= self._deadline:
+            watch.judge_news()
+            absent = watch.missing() if peers is None else [watch.ranks[peer] for peer in peers]
+            raise failures.not_arrived(watch.doing, watch.me, absent, self._timeout_s)
+        gone = watch.departed(peers)
+        if gone and self._gone_since is None:
+            self._gone_since = now
+        elif gone and self._gone_since is not None and now > self._gone_since + GONE_S:
+            watch.judge_news()
+            raise failures.peer_left(watch.doing, watch.me, gone)
+        if now >= self._store:
+            self._store = now + STORE_S
+            reason = hopeless()
+            if reason is not None:
+                raise reason  # first: a rank that fails of a mismatch tells of that as its failure
+            watch.judge_news()
 
 
 class Channel:
@@ -75,6 +279,7 @@ class Channel:
         self.waited_ns = 0
         """Time spent in waits so far."""
         self.max_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
+        """Largest tag of this MPI, which says goodbye."""
         self._spins = _SPINS if self.size <= usable_cores() else 2
         self._open: list[Any] = []
         self._held: list[Tensor] = []
@@ -174,173 +379,16 @@ class Channel:
     def translated(self, error: Any) -> UnisonoError:
         """Return our error for one of MPI."""
         mpi, me = self.mpi, self.watch.me
-        kind, words = error.Get_error_class(), error.Get_error_string().strip()
+        kind, text = error.Get_error_class(), error.Get_error_string().strip()
         start = f"{self.watch.doing} on rank {me}"
         if kind == mpi.ERR_TRUNCATE:
             return CollectiveMismatch(
                 f"{start}: another rank has sent more bytes than this one expects\n"
-                f"  MPI says: {words}\n"
+                f"  MPI says: {text}\n"
                 "  HINT: UNISONO_CHECK=1 names the first call in which ranks disagree"
             )
         if kind in [getattr(mpi, name, None) for name in _LOST]:
             return RankFailed(
-                f"{start} broke off: another rank of the group has gone\n  MPI says: {words}"
+                f"{start} broke off: another rank of the group has gone\n  MPI says: {text}"
             )
-        return UnisonoError(f"{start} failed\n  MPI says: {words} (class {kind})")
-
-
-class Transfer:
-    """A message this rank sends or receives.
-
-    Attributes:
-        peer: the other rank of the group; None until it is known.
-        is_done: whether it has ended, well or badly.
-        error: what went wrong.
-    """
-
-    __slots__ = ("error", "is_done", "is_receive", "peer", "requests", "tag", "tensor")
-
-    def __init__(self, tensor: Tensor, peer: int | None, tag: int, is_receive: bool) -> None:
-        self.tensor = tensor
-        self.tag = tag
-        self.peer = peer
-        self.is_receive = is_receive
-        self.requests: list[tuple[Any, int]] = []
-        """MPI requests with the bytes of each."""
-        self.is_done = False
-        self.error: BaseException | None = None
-
-
-class Messages:
-    """Messages of one rank in one group.
-
-    Args:
-        channel: the group's channel.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._lock = threading.Lock()
-        self._under_way: list[Transfer] = []
-
-    @property
-    def under_way(self) -> int:
-        """How many messages have not ended."""
-        return len(self._under_way)
-
-    def post_send(self, dst: int, tag: int, x: Tensor) -> Transfer:
-        """Start to send `x` to rank `dst`."""
-        return self._post(Transfer(x, dst, tag, False), self._channel.comm.Isend, dst)
-
-    def post_recv(self, src: int | None, tag: int, x: Tensor) -> Transfer:
-        """Start to receive `x` from rank `src`, or from anybody."""
-        channel = self._channel
-        if src is None and nbytes_of(x) > channel.chunk_bytes:
-            raise UnisonoError.because(
-                "a receive from anybody",
-                f"{nbytes_of(x)} bytes, which travel in several messages",
-                f"{nbytes_of(x)} > {channel.chunk_bytes}",
-                "name the source",
-            )
-        source = channel.mpi.ANY_SOURCE if src is None else src
-        return self._post(Transfer(x, src, tag, True), channel.comm.Irecv, source)
-
-    def _post(self, transfer: Transfer, call: Any, peer: int) -> Transfer:
-        channel, x = self._channel, transfer.tensor
-        wire_tag = self._wire_tag(transfer.tag)
-        pieces = list(channel.pieces(nbytes_of(x))) or [(0, 0)]
-        with self._lock:
-            for begin, length in pieces:
-                memory = channel.mpi.buffer.fromaddress(x.data_ptr() + begin, length)
-                with channel.threads.lock:
-                    request = call([memory, channel.mpi.BYTE], peer, wire_tag)
-                transfer.requests.append((request, length))
-            self._under_way.append(transfer)
-        return transfer
-
-    def _wire_tag(self, tag: int) -> int:
-        free = self._channel.max_tag - _RESERVED_TAGS
-        if 0 <= tag <= free:
-            return tag
-        if tag == EXCHANGE_TAG:  # an MPI with few tags
-            return self._channel.max_tag - 1
-        raise UnisonoError.because(
-            f"a message with tag {tag}", f"this MPI has tags 0 to {free}", None, "a smaller tag"
-        )
-
-    def progress(self) -> bool:
-        """Let messages move on; return whether one has ended."""
-        if not self._under_way or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            before = len(self._under_way)
-            for transfer in self._under_way:
-                self._advance(transfer)
-            self._under_way = [t for t in self._under_way if not t.is_done]
-            return len(self._under_way) < before
-        finally:
-            self._lock.release()
-
-    def _advance(self, transfer: Transfer) -> None:
-        mpi = self._channel.mpi
-        try:
-            while transfer.requests:
-                request, expected = transfer.requests[0]
-                status = mpi.Status()
-                with self._channel.threads.lock:
-                    if not request.Test(status):
-                        return
-                transfer.requests.pop(0)
-                if transfer.is_receive:
-                    transfer.peer = status.Get_source()
-                    found = status.Get_count(mpi.BYTE)
-                    if found != expected and transfer.error is None:
-                        transfer.error = self._wrong(transfer, found)
-        except mpi.Exception as error:
-            abandon(transfer.tensor, transfer.requests)  # later pieces may still arrive in it
-            transfer.requests = []
-            is_long = error.Get_error_class() == mpi.ERR_TRUNCATE and transfer.peer is not None
-            transfer.error = (
-                self._wrong(transfer, None) if is_long else self._channel.translated(error)
-            )
-        transfer.is_done = True
-
-    def _wrong(self, transfer: Transfer, found: int | None) -> UnisonoError:
-        """Return the error for a message of another length; None is one that is too long."""
-        sender = -1 if transfer.peer is None else self._channel.watch.ranks[transfer.peer]
-        return wrong_message(transfer.tensor, sender, found, transfer.tag)
-
-    def wait(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
-        """Wait for messages; raises what went wrong with one of them."""
-        self.progress()
-        waiting = [transfer for transfer in transfers if not transfer.is_done]
-        if waiting:
-            began = time.perf_counter_ns()
-            peers = sorted({t.peer for t in waiting if t.peer is not None})
-            nbytes = sum(nbytes_of(transfer.tensor) for transfer in waiting)
-            wait = Wait(self._channel.watch, timeout_s, min(nbytes, MAX_BYTES), peers)
-            while not all(transfer.is_done for transfer in waiting):
-                self._channel.step(wait)
-                self.progress()
-            self._channel.waited_ns += time.perf_counter_ns() - began
-        for transfer in transfers:
-            if transfer.error is not None:
-                raise transfer.error
-
-    def release(self) -> None:
-        """Let go of messages that never ended: what is not received yet, never will be."""
-        with self._lock:
-            for transfer in self._under_way:
-                for request, _ in transfer.requests:
-                    if transfer.is_receive:
-                        self._cancel(request)
-                abandon(transfer)
-            self._under_way = []
-
-    def _cancel(self, request: Any) -> None:
-        with self._channel.threads.lock:
-            try:
-                request.Cancel()
-                request.Test()
-            except self._channel.mpi.Exception:
-                return  # it stays as it is, and so does its memory
+        return UnisonoError(f"{start} failed\n  MPI says: {text} (class {kind})")

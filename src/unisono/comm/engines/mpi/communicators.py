@@ -22,8 +22,7 @@ from unisono.comm import call as calls
 from unisono.comm import groups, seal
 from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.call import Call
-from unisono.comm.engines.mpi.groups import MpiProcessGroup
-from unisono.comm.engines.mpi.health import connect
+from unisono.comm.engines.mpi.groups import BACKEND, MpiProcessGroup
 from unisono.comm.engines.mpi.library import Threads, load, unavailable
 from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
 from unisono.comm.health import failures, watchdog
@@ -33,9 +32,6 @@ from unisono.errors import MeshError, RankTimeout, UnisonoError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-BACKEND = "mpi4py"
-"""Name under which torch.distributed knows the transport."""
 
 _ADDRESSES = 8
 """How many addresses of a host the others are told."""
@@ -170,11 +166,10 @@ class Standalone:
         self._is_over = False
         self._made: dict[tuple[int, ...], GroupEntry] = {}
         self._generation: dict[tuple[int, ...], int] = {}
-        self._connection = connect(self._store)
         signer = seal.Seal(self._store, self._rank)
         seal.stand(self._prefix, signer)
         self._dog = watchdog.Watchdog(
-            self._rank, ranks, self._store, lambda: self._is_over, self._connection.store, signer
+            self._rank, ranks, self._store, lambda: self._is_over, signed_by=signer
         )
         self.whole = self._make(ranks, self._deadline_s, own, is_own=True)
         """The group of all ranks of the communicator."""

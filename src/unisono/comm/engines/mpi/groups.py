@@ -1,4 +1,4 @@
-"""Groups over MPI: how their ranks come to a communicator of their own, and how they leave it.
+"""The backend `mpi4py` of torch.distributed: how ranks come to a communicator of their own.
 
 Making a communicator blocks inside MPI without a deadline, so ranks meet in the group's store
 first, where waiting has one. Only members take part. A rank that leaves says so to the others; when
@@ -23,25 +23,25 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engines.base import Engine, SelfEngine
-from unisono.comm.engines.mpi.channel import Channel
+from unisono.comm.engines.mpi.channel import Channel, Member, Watch
 from unisono.comm.engines.mpi.engine import MpiEngine
-from unisono.comm.engines.mpi.health import Member, NoticeBoard, Watch
 from unisono.comm.engines.mpi.library import Threads, load
-from unisono.comm.engines.shm.rendezvous import Rendezvous, memory_id
+from unisono.comm.engines.shm.rendezvous import Rendezvous
 from unisono.comm.health import watchdog
 from unisono.comm.lifecycle import say_returned
-from unisono.comm.machine import process_start
+from unisono.comm.machine import own_card
 from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
 from unisono.errors import MeshError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+BACKEND = "mpi4py"
+"""Name under which torch.distributed knows the transport."""
 GRACE_S = 10.0
 """Time that other ranks have to end after an exception on this one, before the job is aborted."""
 PATIENCE_S = 60.0
@@ -63,7 +63,7 @@ class MpiProcessGroup(TransportProcessGroup):
         size: ranks of the group.
         timeout: deadline of making the group, and of each call.
         ranks: world ranks of the group; empty means 0 to `size` - 1.
-        name: name of the group, for its thread.
+        name: name of the group.
         base: a communicator with all ranks of the group in it; default: that of the world.
         is_own: whether `base` was made for this group, to be used as it is.
     """
@@ -92,37 +92,14 @@ class MpiProcessGroup(TransportProcessGroup):
         if size > 1:
             sweep()
             whole = _world_communicator(mpi) if base is None else base
-            channel, nonce = _meet(
-                mpi, store, rank, ranks, timeout.total_seconds(), whole, is_own=is_own
-            )
+            wait_s = timeout.total_seconds()
+            channel = _meet(mpi, store, rank, ranks, name, wait_s, whole, is_own=is_own)
+            nonce = channel.watch.token
             self.communicator = channel.comm
-            engine = MpiEngine(channel, name, _depart)
+            engine = MpiEngine(channel, name, store, _depart)
             _watch_over(engine)
-        self._nccl = NcclBeside(dist.PrefixStore(f"mpi/{nonce}", store), rank, size)
-        super().__init__(engine, ranks, timeout, "mpi4py", deadline_s)
-
-    def inner_group(self, device: torch.device) -> Any:
-        """Return the nccl group that serves CUDA tensors; made when first asked for."""
-        if device.type != "cuda" or not dist.is_nccl_available():
-            return super().inner_group(device)
-        return self._nccl.group(self.options._timeout)
-
-    def shutdown(self) -> None:
-        """Leave the group; calls under way end first. Called by `destroy_process_group`."""
-        self._nccl.shutdown()
-        super().shutdown()
-
-
-def create(options: Any, _: Any = None) -> MpiProcessGroup:
-    """Make a group for torch.distributed from its backend options."""
-    return MpiProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.global_ranks_in_group,
-        str(options.group_id),
-    )
+        beside = NcclBeside(dist.PrefixStore(f"mpi/{nonce}", store), rank, size)
+        super().__init__(engine, ranks, timeout, BACKEND, deadline_s, beside)
 
 
 def _world_communicator(mpi: Any) -> MPI.Intracomm:
@@ -138,50 +115,44 @@ def _meet(
     store: dist.Store,
     rank: int,
     ranks: Sequence[int],
+    name: str,
     timeout_s: float,
     base: MPI.Intracomm,
     *,
     is_own: bool,
-) -> tuple[Channel, str]:
-    """Return the channel of a new group, and a token of this group alone. Collective over it."""
+) -> Channel:
+    """Return the channel of a new group. Collective over it."""
     threads = Threads(mpi)
     threads.check("a new group")
-    pid = os.getpid()
-    me = Member(
-        position=base.rank,
-        job_size=base.size,
-        memory=memory_id(),
-        pid=pid,
-        started=process_start(pid) or 0,
-        hostname=socket.gethostname(),
-    )
-    rendezvous = Rendezvous(
-        dist.PrefixStore("mpi", store), rank, ranks, timeout_s, backend="mpi4py"
-    )
+    me = Member(base.rank, base.size, own_card(), socket.gethostname(), secrets.token_hex(8))
+    rendezvous = Rendezvous(dist.PrefixStore("mpi", store), rank, ranks, timeout_s, backend=BACKEND)
     try:
-        texts = rendezvous.share("member", json.dumps([asdict(me), secrets.token_hex(8)]))
+        texts = rendezvous.share("member", json.dumps(asdict(me)))
     except BaseException:
         rendezvous.clean()  # who comes later must not take this rank for present
         raise
-    records = [json.loads(text) for text in texts]
-    members = [Member(**record) for record, _ in records]
-    nonce = records[0][1]
+    members = [Member(**json.loads(text)) for text in texts]
     positions = [member.position for member in members]
-    _check_job(members, ranks)
+    sizes = sorted({member.job_size for member in members})
+    if len(sizes) > 1 or len(set(positions)) < len(positions):
+        raise MeshError.because(
+            f"an MPI group of ranks {list(ranks)}",
+            f"these processes are ranks {positions} of MPI jobs of {sizes} processes",
+            "they are not of one MPI job",
+            f"mpiexec -n {len(ranks)} python your_script.py",
+        )
     with threads.lock:
-        if is_own and positions == list(range(base.size)):
-            comm = base
-        else:
-            comm = _subset(base, positions, nonce)
+        comm = base
+        if not is_own or positions != list(range(base.size)):
+            comm = _subset(base, positions, members[0].nonce)
         comm.Set_errhandler(mpi.ERRORS_RETURN)
-    board = NoticeBoard(store, nonce, rank, len(ranks))
-    channel = Channel(mpi, comm, threads, Watch(ranks, rank, members, board))
+    channel = Channel(mpi, comm, threads, Watch(ranks, rank, members, name))
     channel.timeout_s = timeout_s
     with channel.kernel():
         channel.start(comm.Ibarrier)
         channel.finish()
     rendezvous.clean()
-    return channel, nonce
+    return channel
 
 
 def _subset(base: MPI.Intracomm, positions: Sequence[int], nonce: str) -> MPI.Intracomm:
@@ -197,20 +168,6 @@ def _subset(base: MPI.Intracomm, positions: Sequence[int], nonce: str) -> MPI.In
     finally:
         chosen.Free()
         whole.Free()
-
-
-def _check_job(members: Sequence[Member], ranks: Sequence[int]) -> None:
-    """Refuse processes that MPI did not start together."""
-    positions = [member.position for member in members]
-    sizes = sorted({member.job_size for member in members})
-    if len(sizes) == 1 and len(set(positions)) == len(positions):
-        return
-    raise MeshError.because(
-        f"an MPI group of ranks {list(ranks)}",
-        f"these processes are ranks {positions} of MPI jobs of {sizes} processes",
-        "they are not of one MPI job",
-        f"mpiexec -n {len(ranks)} python your_script.py",
-    )
 
 
 # -- leaving ------------------------------------------------------------------------------------
@@ -276,16 +233,17 @@ def _end() -> None:
     if os.getpid() != _watching_pid:
         return
     error = getattr(sys, "last_value", None)
-    if error is None:
-        say_returned()
-    for dog in watchdog.standing():
-        dog.stop()  # before the rank that keeps the store may end
     engines = living()
     was_in_use = any(not engine.is_closed for engine in engines)
-    for engine in engines:
-        if error is not None:
+    if error is None:
+        say_returned()
+    else:
+        for engine in engines:
             engine.fail(error)
             engine.cancel("this rank ends with an exception")
+    for dog in watchdog.standing():
+        dog.stop()  # before the rank that keeps the store may end
+    for engine in engines:
         engine.close()
     give_up = time.monotonic() + (PATIENCE_S if error is None else GRACE_S)
     while not sweep() and time.monotonic() < give_up:
@@ -306,11 +264,3 @@ def _end() -> None:
         print(f"unisono: after an exception, the other ranks of MPI have {GRACE_S:g} s to end, too")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-
-
-def _abandon_after_fork() -> None:
-    for engine in living():
-        engine.abandon_after_fork()
-
-
-os.register_at_fork(after_in_child=_abandon_after_fork)

@@ -185,7 +185,7 @@ def is_exact(dtype: torch.dtype, op: str, size: int) -> bool:
     """Whether any order of the ranks gives the same bits.
 
     Integers always; sums and products of two floats. Not the smaller or larger of two floats,
-    one of which may be no number, nor products of complex numbers.
+    one of which may be NaN, nor products of complex numbers.
 
     >>> is_exact(torch.int32, "sum", 4), is_exact(torch.float32, "sum", 4)
     (True, False)

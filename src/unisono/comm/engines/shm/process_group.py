@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engines.base import Engine, SelfEngine
 from unisono.comm.engines.hosts import HostsEngine, Network
-from unisono.comm.engines.queued import JobQueue, TransportEngine
+from unisono.comm.engines.queued import JobQueue
 from unisono.comm.engines.shm.engine import ShmEngine
 from unisono.comm.engines.shm.rendezvous import Meeting, Rendezvous, read_constants, setting
 from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
 from unisono.errors import compress_ranks
 
 _log = logging.getLogger("unisono")
-_groups: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
 
 
 class ShmProcessGroup(TransportProcessGroup):
@@ -52,19 +48,6 @@ class ShmProcessGroup(TransportProcessGroup):
         engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), name or "group")
         beside = NcclBeside(dist.PrefixStore(f"shm/{nonce}", store), rank, size)
         super().__init__(engine, ranks, timeout, "shm", deadline_s, beside)
-        _groups.add(self)
-
-
-def create(options: Any, _: Any = None) -> ShmProcessGroup:
-    """Make a group for torch.distributed from its backend options."""
-    return ShmProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.global_ranks_in_group,
-        str(options.group_id),
-    )
 
 
 def _make_engine(
@@ -106,12 +89,3 @@ def _local_engine(meeting: Meeting, rank: int, ranks: Sequence[int], timeout_s: 
     )
     engine.barrier(async_op=False, timeout_s=timeout_s)
     return engine
-
-
-def _abandon_after_fork() -> None:
-    for group in list(_groups):
-        if isinstance(group.unisono_engine, TransportEngine):
-            group.unisono_engine.abandon_after_fork()
-
-
-os.register_at_fork(after_in_child=_abandon_after_fork)

@@ -1,9 +1,13 @@
-"""What of the MPI-style communicator needs no second rank: arithmetic, constants, one rank."""
+"""MPI's style on one rank: arithmetic, constants, refusals; how it finds the world."""
 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,22 +24,22 @@ from unisono.comm.mpi_style import (
     MPICommunication,
     Request,
     Status,
-    chunking,
+    buffers,
     constants,
     get_comm,
     sanitize_comm,
     use_comm,
 )
-from unisono.comm.mpi_style.envelope import Envelope
+from unisono.comm.mpi_style.messages import Envelope
 from unisono.errors import MeshError, PartitionError
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_chunks_tile_an_array_in_rank_order_and_differ_by_at_most_one_row(n, size):
-    parts = [chunking.chunk((3, n), 1, rank, size) for rank in range(size)]
+    parts = [buffers.chunk((3, n), 1, rank, size) for rank in range(size)]
     rows = [row for offset, (_, length), _ in parts for row in range(offset, offset + length)]
     assert rows == list(range(n))
-    counts, displs = chunking.counts_displs(n, size)
+    counts, displs = buffers.counts_displs(n, size)
     assert counts == tuple(shape[1] for _, shape, _ in parts)
     assert displs == tuple(offset for offset, _, _ in parts)
     assert max(counts) - min(counts) <= 1
@@ -50,7 +54,7 @@ def test_chunk_in_all_its_forms():
     assert MPI_WORLD.counts_displs_shape((7, 2), 0) == ((7,), (0,), (7, 2))
     with pytest.raises(PartitionError, match="2 dims"):
         MPI_WORLD.chunk((7, 2), 2)
-    with pytest.raises(MeshError, match="0 <= 3 < 3"):
+    with pytest.raises(MeshError, match="3 >= 3"):
         MPI_WORLD.chunk((7, 2), 0, rank=3, w_size=3)
     with pytest.raises(TypeError, match="split"):
         MPI_WORLD.chunk((7, 2), "0")
@@ -210,3 +214,67 @@ def test_an_envelope_survives_the_store():
     assert got.dtype == torch.bfloat16
     assert (got.is_sync, got.is_apart, got.is_ack) == (True, False, False)
     assert Envelope.unpack(Envelope(1, 2, is_apart=True, nbytes=5).pack()).values is None
+
+
+# -- the world that is found at first use ------------------------------------------------------
+
+
+LAZY = """
+import time
+
+import torch
+from unisono.comm.mpi_style import MPI, MPI_WORLD
+
+comm = MPI_WORLD
+right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+comm.Send(torch.full((30_000,), float(comm.rank)), right, tag=3)
+got = torch.empty(30_000)
+comm.Recv(got, left, MPI.ANY_TAG)
+assert (got == left).all()
+comm.Send(torch.ones(30_000), right)
+if comm.rank == 0:
+    comm.Recv(got)
+    comm.Barrier()
+else:
+    comm.Barrier()
+    comm.Recv(got)
+if comm.rank == 0:
+    comm.Send(torch.ones(30_000), right)  # and on to the end of the program
+else:
+    time.sleep(1)
+    comm.Recv(got.zero_(), left)
+    assert got.sum() == 30_000
+comm.send("last words", right)  # nobody receives them, and the job ends nevertheless
+seen = comm.gather(f"SEEN {comm.rank} {comm.size} {comm.handle.backend}")
+if comm.rank == 0:
+    print(*seen, sep="\\n")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_the_world_is_found_at_first_use_under_mpiexec_and_closed_at_the_end(mpiexec, tmp_path):
+    """In interpreters of its own, as a user has."""
+    script = tmp_path / "lazy.py"
+    script.write_text(LAZY)
+    done = subprocess.run(
+        [mpiexec, "-n", "2", sys.executable, "-W", "ignore", str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "UNISONO_TIMEOUT_S": "60"},
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    seen = re.findall(r"SEEN (\d) 2 (\w+)", done.stdout)
+    assert sorted(rank for rank, _ in seen) == ["0", "1"]
+    assert len({backend for _, backend in seen}) == 1
+
+
+def test_the_world_is_found_in_a_process_of_its_own(interpreter, tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text("from unisono.comm.mpi_style import MPI_WORLD\nprint(MPI_WORLD.size)\n")
+    done = interpreter.run([str(script)], cwd=tmp_path)
+    assert done.stdout == "1\n", done.stderr

@@ -1,0 +1,155 @@
+"""What non-blocking verbs return, and who moves messages on meanwhile.
+
+There is no thread. As in MPI, a rank that waits for one thing looks after all others meanwhile, so
+a receive that was posted before a barrier completes inside the barrier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from unisono.comm.health.failures import posted_failure
+from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG
+from unisono.comm.perform import Pending
+
+_FIRST_NAP_S = 50e-6
+_LAST_NAP_S = 2e-3
+_LOOK_S = 0.5
+"""Seconds between two looks for failures of other ranks."""
+
+
+class Mover(Protocol):
+    """Something with messages under way."""
+
+    def step(self) -> bool:
+        """Do what can be done without waiting; return whether anything was."""
+        ...
+
+
+movers: set[Mover] = set()
+"""Those that every wait looks after."""
+
+
+def step() -> bool:
+    """Move on what can be moved; return whether anything was."""
+    moved = [mover.step() for mover in list(movers)]
+    return any(moved)
+
+
+def drive(is_ready: Callable[[], bool], timeout_s: float) -> None:
+    """Move messages on until `is_ready`, nothing is left to do, or the deadline has passed.
+
+    Raises:
+        RankFailed: another rank has told that it failed.
+    """
+    now = time.monotonic()
+    give_up, next_look, nap_s = now + timeout_s, now + _LOOK_S, _FIRST_NAP_S
+    while movers and not is_ready():
+        if step():
+            nap_s = _FIRST_NAP_S
+            continue
+        now = time.monotonic()
+        if now > give_up:
+            return
+        if now > next_look:
+            next_look = now + _LOOK_S
+            failure = posted_failure()
+            if failure is not None:
+                raise failure
+        time.sleep(nap_s)
+        nap_s = min(nap_s * 1.5, _LAST_NAP_S)
+
+
+class Status:
+    """What is known of a received message: filled by `Recv`, `recv`, and waits of their requests.
+
+    Attributes:
+        source: rank that sent the message.
+        tag: its tag.
+        count: its number of elements (of bytes, for a Python object).
+    """
+
+    def __init__(self) -> None:
+        self.source = ANY_SOURCE
+        self.tag = ANY_TAG
+        self.count = 0
+
+    def Get_source(self) -> int:
+        """Return the rank that sent the message."""
+        return self.source
+
+    def Get_tag(self) -> int:
+        """Return the tag of the message."""
+        return self.tag
+
+    def Get_count(self) -> int:
+        """Return the number of elements of the message."""
+        return self.count
+
+    def __repr__(self) -> str:
+        return f"Status(source={self.source}, tag={self.tag}, count={self.count})"
+
+
+class Request:
+    """A verb under way; every way to complete it writes the result into the caller's buffer.
+
+    Args:
+        is_ready: whether `finish` would not block.
+        finish: waits for the end and returns what `Wait` returns; called once.
+        describe: fills the status of a receive.
+    """
+
+    def __init__(
+        self,
+        is_ready: Callable[[], bool],
+        finish: Callable[[], Any] | None,
+        describe: Callable[[Status], None] | None = None,
+    ) -> None:
+        self._is_ready = is_ready
+        self._finish = finish
+        self._describe = describe
+        self._value: Any = None
+
+    @classmethod
+    def done(cls) -> Request:
+        """Return a request that is complete."""
+        return cls(lambda: True, None)
+
+    @classmethod
+    def of(cls, pending: Pending[Any], deliver: Callable[[Any], None], timeout_s: float) -> Request:
+        """Return the request of a collective whose result goes through `deliver`."""
+
+        def finish() -> None:
+            drive(pending.done, timeout_s)
+            deliver(pending.wait())
+
+        return cls(pending.done, finish)
+
+    def Wait(self, status: Status | None = None) -> Any:
+        """Return when the verb is complete; a request of `irecv` returns the object."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._value = finish()
+        if status is not None and self._describe is not None:
+            self._describe(status)
+        return self._value
+
+    def Test(self, status: Status | None = None) -> bool:
+        """Return whether the verb is complete, without waiting."""
+        if self._finish is not None:
+            step()
+            if not self._is_ready():
+                return False
+        self.Wait(status)
+        return True
+
+    @staticmethod
+    def Waitall(requests: Iterable[Request]) -> list[Any]:
+        """Wait for all `requests`; returns what each of them returns."""
+        return [request.Wait() for request in requests]
+
+    wait = Wait
+    test = Test
+    waitall = Waitall

@@ -1,0 +1,688 @@
+"""The verbs of MPI over a `Communicator`: collectives, Python objects, messages.
+
+A collective is written once, as a `Plan`: what to call on a `Communicator`, and what to do with the
+result. The verb makes it and waits; its twin with an `I` makes it on `Communicator.start` and hands
+out a `Request`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from unisono.comm import seal
+from unisono.comm.arguments import check_rank
+from unisono.comm.blocks import bytes_of, dense
+from unisono.comm.communicator import Communicator
+from unisono.comm.mpi_style import constants
+from unisono.comm.mpi_style.buffers import (
+    Blocks,
+    Buffer,
+    Counted,
+    Sent,
+    as_tensor,
+    assign,
+    check_alike,
+    check_axis,
+    check_dtypes,
+    check_shape,
+    counts_displs,
+    cut,
+    equal_share,
+    unpack_counts,
+)
+from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG, SUM, InPlace, Op, as_op
+from unisono.comm.mpi_style.messages import Mailbox
+from unisono.comm.mpi_style.requests import Request, Status, drive, movers
+from unisono.comm.perform import Pending
+from unisono.comm.reductions import decode, encode, reduce_in_rank_order
+from unisono.errors import PartitionError, explain
+from unisono.expect import expect_int
+
+S = TypeVar("S", bound="Verbs")
+P = ParamSpec("P")
+
+
+class Plan(NamedTuple):
+    """A collective that is ready to be made."""
+
+    start: Callable[[Any], Any]
+    """Makes a verb of a `Communicator`, or of its `start`."""
+    deliver: Callable[[Any], None]
+    """Writes the result into the caller's buffer."""
+
+
+def _verb(plan: Callable[Concatenate[S, str, P], Plan]) -> Callable[Concatenate[S, P], None]:
+    """Return the blocking verb of a plan, which is told the name of the verb first."""
+    return _named(plan, plan.__name__, plan.__doc__)
+
+
+def _also(
+    verb: Callable[Concatenate[S, P], None], name: str, doc: str
+) -> Callable[Concatenate[S, P], None]:
+    """Return another verb of the same plan."""
+    return _named(inspect.unwrap(verb), name, doc)
+
+
+def _named(
+    plan: Callable[Concatenate[S, str, P], Plan], name: str, doc: str | None
+) -> Callable[Concatenate[S, P], None]:
+    def verb(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        start, deliver = plan(self, name, *args, **kwargs)
+        deliver(self._result(start))
+
+    return _described(verb, plan, name, doc, "None")
+
+
+def _started(verb: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], Request]:
+    """Return the twin of a verb that does not wait."""
+    plan: Callable[Concatenate[S, str, P], Plan] = inspect.unwrap(verb)
+    name = verb.__name__
+
+    def started(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Request:
+        start, deliver = plan(self, name, *args, **kwargs)
+        comm = self._comm
+        return Request.of(start(comm.start), deliver, comm.timeout_s)
+
+    return _described(started, plan, f"I{name.lower()}", f"Start `{name}`.", "Request")
+
+
+def _described(made: Any, plan: Any, name: str, doc: str | None, returns: str) -> Any:
+    """Let a function that was made of a plan look as if it had been written out."""
+    signature = inspect.signature(plan)
+    shown = [value for key, value in signature.parameters.items() if key != "verb"]
+    made.__name__, made.__qualname__, made.__doc__ = name, f"Verbs.{name}", doc
+    made.__signature__ = signature.replace(parameters=shown, return_annotation=returns)
+    made.__wrapped__ = plan
+    return made
+
+
+class Verbs(ABC):
+    """All verbs of MPI. Upper-case ones take buffers, lower-case ones pickle Python objects.
+
+    Collectives are made by all ranks of the communicator; counts are rows along the axis.
+    """
+
+    @property
+    @abstractmethod
+    def _comm(self) -> Communicator: ...
+
+    @property
+    @abstractmethod
+    def _mailbox(self) -> Mailbox: ...
+
+    def _result(self, start: Callable[[Any], Any]) -> Any:
+        """Make a collective and return its result, looking after messages meanwhile."""
+        if not movers:
+            return start(self._comm)
+        pending: Pending[Any] = start(self._comm.start)
+        drive(pending.done, self._comm.timeout_s)
+        return pending.wait()
+
+    def _agree(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the integers of all ranks; all bring equally many. Collective, blocking."""
+        comm = self._comm
+        mine = torch.tensor([list(values)], dtype=torch.int64, device=comm.device)
+        sizes = [1] * comm.size
+        whole: Tensor = self._result(lambda verbs: verbs.all_gather(mine, 0, sizes))
+        return [tuple(row) for row in whole.tolist()]
+
+    def _staged(self, x: Tensor) -> Tensor:
+        """Return `x` on the device on which the group works; `x` itself where it is there."""
+        device = self._comm.device
+        return x if x.device.type == device.type else x.to(device)
+
+    @_verb
+    def Barrier(self, verb: str) -> Plan:  # noqa: ARG002
+        """Return when every rank has called it."""
+        return Plan(lambda verbs: verbs.barrier(), lambda _: None)
+
+    Ibarrier = _started(Barrier)
+
+    # -- reductions: `op` is one of ours or mpi4py's ---------------------------------------------
+
+    @_verb
+    def Allreduce(self, verb: str, sendbuf: Sent, recvbuf: Buffer, op: object = SUM) -> Plan:
+        """Fill `recvbuf` on every rank with the reduction of `sendbuf` (same size) over ranks."""
+        recv = as_tensor(recvbuf, verb, "recvbuf")
+        send, kind = _operands(sendbuf, recv, op, verb)
+        work = recv
+        if kind.is_logical or recv.device.type != self._comm.device.type:
+            work = _scratch(self._staged(send), kind)
+        elif send is not recv:
+            assign(recv, send)
+
+        def deliver(_: Tensor) -> None:
+            if work is not recv:
+                assign(recv, work)
+
+        return Plan(lambda verbs: verbs.all_reduce_(work, kind.reduction), deliver)
+
+    Iallreduce = _started(Allreduce)
+
+    @_verb
+    def Reduce(
+        self,
+        verb: str,
+        sendbuf: Sent,
+        recvbuf: Buffer | None,
+        op: object = SUM,
+        root: int = 0,
+    ) -> Plan:
+        """Fill `recvbuf` on `root` with the reduction over ranks; the others may pass None."""
+        comm = self._comm
+        check_rank(root, comm.size, "root", verb)
+        needs_recv = comm.rank == root or constants.is_in_place(sendbuf)
+        recv = as_tensor(recvbuf, verb, "recvbuf") if needs_recv else None
+        send, kind = _operands(sendbuf, recv, op, verb)
+        work = self._staged(send)
+        work = work != 0 if kind.is_logical else work
+
+        def deliver(result: Tensor | None) -> None:
+            if recv is not None and result is not None:
+                assign(recv, result)
+
+        return Plan(lambda verbs: verbs.reduce(work, root, kind.reduction), deliver)
+
+    Ireduce = _started(Reduce)
+
+    @_verb
+    def Scan(self, verb: str, sendbuf: Sent, recvbuf: Buffer, op: object = SUM) -> Plan:
+        """Fill `recvbuf` of rank r with the reduction over ranks 0 to r."""
+        ranks = self._comm.rank + (verb == "Scan")
+        recv = as_tensor(recvbuf, verb, "recvbuf")
+        send, kind = _operands(sendbuf, recv, op, verb)
+        flat = _scratch(self._staged(send), kind).reshape(1, -1)
+        block, sizes = encode(flat, kind.reduction), [1] * self._comm.size
+
+        def deliver(rows: Tensor) -> None:
+            if ranks:
+                total = torch.empty_like(rows[0])
+                reduce_in_rank_order(total, list(rows[:ranks].unbind()), kind.reduction)
+                assign(recv, decode(total, kind.reduction, flat.dtype))
+
+        return Plan(lambda verbs: verbs.all_gather(block, 0, sizes), deliver)
+
+    Iscan = _started(Scan)
+    Exscan = _also(
+        Scan, "Exscan", "Fill `recvbuf` of rank r with the reduction of ranks 0 to r-1; 0's stays."
+    )
+    Iexscan = _started(Exscan)
+
+    # -- whole blocks ----------------------------------------------------------------------------
+
+    @_verb
+    def Bcast(self, verb: str, buf: Buffer, root: int = 0) -> Plan:
+        """Fill `buf` on every rank with the values of `root`."""
+        comm = self._comm
+        check_rank(root, comm.size, "root", verb)
+        x = as_tensor(buf, verb, "buf")
+        work = self._staged(x)
+
+        def deliver(_: Tensor) -> None:
+            if work is not x and comm.rank != root:
+                assign(x, work)
+
+        return Plan(lambda verbs: verbs.broadcast_(work, root), deliver)
+
+    Ibcast = _started(Bcast)
+
+    @_verb
+    def Allgather(self, verb: str, sendbuf: Sent, recvbuf: Counted, recv_axis: int = 0) -> Plan:
+        """Fill `recvbuf` on every rank with the blocks of all, joined along `recv_axis`."""
+        rank, size = self._comm.rank, self._comm.size
+        recv, counts, displs = unpack_counts(recvbuf, verb, "recvbuf")
+        recv = _rows(recv)
+        is_in_place = constants.is_in_place(sendbuf)
+        send = recv if is_in_place else _rows(as_tensor(sendbuf, verb, "sendbuf"))
+        axis = check_axis(recv_axis, send.dim(), verb, "recv_axis")
+        if counts is None and not is_in_place and verb == "Allgatherv":
+            counts = [n for (n,) in self._agree([send.shape[axis]])]
+        if counts is not None:
+            blocks = cut(recv, axis, counts, displs, size, verb, "recvbuf")
+            send = blocks.block(rank) if is_in_place else send
+            check_alike(send, blocks.block(rank), verb)
+            sizes, deliver = blocks.counts, blocks.fill
+        else:
+            if is_in_place:
+                share = equal_share(recv, axis, size, verb)
+                send = recv.narrow(axis, rank * share, share)
+            check_alike(send, recv, verb, size)
+            wanted = [*send.shape]
+            wanted[axis] *= size
+            if axis:  # in front, another form of the shape is the same memory
+                asked = f"{verb} of {list(send.shape)} along axis {axis}"
+                check_shape(recv, wanted, asked, f"{size} blocks, joined along axis {axis}")
+            sizes, deliver = [send.shape[axis]] * size, functools.partial(assign, recv)
+        work = self._staged(send)
+        return Plan(lambda verbs: verbs.all_gather(work, axis, sizes), deliver)
+
+    Iallgather = _started(Allgather)
+    Allgatherv = _also(
+        Allgather,
+        "Allgatherv",
+        """Like `Allgather`; rank i's rows go to `displs[i]` of `(recvbuf, counts, displs)`.
+
+        Without counts the rows follow each other.
+        """,
+    )
+    Iallgatherv = _started(Allgatherv)
+
+    @_verb
+    def Gather(
+        self,
+        verb: str,
+        sendbuf: Sent,
+        recvbuf: Counted | None,
+        root: int = 0,
+        axis: int = 0,
+        recv_axis: int | None = None,
+    ) -> Plan:
+        """Fill `recvbuf` on `root` with the blocks of all ranks; the others may pass None.
+
+        Blocks are cut along `axis` of `sendbuf` and joined along `recv_axis` (default: `axis`):
+        `recvbuf.swapaxes(0, recv_axis)` is the `sendbuf.swapaxes(0, axis)` one after the other.
+        """
+        size = self._comm.size
+        along = axis if recv_axis is None else recv_axis
+        whole, blocks = self._of_root(recvbuf, along, root, verb, "recvbuf")
+        if not constants.is_in_place(sendbuf):
+            send = _in_front(as_tensor(sendbuf, verb, "sendbuf"), axis, verb)
+        elif blocks is not None:
+            send = blocks.block(root)
+        else:
+            share, whole = self._own_share(whole, root, verb)
+            send = whole.narrow(0, root * share, share)
+        lengths = self._lengths(send.shape[0], blocks, root, verb, "recvbuf")
+        if whole is not None and verb == "Gather":
+            check_alike(send, whole, verb, size)
+        elif whole is not None and blocks is None:
+            blocks = cut(whole, 0, lengths, None, size, verb, "recvbuf")
+        work = self._staged(send)
+
+        def deliver(joined: Tensor | None) -> None:
+            if joined is not None and blocks is not None:
+                blocks.fill(joined)
+            elif joined is not None and whole is not None:
+                assign(whole, joined)
+
+        return Plan(lambda verbs: verbs.gather(work, root, 0, lengths), deliver)
+
+    Igather = _started(Gather)
+    Gatherv = _also(
+        Gather,
+        "Gatherv",
+        "Like `Gather`, blocks of any lengths; `(recvbuf, counts, displs)` on `root`.",
+    )
+    Igatherv = _started(Gatherv)
+
+    @_verb
+    def Scatter(
+        self,
+        verb: str,
+        sendbuf: Counted | None,
+        recvbuf: Sent,
+        root: int = 0,
+        axis: int = 0,
+        recv_axis: int | None = None,
+    ) -> Plan:
+        """Fill `recvbuf` of rank r with part r of `sendbuf` on `root`: the inverse of `Gather`.
+
+        `sendbuf` is cut along `axis`; the parts lie along `recv_axis` (default: `axis`) of
+        `recvbuf`. Only `root` needs a `sendbuf`.
+        """
+        size = self._comm.size
+        whole, blocks = self._of_root(sendbuf, axis, root, verb, "sendbuf")
+        if not constants.is_in_place(recvbuf):
+            recv = as_tensor(recvbuf, verb, "recvbuf")
+            target = _in_front(recv, axis if recv_axis is None else recv_axis, verb, "recv_axis")
+        elif blocks is not None:
+            target = torch.empty_like(blocks.block(root))
+        else:
+            share, whole = self._own_share(whole, root, verb)
+            target = torch.empty_like(whole.narrow(0, 0, share))
+        lengths = self._lengths(target.shape[0], blocks, root, verb, "sendbuf")
+        if whole is not None:
+            if blocks is None:
+                blocks = cut(whole, 0, lengths, None, size, verb, "sendbuf")
+            if verb == "Scatter":
+                check_alike(target, whole, verb, size)
+            whole = self._staged(torch.cat([blocks.block(rank) for rank in range(size)]))
+        like = (tuple(target.shape), target.dtype)
+        return Plan(
+            lambda verbs: verbs.scatter(whole, root, 0, lengths, like=like),
+            lambda part: assign(target, part),
+        )
+
+    Iscatter = _started(Scatter)
+    Scatterv = _also(
+        Scatter,
+        "Scatterv",
+        "Like `Scatter`, parts of any lengths; `(sendbuf, counts, displs)` on `root`.",
+    )
+    Iscatterv = _started(Scatterv)
+
+    def _of_root(
+        self, buffer: Counted | None, axis: int, root: int, verb: str, what: str
+    ) -> tuple[Tensor | None, Blocks | None]:
+        """Return the buffer of `root` with the axis in front, and its blocks if counts came too."""
+        rank, size = self._comm.rank, self._comm.size
+        check_rank(root, size, "root", verb)
+        if rank != root:
+            return None, None
+        if buffer is None:
+            raise PartitionError.because(f"{verb}: {what}=None", f"rank {root} is the root")
+        x, counts, displs = unpack_counts(buffer, verb, what)
+        front = _in_front(x, axis, verb)
+        if counts is None:
+            return front, None
+        return front, cut(front, 0, counts, displs, size, verb, what)
+
+    def _own_share(self, whole: Tensor | None, root: int, verb: str) -> tuple[int, Tensor]:
+        """Return the rows of one rank in the root's buffer, in which only the root can work."""
+        if whole is None:
+            raise PartitionError.because(
+                f"{verb} with IN_PLACE on rank {self._comm.rank}", f"the root is rank {root}"
+            )
+        return equal_share(whole, 0, self._comm.size, verb), whole
+
+    def _lengths(
+        self, own: int, blocks: Blocks | None, root: int, verb: str, what: str
+    ) -> tuple[int, ...]:
+        """Return the rows of all ranks; refuse alike on all of them other counts of the root."""
+        size = self._comm.size
+        if not verb.endswith("v"):
+            return (own,) * size
+        rows = self._agree([own, *(blocks.counts if blocks else [-1] * size)])
+        lengths, counts = tuple(row[0] for row in rows), rows[root][1:]
+        if counts != lengths and any(n >= 0 for n in counts):
+            wrong = next(r for r, (a, b) in enumerate(zip(counts, lengths, strict=True)) if a != b)
+            raise PartitionError.because(
+                f"{verb}: {what} counts={list(counts)} on root {root}",
+                f"the ranks' own buffers have {list(lengths)} rows",
+                f"rank {wrong}: {counts[wrong]} != {lengths[wrong]}",
+            )
+        return lengths
+
+    # -- a block for every other rank ------------------------------------------------------------
+
+    @_verb
+    def Alltoall(
+        self,
+        verb: str,
+        sendbuf: Counted | InPlace,
+        recvbuf: Counted,
+        send_axis: int = 0,
+        recv_axis: int | None = None,
+    ) -> Plan:
+        """Send block j along `send_axis` to rank j; rank i's becomes block i along `recv_axis`.
+
+        Blocks are cut as `chunk` does. With `recv_axis` (default: `send_axis`) another one, an
+        array that is split along `recv_axis` becomes one that is split along `send_axis`.
+        """
+        rank, size = self._comm.rank, self._comm.size
+        recv, recv_counts, recv_displs = unpack_counts(recvbuf, verb, "recvbuf")
+        send, send_counts, send_displs = recv, recv_counts, recv_displs
+        if not isinstance(sendbuf, InPlace) and not constants.is_in_place(sendbuf):
+            send, send_counts, send_displs = unpack_counts(sendbuf, verb, "sendbuf")
+        cut_axis = check_axis(send_axis, send.dim(), verb, "send_axis")
+        join_axis = cut_axis if recv_axis is None else recv_axis
+        join_axis = check_axis(join_axis, recv.dim(), verb, "recv_axis")
+        check_dtypes(send, recv, verb)
+        if send_counts is None:
+            send_counts, send_displs = counts_displs(send.shape[cut_axis], size)
+        outgoing = cut(send, cut_axis, send_counts, send_displs, size, verb, "sendbuf")
+        target = recv
+        if recv_counts is None:
+            lengths = [n for (n,) in self._agree([send.shape[join_axis]])]
+            if cut_axis == join_axis:
+                lengths = [counts_displs(n, size)[0][rank] for n in lengths]
+            recv_counts = lengths
+            wanted = list(send.shape)
+            wanted[cut_axis] = outgoing.counts[rank]
+            wanted[join_axis] = sum(lengths)
+            is_alike = cut_axis == join_axis == 0 and recv.numel() == math.prod(wanted)
+            if is_alike and list(recv.shape) != wanted:
+                target = recv.reshape(wanted)
+            asked = f"{verb} of {list(send.shape)}, cut along {cut_axis}, joined along {join_axis},"
+            check_shape(target, wanted, asked, f"rank {rank} gets {wanted}")
+        incoming = cut(target, join_axis, recv_counts, recv_displs, size, verb, "recvbuf")
+        flat = torch.cat([outgoing.block(other).reshape(-1) for other in range(size)])
+        work, send_sizes, recv_sizes = self._staged(flat), outgoing.numels(), incoming.numels()
+
+        def deliver(values: Tensor) -> None:
+            for other, part in enumerate(values.split(recv_sizes)):
+                assign(incoming.block(other), part)
+            if target.data_ptr() != recv.data_ptr():
+                assign(recv, target)
+
+        return Plan(lambda verbs: verbs.all_to_all(work, send_sizes, recv_sizes), deliver)
+
+    Ialltoall = _started(Alltoall)
+    Alltoallv = _also(
+        Alltoall, "Alltoallv", "Like `Alltoall`, with `(buffer, counts, displs)` on both sides."
+    )
+    Ialltoallv = _started(Alltoallv)
+
+    def Alltoallw(self, *_: object, **__: object) -> NoReturn:
+        """Refuse: blocks of different datatypes are not offered."""
+        raise NotImplementedError(
+            explain(
+                "Alltoallw",
+                "one datatype per block is not offered",
+                None,
+                "Alltoallv for blocks of one dtype, Communicator.all_to_all([tensor, ...])",
+            )
+        )
+
+    Ialltoallw = Alltoallw
+
+    # -- Python objects: each is signed by its rank, and nothing else is unpickled ----------------
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        """Return the object of `root` on every rank."""
+        comm = self._comm
+        check_rank(root, comm.size, "root", "bcast")
+        mine = self._pickled(obj if comm.rank == root else None)
+        length = self._agree([mine.numel()])[root][0]
+        work = mine if comm.rank == root else mine.new_empty(length)
+        return self._unpickled(self._result(lambda verbs: verbs.broadcast_(work, root)), root)
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order, on every rank."""
+        mine = self._pickled(obj)
+        sizes = [n for (n,) in self._agree([mine.numel()])]
+        joined: Tensor = self._result(lambda verbs: verbs.all_gather(mine, 0, sizes))
+        return [self._unpickled(part, src) for src, part in enumerate(joined.split(sizes))]
+
+    def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Return the objects of all ranks on `root`, None on the others."""
+        check_rank(root, self._comm.size, "root", "gather")
+        mine = self._pickled(obj)
+        sizes = [n for (n,) in self._agree([mine.numel()])]
+        joined: Tensor | None = self._result(lambda verbs: verbs.gather(mine, root, 0, sizes))
+        if joined is None:
+            return None
+        return [self._unpickled(part, src) for src, part in enumerate(joined.split(sizes))]
+
+    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
+        """Return object r of the sequence of `root` on rank r; the others may pass None."""
+        rank, size = self._comm.rank, self._comm.size
+        check_rank(root, size, "root", "scatter")
+        parts: list[Tensor] = []
+        if rank == root and sendobj is not None:
+            parts = [self._pickled(obj) for obj in sendobj]
+        lengths = [part.numel() for part in parts] + [0] * size
+        found, *sizes = self._agree([len(parts), *lengths[:size]])[root]
+        if found != size:
+            raise PartitionError.because(
+                f"scatter of {found} objects from rank {root}",
+                f"{size} ranks",
+                f"{found} != {size}",
+                "one object per rank",
+            )
+        whole = torch.cat(parts) if rank == root else None
+        like = ((sizes[rank],), torch.uint8)
+        came = self._result(lambda verbs: verbs.scatter(whole, root, 0, sizes, like=like))
+        return self._unpickled(came, root)
+
+    def allreduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM) -> Any:
+        """Return the objects of all ranks combined in rank order, on every rank.
+
+        `op` is a constant of MPI or a function of two objects.
+        """
+        if isinstance(op, Op) or not callable(op) or type(op).__module__.startswith("mpi4py"):
+            op = as_op(op, "allreduce").combine
+        return functools.reduce(op, self.allgather(sendobj))
+
+    def _pickled(self, obj: Any) -> Tensor:
+        raw = bytearray(seal.dump_object(self._comm, obj))
+        return torch.frombuffer(raw, dtype=torch.uint8).to(self._comm.device)
+
+    def _unpickled(self, raw: Tensor, source: int) -> Any:
+        return seal.load_object(self._comm, raw.cpu().numpy().tobytes(), source)
+
+    # -- messages: made by the two ranks concerned, and of one sender taken in order --------------
+
+    def Send(self, buf: Buffer, dest: int, tag: int = 0) -> None:
+        """Send a copy of `buf` to rank `dest`; returns at once, `buf` may be changed."""
+        self._send(buf, dest, tag, "Send")
+
+    Bsend = Rsend = Send  # which has a copy in any case
+
+    def Ssend(self, buf: Buffer, dest: int, tag: int = 0) -> None:
+        """Send `buf` and return when rank `dest` has received it."""
+        self._send(buf, dest, tag, "Ssend", is_sync=True, is_copied=False).Wait()
+
+    def Isend(self, buf: Buffer, dest: int, tag: int = 0) -> Request:
+        """Start to send `buf`, which must not change before the request is complete."""
+        return self._send(buf, dest, tag, "Isend", is_copied=False)
+
+    Irsend = Isend
+
+    def Ibsend(self, buf: Buffer, dest: int, tag: int = 0) -> Request:
+        """Send a copy of `buf`; the request is complete."""
+        return self._send(buf, dest, tag, "Ibsend")
+
+    def Issend(self, buf: Buffer, dest: int, tag: int = 0) -> Request:
+        """Start `Ssend`: complete when rank `dest` has received the message."""
+        return self._send(buf, dest, tag, "Issend", is_sync=True, is_copied=False)
+
+    def Recv(
+        self,
+        buf: Buffer,
+        source: int = ANY_SOURCE,
+        tag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> None:
+        """Fill `buf` with the next message of that source and tag.
+
+        A shorter message fills the first elements; `status.Get_count()` tells how many.
+        """
+        self._receive(as_tensor(buf, "Recv", "buf"), source, tag, "Recv").Wait(status)
+
+    def Irecv(self, buf: Buffer, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Start `Recv`. Values above 4 KB are fetched by `Wait`, `Test` or another wait."""
+        return self._receive(as_tensor(buf, "Irecv", "buf"), source, tag, "Irecv")
+
+    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send a picklable object to rank `dest`; returns at once."""
+        self._send_object(obj, dest, tag, "send")
+
+    def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
+        """Send a picklable object; it was copied, so the request is complete."""
+        self._send_object(obj, dest, tag, "isend")
+        return Request.done()
+
+    def recv(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+    ) -> Any:
+        """Return the next object of that source and tag."""
+        return self._receive(None, source, tag, "recv").Wait(status)
+
+    def irecv(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+        """Start `recv`; `Wait` returns the object."""
+        return self._receive(None, source, tag, "irecv")
+
+    def _send(
+        self,
+        buf: Buffer,
+        dest: int,
+        tag: int,
+        verb: str,
+        *,
+        is_sync: bool = False,
+        is_copied: bool = True,
+    ) -> Request:
+        expect_int("tag", tag, 0)
+        if not self._is_somebody(dest, verb, "dest"):
+            return Request.done()
+        x = as_tensor(buf, verb, "sendbuf")
+        flat = bytes_of(dense(self._staged(x)))
+        return self._mailbox.send(
+            flat,
+            x.dtype,
+            dest,
+            tag,
+            is_sync=is_sync,
+            is_copied=is_copied,
+            timeout_s=self._comm.timeout_s,
+        )
+
+    def _send_object(self, obj: Any, dest: int, tag: int, verb: str) -> None:
+        expect_int("tag", tag, 0)
+        if self._is_somebody(dest, verb, "dest"):
+            raw = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
+            self._mailbox.send(self._staged(raw), None, dest, tag, timeout_s=self._comm.timeout_s)
+
+    def _receive(self, buffer: Tensor | None, source: int, tag: int, verb: str) -> Request:
+        wanted_tag = None if constants.is_any_tag(tag) else expect_int("tag", tag, 0)
+        wanted_source = None if constants.is_any_source(source) else source
+        if wanted_source is not None and not self._is_somebody(wanted_source, verb, "source"):
+            return Request.done()
+        return self._mailbox.receive(
+            wanted_source, wanted_tag, buffer, timeout_s=self._comm.timeout_s
+        )
+
+    def _is_somebody(self, rank: int, verb: str, what: str) -> bool:
+        """Check the other rank; False for `PROC_NULL`."""
+        if isinstance(rank, int) and constants.is_nobody(rank):
+            return False
+        check_rank(rank, self._comm.size, what, verb)
+        return True
+
+
+def _operands(sendbuf: Sent, recv: Tensor | None, op: object, verb: str) -> tuple[Tensor, Op]:
+    """Return the values this rank brings and the reduction, checked against each other."""
+    kind = as_op(op, verb)
+    if constants.is_in_place(sendbuf) and recv is not None:
+        send = recv
+    else:
+        send = as_tensor(sendbuf, verb, "sendbuf")
+        if recv is not None:
+            check_alike(send, recv, verb)
+    kind.check(send.dtype, verb)
+    return send, kind
+
+
+def _scratch(x: Tensor, kind: Op) -> Tensor:
+    """Return a copy in which a reduction can be done: true or false for a logical one."""
+    return x != 0 if kind.is_logical else x.clone(memory_format=torch.contiguous_format)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(1) if x.dim() == 0 else x
+
+
+def _in_front(x: Tensor, axis: int, verb: str, what: str = "axis") -> Tensor:
+    """Return `x` with `axis` as its first one; a tensor without dims counts as one row."""
+    x = _rows(x)
+    return x.swapaxes(0, check_axis(axis, x.dim(), verb, what))
