@@ -28,7 +28,8 @@ from unisono.operators import (
     SliceReplicated,
     SumToReplicated,
 )
-from unisono.operators.plans import GroupPlan, block_plan, whole_plan
+from unisono.operators.gather import block_plan, whole_plan
+from unisono.operators.plans import GroupPlan
 
 GROUPS = {"_GRAPH_PARALLEL_GROUP": gp.get_gp_group, "_DATA_PARALLEL_GROUP": gp.get_dp_group}
 """Attributes of gp_utils that always show the present groups."""
