@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.topology.halo_plan import HaloPlan, Message, Piece
+from unisono.topology.halo import HaloPlan, Message, Piece
 
 
 @pytest.fixture(autouse=True)

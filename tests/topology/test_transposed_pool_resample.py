@@ -13,20 +13,21 @@ from hypothesis import strategies as st
 
 from unisono.errors import PartitionError
 from unisono.topology import decompose, halo
-from unisono.topology.pooling import check_pool, pool_counts
 from unisono.topology.resample import (
     resample_length,
     resample_needed,
     resample_taps,
     resample_window,
 )
-from unisono.topology.transposed import (
+from unisono.topology.window import (
+    check_pool,
+    output_length,
+    pool_counts,
     transposed_cover,
     transposed_length,
     transposed_needed,
     transposed_window,
 )
-from unisono.topology.window import output_length
 
 shards = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 0)
 

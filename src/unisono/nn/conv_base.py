@@ -19,7 +19,7 @@ from unisono.operators.halo import HaloOnGroup
 from unisono.operators.plans import Flight
 from unisono.topology import halo
 from unisono.topology.cover import Cover, cover
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 P = TypeVar("P")
 

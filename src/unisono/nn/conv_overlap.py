@@ -27,7 +27,7 @@ from unisono.operators.halo import (
 )
 from unisono.operators.plans import Flight
 from unisono.topology.cover import Cover, Patch
-from unisono.topology.halo_plan import Box
+from unisono.topology.halo import Box
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of own block, weight and bias."""

@@ -32,7 +32,7 @@ from unisono.operators.gather import BlockPlan
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_sizes
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 __all__ = ["DistributedLinearAllGather", "DistributedLinearReduceScatter"]
 

@@ -26,7 +26,7 @@ from unisono.operators import attach
 from unisono.operators.halo import HaloExchange, HaloOnGroup, start_window
 from unisono.operators.linear import identity
 from unisono.operators.plans import Flight
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 P = TypeVar("P")
 KEPT_PLANS = 8

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.topology.decompose import Interval
-from unisono.topology.halo_plan import Box, HaloPlan, Piece
+from unisono.topology.halo import Box, HaloPlan, Piece
 from unisono.topology.window import span
 
 __all__ = ["Cover", "Patch", "Received", "cover"]

@@ -21,7 +21,7 @@ from unisono.topology.decompose import (
     split_cuts,
 )
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
-from unisono.topology.halo_plan import Box
+from unisono.topology.halo import Box
 
 __all__ = [
     "Group",
