@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from unisono.errors import PartitionError
 from unisono.graph_parallel import GraphPartition, radius_graph
-from unisono.graph_parallel.ordering import cut_by_cost, morton_order
-from unisono.graph_parallel.report import graph_file_report
+from unisono.graph_parallel.partition import cut_by_cost, graph_file_report, morton_order
 from unisono.graph_parallel.stats import comparison
 
 COUNTS = st.integers(0, 40)

@@ -17,8 +17,8 @@ from torch import Tensor
 from unisono import graph_parallel as gp
 from unisono.graph_parallel.groups import current_gp
 from unisono.graph_parallel.layout import is_following
-from unisono.graph_parallel.model_parallel import ScaledBackward
 from unisono.graph_parallel.padding import split_tensor
+from unisono.graph_parallel.regions import ScaledBackward
 from unisono.operators import (
     AllGather,
     ConcatReplicated,

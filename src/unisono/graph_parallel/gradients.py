@@ -18,9 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.comm import Communicator, checking
 from unisono.errors import CollectiveMismatch, LayoutError, MeshError, PartitionError, an
-from unisono.graph_parallel.equality import difference_over_ranks
-from unisono.graph_parallel.groups import current_groups
-from unisono.graph_parallel.matrix import GraphGroups, graph_groups
+from unisono.graph_parallel.groups import GraphGroups, current_groups, graph_groups
+from unisono.graph_parallel.layout import difference_over_ranks
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 """Calls a function at the end of the running backward; torch has no public name for it."""

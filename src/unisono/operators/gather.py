@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.arguments import check_dim, check_rank, check_sizes
+from unisono.comm.arguments import check_dim, check_rank, check_sizes, check_tensor
 from unisono.errors import PartitionError, UnisonoError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap, identity
@@ -50,7 +50,9 @@ def block_plan(
     x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
 ) -> BlockPlan:
     """Return the plan for joining blocks: `x` is this rank's. Collective when `sizes` is None."""
-    check_call(x, comm, verb)
+    if not isinstance(comm, Communicator):
+        check_comm(comm, verb)
+    check_tensor(x, comm.device, verb)
     if x.dim() == 0:
         raise PartitionError.because(
             f"{verb} of a tensor without dims", "nothing to join along", None, "x.reshape(1)"
