@@ -263,10 +263,7 @@ _FORGOTTEN = _CONSTANT | {"grad"}
 
 
 def result_kind(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tag_of: Callable[[Tensor], Tag | None],
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tag_of: Callable[[Tensor], Tag | None]
 ) -> Outcome | None:
     """Return what the result of `func(*args, **kwargs)` is, None for unknown."""
     name = getattr(func, "__name__", "")

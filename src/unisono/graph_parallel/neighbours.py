@@ -58,12 +58,7 @@ def radius_graph(
 
 
 def _near_cells(
-    points: Tensor,
-    wanted: Tensor,
-    images: Tensor,
-    shifts: Tensor,
-    cutoff: float,
-    graphs: Tensor,
+    points: Tensor, wanted: Tensor, images: Tensor, shifts: Tensor, cutoff: float, graphs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return pairs (number of image, target) whose cells of side `cutoff` touch.
 

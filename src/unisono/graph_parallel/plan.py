@@ -193,11 +193,7 @@ class GraphPlan:
         return start_rows(x, self.rows, self.comm)
 
     def message_pass(
-        self,
-        x: Tensor,
-        message: Message,
-        *,
-        edge_attr: Tensor | None = None,
+        self, x: Tensor, message: Message, *, edge_attr: Tensor | None = None
     ) -> Tensor:
         """Return for each own node the sum of the messages of its incoming edges. Collective.
 

@@ -48,10 +48,7 @@ def copy(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
 
 
 def reduce(
-    x: Tensor,
-    *,
-    grad: Literal["identity", "sum"] = MISSING,
-    comm: Communicator | None = None,
+    x: Tensor, *, grad: Literal["identity", "sum"] = MISSING, comm: Communicator | None = None
 ) -> Tensor:
     """Return the sum of `x` over ranks. Collective.
 
@@ -64,11 +61,7 @@ def reduce(
 
 
 def scatter(
-    x: Tensor,
-    dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
-    comm: Communicator | None = None,
+    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, comm: Communicator | None = None
 ) -> Tensor:
     """Return this rank's block along `dim` of `x`, which all ranks hold equal.
 
@@ -112,11 +105,7 @@ def gather(
 
 
 def reduce_scatter(
-    x: Tensor,
-    dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
-    comm: Communicator | None = None,
+    x: Tensor, dim: int = 0, *, sizes: Sequence[int] | None = None, comm: Communicator | None = None
 ) -> Tensor:
     """Return this rank's block along `dim` of the sum over ranks, in one collective.
 
@@ -154,11 +143,7 @@ def _unclear(verb: str, grad: object, alike: str, use: str) -> UnisonoError:
 
 
 def _known_sizes(
-    x: Tensor,
-    dim: int,
-    sizes: Sequence[int] | None,
-    natoms: int | None,
-    comm: Communicator,
+    x: Tensor, dim: int, sizes: Sequence[int] | None, natoms: int | None, comm: Communicator
 ) -> Sequence[int]:
     """Return the block lengths that the caller told.
 
@@ -219,22 +204,14 @@ def scatter_to_model_parallel_region(
 
 
 def gather_from_model_parallel_region(
-    input: Tensor,
-    dim: int = -1,
-    *,
-    sizes: Sequence[int] | None = None,
-    natoms: int | None = None,
+    input: Tensor, dim: int = -1, *, sizes: Sequence[int] | None = None, natoms: int | None = None
 ) -> Tensor:
     """Return all blocks joined along `dim`; each rank takes its own block of the gradient."""
     return gather(input, dim, grad="slice", sizes=sizes, natoms=natoms)
 
 
 def gather_from_model_parallel_region_sum_grad(
-    input: Tensor,
-    dim: int = -1,
-    *,
-    sizes: Sequence[int] | None = None,
-    natoms: int | None = None,
+    input: Tensor, dim: int = -1, *, sizes: Sequence[int] | None = None, natoms: int | None = None
 ) -> Tensor:
     """Return all blocks joined along `dim`; gradients are summed over ranks."""
     return gather(input, dim, grad="sum", sizes=sizes, natoms=natoms)

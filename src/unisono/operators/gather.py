@@ -255,12 +255,7 @@ def scatter(
 
 
 def gather(
-    x: Tensor,
-    dst: int = 0,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    *,
-    comm: Communicator,
+    x: Tensor, dst: int = 0, dim: int = 0, sizes: Sequence[int] | None = None, *, comm: Communicator
 ) -> Tensor:
     """Return all blocks joined along `dim` on rank `dst`, a tensor without elements elsewhere.
 

@@ -29,16 +29,7 @@ from unisono.operators.gather import (
 )
 from unisono.operators.halo import HaloAdd, HaloExchange, halo_add, halo_exchange
 from unisono.operators.linear import LinearMap
-from unisono.operators.move import (
-    AllToAll,
-    Permute,
-    Recv,
-    Send,
-    all_to_all,
-    permute,
-    recv,
-    send,
-)
+from unisono.operators.move import AllToAll, Permute, Recv, Send, all_to_all, permute, recv, send
 from unisono.operators.reduce import (
     AllSumReduce,
     Broadcast,

@@ -99,12 +99,7 @@ def cover(
         return None
     reach = [span(k, d) for k, d in zip(kernel, dilation, strict=True)]
     first = [s * y[0] - p[0] for s, y, p in zip(stride, share[2:], padding, strict=True)]
-    space = [
-        (own, n, low, s, k)
-        for own, n, low, s, k in zip(
-            plan.own[2:], plan.output_shape[2:], first, stride, reach, strict=True
-        )
-    ]
+    space = list(zip(plan.own[2:], plan.output_shape[2:], first, stride, reach, strict=True))
     whole = [_padded(*dim) for dim in space]
     natural = all(
         set(piece.kinds) == {"copy"}

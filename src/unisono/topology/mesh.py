@@ -223,47 +223,44 @@ def _resolved(axes: dict[str, int], total: int) -> dict[str, int]:
     """Check names and sizes, and put a number where -1 stands."""
     if not axes:
         raise MeshError.because("Mesh()", "no axes", hint=f"Mesh(data={total})")
+    asked = f"Mesh({_spelled(axes.items())})"
     for name, size in axes.items():
         if not isinstance(name, str) or not name:
             raise MeshError.because(f"axis name {name!r}", hint="a name of at least one letter")
         axes[name] = size = as_int(size)
         if size < 1 and size != -1:
             raise MeshError.because(
-                f"Mesh({_spelled(axes.items())})",
+                asked,
                 arithmetic=f"{name}({size}) < 1",
-                hint="1 or more ranks an axis; -1 on one axis: what is left",
+                hint="1 or more ranks per axis; -1 on one axis: what is left",
             )
-    free = [name for name, size in axes.items() if size == -1]
     fixed = {name: size for name, size in axes.items() if size != -1}
-    asked = f"Mesh({_spelled(axes.items())})"
-    taken = math.prod(fixed.values())
-    times = " * ".join(f"{name}({size})" for name, size in fixed.items())
+    free = [name for name in axes if name not in fixed]
     if len(free) > 1:
         raise MeshError.because(
             asked, f"-1 on {len(free)} axes: {', '.join(free)}", hint="-1 on one axis only"
         )
-    if free:
-        left, rest = divmod(total, taken)
-        if rest or not left:
-            fits = dict(zip(fixed, _nearest_divisor(tuple(fixed.values()), total), strict=True))
-            fitted = {name: fits.get(name, -1) for name in axes}
-            raise MeshError.because(
-                asked,
-                f"ranks({total})",
-                f"{times} = {taken} does not divide ranks({total}): {total} % {taken} = {rest}",
-                f"Mesh({_spelled(fitted.items())})",
-            )
-        return {name: left if size == -1 else size for name, size in axes.items()}
-    if taken != total:
-        fitted = dict(zip(fixed, fitting_shape(tuple(fixed.values()), total), strict=True))
+    taken = math.prod(fixed.values())
+    times = " * ".join(f"{name}({size})" for name, size in fixed.items())
+    left, rest = divmod(total, taken)
+    if free and (rest or not left):
+        fits = dict(zip(fixed, _nearest_divisor(tuple(fixed.values()), total), strict=True))
+        raise MeshError.because(
+            asked,
+            f"ranks({total})",
+            f"{times} = {taken} does not divide ranks({total}): {total} % {taken} = {rest}",
+            f"Mesh({_spelled((name, fits.get(name, -1)) for name in axes)})",
+        )
+    if not free and taken != total:
+        fitted = zip(fixed, fitting_shape(tuple(fixed.values()), total), strict=True)
         more = f", or start {taken} ranks: unisono.run(fn, ranks={taken})" if taken > total else ""
         equation = f"{times} = {taken}" if len(fixed) > 1 else times
         raise MeshError.because(
             asked,
             arithmetic=f"{equation} != ranks({total})",
-            hint=f"Mesh({_spelled(fitted.items())}){more}",
+            hint=f"Mesh({_spelled(fitted)}){more}",
         )
-    return axes
+    return {name: left if size == -1 else size for name, size in axes.items()}
 
 
 def _nearest_divisor(shape: tuple[int, ...], total: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -15,7 +16,14 @@ import torch.distributed as dist
 
 from unisono.comm import Communicator, has_world, world
 from unisono.errors import PartitionError, compress_ranks, name_ranks
-from unisono.topology.decompose import block, fitting_shape, flat_index, grid_index, split_cuts
+from unisono.topology.decompose import (
+    block,
+    check_within,
+    fitting_shape,
+    flat_index,
+    grid_index,
+    split_cuts,
+)
 
 if TYPE_CHECKING:
     from unisono.topology.mesh import Mesh
@@ -106,14 +114,8 @@ class Partition(Frozen):
         """
         asked = f"Partition.from_mesh(mesh, {dict(dims)})"
         size = ndim if ndim is not None else max(dims.values(), default=0) + 1
-        outside = [dim for dim in dims.values() if not 0 <= dim < size]
-        if outside:
-            raise PartitionError.because(
-                asked,
-                f"a tensor of {size} dims",
-                f"not 0 <= {outside[0]} < {size}",
-                "tensor dims counted from 0; ndim= for the number of dims",
-            )
+        for dim in dims.values():
+            check_within(f"{asked} of a tensor of {size} dims", dim, size)
         ordered = sorted(dims, key=lambda axis: dims[axis])
         ranks = mesh.ranks_along(*ordered)
         shape = [1] * size
@@ -229,24 +231,12 @@ class Partition(Frozen):
             rank: a rank of the partition; default the own one.
         """
         kept = {axes} if isinstance(axes, int) else set(axes)
-        unknown = [axis for axis in kept if not 0 <= axis < self.dim]
-        if unknown:
-            raise PartitionError.because(
-                f"axes {sorted(kept)} of a partition of shape {list(self._shape)}",
-                arithmetic=f"not 0 <= {unknown[0]} < {self.dim}",
-                hint=f"axes from 0 to {self.dim - 1}",
-            )
+        for axis in kept:
+            check_within(f"axes {sorted(kept)} of a {self!r}", axis, self.dim)
         index = self.index_of(self._or_own(rank))
         shape = tuple(n if dim in kept else 1 for dim, n in enumerate(self._shape))
-        ranks = [
-            self._ranks[
-                flat_index(
-                    self._shape,
-                    [i if d in kept else index[d] for d, i in enumerate(grid_index(shape, place))],
-                )
-            ]
-            for place in range(math.prod(shape))
-        ]
+        along = [range(n) if dim in kept else (index[dim],) for dim, n in enumerate(self._shape)]
+        ranks = [self._ranks[flat_index(self._shape, place)] for place in product(*along)]
         return self._on_root(shape, ranks)
 
     def subset(self, ranks: Sequence[int], shape: Sequence[int] | None = None) -> Partition:
@@ -346,12 +336,7 @@ class Partition(Frozen):
         return own
 
     def _checked(self, rank: int) -> int:
-        if not 0 <= rank < self.size:
-            raise PartitionError.because(
-                f"rank {rank} of {self!r}",
-                arithmetic=f"not 0 <= {rank} < {self.size}",
-                hint=f"ranks of the partition are 0 to {self.size - 1}",
-            )
+        check_within(f"rank {rank} of {self!r}", rank, self.size)
         return rank
 
     def _check_dims(self, global_shape: Sequence[int]) -> None:
@@ -419,9 +404,6 @@ def _check_members(shape: tuple[int, ...], ranks: tuple[int, ...], root_size: in
 
 
 def _rebuild(
-    kind: type[Partition],
-    shape: tuple[int, ...],
-    ranks: tuple[int, ...],
-    root: Communicator | None,
+    kind: type[Partition], shape: tuple[int, ...], ranks: tuple[int, ...], root: Communicator | None
 ) -> Partition:
     return kind(shape, ranks=ranks, comm=root)

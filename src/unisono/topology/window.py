@@ -176,15 +176,12 @@ def check_window(
         raise PartitionError.because(
             f"padding mode {mode!r}", hint=f"one of {', '.join(map(repr, PADDING_MODES))}"
         )
-    for name, value, least in (("kernel", k, 1), ("stride", s, 1), ("dilation", d, 1)):
-        if value < least:
+    least = {"kernel": (k, 1), "stride": (s, 1), "dilation": (d, 1), "padding": (min(pl, pr), 0)}
+    for name, (value, limit) in least.items():
+        if value < limit:
             raise PartitionError.because(
-                asked, arithmetic=f"{name}: {value} < {least}", hint=f"use {name} {least} or more"
+                asked, arithmetic=f"{name}: {value} < {limit}", hint=f"use {name} {limit} or more"
             )
-    if min(pl, pr) < 0:
-        raise PartitionError.because(
-            asked, arithmetic=f"padding: {min(pl, pr)} < 0", hint="use padding 0 or more"
-        )
     reach = span(k, d)
     if _length(x, reach, s, pl, pr, ceil_mode) < 1 and reach > 1:
         both, numbers = ("2p", f"{2 * pl}") if pl == pr else ("pl + pr", f"{pl} + {pr}")
@@ -195,18 +192,20 @@ def check_window(
             if x + pl + pr > 0
             else "more padding",
         )
-    most = max(pl, pr)
+    most, refused = max(pl, pr), None
     if mode == "reflect" and most and most >= x:
-        _refuse_padding(asked, f"p >= X: {most} >= {x}", f"reflect padding below {x}")
+        refused = f"p >= X: {most} >= {x}", f"reflect padding below {x}"
     if mode == "circular" and most > x:
-        _refuse_padding(asked, f"p > X: {most} > {x}", f"circular padding of at most {x}")
+        refused = f"p > X: {most} > {x}", f"circular padding of at most {x}"
     if mode == "replicate" and most and x == 0:
-        _refuse_padding(asked, f"no point to repeat: X = {x}", 'padding_mode="zeros"')
+        refused = f"no point to repeat: X = {x}", 'padding_mode="zeros"'
+    if refused is not None:
+        raise PartitionError.because(asked, None, *refused)
 
 
 def check_pool(k: int, p: int, d: int = 1, *, dim: int | None = None) -> None:
     """Raise unless the padding is at most half of the kernel, as torch asks of pooling."""
-    reach = d * (k - 1) + 1
+    reach = span(k, d)
     if p > reach // 2:
         where = "" if dim is None else f" in dim {dim}"
         raise PartitionError.because(
@@ -427,7 +426,3 @@ def _is_local(
         for part in window(i, i + 1, x, k, s, pl, pr, d, mode)
         if part.kind != "fill"
     )
-
-
-def _refuse_padding(asked: str, arithmetic: str, hint: str) -> None:
-    raise PartitionError.because(asked, arithmetic=arithmetic, hint=hint)
