@@ -163,9 +163,11 @@ def test_bad_partitions_are_refused_with_the_first_bad_entry():
 def test_only_parts_that_exist_have_nodes():
     part = GraphPartition.contiguous(5, 2)
     assert part.nodes_of(np.int64(1)).tolist() == [3, 4]
-    for wrong in (-1, 2, 0.5, None):
+    for wrong in (-1, 2):
         with pytest.raises(PartitionError, match="a partition of 2 parts"):
             part.nodes_of(wrong)
+    with pytest.raises(TypeError):
+        part.nodes_of(0.5)
 
 
 def test_the_report_on_a_saved_graph_compares_all_partitions(tmp_path):

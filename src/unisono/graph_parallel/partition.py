@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.errors import PartitionError, an
 from unisono.graph_parallel.stats import GraphStats, comparison
-from unisono.topology.decompose import bounds, split_sizes
+from unisono.topology.decompose import bounds, check_within, split_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,17 +149,9 @@ class GraphPartition:
 
     def nodes_of(self, part: int) -> Tensor:
         """Return the nodes of a part, in its order."""
-        try:
-            is_part = 0 <= operator.index(part) < self.parts
-        except TypeError:
-            is_part = False
-        if not is_part:
-            raise PartitionError.because(
-                f"nodes_of({part!r})",
-                f"a partition of {self.parts} parts",
-                f"not 0 <= {part} < {self.parts}",
-                f"a part from 0 to {self.parts - 1}",
-            )
+        check_within(
+            f"nodes_of({part!r}) of a partition of {self.parts} parts", index(part), self.parts
+        )
         return self.perm[self.offsets[part] : self.offsets[part + 1]]
 
     def stats(self, edge_index: Tensor) -> GraphStats:
@@ -187,20 +179,13 @@ class GraphPartition:
 
 def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
     """Raise unless `edge_index` is `[2, E]`, int64, with nodes of the graph only."""
+    hint = "torch.tensor(edge_index), [2, E] of torch.int64: sources and targets"
     if not isinstance(edge_index, Tensor):
-        raise PartitionError.because(
-            asked,
-            f"edge_index is {an(type(edge_index).__name__)}",
-            None,
-            "torch.tensor(edge_index), [2, E] of torch.int64: sources and targets",
-        )
+        found = f"edge_index is {an(type(edge_index).__name__)}"
+        raise PartitionError.because(asked, found, None, hint)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
-        raise PartitionError.because(
-            asked,
-            f"edge_index of shape {list(edge_index.shape)}, {edge_index.dtype}",
-            None,
-            "[2, E] of torch.int64: sources and targets",
-        )
+        found = f"edge_index of shape {list(edge_index.shape)}, {edge_index.dtype}"
+        raise PartitionError.because(asked, found, None, hint)
     if edge_index.numel() == 0:
         return
     low, high = edge_index.aminmax()
@@ -320,22 +305,19 @@ def graph_file_report(path: str | Path, parts: int) -> str:
             without edges.
         parts: number of parts.
     """
-    arrays = _arrays(Path(path))
+    asked, hint = f"a report on {path}", "numpy.savez(path, edge_index=edge_index, pos=pos)"
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise PartitionError.because(asked, f"it cannot be read: {error}", None, hint) from None
+    if "edge_index" not in arrays:
+        raise PartitionError.because(asked, f"arrays {sorted(arrays)}", None, hint)
     edges = torch.from_numpy(arrays["edge_index"]).long()
     pos = torch.from_numpy(arrays["pos"]).double() if "pos" in arrays else None
     nodes = int(edges.max()) + 1 if edges.numel() else 0
     nodes = int(arrays["num_nodes"]) if "num_nodes" in arrays else nodes
     nodes = len(pos) if pos is not None else nodes
-    owner = torch.from_numpy(arrays["owner"]).long() if "owner" in arrays else None
-    ways = _ways(edges, nodes, parts, pos, owner)
-    stats = {name: part.stats(edges) for name, part in ways.items()}
-    tables = [f"{name}\n{each.table()}" for name, each in stats.items()]
-    return "\n\n".join([comparison(stats), *tables])
-
-
-def _ways(
-    edges: Tensor, nodes: int, parts: int, pos: Tensor | None, owner: Tensor | None
-) -> dict[str, GraphPartition]:
     ways = {
         "contiguous": GraphPartition.contiguous(nodes, parts),
         "balanced": GraphPartition.balanced(edges, nodes, parts),
@@ -345,19 +327,8 @@ def _ways(
         ways["balanced, morton"] = GraphPartition.balanced(
             edges, nodes, parts, order="morton", pos=pos
         )
-    if owner is not None:
-        ways["owner"] = GraphPartition.from_owner(owner, parts)
-    return ways
-
-
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    asked = f"a report on {path}"
-    hint = "numpy.savez(path, edge_index=edge_index, pos=pos)"
-    try:
-        with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
-        raise PartitionError.because(asked, f"it cannot be read: {error}", None, hint) from None
-    if "edge_index" not in arrays:
-        raise PartitionError.because(asked, f"arrays {sorted(arrays)}", None, hint)
-    return arrays
+    if "owner" in arrays:
+        ways["owner"] = GraphPartition.from_owner(torch.from_numpy(arrays["owner"]), parts)
+    stats = {name: part.stats(edges) for name, part in ways.items()}
+    tables = [f"{name}\n{each.table()}" for name, each in stats.items()]
+    return "\n\n".join([comparison(stats), *tables])
