@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import PartitionError, an
+from unisono.expect import expect_choice
 from unisono.graph_parallel.stats import GraphStats, comparison
 from unisono.topology.decompose import bounds, check_within, split_sizes
 
@@ -97,12 +98,10 @@ class GraphPartition:
         """
         _check_counts(num_nodes, parts, "balanced")
         check_edges(edge_index, num_nodes, "GraphPartition.balanced")
-        if order not in ("index", "morton") or (order == "morton" and pos is None):
+        expect_choice("order", order, ("index", "morton"), error=PartitionError)
+        if order == "morton" and pos is None:
             raise PartitionError.because(
-                f"GraphPartition.balanced(order={order!r})",
-                "no positions" if order == "morton" else 'orders are "index" and "morton"',
-                None,
-                'order="morton", pos=pos',
+                'GraphPartition.balanced(order="morton")', "no positions", None, "pos=pos"
             )
         indegree = torch.bincount(edge_index[1].cpu(), minlength=num_nodes)
         line = torch.arange(num_nodes) if pos is None or order == "index" else morton_order(pos)

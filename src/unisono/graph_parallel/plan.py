@@ -18,7 +18,8 @@ from torch import Tensor
 from unisono import operators
 from unisono.comm import Communicator, checking
 from unisono.comm.arguments import check_tensor
-from unisono.errors import PartitionError, an
+from unisono.errors import PartitionError
+from unisono.expect import expect, expect_choice
 from unisono.graph_parallel import regions
 from unisono.graph_parallel.layout import tagged, watched
 from unisono.graph_parallel.partition import GraphPartition, check_edges
@@ -259,27 +260,13 @@ class GraphPlan:
 
     def _check(self, edge_index: Tensor) -> None:
         part, ranks = self.partition, self.comm.size
-        if not isinstance(part, GraphPartition):
-            raise PartitionError.because(
-                "GraphPlan",
-                f"partition is {an(type(part).__name__)}",
-                None,
-                f"GraphPartition.balanced(edge_index, num_nodes, {ranks})",
-            )
+        hint = f"GraphPartition.balanced(edge_index, num_nodes, {ranks})"
+        expect("partition", part, GraphPartition, hint)
         if part.parts != ranks:
-            raise PartitionError.because(
-                "GraphPlan",
-                f"a partition of {part.parts} parts, {ranks} ranks",
-                f"{part.parts} != {ranks}",
-                f"GraphPartition.balanced(edge_index, num_nodes, {ranks})",
-            )
-        if self._edges not in ("all", "local") or self.cut not in ("nodes", "edges"):
-            raise PartitionError.because(
-                f"GraphPlan(edges={self._edges!r}, cut={self.cut!r})",
-                None,
-                None,
-                'edges="all" or "local", cut="nodes" or "edges"',
-            )
+            found = f"a partition of {part.parts} parts, {ranks} ranks"
+            raise PartitionError.because("GraphPlan", found, f"{part.parts} != {ranks}", hint)
+        expect_choice("edges", self._edges, ("all", "local"), error=PartitionError)
+        expect_choice("cut", self.cut, ("nodes", "edges"), error=PartitionError)
         check_edges(edge_index, part.num_nodes, "GraphPlan")
         if self._edges == "local" and self.cut == "nodes":
             _check_own_targets(part, edge_index.cpu(), self.comm.rank)
