@@ -123,7 +123,7 @@ class GraphPartition:
             owner = torch.as_tensor(owner)
         except (TypeError, ValueError, RuntimeError):
             raise PartitionError.because(
-                asked, f"owner={owner!r:.80}", None, "a whole number for each node: [0, 0, 1]"
+                asked, f"owner={owner!r:.80}", None, "an integer for each node: [0, 0, 1]"
             ) from None
         if owner.dim() != 1 or owner.is_floating_point() or owner.dtype == torch.bool:
             raise PartitionError.because(
@@ -246,7 +246,7 @@ def morton_order(pos: Tensor, batch: Tensor | None = None) -> Tensor:
             "a Morton order with a batch",
             f"batch of shape {list(batch.shape)}, {batch.dtype}; {pos.shape[0]} nodes",
             None,
-            "one whole number a node",
+            "one integer per node",
         )
     points = pos.detach().cpu().double()
     if not points.isfinite().all():

@@ -92,7 +92,7 @@ def cover(
 
     Args:
         plan: of the convolution, for a tensor `(N, C, ...)`.
-        kernel: one size a spatial dim; likewise `stride`, `dilation` and `(left, right)` padding.
+        kernel: one size per spatial dim; likewise `stride`, `dilation` and `(left, right)` padding.
     """
     share = [(s, s + n) for s, n in zip(plan.output_start, plan.output_shape, strict=True)]
     if list(plan.own[:2]) != share[:2] or 0 in plan.output_shape or 0 in plan.block_shape:

@@ -227,8 +227,8 @@ def plan(
     Args:
         cuts: for each tensor dim, the cuts `0 = b_0 <= ... <= b_P` of the input; `(0, n)` when the
             dim is not split.
-        index: own coordinates, one a dim.
-        kernel_size: one int a dim. Fewer than `len(cuts)` belong to the last dims; the dims before
+        index: own coordinates, one per dim.
+        kernel_size: one int per dim. Fewer than `len(cuts)` belong to the last dims; those before
             (batch, channels) are then taken as they are. One int stands for every dim.
         stride: one int, or one for each dim of the kernel; likewise `dilation`.
         padding: one int, one int or `(left, right)` for each dim of the kernel, "same", "valid".

@@ -33,7 +33,7 @@ class Mesh(Frozen):
         axes: axis name -> number of ranks, as a mapping; needed for names such as "comm".
         comm: communicator (or process group) whose ranks are laid out; None is the world.
         device: where tensors of the mesh's communicators live; default that of `comm`.
-        **named: the same as `axes`, one keyword an axis: `Mesh(data=2, graph=-1)`. One axis may be
+        **named: the same as `axes`, one keyword per axis: `Mesh(data=2, graph=-1)`. One axis may be
             -1: as many ranks as are left.
 
     >>> mesh = Mesh(data=1, graph=1)

@@ -207,7 +207,7 @@ class Partition(Frozen):
                 f"rank at index {list(index)}",
                 f"a partition of shape {list(self._shape)}",
                 f"{len(index)} coordinates, {self.dim} dims",
-                "one coordinate a dim, each below the size there",
+                "one coordinate per dim, each below the size there",
             )
         return flat_index(self._shape, index)
 

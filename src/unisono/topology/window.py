@@ -311,7 +311,7 @@ def as_int(value: Any) -> int | None:
 
 
 def per_dim(value: int | Sequence[int], count: int, name: str) -> tuple[int, ...]:
-    """Return one int a dim: one int, alone or in a sequence, counts for all `count` dims.
+    """Return one int per dim: one int, alone or in a sequence, counts for all `count` dims.
 
     Anything that is an integer will do, from a list or an array.
 
@@ -322,7 +322,7 @@ def per_dim(value: int | Sequence[int], count: int, name: str) -> tuple[int, ...
     sizes = [as_int(one) for one in values]
     if None in sizes:
         raise PartitionError.because(
-            f"{name}={value!r}", "not whole numbers", None, f"one int, or {count} of them"
+            f"{name}={value!r}", "not integers", None, f"one int, or {count} of them"
         )
     return tuple(size for size in sizes if size is not None)
 
@@ -337,7 +337,7 @@ def padding_pairs(
 
     Args:
         padding: one int, one int or `(left, right)` a dim, `"valid"` or `"same"`.
-        kernel_size: one int a dim; likewise `stride` and `dilation`.
+        kernel_size: one int per dim; likewise `stride` and `dilation`.
 
     >>> padding_pairs("same", (4,), (1,), (1,))
     ((1, 2),)
@@ -348,7 +348,7 @@ def padding_pairs(
             return ((0, 0),) * count
         if padding != "same":
             raise PartitionError.because(
-                f"padding {padding!r}", hint='"same", "valid", an int, or one int a dim'
+                f"padding {padding!r}", hint='"same", "valid", an int, or one int per dim'
             )
         if any(s != 1 for s in stride):
             raise PartitionError.because(
@@ -365,7 +365,7 @@ def padding_pairs(
 
 
 def _each_dim(value: Any, count: int, name: str, wanted: str) -> tuple[Any, ...]:
-    """Return one entry a dim: the one there is, repeated, or as many as there are dims."""
+    """Return one entry per dim: the one there is, repeated, or as many as there are dims."""
     if as_int(value) is not None:
         return (value,) * count
     try:
