@@ -17,7 +17,7 @@ from unisono.nn import Module
 from unisono.operators import halo_exchange
 from unisono.testing import check_adjoint
 from unisono.topology import Partition, halo
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 
 class Derivative(Module):

@@ -13,7 +13,7 @@ from unisono.comm import world
 from unisono.compat import gp_utils
 from unisono.errors import LayoutError
 from unisono.graph_parallel import layout
-from unisono.graph_parallel.equality import difference_over_ranks
+from unisono.graph_parallel.layout import difference_over_ranks
 
 
 @pytest.mark.ranks(2)
@@ -106,6 +106,9 @@ def test_a_sum_made_by_other_means_is_no_longer_partial():
             assert gp.layout_of(summed) != "partial"
             assert torch.equal(summed + reduced, 2 * reduced)  # no clash
         assert gp.layout_of(e) == "partial"
+        part = gp.scatter(torch.ones(2))
+        for total in (comm.all_reduce, lambda x: operators.all_sum_reduce(x, comm=comm)):
+            assert gp.layout_of(total(part)) != "sharded"  # all of it on every rank
     gp.cleanup_gp()
 
 
@@ -232,5 +235,5 @@ def test_a_variable_turns_it_on_for_the_whole_run(monkeypatch):
         assert gp.layout_of(-x * 2) == "partial"
         assert gp.layout_of(x + 1) is None  # which would be added once on each rank
     finally:
-        layout._follower.__exit__(None, None, None)
+        layout.follower.__exit__(None, None, None)
         layout._follow_with(None)

@@ -282,7 +282,7 @@ def test_a_plan_that_does_not_fit_is_refused():
             plan.exchange(torch.ones(2, 2), wrong)
     with pytest.raises(PartitionError, match="edge_index is a list"):
         plan.refresh(edges.tolist())
-    with pytest.raises(PartitionError, match="partition is a list"):
+    with pytest.raises(TypeError, match="list, expected GraphPartition"):
         GraphPlan([0, 0, 1, 1], edges, comm=comm)
     for rows in (3, 9):
         with pytest.raises(PartitionError, match=f"{rows} != 4 rows(.|\n)*each of the 4 nodes"):

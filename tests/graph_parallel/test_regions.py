@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -391,9 +392,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
         for call in (lambda: gp.gather(x, comm=comm), lambda: gp.gather(x, grad="x", comm=comm)):
             with pytest.raises(PartitionError, match="R: all ranks use") as caught:
                 call()
-            assert 'P: each rank uses it for its own nodes or edges (a layer): grad="sum"' in str(
-                caught.value
-            )
+            assert re.search('P: each rank uses it for its own .*grad="sum"', str(caught.value))
         with pytest.raises(PartitionError, match='grad="identity"'):
             gp.reduce(x, comm=comm)
         with pytest.raises(PartitionError, match="two answers"):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from unisono.topology.halo_plan import HaloPlan, Message, Piece
+from unisono.topology.halo import HaloPlan, Message, Piece
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +54,11 @@ def join_blocks(blocks: Sequence[Tensor], grid: Sequence[int]) -> Tensor:
 
 
 def _pack(block: Tensor, message: Message) -> Tensor:
-    return torch.cat([block[slices(piece.source)].reshape(-1) for piece in message.pieces])
+    return torch.cat([block[piece.source_slices].reshape(-1) for piece in message.pieces])
 
 
 def _write(window: Tensor, piece: Piece, values: Tensor) -> None:
-    window[slices(piece.dest)] = values.reshape(piece.shape).flip(piece.flips)
+    window[piece.dest_slices] = values.reshape(piece.shape).flip(piece.flips)
 
 
 def _unpack(window: Tensor, message: Message, flat: Tensor) -> None:
@@ -67,7 +68,7 @@ def _unpack(window: Tensor, message: Message, flat: Tensor) -> None:
 
 
 def _back(window: Tensor, piece: Piece) -> Tensor:
-    g = window[slices(piece.dest)]
+    g = window[piece.dest_slices]
     if piece.repeats:
         g = g.sum(piece.repeats, keepdim=True)
     return g.flip(piece.flips)
@@ -84,7 +85,7 @@ def fill_windows(blocks: Sequence[Tensor], plans: Sequence[HaloPlan]) -> list[Te
     for plan, block in zip(plans, blocks, strict=True):
         window = torch.full(plan.window_shape, plan.fill, dtype=block.dtype)
         for piece in plan.local:
-            _write(window, piece, block[slices(piece.source)])
+            _write(window, piece, block[piece.source_slices])
         for message in plan.recvs:
             flat = sent.pop((message.peer, plan.rank))
             assert flat.numel() == message.numel
@@ -107,28 +108,21 @@ def add_windows(windows: Sequence[Tensor], plans: Sequence[HaloPlan]) -> list[Te
     for plan, window in zip(plans, windows, strict=True):
         block = torch.zeros(plan.block_shape, dtype=window.dtype)
         for piece in plan.local:
-            block[slices(piece.source)] += _back(window, piece)
+            block[piece.source_slices] += _back(window, piece)
         for message in plan.sends:
             flat = returned.pop((message.peer, plan.rank))
             parts = flat.split([piece.numel for piece in message.pieces])
             for piece, part in zip(message.pieces, parts, strict=True):
-                block[slices(piece.source)] += part.reshape(piece.shape)
+                block[piece.source_slices] += part.reshape(piece.shape)
         blocks.append(block)
     assert not returned
     return blocks
 
 
-class Simulation:
-    """The functions above, handed to tests as one fixture."""
-
-    slices = staticmethod(slices)
-    indices = staticmethod(indices)
-    cut_blocks = staticmethod(cut_blocks)
-    join_blocks = staticmethod(join_blocks)
-    fill_windows = staticmethod(fill_windows)
-    add_windows = staticmethod(add_windows)
-
-
 @pytest.fixture(scope="session")
-def simulate() -> Simulation:
-    return Simulation()
+def simulate() -> SimpleNamespace:
+    """The functions above, handed to tests."""
+    return SimpleNamespace(
+        slices=slices, indices=indices, cut_blocks=cut_blocks, join_blocks=join_blocks,
+        fill_windows=fill_windows, add_windows=add_windows,
+    )  # fmt: skip

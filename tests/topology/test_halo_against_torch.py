@@ -119,7 +119,7 @@ def test_both_ends_of_a_message_list_the_same_pieces(simulate, case) -> None:
     assert sent == received
     for plan in plans:
         peers = [m.peer for m in plan.recvs]
-        assert peers == sorted(peers), "one message a peer, ascending"
+        assert peers == sorted(peers), "one message per peer, ascending"
         assert len(set(peers)) == len(peers)
         covered = torch.zeros(plan.window_shape, dtype=torch.int64)
         for piece in [*plan.local, *(p for m in plan.recvs for p in m.pieces)]:

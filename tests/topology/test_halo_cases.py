@@ -113,16 +113,6 @@ def test_hand_checked_case(name: str) -> None:
         assert plan.window_shape == (points + sum(want.fill),)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_one_rank_sends_is_what_the_other_receives(name: str) -> None:
-    shards, (k, s, p, d), _, _ = CASES[name]
-    cuts = decompose.bounds(shards)
-    plans = [halo.plan([cuts], (me,), k, s, p, d) for me in range(len(shards))]
-    sent = {(plan.rank, m.peer): m.pieces for plan in plans for m in plan.sends}
-    received = {(m.peer, plan.rank): m.pieces for plan in plans for m in plan.recvs}
-    assert sent == received
-
-
 def test_ranks_that_only_send_have_messages_but_no_window() -> None:
     plan = halo.plan([decompose.bounds([2, 2, 2, 2])], (2,), 5, 3)
     assert plan.window_shape == (0,)

@@ -13,10 +13,7 @@ import pytest
 
 from unisono.topology import decompose, halo, overlap
 
-PURE = (
-    "decompose", "members", "window", "halo", "halo_plan", "transposed", "pooling", "resample",
-    "fanout", "overlap", "draw", "picture", "scene",
-)  # fmt: skip
+PURE = ("decompose", "window", "halo", "cover", "resample", "fanout", "overlap", "draw")
 
 
 def test_pure_files_load_without_torch() -> None:

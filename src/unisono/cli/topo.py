@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def execute(args: argparse.Namespace) -> int:
     """Draw what is asked; without --mesh, the machine and its ranks."""
     if args.graph:
-        from unisono.graph_parallel.report import graph_file_report
+        from unisono.graph_parallel.partition import graph_file_report
 
         print(graph_file_report(args.graph, args.parts))
         return OK

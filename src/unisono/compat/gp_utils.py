@@ -17,8 +17,8 @@ from torch import Tensor
 from unisono import graph_parallel as gp
 from unisono.graph_parallel.groups import current_gp
 from unisono.graph_parallel.layout import is_following
-from unisono.graph_parallel.model_parallel import ScaledBackward
 from unisono.graph_parallel.padding import split_tensor
+from unisono.graph_parallel.regions import ScaledBackward
 from unisono.operators import (
     AllGather,
     ConcatReplicated,
@@ -28,7 +28,8 @@ from unisono.operators import (
     SliceReplicated,
     SumToReplicated,
 )
-from unisono.operators.plans import GroupPlan, block_plan, whole_plan
+from unisono.operators.gather import block_plan, whole_plan
+from unisono.operators.plans import GroupPlan
 
 GROUPS = {"_GRAPH_PARALLEL_GROUP": gp.get_gp_group, "_DATA_PARALLEL_GROUP": gp.get_dp_group}
 """Attributes of gp_utils that always show the present groups."""

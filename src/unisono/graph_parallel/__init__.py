@@ -9,6 +9,7 @@ from __future__ import annotations
 from unisono.errors import LayoutError
 from unisono.graph_parallel.gradients import GraphParallel, sync_gradients
 from unisono.graph_parallel.groups import (
+    GraphGroups,
     cleanup_gp,
     divide_and_check_no_remainder,
     ensure_div,
@@ -18,34 +19,32 @@ from unisono.graph_parallel.groups import (
     get_gp_group,
     get_gp_rank,
     get_gp_world_size,
+    graph_groups,
     initialized,
+    parallel_predict,
     setup_gp,
     setup_graph_parallel_groups,
     use_groups,
 )
 from unisono.graph_parallel.layout import layout_check, layout_of, mark
-from unisono.graph_parallel.matrix import GraphGroups, graph_groups
-from unisono.graph_parallel.model_parallel import (
-    copy_to_model_parallel_region,
-    gather_from_model_parallel_region,
-    gather_from_model_parallel_region_sum_grad,
-    reduce_from_model_parallel_region,
-    reduce_scatter_to_model_parallel_region,
-    scale_backward_grad,
-    scatter_to_model_parallel_region,
-)
 from unisono.graph_parallel.neighbours import Neighbours, radius_graph
 from unisono.graph_parallel.padding import pad_input, pad_tensor, size_list_fn, trim_tensor
 from unisono.graph_parallel.partition import GraphPartition
 from unisono.graph_parallel.plan import GraphPlan
-from unisono.graph_parallel.predict import parallel_predict
 from unisono.graph_parallel.regions import (
     all_to_all,
     copy,
+    copy_to_model_parallel_region,
     gather,
+    gather_from_model_parallel_region,
+    gather_from_model_parallel_region_sum_grad,
     reduce,
+    reduce_from_model_parallel_region,
     reduce_scatter,
+    reduce_scatter_to_model_parallel_region,
+    scale_backward_grad,
     scatter,
+    scatter_to_model_parallel_region,
 )
 from unisono.graph_parallel.sampler import GraphBatchSampler
 from unisono.graph_parallel.stats import GraphStats

@@ -7,7 +7,6 @@ Parameters used after the last reduce or gather hold the whole: mean over gp. Bo
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,9 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unisono.comm import Communicator
 from unisono.comm.health import check as checking
 from unisono.errors import CollectiveMismatch, LayoutError, MeshError, PartitionError, an
-from unisono.graph_parallel.equality import difference_over_ranks
-from unisono.graph_parallel.groups import current_groups
-from unisono.graph_parallel.matrix import GraphGroups, graph_groups
+from unisono.expect import expect, expect_float
+from unisono.graph_parallel.groups import GraphGroups, current_groups, graph_groups
+from unisono.graph_parallel.layout import difference_over_ranks
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 """Calls a function at the end of the running backward; torch has no public name for it."""
@@ -58,11 +57,8 @@ class GraphParallel(nn.Module):
         bucket_mb: float = 25.0,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise PartitionError.because(
-                "GraphParallel(module)", f"a {type(module).__name__}", None, "a torch.nn.Module"
-            )
-        _check_bucket(bucket_mb)
+        expect("module", module, nn.Module)
+        expect_float("bucket_mb", bucket_mb, 0, error=PartitionError)
         self.module = module
         self._replicated, self._bucket_mb = _listed(replicated), bucket_mb
         self._groups = _matrix(groups)
@@ -188,7 +184,7 @@ def sync_gradients(
         groups: the matrix; default the current one.
         bucket_mb: gradients travel joined in buckets of this size.
     """
-    _check_bucket(bucket_mb)
+    expect_float("bucket_mb", bucket_mb, 0, error=PartitionError)
     listed = _listed(parameters)
     if any(p in _kept for p in listed):
         raise LayoutError.because(
@@ -221,17 +217,6 @@ def _sync(
         for p, grad, replicate, count in zip(wanted, grads, is_whole, seen, strict=True):
             if count:
                 p.grad = grad.div_(groups.dp.size * (groups.gp.size if replicate else 1))
-
-
-def _check_bucket(bucket_mb: object) -> None:
-    size = bucket_mb if isinstance(bucket_mb, int | float) else math.nan
-    if isinstance(bucket_mb, bool) or not 0 <= size < math.inf:
-        raise PartitionError.because(
-            f"sync_gradients(bucket_mb={bucket_mb!r})",
-            "no size of a bucket",
-            f"not 0 <= {bucket_mb} < inf",
-            "bucket_mb=25; 0 sends each gradient by itself",
-        )
 
 
 def _matrix(groups: GraphGroups | None) -> GraphGroups:

@@ -1,28 +1,118 @@
-"""The current groups of the process, in gp_utils' spelling: set-up, clean-up, queries.
+"""The dp x gp matrix of ranks: as a value, as the current groups of the process, and its queries.
 
-`setup_gp` and `use_groups` install a matrix of ranks; regions use its row unless told otherwise.
+`setup_gp` and `use_groups` install a matrix; regions use its row unless told otherwise. Names and
+defaults are gp_utils' where it has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
-from unisono.comm import Communicator, has_world, world
-from unisono.errors import MeshError, an
-from unisono.graph_parallel.asserted import AssertedMeshError, AssertedPartitionError
-from unisono.graph_parallel.matrix import (
-    GraphGroups,
-    check_size,
-    check_whole_number,
-    graph_groups,
-    groups_of_mesh,
-)
+from unisono.comm import Communicator, has_world, transports, world
+from unisono.comm import groups as cache
+from unisono.comm.backends import choose_backend
+from unisono.errors import MeshError, PartitionError, an
+from unisono.launch import run
 from unisono.topology import Mesh
+
+T = TypeVar("T")
+
+
+class AssertedMeshError(MeshError, AssertionError):
+    """A `MeshError` where gp_utils asserted: `except AssertionError` still catches it."""
+
+
+class AssertedPartitionError(PartitionError, AssertionError):
+    """A `PartitionError` where gp_utils asserted."""
+
+
+@dataclass(frozen=True)
+class GraphGroups:
+    """This rank's row and column of the matrix of ranks."""
+
+    gp: Communicator
+    """Its row: consecutive ranks that work on one graph."""
+    dp: Communicator
+    """Its column: ranks that hold the same part of different graphs."""
+    matrix: tuple[tuple[int, ...], ...]
+    """World ranks, `dp.size` rows of `gp.size`."""
+
+
+def graph_groups(
+    size: int, *, backend: str | None = None, comm: Communicator | None = None
+) -> GraphGroups:
+    """Return rows of `size` consecutive ranks and the columns across them. Collective over `comm`.
+
+    Changes no state; groups come from the cache, so asking twice makes nothing new.
+
+    Args:
+        size: ranks in a row; must divide the ranks of `comm`.
+        backend: of the new groups, e.g. `"gloo"`; default that of `comm`.
+        comm: the ranks to lay out; default the world.
+
+    >>> graph_groups(1).matrix
+    ((0,),)
+    """
+    whole = world() if comm is None else comm
+    _check_size(size, whole.size, f"graph_groups({size!r})")
+    rows = tuple(tuple(range(first, first + size)) for first in range(0, whole.size, size))
+    columns = tuple(zip(*rows, strict=True))
+    mine, place = divmod(whole.rank, size)
+    return GraphGroups(
+        dp=_group(whole, columns[place], backend),
+        gp=_group(whole, rows[mine], backend),
+        matrix=tuple(tuple(whole.ranks[rank] for rank in row) for row in rows),
+    )
+
+
+def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> Communicator:
+    """Return the communicator of some ranks of `whole`, the own one among them."""
+    if len(ranks) == whole.size and backend in (None, whole.backend):
+        return Communicator.of(whole)
+    if backend in (None, whole.backend) and (part := whole.sub(ranks)) is not None:
+        return part
+    chosen = None
+    if backend is not None and len(ranks) > 1:
+        nccl = "ok" if dist.is_nccl_available() else "this torch was built without NCCL"
+        here = {**transports.available(), "nccl": nccl}
+        device = whole.device.type
+        chosen = choose_backend(backend, device=device, nodes=1, available=here).name
+    entry = cache.entry_for(tuple(whole.ranks[rank] for rank in ranks), backend=chosen)
+    return Communicator(entry, device=whole.device, timeout_s=whole.timeout_s)
+
+
+def _check_whole_number(size: object, asked: str) -> None:
+    """Raise unless `size` is a number of ranks."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise AssertedMeshError.because(
+            asked, f"{size!r} is not a number of ranks", None, "1 or more ranks in a row"
+        )
+
+
+def _check_size(size: int, total: int, asked: str) -> None:
+    """Raise unless rows of `size` fill `total` ranks."""
+    _check_whole_number(size, asked)
+    if size > total:
+        raise AssertedMeshError.because(
+            asked,
+            f"a world of {total} rank{'s' if total > 1 else ''}",
+            f"{size} > {total}",
+            f"unisono.run(fn, ranks={size}) starts enough of them",
+        )
+    if total % size:
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        raise AssertedMeshError.because(
+            asked,
+            f"a world of {total} ranks",
+            f"{total} % {size} = {total % size}: rows of {size} do not fill it",
+            f"one of {divisors}",
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +161,7 @@ def setup_gp(config: Mapping[str, Any]) -> None:
             'setup_gp({"gp_gpus": 2, "distributed_backend": None})',
         )
     size = config["gp_gpus"]
-    check_whole_number(size, f"setup_gp with gp_gpus={size!r}")
+    _check_whole_number(size, f"setup_gp with gp_gpus={size!r}")
     _install_new(min(size, world().size), config.get("distributed_backend"), "setup_gp")
 
 
@@ -80,7 +170,7 @@ def setup_graph_parallel_groups(
 ) -> None:
     """Set up groups of exactly this size. Collective over the world."""
     size = graph_parallel_group_size
-    check_whole_number(size, f"setup_graph_parallel_groups({size!r})")
+    _check_whole_number(size, f"setup_graph_parallel_groups({size!r})")
     _install_new(size, distributed_backend, "setup_graph_parallel_groups")
 
 
@@ -89,7 +179,7 @@ def cleanup_gp() -> None:
     global _installed
     ended, _installed = _installed, None
     while ended is not None:
-        if ended.made_here and ended.world is _world_group():
+        if ended.made_here and ended.world is dist.group.WORLD:
             ended.groups.dp.close()
             ended.groups.gp.close()
         ended = ended.before
@@ -115,8 +205,13 @@ class use_groups:
                 None,
                 "use_groups(graph_groups(2)), or use_groups(Mesh(dp=2, gp=2))",
             )
-        self.groups = groups_of_mesh(groups, gp, dp) if isinstance(groups, Mesh) else groups
-        self._mine = _Installed(self.groups, _world_group(), before=_installed)
+        if isinstance(groups, Mesh):
+            world_rank, first = groups.comm().ranks, groups.ranks_along(gp)[0]
+            rows = (groups.ranks_along(gp, rank=r) for r in groups.ranks_along(dp, rank=first))
+            matrix = tuple(tuple(world_rank[rank] for rank in row) for row in rows)
+            groups = GraphGroups(groups.comm(gp), groups.comm(dp), matrix)
+        self.groups = groups
+        self._mine = _Installed(self.groups, dist.group.WORLD, before=_installed)
         _installed = self._mine
 
     def __enter__(self) -> GraphGroups:
@@ -135,7 +230,7 @@ class use_groups:
 
 def current_groups() -> GraphGroups | None:
     """Return the current groups; None before set-up, and when their world has ended."""
-    if _installed is None or _installed.world is not _world_group():
+    if _installed is None or _installed.world is not dist.group.WORLD:
         return None
     return _installed.groups
 
@@ -147,9 +242,8 @@ def current_gp() -> Communicator:
         MeshError: in a world of several ranks without set-up. A forgotten set-up must not pass for
             a parallel run.
     """
-    groups = current_groups()
-    if groups is not None:
-        return groups.gp
+    if _installed is not None and _installed.world is dist.group.WORLD:
+        return _installed.groups.gp
     whole = world()
     if whole.size > 1:
         raise MeshError.because(
@@ -168,14 +262,14 @@ def initialized() -> bool:
 
 def get_dp_group() -> dist.ProcessGroup | None:
     """Return the process group of this rank's column; None before set-up."""
-    groups = current_groups()
-    return groups.dp.process_group() if groups is not None and dist.is_initialized() else None
+    groups = current_groups() if dist.is_initialized() else None
+    return None if groups is None else groups.dp.process_group()
 
 
 def get_gp_group() -> dist.ProcessGroup | None:
     """Return the process group of this rank's row; None before set-up."""
-    groups = current_groups()
-    return groups.gp.process_group() if groups is not None and dist.is_initialized() else None
+    groups = current_groups() if dist.is_initialized() else None
+    return None if groups is None else groups.gp.process_group()
 
 
 def get_dp_rank() -> int:
@@ -219,13 +313,40 @@ def _install_new(size: int, backend: str | None, verb: str) -> None:
             f"{size} > 1",
             f"start the function with unisono.run(fn, ranks={size})",
         )
-    check_size(size, world().size, f"{verb}({size})")
+    _check_size(size, world().size, f"{verb}({size})")
     groups = graph_groups(size, backend=backend)
     # A rank may clean up at once; its peers must have finished connecting by then.
     groups.dp.barrier()
     groups.gp.barrier()
-    _installed = _Installed(groups, _world_group(), made_here=True)
+    _installed = _Installed(groups, dist.group.WORLD, made_here=True)
 
 
-def _world_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
+def parallel_predict(model: Callable[[Any], T], batch: Any, workers: int = 4) -> T:
+    """Return `model(batch)`, computed by `workers` ranks that share the graph.
+
+    The model is a callable written with regions or a `GraphPlan`; it is copied to the ranks, its
+    replicated result comes back from the first one, detached. In a process that is a rank already,
+    the ranks of that world do it.
+
+    Args:
+        model: module or function of one argument.
+        batch: its argument: tensors, or anything that can be pickled.
+        workers: number of ranks, on this host.
+    """
+    return run(_predict, model, batch, ranks=workers)[0]
+
+
+def _predict(model: Callable[[Any], Any], batch: Any) -> Any:
+    with use_groups(graph_groups(world().size)):
+        return _detached(model(batch))
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_detached(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

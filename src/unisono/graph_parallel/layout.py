@@ -2,17 +2,16 @@
 
 Off, a region pays one test. Inside `layout_check()`, or in the whole run with `UNISONO_CHECK=1`, a
 sum reduced twice or a gather of what is not in pieces raises `LayoutError` where it happens, and
-values that must be equal on all ranks are compared.
+values that must be equal on all ranks are compared. Rules are cautious: what they do not know is
+"unknown", and unknown never raises.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,11 +22,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unisono.comm import Communicator, arguments
 from unisono.comm.call import call_site
 from unisono.errors import LayoutError, UnisonoError, an
-from unisono.graph_parallel.equality import difference_over_ranks
-from unisono.graph_parallel.layout_rules import result_kind, tensors_in, writes_first
 
 Kind = Literal["replicated", "sharded", "partial"]
 KINDS: tuple[Kind, ...] = ("replicated", "sharded", "partial")
+
+TOLERANCE = 1e-6
+"""Largest difference between ranks that passes, relative to the largest value."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,6 @@ class Tag:
     """Dim along which it is sharded, where that is known."""
     site: str = ""
     """Source line where it became so."""
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-_MOVERS = (
-    f"{_PACKAGE / 'comm'}{os.sep}",
-    f"{_PACKAGE / 'operators'}{os.sep}",
-    f"{_PACKAGE / 'graph_parallel' / 'transfer.py'}",
-)
-"""Where tensors are made ready to travel: a copy made there does not stay what its source is."""
-_TORCH = f"{Path(torch.__file__).resolve().parent}{os.sep}"
 
 
 class _Follower(TorchFunctionMode):
@@ -69,8 +59,6 @@ class _Follower(TorchFunctionMode):
             for x in tensors_in((args, kwargs)):
                 self.forget(x)
             return out
-        if _is_for_travel():
-            return out
         found = result_kind(func, args, kwargs, self.tags.get)
         if found is None:
             if args and isinstance(args[0], Tensor) and writes_first(getattr(func, "__name__", "")):
@@ -86,34 +74,28 @@ class _Follower(TorchFunctionMode):
 
     def forget(self, x: Tensor) -> None:
         """Drop the tags of `x` and its views: a collective replaces their values."""
+        # torch has no public name for the question whether two tensors share memory.
         is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
         for tensor in [t for t in self.tags if t is x or is_alias(t, x)]:
             self.tags.pop(tensor, None)
 
 
-def _is_for_travel() -> bool:
-    """Whether the torch function that the follower looks at was called by verbs or operators."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_MOVERS)
+follower: _Follower | None = None
+"""Who follows tags now."""
 
 
-_follower: _Follower | None = None
-
-
-def _follow_with(follower: _Follower | None) -> None:
-    global _follower
-    _follower = follower
-    arguments.write_listener = None if follower is None else follower.forget
+def _follow_with(new: _Follower | None) -> None:
+    global follower
+    follower = new
+    arguments.write_listener = None if new is None else new.forget
 
 
 @contextmanager
 def layout_check() -> Iterator[None]:
     """Follow tags and compare values inside. All ranks must enter it at the same place."""
-    before = _follower
-    with _Follower() as follower:
-        _follow_with(follower)
+    before = follower
+    with _Follower() as new:
+        _follow_with(new)
         try:
             yield
         finally:
@@ -122,7 +104,7 @@ def layout_check() -> Iterator[None]:
 
 def is_following() -> bool:
     """Whether tags are followed now."""
-    return _follower is not None
+    return follower is not None and not torch.compiler.is_compiling()
 
 
 def mark(x: Tensor, layout: Kind) -> Tensor:
@@ -131,36 +113,47 @@ def mark(x: Tensor, layout: Kind) -> Tensor:
         raise LayoutError.because(
             f"mark(x, {layout!r})", f"layouts are {', '.join(KINDS)}", None, 'mark(x, "sharded")'
         )
-    if _follower is not None:
-        _follower.tags[x] = Tag(layout, None, call_site())
+    return tagged(x, layout)
+
+
+def tagged(x: Tensor, kind: Kind, dim: int | None = None) -> Tensor:
+    """Tag a tensor in debug mode, and return it."""
+    if follower is not None and not torch.compiler.is_compiling():
+        follower.tags[x] = Tag(kind, dim, call_site())
     return x
 
 
 def layout_of(x: Tensor) -> Kind | None:
     """Return the tag of `x`; None when nothing is known."""
-    tag = None if _follower is None else _follower.tags.get(x)
+    tag = None if follower is None else follower.tags.get(x)
     return None if tag is None else tag.kind
 
 
 def watched(
     verb: str,
     x: Tensor,
-    move: Callable[[Tensor], Tensor],
+    move: Callable[..., Tensor],
+    *args: Any,
     comm: Communicator,
     dim: int | None = None,
 ) -> Tensor:
-    """Return `move(x)`; in debug mode refuse what `verb` cannot mean, and tag the result."""
-    if _follower is None or torch.compiler.is_compiling():
-        return move(x)
-    tags, site = _follower.tags, call_site()
+    """Return `move(x, *args, comm=comm)`, in debug mode.
+
+    What `verb` cannot mean is refused, and the result is tagged.
+    """
+    if follower is None or torch.compiler.is_compiling():
+        return move(x, *args, comm=comm)
+    tags, site = follower.tags, call_site()
     tag = tags.get(x)
     _refuse(verb, tag)
     if verb in ("copy", "scatter"):
         _compare(x, comm, f"{verb} of a tensor that must be equal on all ranks", "reduce it first")
     with torch._C.DisableTorchFunction():
-        out = move(x)
+        out = move(x, *args, comm=comm)
     if verb == "gather slice" and out.requires_grad:
-        out.register_hook(lambda grad: _compare_slices(grad, comm, site))
+        asked = f'the gradient of gather(grad="slice") at {site}: it must be equal on all ranks'
+        hint = 'grad="sum", where each rank uses the result for its own nodes or edges'
+        out.register_hook(lambda grad: _compare(grad, comm, asked, hint))
     if verb in ("copy", "exchange"):
         if tag is not None:
             tags[out] = tag
@@ -169,19 +162,6 @@ def watched(
     else:
         tags[out] = Tag("replicated", None, site)
     return out
-
-
-def tagged(x: Tensor, kind: Kind, dim: int | None = None) -> Tensor:
-    """Tag a result of ours in debug mode, and return it."""
-    if _follower is not None and not torch.compiler.is_compiling():
-        _follower.tags[x] = Tag(kind, dim, call_site())
-    return x
-
-
-def start_from_environment() -> None:
-    """Follow tags for the whole run if `UNISONO_CHECK=1`."""
-    if os.environ.get("UNISONO_CHECK", "") not in ("", "0") and _follower is None:
-        _follow_with(_Follower().__enter__())
 
 
 _WRONG: dict[str, dict[str, str]] = {
@@ -195,13 +175,14 @@ _WRONG: dict[str, dict[str, str]] = {
 
 
 def _refuse(verb: str, tag: Tag | None) -> None:
-    wrong = _WRONG.get(verb.split()[0], {}).get("" if tag is None else tag.kind)
+    region = verb.split()[0]
+    wrong = None if tag is None else _WRONG.get(region, {}).get(tag.kind)
     if tag is not None and wrong is not None:
         raise LayoutError.because(
-            f"{verb.split()[0]} of {an(tag.kind)} tensor",
+            f"{region} of {an(tag.kind)} tensor",
             f"{wrong}\nit became {tag.kind} at {tag.site}",
             None,
-            f"leave this {verb.split()[0]} out, or say what the tensor is: mark(x, 'partial')",
+            f"leave this {region} out, or say what the tensor is: mark(x, 'partial')",
         )
 
 
@@ -222,13 +203,153 @@ def _compare(x: Tensor, comm: Communicator, asked: str, hint: str) -> None:
         raise LayoutError.because(asked, found, None, hint)
 
 
-def _compare_slices(grad: Tensor, comm: Communicator, site: str) -> None:
-    _compare(
-        grad,
-        comm,
-        f'the gradient of gather(grad="slice") at {site}: it must be equal on all ranks',
-        'grad="sum", where each rank uses the result for its own nodes or edges',
-    )
+def difference_over_ranks(x: Tensor, comm: Communicator) -> str | None:
+    """Return in words how far the ranks' tensors are apart, None if they are equal. Collective.
+
+    The same answer on every rank.
+    """
+    if comm.size == 1 or x.numel() == 0:
+        return None
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        values = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+        values = values.double()
+        # A difference of two infinities, or with nan, is no number: compare their kinds.
+        kinds = values.isposinf() + 2 * values.isneginf() + 3 * values.isnan()
+        sent = torch.stack([torch.where(kinds == 0, values, 0.0), kinds.double()])
+        highest, lowest = comm.all_reduce(sent, "max"), comm.all_reduce(sent, "min")
+        apart = float((highest[0] - lowest[0]).max())
+        scale = float(torch.maximum(highest[0].abs(), lowest[0].abs()).max())
+        odd = int((highest[1] != lowest[1]).sum())
+    if odd:
+        return f"{odd} of {values.numel()} values are nan or infinite on some ranks only"
+    if apart <= TOLERANCE * scale:
+        return None
+    return f"values differ by {apart:.3g}, the largest is {scale:.3g}"
+
+
+# -- how a torch function turns the tags of its arguments into that of its result -----------------
+
+Outcome = tuple[Literal["replicated", "sharded", "partial", "clash"], int | None]
+"""Kind of the result and its sharded dim; "clash" for a partial and a replicated term."""
+
+_ADD = frozenset({"add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "add_"})
+_TIMES = frozenset(
+    {"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "mul_", "div_"}
+)
+_LINEAR = frozenset(
+    {"neg", "__neg__", "view", "reshape", "squeeze", "unsqueeze", "flatten", "clone", "view_as"}
+    | {"contiguous", "t", "to", "double", "float"}
+)
+_SCATTERS = frozenset({"index_add", "index_add_", "scatter_add", "scatter_add_"})
+_SELECTS = frozenset(
+    {"__getitem__", "narrow", "select", "split", "chunk", "split_with_sizes", "tensor_split"}
+    | {"index_select", "gather", "take", "masked_select", "unbind", "roll", "pad", "unfold"}
+    | {"hsplit", "vsplit", "dsplit", "unsafe_split", "unsafe_chunk", "narrow_copy", "as_strided"}
+    | {"diagonal", "diag", "tril", "triu", "take_along_dim", "select_scatter", "slice_scatter"}
+    | {"diagonal_scatter", "masked_fill", "masked_fill_", "masked_scatter", "index_fill"}
+    | {"__setitem__"}
+)
+"""Each rank may select something else of what all hold alike."""
+_NUMBERED = _ADD | _TIMES | {"pow", "__pow__", "__rpow__", "pow_", "__imul__", "__itruediv__"}
+_NUMBERED |= {"fill_", "__isub__"}
+"""Each rank may bring another number, such as 1 on one rank and 0 on the others."""
+_CONSTANT = frozenset(
+    {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_tensor"}
+    | {"full_like", "new_full", "randn_like", "rand_like", "dim", "size", "stride", "backward"}
+    | {"__get__", "__set__", "requires_grad_", "register_hook", "detach_"}
+)
+_FORGOTTEN = _CONSTANT | {"grad"}
+"""Without a tag; each rank's gradients are the terms of its own share of the work."""
+
+
+def result_kind(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tag_of: Callable[[Tensor], Tag | None]
+) -> Outcome | None:
+    """Return what the result of `func(*args, **kwargs)` is, None for unknown."""
+    name = getattr(func, "__name__", "")
+    if name in _FORGOTTEN:
+        return None
+    tensors = list(tensors_in((args, kwargs)))
+    tags = [tag_of(x) for x in tensors]
+    if not any(tags):
+        return None
+    if name in _SCATTERS:
+        source = tags[-1]
+        return ("partial", None) if source is not None and source.kind == "sharded" else None
+    kinds = {
+        tag.kind if tag else "replicated" if isinstance(x, torch.nn.Parameter) else "unknown"
+        for x, tag in zip(tensors, tags, strict=True)
+    }
+    with_number = any(isinstance(arg, int | float | complex) for arg in (*args, *kwargs.values()))
+    if "partial" in kinds:
+        return _of_partial(name, kinds, tags, with_number)
+    if "unknown" in kinds:
+        return None
+    if "sharded" not in kinds:
+        differs = name in _SELECTS or (name in _NUMBERED and with_number)
+        return None if differs else ("replicated", None)
+    if name == "detach":  # so begins every verb, whose result is in pieces no longer
+        return None
+    sharded = next(tag for tag in tags if tag is not None and tag.kind == "sharded")
+    if name == "sum":
+        return _of_sharded_sum(sharded, tensors[0].dim(), args, kwargs)
+    same_dims = name in _ADD or name in _TIMES or name in ("clone", "contiguous", "neg", "__neg__")
+    return ("sharded", sharded.dim if same_dims else None)
+
+
+def _of_partial(
+    name: str, kinds: set[str], tags: list[Tag | None], with_number: bool
+) -> Outcome | None:
+    found = [tag.kind for tag in tags if tag is not None]
+    if name in _ADD:
+        if with_number:
+            return None  # each rank adds the number
+        if "replicated" in found:
+            return ("clash", None)
+        return ("partial", None) if kinds == {"partial"} else None
+    if name in _TIMES:
+        once = found.count("partial") == 1
+        return ("partial", None) if once and kinds <= {"partial", "replicated"} else None
+    linear = name in _LINEAR or name == "sum"
+    return ("partial", None) if linear and kinds == {"partial"} else None
+
+
+def _of_sharded_sum(
+    tag: Tag, dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Outcome | None:
+    summed = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if summed is None:
+        return ("partial", None)
+    if tag.dim is None:
+        return None
+    gone = {d % dims for d in ((summed,) if isinstance(summed, int) else summed)}
+    if tag.dim in gone:
+        return ("partial", None)
+    keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    return ("sharded", tag.dim if keeps else tag.dim - sum(d < tag.dim for d in gone))
+
+
+def writes_first(name: str) -> bool:
+    """Whether the function of this name replaces values of its first argument."""
+    if name in _CONSTANT:
+        return False
+    is_augmented = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    return name == "__setitem__" or is_augmented or (name[-1:] == "_" and name[-2:] != "__")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Return the tensors among arguments, those in lists and dictionaries too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def start_from_environment() -> None:
+    """Follow tags for the whole run if `UNISONO_CHECK=1`."""
+    if os.environ.get("UNISONO_CHECK", "") not in ("", "0") and follower is None:
+        _follow_with(_Follower().__enter__())
 
 
 start_from_environment()

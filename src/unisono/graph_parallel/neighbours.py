@@ -58,12 +58,7 @@ def radius_graph(
 
 
 def _near_cells(
-    points: Tensor,
-    wanted: Tensor,
-    images: Tensor,
-    shifts: Tensor,
-    cutoff: float,
-    graphs: Tensor,
+    points: Tensor, wanted: Tensor, images: Tensor, shifts: Tensor, cutoff: float, graphs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return pairs (number of image, target) whose cells of side `cutoff` touch.
 
@@ -105,22 +100,15 @@ def _images(
     dims = points.shape[1]
     if cell is None:
         return torch.arange(len(points)), torch.zeros(len(points), dims, dtype=points.dtype)
+    wanted = f"one cell [{dims}, {dims}], or one for each graph [B, {dims}, {dims}]"
     if cell.dim() not in (2, 3) or tuple(cell.shape[-2:]) != (dims, dims):
-        raise PartitionError.because(
-            "radius_graph(cell=...)",
-            f"a cell of shape {list(cell.shape)} for points in {dims} dimensions",
-            None,
-            f"one cell [{dims}, {dims}], or one for each graph [B, {dims}, {dims}]",
-        )
+        found = f"a cell of shape {list(cell.shape)} for points in {dims} dimensions"
+        raise PartitionError.because("radius_graph(cell=...)", found, None, wanted)
     cells = cell.detach().cpu().double().reshape(-1, dims, dims)
     count = int(graphs.max()) + 1 if len(graphs) else 0
     if cells.shape[0] not in (1, max(count, 1)):
-        raise PartitionError.because(
-            "radius_graph(cell=...)",
-            f"{cells.shape[0]} cells for {count} graphs",
-            None,
-            f"one cell [{dims}, {dims}], or one for each graph [B, {dims}, {dims}]",
-        )
+        found = f"{cells.shape[0]} cells for {count} graphs"
+        raise PartitionError.because("radius_graph(cell=...)", found, None, wanted)
     if bool((torch.linalg.det(cells).abs() < 1e-12).any()):
         raise PartitionError.because(
             "radius_graph(cell=...)",
@@ -182,41 +170,37 @@ def _graphs(batch: Tensor | None, points: int) -> Tensor:
     """Return the graph of each point."""
     if batch is None:
         return torch.zeros(points, dtype=torch.int64)
-    graphs = _whole_numbers(batch, "batch", "the number of its graph for each point")
+    hint = "the number of its graph for each point, from 0 on"
+    graphs = _whole_numbers(batch, "batch", hint)
     if len(graphs) != points:
         raise PartitionError.because(
             "radius_graph(batch=...)",
             f"graphs of {len(graphs)} points, {points} points",
             f"{len(graphs)} != {points}",
-            "the number of its graph for each point",
+            hint,
         )
     if points and int(graphs.min()) < 0:
         point = int((graphs < 0).nonzero()[0])
-        raise PartitionError.because(
-            "radius_graph(batch=...)",
-            f"point {point} is in graph {int(graphs[point])}",
-            None,
-            "graphs count from 0",
-        )
+        found = f"point {point} is in graph {int(graphs[point])}"
+        raise PartitionError.because("radius_graph(batch=...)", found, None, hint)
     return graphs
 
 
 def _whole_numbers(given: object, name: str, hint: str) -> Tensor:
     """Return a list of integers as int64 on the CPU; masks and fractions are refused."""
+    asked = f"radius_graph({name}=...)"
     try:
         numbers = torch.as_tensor(given).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        raise PartitionError.because(
-            f"radius_graph({name}=...)", f"{given!r:.80}", None, hint
-        ) from None
+        raise PartitionError.because(asked, f"{given!r:.80}", None, hint) from None
     if numbers.dim() == 1 and numbers.numel() == 0:
         return numbers.long()  # an empty list is one of floats to torch
     is_whole = not (numbers.is_floating_point() or numbers.is_complex())
     if numbers.dim() != 1 or not is_whole or numbers.dtype == torch.bool:
         raise PartitionError.because(
-            f"radius_graph({name}=...)",
+            asked,
             f"{name} of shape {list(numbers.shape)}, {numbers.dtype}",
-            "a list of whole numbers has 1 dim and an integer dtype",
+            "a list of integers has 1 dim and an integer dtype",
             hint,
         )
     return numbers.long()

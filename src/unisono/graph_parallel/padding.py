@@ -10,8 +10,7 @@ from torch import Tensor
 
 from unisono.comm.arguments import check_dim
 from unisono.errors import PartitionError, an
-from unisono.graph_parallel.asserted import AssertedPartitionError
-from unisono.graph_parallel.groups import get_gp_world_size
+from unisono.graph_parallel.groups import AssertedPartitionError, get_gp_world_size
 from unisono.topology.decompose import split_sizes
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unisono.errors import PartitionError, an
-from unisono.graph_parallel.ordering import cut_by_cost, morton_order
-from unisono.graph_parallel.stats import GraphStats
-from unisono.topology.decompose import bounds, split_sizes
+from unisono.expect import expect_choice
+from unisono.graph_parallel.stats import GraphStats, comparison
+from unisono.topology.decompose import bounds, check_within, split_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +98,10 @@ class GraphPartition:
         """
         _check_counts(num_nodes, parts, "balanced")
         check_edges(edge_index, num_nodes, "GraphPartition.balanced")
-        if order not in ("index", "morton") or (order == "morton" and pos is None):
+        expect_choice("order", order, ("index", "morton"), error=PartitionError)
+        if order == "morton" and pos is None:
             raise PartitionError.because(
-                f"GraphPartition.balanced(order={order!r})",
-                "no positions" if order == "morton" else 'orders are "index" and "morton"',
-                None,
-                'order="morton", pos=pos',
+                'GraphPartition.balanced(order="morton")', "no positions", None, "pos=pos"
             )
         indegree = torch.bincount(edge_index[1].cpu(), minlength=num_nodes)
         line = torch.arange(num_nodes) if pos is None or order == "index" else morton_order(pos)
@@ -123,7 +123,7 @@ class GraphPartition:
             owner = torch.as_tensor(owner)
         except (TypeError, ValueError, RuntimeError):
             raise PartitionError.because(
-                asked, f"owner={owner!r:.80}", None, "a whole number for each node: [0, 0, 1]"
+                asked, f"owner={owner!r:.80}", None, "an integer for each node: [0, 0, 1]"
             ) from None
         if owner.dim() != 1 or owner.is_floating_point() or owner.dtype == torch.bool:
             raise PartitionError.because(
@@ -148,17 +148,9 @@ class GraphPartition:
 
     def nodes_of(self, part: int) -> Tensor:
         """Return the nodes of a part, in its order."""
-        try:
-            is_part = 0 <= operator.index(part) < self.parts
-        except TypeError:
-            is_part = False
-        if not is_part:
-            raise PartitionError.because(
-                f"nodes_of({part!r})",
-                f"a partition of {self.parts} parts",
-                f"not 0 <= {part} < {self.parts}",
-                f"a part from 0 to {self.parts - 1}",
-            )
+        check_within(
+            f"nodes_of({part!r}) of a partition of {self.parts} parts", index(part), self.parts
+        )
         return self.perm[self.offsets[part] : self.offsets[part + 1]]
 
     def stats(self, edge_index: Tensor) -> GraphStats:
@@ -186,20 +178,13 @@ class GraphPartition:
 
 def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
     """Raise unless `edge_index` is `[2, E]`, int64, with nodes of the graph only."""
+    hint = "torch.tensor(edge_index), [2, E] of torch.int64: sources and targets"
     if not isinstance(edge_index, Tensor):
-        raise PartitionError.because(
-            asked,
-            f"edge_index is {an(type(edge_index).__name__)}",
-            None,
-            "torch.tensor(edge_index), [2, E] of torch.int64: sources and targets",
-        )
+        found = f"edge_index is {an(type(edge_index).__name__)}"
+        raise PartitionError.because(asked, found, None, hint)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
-        raise PartitionError.because(
-            asked,
-            f"edge_index of shape {list(edge_index.shape)}, {edge_index.dtype}",
-            None,
-            "[2, E] of torch.int64: sources and targets",
-        )
+        found = f"edge_index of shape {list(edge_index.shape)}, {edge_index.dtype}"
+        raise PartitionError.because(asked, found, None, hint)
     if edge_index.numel() == 0:
         return
     low, high = edge_index.aminmax()
@@ -234,3 +219,115 @@ def _costs(cost: Tensor | None, nodes: int) -> Tensor:
             f"a cost for each of {nodes} nodes", f"shape {list(cost.shape)}", None, f"[{nodes}]"
         )
     return cost.cpu().double()
+
+
+_BITS = 10
+
+
+def morton_order(pos: Tensor, batch: Tensor | None = None) -> Tensor:
+    """Return the order of nodes along a Morton curve, graph after graph.
+
+    Args:
+        pos: positions `[N, D]`, D from 1 to 3.
+        batch: graph of each node `[N]`; default one graph.
+
+    Returns:
+        `[N]`, node numbers; near nodes in space are mostly near in it.
+    """
+    if pos.dim() != 2 or not 1 <= pos.shape[1] <= 3 or not pos.is_floating_point():
+        raise PartitionError.because(
+            "a Morton order",
+            f"positions of shape {list(pos.shape)}, {pos.dtype}",
+            None,
+            "floating-point positions [N, 1], [N, 2] or [N, 3]",
+        )
+    if batch is not None and (batch.shape != pos.shape[:1] or batch.is_floating_point()):
+        raise PartitionError.because(
+            "a Morton order with a batch",
+            f"batch of shape {list(batch.shape)}, {batch.dtype}; {pos.shape[0]} nodes",
+            None,
+            "one integer per node",
+        )
+    points = pos.detach().cpu().double()
+    if not points.isfinite().all():
+        node = int((~points.isfinite()).any(1).nonzero()[0])
+        raise PartitionError.because(
+            "a Morton order", f"node {node} is at {points[node].tolist()}", None, "finite positions"
+        )
+    if points.shape[0] == 0:
+        return torch.empty(0, dtype=torch.int64)
+    low = points.min(0).values
+    extent = float((points.max(0).values - low).max()) or 1.0  # one scale keeps near things near
+    cells = ((points - low) / extent * 1023).floor().clamp(0, 1023).long()
+    key = torch.zeros(points.shape[0], dtype=torch.int64)
+    for bit in range(_BITS):
+        for axis in range(cells.shape[1]):
+            key |= ((cells[:, axis] >> bit) & 1) << (3 * bit + axis)
+    order = key.sort(stable=True).indices
+    if batch is not None:
+        order = order[batch.detach().cpu()[order].sort(stable=True).indices]
+    return order
+
+
+def cut_by_cost(cost: Tensor, parts: int) -> Tensor:
+    """Return for each item of a line the part it falls in, with parts of nearly equal cost.
+
+    An item belongs where the middle of its cost lies: no part exceeds its share by more than the
+    largest cost. All zero counts as all equal.
+
+    >>> cut_by_cost(torch.tensor([1.0, 1.0, 1.0, 3.0]), 2).tolist()
+    [0, 0, 0, 1]
+    """
+    cost = cost.detach().cpu().double()
+    bad = (~cost.isfinite() | (cost < 0)).nonzero()
+    if bad.numel():
+        item = int(bad[0])
+        raise PartitionError.because(
+            f"a cut into {parts} parts by cost",
+            f"cost {float(cost[item])} at {item}",
+            None,
+            "costs of 0 or more",
+        )
+    total = float(cost.sum())
+    if total == 0:
+        cost, total = torch.ones_like(cost), float(cost.numel())
+    middle = cost.cumsum(0) - cost / 2
+    return (parts * middle / total).floor().long().clamp(max=parts - 1)
+
+
+def graph_file_report(path: str | Path, parts: int) -> str:
+    """Return a comparison of partitions of a graph, and the table of each. Local.
+
+    Args:
+        path: an `.npz` file with `edge_index` `[2, E]`; if it has `pos` `[N, D]`, partitions in
+            space are shown too, and with `owner` `[N]` one of yours; `num_nodes` counts nodes
+            without edges.
+        parts: number of parts.
+    """
+    asked, hint = f"a report on {path}", "numpy.savez(path, edge_index=edge_index, pos=pos)"
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise PartitionError.because(asked, f"it cannot be read: {error}", None, hint) from None
+    if "edge_index" not in arrays:
+        raise PartitionError.because(asked, f"arrays {sorted(arrays)}", None, hint)
+    edges = torch.from_numpy(arrays["edge_index"]).long()
+    pos = torch.from_numpy(arrays["pos"]).double() if "pos" in arrays else None
+    nodes = int(edges.max()) + 1 if edges.numel() else 0
+    nodes = int(arrays["num_nodes"]) if "num_nodes" in arrays else nodes
+    nodes = len(pos) if pos is not None else nodes
+    ways = {
+        "contiguous": GraphPartition.contiguous(nodes, parts),
+        "balanced": GraphPartition.balanced(edges, nodes, parts),
+    }
+    if pos is not None:
+        ways["morton"] = GraphPartition.morton(pos, parts)
+        ways["balanced, morton"] = GraphPartition.balanced(
+            edges, nodes, parts, order="morton", pos=pos
+        )
+    if "owner" in arrays:
+        ways["owner"] = GraphPartition.from_owner(torch.from_numpy(arrays["owner"]), parts)
+    stats = {name: part.stats(edges) for name, part in ways.items()}
+    tables = [f"{name}\n{each.table()}" for name, each in stats.items()]
+    return "\n\n".join([comparison(stats), *tables])

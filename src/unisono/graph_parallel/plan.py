@@ -6,8 +6,11 @@ replicated: a rank holds its own rows, and those of other ranks that its edges p
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from typing import Literal, overload
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,30 +19,21 @@ from unisono import operators
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_tensor
 from unisono.comm.health import check as checking
-from unisono.errors import PartitionError, an
-from unisono.graph_parallel import halo_lists, regions
-from unisono.graph_parallel.conventions import MISSING
+from unisono.errors import PartitionError
+from unisono.expect import expect, expect_choice
+from unisono.graph_parallel import regions
 from unisono.graph_parallel.layout import tagged, watched
-from unisono.graph_parallel.messages import Message, messages
 from unisono.graph_parallel.partition import GraphPartition, check_edges
+from unisono.graph_parallel.regions import MISSING
 from unisono.graph_parallel.stats import GraphStats
 from unisono.graph_parallel.transfer import RowsUnderWay, start_rows
 from unisono.topology import RowPlan
 from unisono.topology.decompose import split_sizes
 
+Message = Callable[[Tensor, Tensor, Any], Tensor]
+"""`message(x_src, x_dst, edge_attr) -> [E', ...]`."""
 DENSE = 0.6
 """Where every rank needs more than this share of all foreign rows, all are gathered instead."""
-
-
-class Arrived:
-    """Rows that are there already: what `start` gives where nothing can overlap."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def wait(self) -> Tensor:
-        """Return the halo rows."""
-        return self._rows
 
 
 class GraphPlan:
@@ -168,7 +162,7 @@ class GraphPlan:
         dtype travel in one exchange, and a tuple is returned.
         """
         if not more:
-            return watched("exchange", x, self._fetch, self.comm)
+            return watched("exchange", x, self._fetch, comm=self.comm)
         tensors = (x, *more)
         for t in tensors:
             check_tensor(t, self.comm.device, "exchange")
@@ -176,7 +170,7 @@ class GraphPlan:
         packed: dict[torch.dtype, Tensor] = {}
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             flat = [t.reshape(t.shape[0], _width(t)) for t in tensors if t.dtype == dtype]
-            packed[dtype] = self._fetch(torch.cat(flat, 1))
+            packed[dtype] = self._fetch(torch.cat(flat, 1), self.comm)
         out: list[Tensor] = []
         taken = dict.fromkeys(packed, 0)
         for t in tensors:
@@ -190,22 +184,18 @@ class GraphPlan:
         """Return own and halo rows joined, `[num_local + num_halo, ...]`. Collective."""
         return torch.cat([x, self.exchange(x)])
 
-    def start(self, x: Tensor) -> RowsUnderWay | Arrived:
+    def start(self, x: Tensor) -> RowsUnderWay:
         """Begin to fetch the halo rows; `wait()` of the result returns them. Collective.
 
         Work between the two calls overlaps with the transfer, in the backward too.
         """
         if torch.compiler.is_compiling():
-            return Arrived(self.exchange(x))
+            return RowsUnderWay(self.exchange(x), None)
         self._check_rows(x, self.num_local, "start")
         return start_rows(x, self.rows, self.comm)
 
     def message_pass(
-        self,
-        x: Tensor,
-        message: Message,
-        *,
-        edge_attr: Tensor | None = None,
+        self, x: Tensor, message: Message, *, edge_attr: Tensor | None = None
     ) -> Tensor:
         """Return for each own node the sum of the messages of its incoming edges. Collective.
 
@@ -271,30 +261,16 @@ class GraphPlan:
 
     def _check(self, edge_index: Tensor) -> None:
         part, ranks = self.partition, self.comm.size
-        if not isinstance(part, GraphPartition):
-            raise PartitionError.because(
-                "GraphPlan",
-                f"partition is {an(type(part).__name__)}",
-                None,
-                f"GraphPartition.balanced(edge_index, num_nodes, {ranks})",
-            )
+        hint = f"GraphPartition.balanced(edge_index, num_nodes, {ranks})"
+        expect("partition", part, GraphPartition, hint)
         if part.parts != ranks:
-            raise PartitionError.because(
-                "GraphPlan",
-                f"a partition of {part.parts} parts, {ranks} ranks",
-                f"{part.parts} != {ranks}",
-                f"GraphPartition.balanced(edge_index, num_nodes, {ranks})",
-            )
-        if self._edges not in ("all", "local") or self.cut not in ("nodes", "edges"):
-            raise PartitionError.because(
-                f"GraphPlan(edges={self._edges!r}, cut={self.cut!r})",
-                None,
-                None,
-                'edges="all" or "local", cut="nodes" or "edges"',
-            )
+            found = f"a partition of {part.parts} parts, {ranks} ranks"
+            raise PartitionError.because("GraphPlan", found, f"{part.parts} != {ranks}", hint)
+        expect_choice("edges", self._edges, ("all", "local"), error=PartitionError)
+        expect_choice("cut", self.cut, ("nodes", "edges"), error=PartitionError)
         check_edges(edge_index, part.num_nodes, "GraphPlan")
         if self._edges == "local" and self.cut == "nodes":
-            halo_lists.check_own_targets(part, edge_index.cpu(), self.comm.rank)
+            _check_own_targets(part, edge_index.cpu(), self.comm.rank)
 
     def _compare(self, edge_index: Tensor) -> None:
         """In check mode: raise on all ranks unless they were given the same graph."""
@@ -311,28 +287,22 @@ class GraphPlan:
                     'the same list everywhere, or own edges only with edges="local"',
                 )
 
-    def _lists(self, edge_index: Tensor) -> halo_lists.HaloLists:
+    def _lists(self, edge_index: Tensor) -> _HaloLists:
         part, comm = self.partition, self.comm
         if self._edges == "local":
-            return halo_lists.from_own_edges(
-                part,
-                edge_index,
-                comm.rank,
-                comm.all_gather_ints,
-                lambda ids, sent, got: comm.all_to_all(ids.to(comm.device), sent, got).cpu(),
-            )
+            return _from_own_edges(part, edge_index, comm)
         if self.cut == "nodes":
             computes = part.owner[edge_index[1]]
         else:
             shares = torch.tensor(split_sizes(edge_index.shape[1], part.parts))
             computes = torch.arange(part.parts).repeat_interleave(shares)
-        return halo_lists.from_all_edges(part, edge_index, computes, comm.rank)
+        return _from_all_edges(part, edge_index, computes, comm.rank)
 
-    def _fetch(self, x: Tensor) -> Tensor:
+    def _fetch(self, x: Tensor, comm: Communicator) -> Tensor:
         if not self.is_dense:
-            return operators.all_gather_rows(x, self.rows, comm=self.comm)
+            return operators.all_gather_rows(x, self.rows, comm=comm)
         self._check_rows(x, self.num_local, "exchange")
-        whole = operators.all_gather(x, 0, self.partition.sizes, comm=self.comm)
+        whole = operators.all_gather(x, 0, self.partition.sizes, comm=comm)
         return whole.index_select(0, self._halo_places)
 
     def _add_messages(
@@ -345,7 +315,7 @@ class GraphPlan:
     ) -> Tensor:
         source, target = ends
         x_src, x_dst = rows[0].index_select(0, source), rows[1].index_select(0, target)
-        sent = messages(message, x_src, x_dst, edge_attr)
+        sent = _messages(message, x_src, x_dst, edge_attr)
         if total is None:
             held = self.num_local + (self.num_halo if self.cut == "edges" else 0)
             total = sent.new_zeros((held, *sent.shape[1:]))
@@ -369,3 +339,148 @@ def _checksum(numbers: Tensor) -> int:
 
 def _width(x: Tensor) -> int:
     return x[0].numel() if x.shape[0] else torch.Size(x.shape[1:]).numel()
+
+
+@dataclass(frozen=True, eq=False)
+class _HaloLists:
+    """Which rows a rank fetches and sends; nodes by their place in the new order, by owner."""
+
+    edge_ids: Tensor
+    """Columns of the given edge list that this rank computes, ascending."""
+    ends: Tensor
+    """`[2, E_r]`: their sources and targets, new order."""
+    halo: Tensor
+    """Foreign nodes among the ends, ascending: grouped by owner."""
+    halo_sizes: tuple[int, ...]
+    """How many of them each rank owns."""
+    sends: Tensor
+    """Own nodes that others fetch, grouped by the rank that does, ascending in each group."""
+    send_sizes: tuple[int, ...]
+    """How many each rank fetches."""
+    halo_per_rank: tuple[int, ...]
+    """Halo rows of every rank."""
+    edges_per_rank: tuple[int, ...]
+    """Edges of every rank."""
+    edges_cut: int
+    """Edges of all ranks with a foreign end."""
+
+
+def _from_all_edges(
+    part: GraphPartition, edge_index: Tensor, edge_owner: Tensor, rank: int
+) -> _HaloLists:
+    """Return the lists when every rank knows all edges: nothing has to be asked.
+
+    `edge_owner` is the rank that computes each edge. No loop over edges.
+    """
+    nodes, parts = part.num_nodes, part.parts
+    foreign = [(edge_owner != part.owner[end]).nonzero()[:, 0] for end in edge_index]
+    wanted = [
+        edge_owner[cut] * nodes + part.inverse[end[cut]]
+        for cut, end in zip(foreign, edge_index, strict=True)
+    ]
+    pairs = torch.unique(torch.cat(wanted))  # sorted: by the rank that fetches, then by node
+    fetcher, node = pairs // max(nodes, 1), pairs % max(nodes, 1)
+    halo = node[fetcher == rank]
+    own = (node >= part.offsets[rank]) & (node < part.offsets[rank + 1])
+    edge_ids = (edge_owner == rank).nonzero()[:, 0]
+    return _HaloLists(
+        edge_ids=edge_ids,
+        ends=part.inverse[edge_index[:, edge_ids]],
+        halo=halo,
+        halo_sizes=_counts(_owners(part, halo), parts),
+        sends=node[own],
+        send_sizes=_counts(fetcher[own], parts),
+        halo_per_rank=_counts(fetcher, parts),
+        edges_per_rank=_counts(edge_owner, parts),
+        edges_cut=int(_any_of(foreign, edge_index.shape[1])),
+    )
+
+
+def _from_own_edges(part: GraphPartition, edge_index: Tensor, comm: Communicator) -> _HaloLists:
+    """Return the lists when each rank knows its own edges only: two exchanges ask the others."""
+    rank = comm.rank
+    foreign = [(part.owner[end] != rank).nonzero()[:, 0] for end in edge_index]
+    wanted = [part.inverse[end[cut]] for cut, end in zip(foreign, edge_index, strict=True)]
+    halo = torch.unique(torch.cat(wanted))
+    halo_sizes = _counts(_owners(part, halo), part.parts)
+    edges = edge_index.shape[1]
+    told = comm.all_gather_ints([*halo_sizes, edges, int(_any_of(foreign, edges))])
+    send_sizes = tuple(row[rank] for row in told)
+    return _HaloLists(
+        edge_ids=torch.arange(edges),
+        ends=part.inverse[edge_index],
+        halo=halo,
+        halo_sizes=halo_sizes,
+        sends=comm.all_to_all(halo.to(comm.device), halo_sizes, send_sizes).cpu(),
+        send_sizes=send_sizes,
+        halo_per_rank=tuple(sum(row[:-2]) for row in told),
+        edges_per_rank=tuple(row[-2] for row in told),
+        edges_cut=sum(row[-1] for row in told),
+    )
+
+
+def _check_own_targets(part: GraphPartition, edge_index: Tensor, rank: int) -> None:
+    """Raise unless this rank owns the target of each of its edges."""
+    strange = (part.owner[edge_index[1]] != rank).nonzero()
+    if strange.numel():
+        column = int(strange[0])
+        source, target = edge_index[:, column].tolist()
+        raise PartitionError.because(
+            'GraphPlan(edges="local")',
+            f"edge {column} is {source} -> {target}, on rank {rank}",
+            f"node {target} is owned by rank {int(part.owner[target])}, not {rank}",
+            "each rank passes the edges that end in its own nodes",
+        )
+
+
+def _owners(part: GraphPartition, nodes: Tensor) -> Tensor:
+    return part.owner[part.perm[nodes]]
+
+
+def _counts(values: Tensor, parts: int) -> tuple[int, ...]:
+    return tuple(torch.bincount(values, minlength=parts).tolist())
+
+
+def _any_of(foreign: list[Tensor], edges: int) -> int:
+    sources, targets = foreign
+    if targets.numel() == 0:
+        return sources.numel()
+    flags = torch.zeros(edges, dtype=torch.bool)
+    flags[sources] = flags[targets] = True
+    return int(flags.sum())
+
+
+_MESSAGE_HINT = (
+    "def message(x_src, x_dst, edge_attr): return x_src  # [E', ...], a row for each edge"
+)
+
+
+def _messages(message: Message, x_src: Tensor, x_dst: Tensor, edge_attr: Tensor | None) -> Tensor:
+    """Return the messages of some edges, a row for each; local."""
+    try:
+        sent = message(x_src, x_dst, edge_attr)
+    except TypeError as error:
+        if _takes_three(message):
+            raise
+        raise PartitionError.because(
+            "message_pass: message(x_src, x_dst, edge_attr)", str(error), None, _MESSAGE_HINT
+        ) from None
+    if not isinstance(sent, Tensor) or sent.shape[:1] != x_src.shape[:1]:
+        found = f"shape {list(sent.shape)}" if isinstance(sent, Tensor) else repr(sent)
+        raise PartitionError.because(
+            "message_pass: what message(x_src, x_dst, edge_attr) returned",
+            found,
+            f"{x_src.shape[0]} edges need a tensor of {x_src.shape[0]} rows",
+            _MESSAGE_HINT,
+        )
+    return sent
+
+
+def _takes_three(message: Message) -> bool:
+    try:
+        inspect.signature(message).bind(None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # built-in functions need not tell
+        pass
+    return True

@@ -9,8 +9,12 @@ import torch
 from torch.utils.data import Sampler
 
 from unisono.errors import PartitionError
-from unisono.graph_parallel.groups import current_groups, get_dp_rank, get_dp_world_size
-from unisono.graph_parallel.matrix import GraphGroups
+from unisono.graph_parallel.groups import (
+    GraphGroups,
+    current_groups,
+    get_dp_rank,
+    get_dp_world_size,
+)
 
 
 class GraphBatchSampler(Sampler[list[int]]):

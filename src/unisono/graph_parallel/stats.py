@@ -45,7 +45,7 @@ class GraphStats:
         return (len(self.nodes_per_rank) - 1) * sum(self.nodes_per_rank) * row_bytes
 
     def table(self) -> str:
-        """Return one line a rank, and the totals."""
+        """Return one line per rank, and the totals."""
         lines = ["rank     nodes     edges      halo"]
         for rank, counts in enumerate(
             zip(self.nodes_per_rank, self.edges_per_rank, self.halo_per_rank, strict=True)

@@ -151,12 +151,15 @@ Arrive.adjoint = DepartBack
 class RowsUnderWay:
     """What `GraphPlan.start` returns: `wait()` gives the rows."""
 
-    def __init__(self, token: Tensor, transfer: Transfer) -> None:
+    def __init__(self, token: Tensor, transfer: Transfer | None) -> None:
         self._token = token
+        """Without elements; the rows themselves where there is no transfer."""
         self._transfer = transfer
 
     def wait(self) -> Tensor:
         """Return the halo rows `[num_halo, ...]`; call it once."""
+        if self._transfer is None:
+            return self._token
         return Arrive.apply(self._token, Arrival(self._transfer))
 
 

@@ -13,7 +13,7 @@ from unisono.nn.windows import balanced_in, recut
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 
 def balanced_channels(layer: str, count: int, P: Partition, cuts: Cuts) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from unisono.nn.conv_settings import ConvSettings, Overlap, Size, conv_settings
 from unisono.nn.parameters import Weights, check_weights
 from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Cuts, is_plain
-from unisono.operators.flight import Flight
 from unisono.operators.halo import HaloOnGroup
+from unisono.operators.plans import Flight
 from unisono.topology import halo
 from unisono.topology.cover import Cover, cover
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 P = TypeVar("P")
 

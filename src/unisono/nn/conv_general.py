@@ -31,7 +31,7 @@ from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.partitioned import FanPlan, fan_plan, spread
 from unisono.topology import Partition
 from unisono.topology.fanout import broadcast_groups, reduce_groups
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 __all__ = [
     "DistributedChannelConv1d",

@@ -13,7 +13,7 @@ from unisono.errors import PartitionError
 from unisono.nn.conv_settings import ConvSettings
 from unisono.topology import Partition
 from unisono.topology.decompose import Interval, block
-from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
+from unisono.topology.halo import Box, HaloPlan, Message, Piece
 
 
 @dataclass(frozen=True)

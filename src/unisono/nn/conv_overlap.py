@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from unisono.nn.conv_settings import ConvSettings
-from unisono.operators.flight import Flight
 from unisono.operators.halo import (
     HaloAdd,
     HaloExchange,
@@ -26,8 +25,9 @@ from unisono.operators.halo import (
     post,
     start_exchange,
 )
+from unisono.operators.plans import Flight
 from unisono.topology.cover import Cover, Patch
-from unisono.topology.halo_plan import Box
+from unisono.topology.halo import Box
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of own block, weight and bias."""

@@ -28,9 +28,14 @@ from unisono.nn.windows import block_windows
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import block, split_cuts
-from unisono.topology.halo_plan import HaloPlan
-from unisono.topology.transposed import transposed_cover, transposed_length, transposed_window
-from unisono.topology.window import Segment, per_dim
+from unisono.topology.halo import HaloPlan
+from unisono.topology.window import (
+    Segment,
+    per_dim,
+    transposed_cover,
+    transposed_length,
+    transposed_window,
+)
 
 __all__ = [
     "DistributedFeatureConvTranspose1d",

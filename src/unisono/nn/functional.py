@@ -19,7 +19,7 @@ from unisono.operators.partitioned import (
     sum_reduce,
     sum_to_replicated,
 )
-from unisono.operators.partitioned_table import PARTITION_TABLE as TABLE
+from unisono.operators.table import PARTITION_TABLE as TABLE
 
 __all__ = [
     "TABLE",

@@ -14,7 +14,7 @@ from unisono.nn.windows import block_windows
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import split_cuts
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 from unisono.topology.window import Segment, check_window, window
 
 __all__ = ["DistributedPad", "HaloExchange"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from unisono.nn.planned import PlannedModule
 from unisono.nn.structure import Cuts, Table
 from unisono.operators import Repartition
+from unisono.operators.gather import concat_replicated, slice_replicated
 from unisono.operators.repartition import RepartitionOnGroup
-from unisono.operators.slice import concat_replicated, slice_replicated
 from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
 from unisono.topology.overlap import OverlapPlan, overlaps

@@ -28,11 +28,11 @@ from unisono.nn.state import HoldingModule
 from unisono.nn.structure import Table, is_plain
 from unisono.nn.windows import balanced_in, recut
 from unisono.operators import AllGather, ReduceScatter
+from unisono.operators.gather import BlockPlan
 from unisono.operators.halo import HaloExchange, HaloOnGroup
-from unisono.operators.plans import BlockPlan
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_sizes
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 __all__ = ["DistributedLinearAllGather", "DistributedLinearReduceScatter"]
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from unisono.comm.perform import Pending
 from unisono.operators import AllGather, ReduceScatter
-from unisono.operators.plans import BlockPlan
+from unisono.operators.gather import BlockPlan
 
 
 class Gathering:

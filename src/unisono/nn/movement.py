@@ -20,9 +20,10 @@ from unisono.operators import AllGather as GatherMap
 from unisono.operators import AllSumReduce as SumMap
 from unisono.operators import ReduceScatter as ScatterMap
 from unisono.operators import all_sum_reduce
+from unisono.operators.gather import BlockPlan
 from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
-from unisono.operators.plans import BlockPlan, GroupPlan
+from unisono.operators.plans import GroupPlan
 from unisono.topology import Partition
 from unisono.topology.decompose import split_sizes
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups

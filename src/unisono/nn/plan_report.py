@@ -27,7 +27,7 @@ from unisono.nn.traffic import Traffic, partition_of, traffic, whole_output
 from unisono.nn.trusted import layers_around, trust, trusted
 from unisono.topology import Partition
 from unisono.topology.decompose import block
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 _COLUMNS = ("layer", "kind", "own output", "halo", "messages", "bytes sent", "boundary")
 

@@ -23,10 +23,10 @@ from unisono.nn.module import Module
 from unisono.nn.structure import Structure, Table
 from unisono.nn.tables import gather_tables
 from unisono.operators import attach
-from unisono.operators.flight import Flight
-from unisono.operators.halo import HaloExchange, HaloOnGroup, start_exchange
+from unisono.operators.halo import HaloExchange, HaloOnGroup, start_window
 from unisono.operators.linear import identity
-from unisono.topology.halo_plan import HaloPlan
+from unisono.operators.plans import Flight
+from unisono.topology.halo import HaloPlan
 
 P = TypeVar("P")
 KEPT_PLANS = 8
@@ -206,7 +206,7 @@ class PlannedModule(Module, Generic[P]):
         if self._exchange is None:
             return Flight()
         given = None if x is None else x.detach()
-        return start_exchange(given, self._exchange, self._structures[0].dtype)
+        return start_window(given, self._exchange, self._structures[0].dtype)
 
     def _finish_window(self, x: Tensor, flight: Flight) -> Tensor:
         """Return the own window once the messages are there."""

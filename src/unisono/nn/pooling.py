@@ -16,9 +16,8 @@ from unisono.nn.planned import PlannedModule
 from unisono.nn.structure import Table
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
-from unisono.topology.halo_plan import HaloPlan
-from unisono.topology.pooling import check_pool, pool_counts
-from unisono.topology.window import per_dim
+from unisono.topology.halo import HaloPlan
+from unisono.topology.window import check_pool, per_dim, pool_counts
 
 __all__ = [
     "DistributedAvgPool1d",

@@ -16,10 +16,15 @@ from unisono.errors import PartitionError
 from unisono.nn.planned import PlannedModule, zero_volume
 from unisono.nn.structure import Cuts, Table
 from unisono.operators import Repartition as RepartitionMap
-from unisono.operators.flight import Flight
 from unisono.operators.linear import identity
-from unisono.operators.repartition import RepartitionOnGroup, start_moves
-from unisono.operators.staging import Stage, Staging, starts_for
+from unisono.operators.plans import Flight
+from unisono.operators.repartition import (
+    RepartitionOnGroup,
+    Stage,
+    Staging,
+    start_moves,
+    starts_for,
+)
 from unisono.topology import Partition
 from unisono.topology.overlap import OverlapPlan, repartition_plan
 

@@ -29,7 +29,7 @@ from unisono.nn.rehearsal import on_paper
 from unisono.nn.structure import Structure, Table
 from unisono.nn.upsampling import DistributedUpsample
 from unisono.topology import Partition
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 __all__ = ["Traffic", "partition_of", "traffic", "whole_output"]
 

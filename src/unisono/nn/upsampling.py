@@ -15,7 +15,7 @@ from unisono.nn.windows import block_windows
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import block, split_cuts
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 from unisono.topology.resample import resample_length, resample_taps, resample_window
 from unisono.topology.window import Segment
 

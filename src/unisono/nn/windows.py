@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from unisono.nn.structure import Cuts
 from unisono.topology import halo
 from unisono.topology.decompose import split_cuts
-from unisono.topology.halo import WindowOf
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan, WindowOf
 from unisono.topology.window import Segment
 
 

@@ -6,25 +6,37 @@ the pairs. Spaces: R replicated (counts once), S sharded, I each rank's own.
 
 from __future__ import annotations
 
-from unisono.operators.all_gather import AllGather, ReduceScatter, all_gather, reduce_scatter
-from unisono.operators.all_reduce import AllSumReduce, all_sum_reduce
-from unisono.operators.all_to_all import AllToAll, all_to_all
-from unisono.operators.attach import attach
-from unisono.operators.halo import HaloAdd, HaloExchange, halo_add, halo_exchange
-from unisono.operators.linear import LinearMap
-from unisono.operators.message import Recv, Send, recv, send
-from unisono.operators.permute import Permute, permute
-from unisono.operators.repartition import Repartition, repartition
-from unisono.operators.replicate import Copy, SumToReplicated, copy, sum_to_replicated
-from unisono.operators.root import Broadcast, SumReduce, broadcast, sum_reduce
-from unisono.operators.rows import AddRows, AllGatherRows, add_rows, all_gather_rows
-from unisono.operators.scatter import Gather, Scatter, gather, scatter
-from unisono.operators.slice import (
+from unisono.operators.gather import (
+    AllGather,
     ConcatReplicated,
+    Gather,
+    ReduceScatter,
+    Scatter,
     SliceReplicated,
+    all_gather,
     concat_replicated,
+    gather,
+    reduce_scatter,
+    scatter,
     slice_replicated,
 )
+from unisono.operators.halo import HaloAdd, HaloExchange, halo_add, halo_exchange
+from unisono.operators.linear import LinearMap, attach
+from unisono.operators.move import AllToAll, Permute, Recv, Send, all_to_all, permute, recv, send
+from unisono.operators.reduce import (
+    AllSumReduce,
+    Broadcast,
+    Copy,
+    SumReduce,
+    SumToReplicated,
+    all_sum_reduce,
+    broadcast,
+    copy,
+    sum_reduce,
+    sum_to_replicated,
+)
+from unisono.operators.repartition import Repartition, repartition
+from unisono.operators.rows import AddRows, AllGatherRows, add_rows, all_gather_rows
 from unisono.operators.table import TABLE, Example, Pair, table_text
 
 __all__ = [

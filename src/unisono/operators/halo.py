@@ -1,7 +1,7 @@
 """`halo_exchange` and `halo_add`: fill a window from the blocks under it, and send gradients home.
 
 What goes where is in the `HaloPlan`, made by `unisono.topology.halo`; here it is carried out, with
-one message for each pair of ranks that share points.
+one message for each pair of ranks that share points: post, place what is here, place what came.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
-from unisono.comm.arguments import check_tensor
+from unisono.comm.blocks import dense
 from unisono.errors import PartitionError
-from unisono.operators.flight import Flight
+from unisono.operators import plans
 from unisono.operators.linear import LinearMap, identity
-from unisono.operators.plans import check_comm
-from unisono.topology.halo_plan import HaloPlan, Message, Piece
+from unisono.operators.plans import Flight, check_call
+from unisono.topology.halo import HaloPlan, Message, Piece
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,12 @@ class HaloOnGroup:
 
     @property
     def adjoint(self) -> HaloOnGroup:
-        """The plan of the adjoint: constants have no derivative."""
+        """The plan of the adjoint, and that for a tangent: constants have no derivative."""
         if self.fill == 0 and self.flight is None:
             return self
         return replace(self, fill=0.0, flight=None)
 
-    @property
-    def tangent(self) -> HaloOnGroup:
-        """The plan for a tangent, which has no constant either."""
-        return self.adjoint
-
-    def rank_of(self, place: int) -> int:
-        """Return the rank of `comm` that has this rank in the plan."""
-        return place if self.ranks is None else self.ranks[place]
+    tangent = adjoint
 
 
 class HaloExchange(LinearMap):
@@ -56,16 +49,12 @@ class HaloExchange(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
-        """See `LinearMap`."""
-        halo = plan.halo
+        """Return the window."""
         flight = start_exchange(x, plan, x.dtype) if plan.flight is None else plan.flight
-        window = torch.empty(
-            halo.window_shape, dtype=x.dtype, device=x.device, memory_format=_layout_of(x)
-        )
-        for piece in halo.local:
-            place(window, piece, x[piece.source_slices])
-        _fill_edges(window, halo.fills, plan.fill)
-        for message, values in arrived(plan, flight, halo.recvs):
+        window, flight.window = flight.window, None
+        if window is None:
+            window = _own_window(x, plan)
+        for message, values in arrived(plan, flight, plan.halo.recvs):
             for piece, part in zip(message.pieces, values, strict=True):
                 place(window, piece, part)
         return window
@@ -78,17 +67,13 @@ class HaloAdd(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
-        """See `LinearMap`."""
+        """Return the block."""
         halo = plan.halo
-        flight = post(
-            plan,
-            [
-                (message, torch.cat([gathered(x, piece).reshape(-1) for piece in message.pieces]))
-                for message in halo.recvs
-            ],
-            halo.sends,
-            x.dtype,
-        )
+        packed = [
+            (message, torch.cat([gathered(x, piece).reshape(-1) for piece in message.pieces]))
+            for message in halo.recvs
+        ]
+        flight = post(plan, packed, halo.sends, x.dtype)
         starts_here = _may_start_here(halo)
         if starts_here:
             first = halo.local[0]
@@ -132,9 +117,7 @@ def halo_exchange(
         comm: the ranks; default the world.
     """
     on_group = _on_group(x, plan, plan.block_shape, ranks, comm, plan.fill, "halo_exchange")
-    if plan.is_identity:
-        return identity(x)
-    return HaloExchange.apply(x, on_group)
+    return identity(x) if plan.is_identity else HaloExchange.apply(x, on_group)
 
 
 def halo_add(
@@ -156,9 +139,7 @@ def halo_add(
         comm: the ranks; default the world.
     """
     on_group = _on_group(g, plan, plan.window_shape, ranks, comm, 0.0, "halo_add")
-    if plan.is_identity:
-        return identity(g)
-    return HaloAdd.apply(g, on_group)
+    return identity(g) if plan.is_identity else HaloAdd.apply(g, on_group)
 
 
 def _on_group(
@@ -170,11 +151,10 @@ def _on_group(
     fill: float,
     verb: str,
 ) -> HaloOnGroup:
-    comm = world() if comm is None else check_comm(comm, verb)
-    check_tensor(x, comm.device, verb)
-    on_group = HaloOnGroup(comm, plan, None if ranks is None else tuple(ranks), fill)
-    known = ranks is None or plan.rank < len(ranks)
-    if not known or on_group.rank_of(plan.rank) != comm.rank:
+    comm = world() if comm is None else comm
+    check_call(x, comm, verb)
+    places = range(comm.size) if ranks is None else ranks
+    if plan.rank >= len(places) or places[plan.rank] != comm.rank:
         raise PartitionError.because(
             f"{verb} on rank {comm.rank} of {comm.size}",
             f"the plan of partition rank {plan.rank}"
@@ -189,7 +169,7 @@ def _on_group(
             None,
             "make the plan from the cuts of this tensor",
         )
-    return on_group
+    return HaloOnGroup(comm, plan, None if ranks is None else tuple(ranks), fill)
 
 
 def start_exchange(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> Flight:
@@ -200,16 +180,24 @@ def start_exchange(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> F
         plan: the exchange.
         dtype: of the data.
     """
-    packed = [
-        (
-            message,
-            torch.zeros(message.numel, dtype=dtype, device=plan.comm.device)
-            if x is None
-            else _packed(x, message),
-        )
-        for message in plan.halo.sends
-    ]
+    packed: list[tuple[Message, Tensor]] = []
+    for message in plan.halo.sends:
+        if x is None:
+            flat = torch.zeros(message.numel, dtype=dtype, device=plan.comm.device)
+        elif len(message.pieces) == 1:
+            flat = dense(x[message.pieces[0].source_slices].reshape(-1))
+        else:
+            flat = torch.cat([x[piece.source_slices].reshape(-1) for piece in message.pieces])
+        packed.append((message, flat))
     return post(plan, packed, plan.halo.recvs, dtype)
+
+
+def start_window(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> Flight:
+    """`start_exchange`, and all that needs no message is placed while they travel."""
+    flight = start_exchange(x, plan, dtype)
+    if x is not None:
+        flight.window = _own_window(x, plan)
+    return flight
 
 
 def post(
@@ -219,37 +207,58 @@ def post(
     dtype: torch.dtype,
 ) -> Flight:
     """Post all messages at once: one flat tensor for each."""
-    if not sends and not recvs:
-        return Flight()
-    pending = plan.comm.start.exchange(
-        {plan.rank_of(message.peer): flat for message, flat in sends},
-        {plan.rank_of(message.peer): ((message.numel,), dtype) for message in recvs},
-    )
-    return Flight(pending)
+    comm, ranks = plan.comm, plan.ranks or range(plan.comm.size)
+    going: dict[int, Tensor] = {}
+    coming: dict[int, Tensor] = {}
+    for message, flat in sends:
+        going[ranks[message.peer]] = flat
+    for message in recvs:
+        coming[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=comm.device)
+    return plans.post(comm, going, coming)
 
 
 def arrived(
     plan: HaloOnGroup, flight: Flight, recvs: Sequence[Message]
 ) -> list[tuple[Message, list[Tensor]]]:
     """Wait, and return each message with the values of its pieces, in ascending order of peers."""
-    if not recvs:
-        flight.drop()
-        return []
-    received = flight.take()
-    return [
-        (
-            message,
-            [
-                part.reshape(piece.shape)
-                for piece, part in zip(
-                    message.pieces,
-                    received[plan.rank_of(message.peer)].split([p.numel for p in message.pieces]),
-                    strict=True,
-                )
-            ],
-        )
-        for message in recvs
-    ]
+    received, ranks = flight.take(), plan.ranks or range(plan.comm.size)
+    found: list[tuple[Message, list[Tensor]]] = []
+    for message in recvs:
+        flat, start = received[ranks[message.peer]], 0
+        values: list[Tensor] = []
+        for piece in message.pieces:
+            values.append(flat[start : start + piece.numel].view(piece.shape))
+            start += piece.numel
+        found.append((message, values))
+    return found
+
+
+def place(window: Tensor, piece: Piece, values: Tensor) -> None:
+    """Write a piece into the window, reversed or repeated as it says."""
+    window[piece.dest_slices] = values.flip(piece.flips) if piece.flips else values
+
+
+def gathered(window: Tensor, piece: Piece) -> Tensor:
+    """Return what stands for the points of a piece in the window, in the order of the points."""
+    values = window[piece.dest_slices]
+    if piece.repeats:
+        values = values.sum(piece.repeats, keepdim=True, dtype=values.dtype)
+    return values.flip(piece.flips) if piece.flips else values
+
+
+def _own_window(x: Tensor, plan: HaloOnGroup) -> Tensor:
+    """Return a new window with the own points and the constant in it, stored as `x` is."""
+    halo, form = plan.halo, torch.contiguous_format
+    if not x.is_contiguous():
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+        if last is not None and x.is_contiguous(memory_format=last):
+            form = last
+    window = torch.empty(halo.window_shape, dtype=x.dtype, device=x.device, memory_format=form)
+    for piece in halo.local:
+        place(window, piece, x[piece.source_slices])
+    if halo.has_fill:
+        _fill_edges(window, halo.fills, plan.fill)
+    return window
 
 
 def _fill_edges(window: Tensor, fills: Sequence[tuple[int, int]], value: float) -> None:
@@ -270,25 +279,6 @@ def _fill_edges(window: Tensor, fills: Sequence[tuple[int, int]], value: float) 
             window.narrow(dim, size - right, right).fill_(value)
 
 
-def _packed(x: Tensor, message: Message) -> Tensor:
-    """Return the points of a message as one row."""
-    parts = [x[piece.source_slices].reshape(-1) for piece in message.pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def place(window: Tensor, piece: Piece, values: Tensor) -> None:
-    """Write a piece into the window, reversed or repeated as it says."""
-    window[piece.dest_slices] = values.flip(piece.flips) if piece.flips else values
-
-
-def gathered(window: Tensor, piece: Piece) -> Tensor:
-    """Return what stands for the points of a piece in the window, in the order of the points."""
-    values = window[piece.dest_slices]
-    if piece.repeats:
-        values = values.sum(piece.repeats, keepdim=True, dtype=values.dtype)
-    return values.flip(piece.flips) if piece.flips else values
-
-
 def _add_local(total: Tensor, window: Tensor, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         total[piece.source_slices] += gathered(window, piece)
@@ -303,11 +293,3 @@ def _may_start_here(halo: HaloPlan) -> bool:
         return False
     lower = sum(len(message.pieces) for message in halo.sends if message.peer < halo.rank)
     return lower == 0 or (lower == 1 and len(halo.local) == 1)
-
-
-def _layout_of(x: Tensor) -> torch.memory_format:
-    """Return channels-last for images and volumes that are stored so."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last):
-        return last
-    return torch.contiguous_format

@@ -36,9 +36,6 @@ class LinearMap:
         """Make the Functions from the kernel and the adjoint."""
         super().__init_subclass__()
 
-        def forward(x: Tensor, plan: Any) -> Tensor:
-            return cls.kernel(x, plan)
-
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             return cls.adjoint.apply_in_backward(grad, ctx.plan.adjoint), None
 
@@ -47,7 +44,7 @@ class LinearMap:
 
         common = {
             "__module__": cls.__module__,
-            "forward": staticmethod(forward),
+            "forward": staticmethod(cls.kernel),
             "setup_context": staticmethod(_keep_plan),
             "backward": staticmethod(backward),
         }
@@ -84,8 +81,50 @@ class LinearMap:
         return cls.kernel(x, plan)
 
 
-def _keep_plan(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
-    ctx.plan = inputs[1]
+class Attach(torch.autograd.Function):
+    """The first tensor, with a zero-gradient link to the second."""
+
+    @staticmethod
+    def forward(y: Tensor, token: Tensor) -> Tensor:
+        """Return `y`."""
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Remember what the token looks like."""
+        token = inputs[1]
+        ctx.token = (tuple(token.shape), token.dtype, token.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Pass the gradient, and zeros to the token."""
+        shape, dtype, device = ctx.token
+        return grad, torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, token_tangent: Tensor | None) -> Tensor:  # type: ignore[override]
+        """Pass the tangent."""
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
+        """Refuse."""
+        refuse_vmap(info, in_dims, *arguments)
+
+
+def attach(y: Tensor, token: Tensor) -> Tensor:
+    """Return `y`, tied to `token`: the backward of `y` also runs the backward of `token`.
+
+    Local. An operator whose result a rank does not need (the empty one of `gather`, the token of
+    `send`) still has a collective backward; without this link that rank would not join it and the
+    others would wait.
+    """
+    return Attach.apply(y, token)
+
+
+def identity(x: Tensor) -> Tensor:
+    """Return `x` as a new tensor of the same storage: what every operator is at one rank."""
+    return x.view_as(x)
 
 
 def refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
@@ -93,6 +132,5 @@ def refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
     raise vmapped("a collective", "the operator")
 
 
-def identity(x: Tensor) -> Tensor:
-    """Return `x` as a new tensor of the same storage: what every operator is at one rank."""
-    return x.view_as(x)
+def _keep_plan(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
+    ctx.plan = inputs[1]

@@ -7,7 +7,7 @@ backward every rank seeds alike: `replicate`, `sum_to_replicated`, `gather_to_re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,13 +16,11 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.comm.blocks import pack_shape, unpack_shape
 from unisono.errors import PartitionError
-from unisono.operators.all_gather import all_gather as join_on_ranks
-from unisono.operators.all_gather import reduce_scatter as cut_sum_on_ranks
-from unisono.operators.all_reduce import all_sum_reduce as sum_on_ranks
+from unisono.operators import reduce as sums
+from unisono.operators.gather import all_gather as join_blocks
+from unisono.operators.gather import concat_replicated, slice_replicated
+from unisono.operators.gather import reduce_scatter as sum_blocks
 from unisono.operators.linear import LinearMap, identity
-from unisono.operators.replicate import copy as copy_on_ranks
-from unisono.operators.replicate import sum_to_replicated as sum_once_on_ranks
-from unisono.operators.slice import concat_replicated, slice_replicated
 from unisono.topology import Partition
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
 
@@ -68,7 +66,7 @@ class Spread(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: FanPlan) -> Tensor:
-        """See `LinearMap`."""
+        """Return the block that belongs here."""
         received: Tensor | None = None
         for fan in plan.fans:
             if fan.comm.size == 1:
@@ -88,7 +86,7 @@ class Collect(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: FanPlan) -> Tensor:
-        """See `LinearMap`."""
+        """Return the sum, or nothing."""
         received: Tensor | None = None
         for fan in plan.fans:
             mine = x if fan.is_peer else x.new_zeros(fan.shape, dtype=plan.dtype)
@@ -167,13 +165,8 @@ def broadcast(
     groups = broadcast_groups(src, dest, transpose_src, transpose_dest)
     shapes, dtype = _announced(x, src, dest)
     by_root = dict(zip(src.ranks, shapes, strict=True))
-    plan = fan_plan(
-        groups,
-        src.root,
-        [by_root[group.root] for group in groups],
-        dtype,
-    )
-    return spread(x, plan)
+    each = [by_root[group.root] for group in groups]
+    return spread(x, fan_plan(groups, src.root, each, dtype))
 
 
 def sum_reduce(
@@ -191,13 +184,8 @@ def sum_reduce(
     groups = reduce_groups(src, dest, transpose_src, transpose_dest)
     shapes, dtype = _announced(x, src, dest)
     by_rank = dict(zip(src.ranks, shapes, strict=True))
-    plan = fan_plan(
-        groups,
-        src.root,
-        [_same_shape(group, by_rank) for group in groups],
-        dtype,
-    )
-    return collect(x, plan)
+    each = [_same_shape(group, by_rank) for group in groups]
+    return collect(x, fan_plan(groups, src.root, each, dtype))
 
 
 def all_sum_reduce(x: Tensor, partition: Partition, axes: int | Sequence[int]) -> Tensor:
@@ -205,57 +193,50 @@ def all_sum_reduce(x: Tensor, partition: Partition, axes: int | Sequence[int]) -
 
     Its own adjoint. A rank outside of the partition gets its tensor back.
     """
-    if not partition.active:
-        return identity(x)
-    return sum_on_ranks(x, comm=partition.sub(axes).comm)
-
-
-def all_gather(x: Tensor, partition: Partition, axis: int, dim: int | None = None) -> Tensor:
-    """Return the blocks along one axis of the partition joined in tensor dim `dim` (the axis's)."""
-    if not partition.active:
-        return identity(x)
-    joined = axis if dim is None else dim
-    return join_on_ranks(x, joined, comm=partition.sub(axis).comm)
-
-
-def reduce_scatter(x: Tensor, partition: Partition, axis: int, dim: int | None = None) -> Tensor:
-    """Return the balanced block in tensor dim `dim` of the sum over one axis of the partition."""
-    if not partition.active:
-        return identity(x)
-    cut = axis if dim is None else dim
-    return cut_sum_on_ranks(x, cut, comm=partition.sub(axis).comm)
+    return _along(sums.all_sum_reduce, x, partition, axes)
 
 
 def replicate(x: Tensor, partition: Partition, axes: int | Sequence[int]) -> Tensor:
     """Return `x`, which all ranks along `axes` hold equal; its gradient is summed over them."""
-    if not partition.active:
-        return identity(x)
-    return copy_on_ranks(x, comm=partition.sub(axes).comm)
+    return _along(sums.copy, x, partition, axes)
 
 
 def sum_to_replicated(x: Tensor, partition: Partition, axes: int | Sequence[int]) -> Tensor:
     """Return the sum over `axes`, a value that counts once: its gradient passes unchanged."""
-    if not partition.active:
-        return identity(x)
-    return sum_once_on_ranks(x, comm=partition.sub(axes).comm)
+    return _along(sums.sum_to_replicated, x, partition, axes)
+
+
+def all_gather(x: Tensor, partition: Partition, axis: int, dim: int | None = None) -> Tensor:
+    """Return the blocks along one axis of the partition joined in tensor dim `dim` (the axis's)."""
+    return _along(join_blocks, x, partition, axis, axis if dim is None else dim)
+
+
+def reduce_scatter(x: Tensor, partition: Partition, axis: int, dim: int | None = None) -> Tensor:
+    """Return the balanced block in tensor dim `dim` of the sum over one axis of the partition."""
+    return _along(sum_blocks, x, partition, axis, axis if dim is None else dim)
 
 
 def gather_to_replicated(
     x: Tensor, partition: Partition, axis: int, dim: int | None = None
 ) -> Tensor:
     """Return the joined blocks as a value that counts once: each rank keeps its own gradient."""
-    if not partition.active:
-        return identity(x)
-    joined = axis if dim is None else dim
-    return concat_replicated(x, joined, comm=partition.sub(axis).comm)
+    return _along(concat_replicated, x, partition, axis, axis if dim is None else dim)
 
 
 def split(x: Tensor, partition: Partition, axis: int, dim: int | None = None) -> Tensor:
     """Return this rank's balanced block of a replicated value; the gradients are joined."""
-    if not partition.active:
-        return identity(x)
-    cut = axis if dim is None else dim
-    return slice_replicated(x, cut, comm=partition.sub(axis).comm)
+    return _along(slice_replicated, x, partition, axis, axis if dim is None else dim)
+
+
+def _along(
+    operator: Callable[..., Tensor],
+    x: Tensor,
+    partition: Partition,
+    axes: int | Sequence[int],
+    *dim: int,
+) -> Tensor:
+    """Apply an operator on the ranks along axes of a partition; outside of it, nothing happens."""
+    return operator(x, *dim, comm=partition.sub(axes).comm) if partition.active else identity(x)
 
 
 def _fitted(x: Tensor, plan: FanPlan) -> tuple[Tensor, FanPlan]:

@@ -1,4 +1,8 @@
-"""The plans of the communicator-level operators: ints, ranks and the communicator, no tensors."""
+"""What the operators share: checks at their edge, what ranks tell each other, messages under way.
+
+A plan holds ints, ranks and the communicator, no tensor to differentiate; each operator's plan is
+beside it, but for `GroupPlan`, which needs to know only the ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.comm import Communicator
-from unisono.comm.arguments import check_dim, check_sizes, check_tensor
+from unisono.comm.arguments import check_not_vmapped, check_tensor
+from unisono.comm.blocks import pack_shape, unpack_shape
+from unisono.comm.collectives import Like
+from unisono.comm.messages import EXCHANGE_TAG
+from unisono.comm.perform import Pending
 from unisono.errors import PartitionError, UnisonoError, an, explain
 
 
@@ -27,54 +35,56 @@ class GroupPlan:
 
     @property
     def adjoint(self) -> GroupPlan:
-        """The plan of the adjoint."""
+        """The plan of the adjoint, and that for a tangent: they have not travelled yet."""
         return self if self.landed is None else replace(self, landed=None)
 
-    @property
-    def tangent(self) -> GroupPlan:
-        """The plan for a tangent, which has not travelled yet."""
-        return self.adjoint
+    tangent = adjoint
 
 
-@dataclass(frozen=True)
-class RootPlan:
-    """A movement between one rank and all, of whole tensors."""
+class Flight:
+    """Messages between pairs of ranks, posted before it is known whether they will be used.
 
-    comm: Communicator
-    root: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Args:
+        pending: what was started; None when there was nothing to start.
+        landed: values by peer, of messages that arrived before.
+    """
 
-    @property
-    def adjoint(self) -> RootPlan:
-        """The plan of the adjoint."""
-        return self
+    __slots__ = ("_landed", "_pending", "window")
+
+    def __init__(
+        self,
+        pending: Pending[dict[int, Tensor]] | None = None,
+        landed: dict[int, Tensor] | None = None,
+    ) -> None:
+        self._pending = pending
+        self._landed = landed
+        self.window: Tensor | None = None
+        """A halo window in which all that needs no message stands already."""
+
+    def take(self) -> dict[int, Tensor]:
+        """Wait and return the tensor from each peer; they are handed over, not kept."""
+        pending, landed = self._pending, self._landed
+        self._pending = self._landed = None
+        return pending.wait() if pending is not None else landed or {}
+
+    def drop(self) -> None:
+        """Let the messages arrive, so that every one has found its partner, and forget them."""
+        self.take()
 
 
-@dataclass(frozen=True)
-class BlockPlan:
-    """A movement of blocks along one dim; rank r holds `sizes[r]` of it."""
+def post(comm: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> Flight:
+    """Start messages whose peers and sizes follow from a plan.
 
-    comm: Communicator
-    dim: int
-    sizes: tuple[int, ...]
-    root: int | None = None
-    shape: tuple[int, ...] = ()
-    """Shape of this rank's block (kept where a root holds the whole)."""
-    dtype: torch.dtype = torch.float32
-    """Dtype of the blocks (kept where a root holds the whole)."""
-    landed: Tensor | None = field(default=None, compare=False)
-    """The result, where it has travelled before."""
-
-    @property
-    def adjoint(self) -> BlockPlan:
-        """The plan of the adjoint."""
-        return self if self.landed is None else replace(self, landed=None)
-
-    @property
-    def tangent(self) -> BlockPlan:
-        """The plan for a tangent, which has not travelled yet."""
-        return self.adjoint
+    Args:
+        comm: the ranks.
+        sends: a dense tensor for each destination, none of them this rank.
+        recvs: a tensor to fill for each source.
+    """
+    if not sends and not recvs:
+        return Flight()
+    # Not `comm.start.exchange`: a plan knows its peers and sizes, nothing is left to check.
+    messages = comm._exchanged("exchange", sends, recvs, EXCHANGE_TAG, lambda: recvs, None)
+    return Flight(comm._start(messages))
 
 
 def check_comm(comm: object, verb: str) -> Communicator:
@@ -92,57 +102,73 @@ def check_comm(comm: object, verb: str) -> Communicator:
     )
 
 
-def block_plan(
-    x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
-) -> BlockPlan:
-    """Return the plan for joining blocks: `x` is this rank's. Collective when `sizes` is None."""
-    check_comm(comm, verb)
+def check_call(x: Tensor, comm: Communicator, verb: str) -> None:
+    """Raise unless `comm` is a communicator and `x` a tensor that it can move."""
+    if not isinstance(comm, Communicator):
+        check_comm(comm, verb)
     check_tensor(x, comm.device, verb)
-    if x.dim() == 0:
+
+
+def announce(
+    x: Tensor | None,
+    src: int,
+    numbers: Sequence[int],
+    comm: Communicator,
+    verb: str,
+    refused: UnisonoError | None = None,
+) -> tuple[tuple[int, ...], torch.dtype, bool, tuple[int, ...]]:
+    """Tell all ranks what `src` holds; raise on all of them if it cannot be right.
+
+    Args:
+        x: the tensor on `src`, anything elsewhere.
+        src: rank of `comm` that announces.
+        numbers: further integers of `src`; as many on every rank.
+        comm: the ranks.
+        verb: for messages.
+        refused: an error `src` has already found.
+
+    Returns:
+        Shape, dtype, whether a gradient is wanted, and `numbers`, all of `src`.
+    """
+    if isinstance(x, Tensor):
+        check_not_vmapped(x, verb)  # so it is on every rank
+    if comm.rank == src and refused is None:
+        try:
+            check_tensor(x, comm.device, verb)
+        except UnisonoError as error:
+            refused = error
+    told = x if comm.rank == src and refused is None and x is not None else torch.empty(0)
+    needs_grad = told.requires_grad and torch.is_grad_enabled()
+    shape = pack_shape(told.shape, told.dtype)
+    record = [int(refused is not None), int(needs_grad), *shape, *numbers]
+    received = comm.all_gather_ints(record)[src]
+    if refused is not None:
+        raise refused
+    if received[0]:
         raise PartitionError.because(
-            f"{verb} of a tensor without dims", "nothing to join along", None, "x.reshape(1)"
+            f"{verb} from rank {src} of the group",
+            "that rank refused its arguments; its own error says why",
         )
-    dim = check_dim(dim, x, verb)
-    if sizes is None:
-        if comm.size == 1:
-            return BlockPlan(comm, dim, (x.shape[dim],))
-        if torch.compiler.is_compiling():
-            raise _unknown_lengths(x, dim, comm, verb)
-        return BlockPlan(comm, dim, comm.block_lengths(x, dim))
-    given = check_sizes(sizes, comm.size, verb)
-    if given[comm.rank] != x.shape[dim]:
-        raise PartitionError.because(
-            f"{verb}(sizes={list(given)}, dim={dim}) on rank {comm.rank}",
-            f"a block of shape {list(x.shape)}",
-            f"sizes[{comm.rank}] = {given[comm.rank]} != {x.shape[dim]}",
-        )
-    return BlockPlan(comm, dim, given)
+    cut = len(record) - len(numbers)
+    return *unpack_shape(received[2:cut]), bool(received[1]), received[cut:]
 
 
-def _unknown_lengths(x: Tensor, dim: int, comm: Communicator, verb: str) -> UnisonoError:
-    """Return the error of a join in a compiled graph; torch quotes it in its own."""
-    return PartitionError.because(
-        f"{verb} without sizes inside torch.compile(fullgraph=True)",
-        f"a block of shape {list(x.shape)}; how long those of the other {comm.size - 1} ranks are "
-        "along the joined dim is learned by an exchange, and a graph must know it before",
-        f"{x.shape[dim]} + the lengths of {comm.size - 1} other blocks = ?",
-        "sizes=[...], the length of each rank's block; natoms=N for the balanced split of N",
-    )
+def anchor(
+    dtype: torch.dtype, needs_grad: bool, comm: Communicator, given: Tensor | None = None
+) -> Tensor:
+    """Return an input without elements that ties a rank's output to the graph.
+
+    `given` is it, if it has no elements and the right dtype.
+    """
+    if given is not None and given.numel() == 0 and given.dtype == dtype:
+        return given
+    wants = needs_grad and torch.is_grad_enabled() and (dtype.is_floating_point or dtype.is_complex)
+    return torch.empty(0, dtype=dtype, device=comm.device, requires_grad=wants)
 
 
-def whole_plan(
-    x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
-) -> BlockPlan:
-    """Return the plan for cutting: `x` is whole along `dim`. Local; balanced without `sizes`."""
-    check_comm(comm, verb)
-    check_tensor(x, comm.device, verb)
-    if x.dim() == 0:
-        raise PartitionError.because(
-            f"{verb} of a tensor without dims", "nothing to cut along", None, "x.reshape(1)"
-        )
-    dim = check_dim(dim, x, verb)
-    rows = x.shape[dim]
-    if sizes is None:
-        share, rest = divmod(rows, comm.size)
-        return BlockPlan(comm, dim, tuple(share + (r < rest) for r in range(comm.size)))
-    return BlockPlan(comm, dim, check_sizes(sizes, comm.size, verb, total=rows))
+def like_of(like: Like) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of something to imitate."""
+    if isinstance(like, Tensor):
+        return tuple(like.shape), like.dtype
+    shape, dtype = like
+    return tuple(shape), dtype

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
-from unisono.comm.arguments import check_tensor
 from unisono.comm.health import check as checking
 from unisono.errors import PartitionError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap
-from unisono.operators.plans import check_comm
+from unisono.operators.plans import check_call
 from unisono.topology import RowPlan
 
 
@@ -38,7 +37,7 @@ class AllGatherRows(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: RowsOnGroup) -> Tensor:
-        """See `LinearMap`."""
+        """Return the fetched rows."""
         rows = plan.rows
         return _move(rows_of(x, rows), rows.send_sizes, rows.recv_sizes, plan.comm)
 
@@ -50,7 +49,7 @@ class AddRows(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: RowsOnGroup) -> Tensor:
-        """See `LinearMap`."""
+        """Return the sums."""
         rows = plan.rows
         returned = _move(x, rows.recv_sizes, rows.send_sizes, plan.comm)
         total = returned.new_zeros((rows.num_rows, *returned.shape[1:]))
@@ -66,7 +65,7 @@ def all_gather_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = Non
     Collective over `comm` (default: the world). `x` holds the own rows `[num_rows, ...]`; the
     gradients of the fetched rows go back and are added at their owner.
     """
-    comm = world() if comm is None else check_comm(comm, "all_gather_rows")
+    comm = world() if comm is None else comm
     _check_rows(x, plan, plan.num_rows, comm, "all_gather_rows")
     return AllGatherRows.apply(x, RowsOnGroup(comm, plan))
 
@@ -77,7 +76,7 @@ def add_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> T
     Collective over `comm` (default: the world). `x` holds one row for each fetched row, as
     `all_gather_rows` returns them.
     """
-    comm = world() if comm is None else check_comm(comm, "add_rows")
+    comm = world() if comm is None else comm
     _check_rows(x, plan, sum(plan.recv_sizes), comm, "add_rows")
     return AddRows.apply(x, RowsOnGroup(comm, plan))
 
@@ -99,7 +98,7 @@ def _move(
 
 
 def _check_rows(x: Tensor, plan: RowPlan, rows: int, comm: Communicator, verb: str) -> None:
-    check_tensor(x, comm.device, verb)
+    check_call(x, comm, verb)
     if x.dim() == 0 or x.shape[0] != rows:
         raise PartitionError.because(
             f"{verb} of shape {list(x.shape)}",

@@ -44,10 +44,3 @@ def reduce_scatter(x: Tensor, dim: int, sizes: tuple[int, ...], comm: Communicat
     for rank in range(1, comm.size):
         total = total + blocks[rank * own : (rank + 1) * own]
     return total.movedim(0, dim).contiguous()
-
-
-def take_block(x: Tensor, dim: int, sizes: tuple[int, ...], rank: int) -> Tensor:
-    """Return a copy of block `rank` of `x` along `dim`."""
-    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(
-        memory_format=torch.contiguous_format
-    )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from unisono.topology import decompose, halo, overlap, pooling, resample, transposed, window
+from unisono.topology import decompose, halo, overlap, resample, window
 from unisono.topology.draw import draw
 from unisono.topology.fanout import Group, Layout, broadcast_groups, reduce_groups
-from unisono.topology.halo_plan import HaloPlan, Message, Piece
+from unisono.topology.halo import HaloPlan, Message, Piece
 from unisono.topology.overlap import LocalMove, Move, OverlapPlan
 from unisono.topology.window import Segment
 
@@ -45,6 +45,9 @@ __all__ = [
     "transposed",
     "window",
 ]
+
+pooling = transposed = window
+"""Other names of `window`, which has the arithmetic of pooling and of transposed convolutions."""
 
 _HOMES = {
     "Mesh": "unisono.topology.mesh",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.topology.decompose import Interval
-from unisono.topology.halo_plan import Box, HaloPlan, Piece
+from unisono.topology.halo import Box, HaloPlan, Piece
 from unisono.topology.window import span
 
 __all__ = ["Cover", "Patch", "Received", "cover"]
@@ -92,19 +92,14 @@ def cover(
 
     Args:
         plan: of the convolution, for a tensor `(N, C, ...)`.
-        kernel: one size a spatial dim; likewise `stride`, `dilation` and `(left, right)` padding.
+        kernel: one size per spatial dim; likewise `stride`, `dilation` and `(left, right)` padding.
     """
     share = [(s, s + n) for s, n in zip(plan.output_start, plan.output_shape, strict=True)]
     if list(plan.own[:2]) != share[:2] or 0 in plan.output_shape or 0 in plan.block_shape:
         return None
     reach = [span(k, d) for k, d in zip(kernel, dilation, strict=True)]
     first = [s * y[0] - p[0] for s, y, p in zip(stride, share[2:], padding, strict=True)]
-    space = [
-        (own, n, low, s, k)
-        for own, n, low, s, k in zip(
-            plan.own[2:], plan.output_shape[2:], first, stride, reach, strict=True
-        )
-    ]
+    space = list(zip(plan.own[2:], plan.output_shape[2:], first, stride, reach, strict=True))
     whole = [_padded(*dim) for dim in space]
     natural = all(
         set(piece.kinds) == {"copy"}

@@ -70,12 +70,7 @@ def block(n: int, parts: int, index: int) -> Interval:
     (3, 6)
     """
     _check_split(n, parts)
-    if not 0 <= index < parts:
-        raise PartitionError.because(
-            f"block {index} of {n} points over {parts} ranks",
-            arithmetic=f"not 0 <= {index} < {parts}",
-            hint=f"use an index from 0 to {parts - 1}",
-        )
+    check_within(f"block {index} of {n} points over {parts} ranks", index, parts)
     quotient, rest = divmod(n, parts)
     start = quotient * index + min(index, rest)
     return start, start + quotient + (index < rest)
@@ -88,12 +83,7 @@ def owner(n: int, parts: int, i: int) -> int:
     [0, 0, 1, 1, 2]
     """
     _check_split(n, parts)
-    if not 0 <= i < n:
-        raise PartitionError.because(
-            f"owner of point {i} of {n}",
-            arithmetic=f"not 0 <= {i} < {n}",
-            hint=f"use a point from 0 to {n - 1}" if n else "a dim of length 0 has no points",
-        )
+    check_within(f"owner of point {i} of {n}", i, n)
     quotient, rest = divmod(n, parts)
     in_larger = rest * (quotient + 1)
     return i // (quotient + 1) if i < in_larger else rest + (i - in_larger) // quotient
@@ -153,6 +143,13 @@ def fitting_shape(shape: Sequence[int], total: int) -> tuple[int, ...]:
         return changed, sum(abs(math.log(new / max(old, 1))) for new, old in pairs)
 
     return min(_factorisations(total, len(shape)), key=distance)
+
+
+def check_within(asked: str, i: int, n: int) -> None:
+    """Raise unless `i` is one of the numbers from 0 to `n - 1`."""
+    if not 0 <= i < n:
+        hint = f"a number from 0 to {n - 1}" if n else "a dim of length 0 has no points"
+        raise PartitionError.because(asked, arithmetic=f"not 0 <= {i} < {n}", hint=hint)
 
 
 def _factorisations(total: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -1,25 +1,21 @@
-"""Plans of a halo exchange: which boxes each rank sends, receives and keeps to fill its window.
+"""Halo exchanges on paper: what each rank sends, receives and keeps to fill its window.
 
-`plan` works from the cuts of the tensor and the kernel alone, so every rank computes its own plan
-and its partners' side of it without a message. No torch and no process here.
+A `HaloPlan` is a frozen value of integers; the halo operators carry it out. `plan` makes it from
+the cuts of the tensor and the kernel alone, so every rank computes its own plan and its partners'
+side of it without a message. No torch and no process here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple, cast
 
 from unisono.errors import PartitionError
-from unisono.topology.decompose import (
-    Interval,
-    block,
-    block_at,
-    check_cuts,
-    flat_index,
-)
-from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
+from unisono.topology.decompose import Interval, block, block_at, check_cuts, flat_index
 from unisono.topology.window import (
     Kind,
     Segment,
@@ -39,6 +35,7 @@ __all__ = [
     "Message",
     "Piece",
     "Segment",
+    "WindowOf",
     "output_length",
     "plan",
     "plan_widths",
@@ -46,8 +43,163 @@ __all__ = [
     "window",
 ]
 
+Box = tuple[Interval, ...]
+"""One half-open range per dim."""
 WindowOf = Callable[[int], tuple[Segment, ...]]
 """Segments of the window of the rank with this index in one dim."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one rank's block and the box of another rank's window it fills."""
+
+    owner: int
+    """Partition rank that holds the points."""
+    source: Box
+    """Where in the owner's own block."""
+    dest: Box
+    """Where in the receiver's window."""
+    kinds: tuple[Kind, ...]
+    """For each dim: "copy", "flip" (reversed) or "repeat" (one point, many times)."""
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the source box, which is what travels."""
+        return tuple(stop - start for start, stop in self.source)
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of points that travel."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def flips(self) -> tuple[int, ...]:
+        """Dims that are reversed on their way."""
+        return tuple(dim for dim, kind in enumerate(self.kinds) if kind == "flip")
+
+    @cached_property
+    def source_slices(self) -> tuple[slice, ...]:
+        """The source box as an index."""
+        return tuple(slice(start, stop) for start, stop in self.source)
+
+    @cached_property
+    def dest_slices(self) -> tuple[slice, ...]:
+        """The box in the window as an index."""
+        return tuple(slice(start, stop) for start, stop in self.dest)
+
+    @cached_property
+    def repeats(self) -> tuple[int, ...]:
+        """Dims in which one point fills the whole of `dest`."""
+        return tuple(dim for dim, kind in enumerate(self.kinds) if kind == "repeat")
+
+
+@dataclass(frozen=True)
+class Message:
+    """All pieces between two ranks in one direction, in the order in which they are packed."""
+
+    peer: int
+    """Partition rank at the other end."""
+    pieces: tuple[Piece, ...]
+    """The same pieces in the same order at both ends."""
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of points of the message."""
+        return sum(piece.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """What one rank does to fill its window; read backwards, how window gradients go home."""
+
+    rank: int
+    """Own rank in the partition."""
+    index: tuple[int, ...]
+    """Own coordinates in the partition."""
+    own: Box
+    """Own block in global coordinates."""
+    needed: Box
+    """Points of the tensor right under the window, in global coordinates; may be empty."""
+    window_shape: tuple[int, ...]
+    """Sizes of the window: the local input of the layer, padding and halos included."""
+    output_shape: tuple[int, ...]
+    """Own balanced share of the output in every dim."""
+    output_start: tuple[int, ...]
+    """Where that share begins in the whole output."""
+    segments: tuple[tuple[Segment, ...], ...]
+    """For each dim, what the window is made of, in global coordinates."""
+    local: tuple[Piece, ...]
+    """Pieces of the own block that stay here."""
+    sends: tuple[Message, ...]
+    """One message for each rank that needs own points, ascending."""
+    recvs: tuple[Message, ...]
+    """One message for each rank whose points are needed here, ascending."""
+    interior: tuple[Interval, ...]
+    """For each dim, the local outputs that need no other rank's points."""
+    fill: float = 0.0
+    """Constant written where the window lies outside the tensor."""
+    wraps: tuple[tuple[int, int], ...] = ()
+    """For each dim, window positions left and right that hold points of the tensor's other end;
+    nothing where no dim is padded so."""
+
+    @cached_property
+    def block_shape(self) -> tuple[int, ...]:
+        """Sizes of the own block: the shape of the tensor that goes in."""
+        return tuple(stop - start for start, stop in self.own)
+
+    @cached_property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """For each dim, points needed left and right of the own block; negative: own, unused."""
+        return tuple(
+            (own[0] - need[0], need[1] - own[1])
+            for own, need in zip(self.own, self.needed, strict=True)
+        )
+
+    @cached_property
+    def fills(self) -> tuple[tuple[int, int], ...]:
+        """For each dim, window positions left and right that hold the constant."""
+        found: list[tuple[int, int]] = []
+        for segments in self.segments:
+            left = right = 0
+            for segment in segments:
+                width = segment.dest[1] - segment.dest[0]
+                if segment.kind == "fill" and segment.source[0] < 0:
+                    left += width
+                elif segment.kind == "fill":
+                    right += width
+            found.append((left, right))
+        return tuple(found)
+
+    def is_wrapped(self, piece: Piece, dim: int) -> bool:
+        """Return whether a piece of this window comes round from the other end of a dim."""
+        if not self.wraps:
+            return False
+        left, right = self.wraps[dim]
+        start, stop = piece.dest[dim]
+        return stop <= left or start >= self.window_shape[dim] - right
+
+    @cached_property
+    def has_fill(self) -> bool:
+        """Whether some position of the window is outside the tensor and holds the constant."""
+        return any(left or right for left, right in self.fills)
+
+    @cached_property
+    def keeps_block(self) -> bool:
+        """Whether the window is the own block, untouched (others may still need points of it)."""
+        if self.window_shape != self.block_shape or self.recvs:
+            return False
+        if 0 in self.window_shape:
+            return True
+        whole = tuple((0, size) for size in self.window_shape)
+        return any(
+            piece.source == whole == piece.dest and not piece.flips and not piece.repeats
+            for piece in self.local
+        )
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Whether nothing is to be done: the window is the own block and nobody asks for it."""
+        return self.keeps_block and not self.sends
 
 
 class _Part(NamedTuple):
@@ -75,8 +227,8 @@ def plan(
     Args:
         cuts: for each tensor dim, the cuts `0 = b_0 <= ... <= b_P` of the input; `(0, n)` when the
             dim is not split.
-        index: own coordinates, one a dim.
-        kernel_size: one int a dim. Fewer than `len(cuts)` belong to the last dims; the dims before
+        index: own coordinates, one per dim.
+        kernel_size: one int per dim. Fewer than `len(cuts)` belong to the last dims; those before
             (batch, channels) are then taken as they are. One int stands for every dim.
         stride: one int, or one for each dim of the kernel; likewise `dilation`.
         padding: one int, one int or `(left, right)` for each dim of the kernel, "same", "valid".

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import reduce
 from itertools import product
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from unisono.comm import Communicator
 from unisono.errors import MeshError
 from unisono.topology.decompose import fitting_shape, flat_index, grid_index
+from unisono.topology.partition import Frozen
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["Mesh"]
 
 
-class Mesh:
+class Mesh(Frozen):
     """Ranks along named axes.
 
     Args:
         axes: axis name -> number of ranks, as a mapping; needed for names such as "comm".
         comm: communicator (or process group) whose ranks are laid out; None is the world.
         device: where tensors of the mesh's communicators live; default that of `comm`.
-        **named: the same as `axes`, one keyword an axis: `Mesh(data=2, graph=-1)`. One axis may be
+        **named: the same as `axes`, one keyword per axis: `Mesh(data=2, graph=-1)`. One axis may be
             -1: as many ranks as are left.
 
     >>> mesh = Mesh(data=1, graph=1)
@@ -71,9 +71,7 @@ class Mesh:
             )
         whole = Communicator.of(comm) if device is None else Communicator.of(comm, device=device)
         sizes = _resolved(dict(axes if axes is not None else named), whole.size)
-        object.__setattr__(self, "_axes", tuple(sizes.items()))
-        object.__setattr__(self, "_comm", whole)
-        object.__setattr__(self, "_device_mesh", None)
+        self._set(_axes=tuple(sizes.items()), _comm=whole, _device_mesh=None)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -146,10 +144,7 @@ class Mesh:
         ranks = self.ranks_along(*ordered)
         if len(ranks) == self._comm.size:
             return self._comm
-        made = self._comm.sub(ranks)
-        if made is None:  # pragma: no cover - this rank is always among its own ranks
-            raise MeshError(f"{self._comm.name} has no communicator for ranks {ranks}")
-        return made
+        return cast("Communicator", self._comm.sub(ranks))  # None outside only
 
     def sub(self, *axes: str) -> Mesh:
         """Return the mesh of some axes, through this rank: the others are fixed where it stands.
@@ -165,11 +160,8 @@ class Mesh:
 
         Collective over the mesh at first use. Needs torch.distributed to be initialised.
         """
-        if self._device_mesh is None:
-            object.__setattr__(self, "_device_mesh", self._as_device_mesh())
-        made = self._device_mesh
-        if made is None:  # pragma: no cover - set in the line above
-            raise MeshError("no device mesh")
+        made = self._device_mesh or self._as_device_mesh()
+        self._set(_device_mesh=made)
         return made
 
     def __unisono_communicator__(self, axis: str | int | None) -> Communicator:
@@ -186,12 +178,6 @@ class Mesh:
             )
         return self.comm(axis)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Mesh is frozen; {name!r} cannot be set")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Mesh is frozen; {name!r} cannot be deleted")
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
             return NotImplemented
@@ -205,12 +191,6 @@ class Mesh:
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (self._axes, self._comm)
-
-    def __copy__(self) -> Mesh:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
-        return self
 
     def _place(self, axis: str) -> int:
         if axis not in self.names:
@@ -243,47 +223,44 @@ def _resolved(axes: dict[str, int], total: int) -> dict[str, int]:
     """Check names and sizes, and put a number where -1 stands."""
     if not axes:
         raise MeshError.because("Mesh()", "no axes", hint=f"Mesh(data={total})")
+    asked = f"Mesh({_spelled(axes.items())})"
     for name, size in axes.items():
         if not isinstance(name, str) or not name:
             raise MeshError.because(f"axis name {name!r}", hint="a name of at least one letter")
         axes[name] = size = as_int(size)
         if size < 1 and size != -1:
             raise MeshError.because(
-                f"Mesh({_spelled(axes.items())})",
+                asked,
                 arithmetic=f"{name}({size}) < 1",
-                hint="1 or more ranks an axis; -1 on one axis: what is left",
+                hint="1 or more ranks per axis; -1 on one axis: what is left",
             )
-    free = [name for name, size in axes.items() if size == -1]
     fixed = {name: size for name, size in axes.items() if size != -1}
-    asked = f"Mesh({_spelled(axes.items())})"
-    taken = reduce(lambda a, b: a * b, fixed.values(), 1)
-    times = " * ".join(f"{name}({size})" for name, size in fixed.items())
+    free = [name for name in axes if name not in fixed]
     if len(free) > 1:
         raise MeshError.because(
             asked, f"-1 on {len(free)} axes: {', '.join(free)}", hint="-1 on one axis only"
         )
-    if free:
-        left, rest = divmod(total, taken)
-        if rest or not left:
-            fits = dict(zip(fixed, _nearest_divisor(tuple(fixed.values()), total), strict=True))
-            fitted = {name: fits.get(name, -1) for name in axes}
-            raise MeshError.because(
-                asked,
-                f"ranks({total})",
-                f"{times} = {taken} does not divide ranks({total}): {total} % {taken} = {rest}",
-                f"Mesh({_spelled(fitted.items())})",
-            )
-        return {name: left if size == -1 else size for name, size in axes.items()}
-    if taken != total:
-        fitted = dict(zip(fixed, fitting_shape(tuple(fixed.values()), total), strict=True))
+    taken = math.prod(fixed.values())
+    times = " * ".join(f"{name}({size})" for name, size in fixed.items())
+    left, rest = divmod(total, taken)
+    if free and (rest or not left):
+        fits = dict(zip(fixed, _nearest_divisor(tuple(fixed.values()), total), strict=True))
+        raise MeshError.because(
+            asked,
+            f"ranks({total})",
+            f"{times} = {taken} does not divide ranks({total}): {total} % {taken} = {rest}",
+            f"Mesh({_spelled((name, fits.get(name, -1)) for name in axes)})",
+        )
+    if not free and taken != total:
+        fitted = zip(fixed, fitting_shape(tuple(fixed.values()), total), strict=True)
         more = f", or start {taken} ranks: unisono.run(fn, ranks={taken})" if taken > total else ""
         equation = f"{times} = {taken}" if len(fixed) > 1 else times
         raise MeshError.because(
             asked,
             arithmetic=f"{equation} != ranks({total})",
-            hint=f"Mesh({_spelled(fitted.items())}){more}",
+            hint=f"Mesh({_spelled(fitted)}){more}",
         )
-    return axes
+    return {name: left if size == -1 else size for name, size in axes.items()}
 
 
 def _nearest_divisor(shape: tuple[int, ...], total: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ message. No torch and no process here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,7 +21,7 @@ from unisono.topology.decompose import (
     split_cuts,
 )
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
-from unisono.topology.halo_plan import Box
+from unisono.topology.halo import Box
 
 __all__ = [
     "Group",
@@ -85,14 +85,13 @@ class OverlapPlan:
     @property
     def adjoint(self) -> OverlapPlan:
         """The way back: sources and destinations change roles."""
-        local = self.local and LocalMove(self.local.dest, self.local.source)
         return OverlapPlan(
             rank=self.rank,
             source_shape=self.dest_shape,
             dest_shape=self.source_shape,
             sends=_spread(self.rank, self.recvs),
-            recvs=tuple(sorted(self.sends, key=lambda move: move.peer)),
-            local=local,
+            recvs=_ascending(self.sends),
+            local=self.local and LocalMove(self.local.dest, self.local.source),
         )
 
     @property
@@ -138,12 +137,8 @@ def overlaps(
         source_shape=_shape(source),
         dest_shape=_shape(dest),
         sends=_spread(me, [move for move in sends if move.peer != me]),
-        recvs=tuple(
-            sorted((move for move in recvs if move.peer != me), key=lambda move: move.peer)
-        ),
-        local=LocalMove(kept_from, kept_to)
-        if kept_from is not None and kept_to is not None
-        else None,
+        recvs=_ascending(move for move in recvs if move.peer != me),
+        local=None if kept_from is None or kept_to is None else LocalMove(kept_from, kept_to),
     )
 
 
@@ -216,9 +211,12 @@ def _touched(own: Interval, cuts: Sequence[int]) -> list[tuple[int, Interval]]:
 
 def _spread(me: int, moves: Sequence[Move]) -> tuple[Move, ...]:
     """Order by distance upwards from `me`, wrapping around, so that not all call rank 0 first."""
-    around = max((move.peer for move in moves), default=0) + 1
-    around = max(around, me + 1)
+    around = max(me, *(move.peer for move in moves), 0) + 1
     return tuple(sorted(moves, key=lambda move: (move.peer - me) % around))
+
+
+def _ascending(moves: Iterable[Move]) -> tuple[Move, ...]:
+    return tuple(sorted(moves, key=lambda move: move.peer))
 
 
 def _grid(bounds: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -253,10 +251,8 @@ def _check_pair(
                 f"dim {dim}: {src[-1]} points before, {dest[-1]} after",
                 "cut the same global tensor on both sides",
             )
-    for side, bounds, ranks in (
-        ("source", src_bounds, src_ranks),
-        ("destination", dest_bounds, dest_ranks),
-    ):
+    sides = ("source", src_bounds, src_ranks), ("destination", dest_bounds, dest_ranks)
+    for side, bounds, ranks in sides:
         blocks = math.prod(_grid(bounds))
         if blocks != len(ranks) or len(set(ranks)) != len(ranks):
             raise PartitionError.because(

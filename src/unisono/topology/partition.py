@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch.distributed as dist
 
 from unisono.comm import Communicator, has_world, world
-from unisono.errors import PartitionError, compress_ranks
+from unisono.errors import PartitionError, compress_ranks, name_ranks
 from unisono.topology.decompose import (
     block,
+    check_within,
+    fitting_shape,
     flat_index,
     grid_index,
     split_cuts,
 )
-from unisono.topology.members import check_members, check_shape
 
 if TYPE_CHECKING:
     from unisono.topology.mesh import Mesh
@@ -29,7 +31,29 @@ if TYPE_CHECKING:
 __all__ = ["Partition"]
 
 
-class Partition:
+class Frozen:
+    """Base of values: attributes are set once, by `_set`, and a copy is the value itself."""
+
+    __slots__ = ()
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a {type(self).__name__} is frozen; {name!r} cannot be set")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a {type(self).__name__} is frozen; {name!r} cannot be deleted")
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+
+class Partition(Frozen):
     """Ranks in a row-major grid: `shape[k]` ranks along tensor dim `k`.
 
     Args:
@@ -58,19 +82,20 @@ class Partition:
         comm: Communicator | dist.ProcessGroup | Any | None = None,
     ) -> None:
         sizes = tuple(as_int(n) for n in (shape if isinstance(shape, Iterable) else [shape]))
-        check_shape(sizes)
-        members = (
-            tuple(range(math.prod(sizes))) if ranks is None else tuple(as_int(r) for r in ranks)
-        )
+        if not sizes or min(sizes) < 1:
+            raise PartitionError.because(
+                f"Partition({list(sizes)})",
+                arithmetic=f"{min(sizes)} < 1" if sizes else "0 dims",
+                hint="at least one dim, and at least 1 rank in each",
+            )
+        members = tuple(map(as_int, range(math.prod(sizes)) if ranks is None else ranks))
         # Communicators and process groups are known at once; anything else waits for its first use.
         known = isinstance(comm, Communicator | dist.ProcessGroup)
         root = Communicator.of(comm) if known else None
-        object.__setattr__(self, "_shape", sizes)
-        object.__setattr__(self, "_ranks", members)
-        object.__setattr__(self, "_source", None if known else comm)
-        object.__setattr__(self, "_root", root)
-        running = root or _running_world(comm)
-        check_members(sizes, members, None if running is None else running.size)
+        self._set(_shape=sizes, _ranks=members, _source=None if known else comm, _root=root)
+        if root is None and comm is None and has_world():
+            root = world()
+        _check_members(sizes, members, None if root is None else root.size)
 
     @classmethod
     def from_mesh(
@@ -89,14 +114,8 @@ class Partition:
         """
         asked = f"Partition.from_mesh(mesh, {dict(dims)})"
         size = ndim if ndim is not None else max(dims.values(), default=0) + 1
-        outside = [dim for dim in dims.values() if not 0 <= dim < size]
-        if outside:
-            raise PartitionError.because(
-                asked,
-                f"a tensor of {size} dims",
-                f"not 0 <= {outside[0]} < {size}",
-                "tensor dims counted from 0; ndim= for the number of dims",
-            )
+        for dim in dims.values():
+            check_within(f"{asked} of a tensor of {size} dims", dim, size)
         ordered = sorted(dims, key=lambda axis: dims[axis])
         ranks = mesh.ranks_along(*ordered)
         shape = [1] * size
@@ -130,9 +149,9 @@ class Partition:
         root = self._root
         if root is None:
             root = world() if self._source is None else Communicator.of(self._source)
-            check_members(self._shape, self._ranks, root.size)
+            _check_members(self._shape, self._ranks, root.size)
             if self._source is not None:
-                object.__setattr__(self, "_root", root)
+                self._set(_root=root)
         return root
 
     @property
@@ -150,10 +169,7 @@ class Partition:
             )
         if self._ranks == tuple(range(root.size)):
             return root
-        made = root.sub(self._ranks)
-        if made is None:  # pragma: no cover - members always get one
-            raise PartitionError(f"{root.name} has no communicator for ranks {self._ranks}")
-        return made
+        return cast("Communicator", root.sub(self._ranks))  # None outside only
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -191,7 +207,7 @@ class Partition:
                 f"rank at index {list(index)}",
                 f"a partition of shape {list(self._shape)}",
                 f"{len(index)} coordinates, {self.dim} dims",
-                "one coordinate a dim, each below the size there",
+                "one coordinate per dim, each below the size there",
             )
         return flat_index(self._shape, index)
 
@@ -215,24 +231,12 @@ class Partition:
             rank: a rank of the partition; default the own one.
         """
         kept = {axes} if isinstance(axes, int) else set(axes)
-        unknown = [axis for axis in kept if not 0 <= axis < self.dim]
-        if unknown:
-            raise PartitionError.because(
-                f"axes {sorted(kept)} of a partition of shape {list(self._shape)}",
-                arithmetic=f"not 0 <= {unknown[0]} < {self.dim}",
-                hint=f"axes from 0 to {self.dim - 1}",
-            )
+        for axis in kept:
+            check_within(f"axes {sorted(kept)} of a {self!r}", axis, self.dim)
         index = self.index_of(self._or_own(rank))
         shape = tuple(n if dim in kept else 1 for dim, n in enumerate(self._shape))
-        ranks = [
-            self._ranks[
-                flat_index(
-                    self._shape,
-                    [i if d in kept else index[d] for d, i in enumerate(grid_index(shape, place))],
-                )
-            ]
-            for place in range(math.prod(shape))
-        ]
+        along = [range(n) if dim in kept else (index[dim],) for dim, n in enumerate(self._shape)]
+        ranks = [self._ranks[flat_index(self._shape, place)] for place in product(*along)]
         return self._on_root(shape, ranks)
 
     def subset(self, ranks: Sequence[int], shape: Sequence[int] | None = None) -> Partition:
@@ -294,12 +298,6 @@ class Partition:
             )
         return self.sub(axis).comm
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Partition is frozen; {name!r} cannot be set")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Partition is frozen; {name!r} cannot be deleted")
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Partition):
             return NotImplemented
@@ -318,12 +316,6 @@ class Partition:
     def __reduce__(self) -> tuple[object, ...]:
         root = self.root if self._source is not None else self._root
         return _rebuild, (type(self), self._shape, self._ranks, root)
-
-    def __copy__(self) -> Partition:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Partition:
-        return self
 
     def _on_root(self, shape: Sequence[int], ranks: Sequence[int]) -> Partition:
         return Partition(shape, ranks=ranks, comm=self._root or self._source)
@@ -344,12 +336,7 @@ class Partition:
         return own
 
     def _checked(self, rank: int) -> int:
-        if not 0 <= rank < self.size:
-            raise PartitionError.because(
-                f"rank {rank} of {self!r}",
-                arithmetic=f"not 0 <= {rank} < {self.size}",
-                hint=f"ranks of the partition are 0 to {self.size - 1}",
-            )
+        check_within(f"rank {rank} of {self!r}", rank, self.size)
         return rank
 
     def _check_dims(self, global_shape: Sequence[int]) -> None:
@@ -362,19 +349,61 @@ class Partition:
             )
 
 
-def _running_world(source: object) -> Communicator | None:
-    """Return the world if torch.distributed runs and `source` stands for it."""
-    return world() if source is None and has_world() else None
-
-
 def _described(comm: Communicator) -> str:
     return f"{comm.name!r} (ranks {compress_ranks(comm.ranks)}, {comm.backend})"
 
 
+def _check_members(shape: tuple[int, ...], ranks: tuple[int, ...], root_size: int | None) -> None:
+    """Raise unless the ranks are as many as the shape has places, different, and there.
+
+    Args:
+        shape: number of ranks along each dim.
+        ranks: ranks of the root communicator.
+        root_size: number of ranks there; None when it is not known yet.
+    """
+    asked = f"Partition({list(shape)}, ranks={list(ranks)})"
+    count, given = math.prod(shape), len(ranks)
+    times = " * ".join(map(str, shape))
+    product = f"{times} = {count}" if len(shape) > 1 else times
+    if count != given:
+        raise PartitionError.because(
+            asked,
+            arithmetic=f"{product} != {given} ranks",
+            hint=f"Partition({list(fitting_shape(shape, given))})"
+            if given
+            else f"give {count} ranks",
+        )
+    if len(set(ranks)) != given:
+        twice = [rank for rank in set(ranks) if ranks.count(rank) > 1]
+        raise PartitionError.because(
+            asked,
+            f"{name_ranks(twice)} more than once",
+            f"{len(set(ranks))} different ranks for {count} blocks",
+            "each rank once",
+        )
+    if min(ranks) < 0:
+        raise PartitionError.because(
+            asked, arithmetic=f"rank {min(ranks)} < 0", hint="ranks from 0 on"
+        )
+    if root_size is None or max(ranks) < root_size:
+        return
+    if count <= root_size:
+        raise PartitionError.because(
+            asked,
+            f"a communicator of {root_size} ranks",
+            f"rank {max(ranks)} >= {root_size}",
+            f"ranks from 0 to {root_size - 1}",
+        )
+    raise PartitionError.because(
+        f"Partition({list(shape)})",
+        f"a communicator of {root_size} ranks",
+        f"{product} > {root_size}",
+        f"Partition({list(fitting_shape(shape, root_size))}), "
+        f"or start {count} ranks: unisono.run(fn, ranks={count})",
+    )
+
+
 def _rebuild(
-    kind: type[Partition],
-    shape: tuple[int, ...],
-    ranks: tuple[int, ...],
-    root: Communicator | None,
+    kind: type[Partition], shape: tuple[int, ...], ranks: tuple[int, ...], root: Communicator | None
 ) -> Partition:
     return kind(shape, ranks=ranks, comm=root)

@@ -35,7 +35,7 @@ class Taps(NamedTuple):
     points: tuple[int, ...]
     """Input positions, ascending; at the ends a position may stand there twice."""
     weights: tuple[float, ...]
-    """One weight a point; they add up to 1."""
+    """One weight per point; they add up to 1."""
 
 
 def resample_length(x: int, *, size: int | None = None, scale: float | None = None) -> int:

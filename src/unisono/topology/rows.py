@@ -36,43 +36,27 @@ class RowPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "send_sizes", tuple(self.send_sizes))
         object.__setattr__(self, "recv_sizes", tuple(self.recv_sizes))
-        index = self.send_index
+        index, sends, recvs = self.send_index, self.send_sizes, self.recv_sizes
+        low, high = (int(index.min()), int(index.max())) if index.numel() else (0, -1)
+        wrong = None
         if index.dim() != 1 or index.dtype != torch.int64:
-            raise PartitionError.because(
-                "RowPlan",
-                f"send_index of shape {tuple(index.shape)}, {index.dtype}",
-                hint="a 1-D tensor of torch.int64",
-            )
-        if len(self.send_sizes) != len(self.recv_sizes):
-            raise PartitionError.because(
-                "RowPlan",
-                f"send_sizes {list(self.send_sizes)}, recv_sizes {list(self.recv_sizes)}",
-                f"{len(self.send_sizes)} ranks != {len(self.recv_sizes)} ranks",
-                "one number for each rank of the communicator, 0 where there is nothing",
-            )
-        if self.num_rows < 0 or min(self.send_sizes + self.recv_sizes, default=0) < 0:
-            raise PartitionError.because(
-                "RowPlan",
-                f"num_rows {self.num_rows}, send_sizes {list(self.send_sizes)}, "
-                f"recv_sizes {list(self.recv_sizes)}",
-                hint="counts of 0 or more",
-            )
-        if sum(self.send_sizes) != index.numel():
-            raise PartitionError.because(
-                "RowPlan",
-                f"send_sizes {list(self.send_sizes)}, send_index of {index.numel()} rows",
-                f"{sum(self.send_sizes)} != {index.numel()}",
-                "send_sizes must add up to the length of send_index",
-            )
-        if index.numel():
-            low, high = int(index.min()), int(index.max())
-            if low < 0 or high >= self.num_rows:
-                raise PartitionError.because(
-                    "RowPlan",
-                    f"send_index from {low} to {high}, {self.num_rows} own rows",
-                    f"not 0 <= {low if low < 0 else high} < {self.num_rows}",
-                    "use row numbers of the own block, not global ones",
-                )
+            found = f"send_index of shape {tuple(index.shape)}, {index.dtype}"
+            wrong = found, None, "a 1-D tensor of torch.int64"
+        elif len(sends) != len(recvs):
+            arithmetic = f"{len(sends)} ranks != {len(recvs)} ranks"
+            wrong = None, arithmetic, "one number per rank, 0 where there is nothing"
+        elif self.num_rows < 0 or min(sends + recvs, default=0) < 0:
+            wrong = f"num_rows {self.num_rows}", None, "counts of 0 or more"
+        elif sum(sends) != index.numel():
+            arithmetic = f"{sum(sends)} != {index.numel()}"
+            wrong = None, arithmetic, "send_sizes must add up to the length of send_index"
+        elif low < 0 or high >= self.num_rows:
+            arithmetic = f"not 0 <= {low if low < 0 else high} < {self.num_rows}"
+            found = f"send_index from {low} to {high}, {self.num_rows} own rows"
+            wrong = found, arithmetic, "row numbers of the own block, not global ones"
+        if wrong is not None:
+            asked = f"RowPlan(send_sizes={list(sends)}, recv_sizes={list(recvs)})"
+            raise PartitionError.because(asked, *wrong)
 
     @property
     def num_sent(self) -> int:

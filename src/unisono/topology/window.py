@@ -1,7 +1,8 @@
-"""Arithmetic of one dim of a convolution or pooling: lengths, windows, interior outputs.
+"""Arithmetic of one dim of a convolution, pooling or transposed convolution.
 
 A window is the run of padded input positions that a share of the outputs reads. It is described by
-segments, each saying where its points come from. No torch and no process here.
+segments, each saying where its points come from. A transposed convolution spreads input `i` over
+outputs `[s * i - p, s * i - p + d * (k - 1) + 1)`. No torch and no process here.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ __all__ = [
     "Kind",
     "Segment",
     "as_int",
+    "check_pool",
     "check_window",
     "interior",
     "output_length",
     "padding_pairs",
     "per_dim",
+    "pool_counts",
     "span",
+    "transposed_cover",
+    "transposed_length",
+    "transposed_needed",
+    "transposed_window",
     "window",
 ]
 
@@ -169,15 +176,12 @@ def check_window(
         raise PartitionError.because(
             f"padding mode {mode!r}", hint=f"one of {', '.join(map(repr, PADDING_MODES))}"
         )
-    for name, value, least in (("kernel", k, 1), ("stride", s, 1), ("dilation", d, 1)):
-        if value < least:
+    least = {"kernel": (k, 1), "stride": (s, 1), "dilation": (d, 1), "padding": (min(pl, pr), 0)}
+    for name, (value, limit) in least.items():
+        if value < limit:
             raise PartitionError.because(
-                asked, arithmetic=f"{name}: {value} < {least}", hint=f"use {name} {least} or more"
+                asked, arithmetic=f"{name}: {value} < {limit}", hint=f"use {name} {limit} or more"
             )
-    if min(pl, pr) < 0:
-        raise PartitionError.because(
-            asked, arithmetic=f"padding: {min(pl, pr)} < 0", hint="use padding 0 or more"
-        )
     reach = span(k, d)
     if _length(x, reach, s, pl, pr, ceil_mode) < 1 and reach > 1:
         both, numbers = ("2p", f"{2 * pl}") if pl == pr else ("pl + pr", f"{pl} + {pr}")
@@ -188,13 +192,114 @@ def check_window(
             if x + pl + pr > 0
             else "more padding",
         )
-    most = max(pl, pr)
+    most, refused = max(pl, pr), None
     if mode == "reflect" and most and most >= x:
-        _refuse_padding(asked, f"p >= X: {most} >= {x}", f"reflect padding below {x}")
+        refused = f"p >= X: {most} >= {x}", f"reflect padding below {x}"
     if mode == "circular" and most > x:
-        _refuse_padding(asked, f"p > X: {most} > {x}", f"circular padding of at most {x}")
+        refused = f"p > X: {most} > {x}", f"circular padding of at most {x}"
     if mode == "replicate" and most and x == 0:
-        _refuse_padding(asked, f"no point to repeat: X = {x}", 'padding_mode="zeros"')
+        refused = f"no point to repeat: X = {x}", 'padding_mode="zeros"'
+    if refused is not None:
+        raise PartitionError.because(asked, None, *refused)
+
+
+def check_pool(k: int, p: int, d: int = 1, *, dim: int | None = None) -> None:
+    """Raise unless the padding is at most half of the kernel, as torch asks of pooling."""
+    reach = span(k, d)
+    if p > reach // 2:
+        where = "" if dim is None else f" in dim {dim}"
+        raise PartitionError.because(
+            f"pooling with kernel {k}, padding {p}, dilation {d}{where}",
+            arithmetic=f"p > K // 2: {p} > {reach} // 2 = {reach // 2}",
+            hint=f"padding of at most {reach // 2}",
+        )
+
+
+def pool_counts(
+    y0: int, y1: int, x: int, k: int, s: int = 1, p: int = 0, count_include_pad: bool = True
+) -> tuple[int, ...]:
+    """Return, for each output of `[y0, y1)`, the number of points its average is taken over.
+
+    Positions of the padding count when `count_include_pad`; those beyond it (`ceil_mode`) never do.
+
+    >>> pool_counts(0, 3, 5, 3, 2, 1), pool_counts(0, 3, 5, 3, 2, 1, count_include_pad=False)
+    ((3, 3, 3), (2, 3, 2))
+    """
+    counts: list[int] = []
+    for i in range(y0, y1):
+        start = s * i - p
+        stop = min(start + k, x + p)
+        if not count_include_pad:
+            start, stop = max(start, 0), min(stop, x)
+        counts.append(stop - start)
+    return tuple(counts)
+
+
+def transposed_length(
+    x: int, k: int, s: int = 1, p: int = 0, d: int = 1, output_padding: int = 0
+) -> int:
+    """Return the output length of a transposed convolution of `x` points.
+
+    >>> transposed_length(5, 3, 2, 1, output_padding=1)
+    10
+    """
+    asked = f"kernel {k}, stride {s}, padding {p}, dilation {d}, output padding {output_padding}"
+    if min(k, s, d) < 1 or min(p, output_padding, x) < 0:
+        raise PartitionError.because(
+            f"{asked} on {x} points",
+            arithmetic="kernel, stride, dilation >= 1; padding, output padding, points >= 0",
+            hint="check the sign of each number",
+        )
+    if output_padding and output_padding >= max(s, d):
+        raise PartitionError.because(
+            asked,
+            arithmetic=f"output padding >= max(stride, dilation): {output_padding} >= {max(s, d)}",
+            hint=f"output_padding of at most {max(s, d) - 1}",
+        )
+    if x == 0:
+        return 0
+    length = (x - 1) * s - 2 * p + span(k, d) + output_padding
+    if length < 1:
+        raise PartitionError.because(
+            f"{asked} on {x} points",
+            arithmetic=f"(X-1)s - 2p + K + o = "
+            f"{(x - 1) * s} - {2 * p} + {span(k, d)} + {output_padding} = {length} < 1",
+            hint="less padding",
+        )
+    return length
+
+
+def transposed_needed(
+    y0: int, y1: int, x: int, k: int, s: int = 1, p: int = 0, d: int = 1
+) -> Interval:
+    """Return the inputs that reach outputs `[y0, y1)`; empty intervals start where they stop.
+
+    >>> transposed_needed(5, 10, 5, 3, 2, 1)
+    (2, 5)
+    """
+    if y0 >= y1:
+        return 0, 0
+    start = max(0, -(-(y0 + p - d * (k - 1)) // s))
+    stop = min(x, (y1 - 1 + p) // s + 1)
+    return (start, stop) if start < stop else (start, start)
+
+
+def transposed_window(
+    y0: int, y1: int, x: int, k: int, s: int = 1, p: int = 0, d: int = 1
+) -> tuple[Segment, ...]:
+    """Return the window of outputs `[y0, y1)` as segments for `halo.plan_windows`: copies only."""
+    start, stop = transposed_needed(y0, y1, x, k, s, p, d)
+    return (Segment((0, stop - start), (start, stop), "copy"),) if start < stop else ()
+
+
+def transposed_cover(needed: Interval, k: int, s: int = 1, p: int = 0, d: int = 1) -> Interval:
+    """Return the outputs that a local transposed convolution (padding 0) of `needed` writes.
+
+    May reach beyond the share, where it must be cut, or stop short of it, where the output is zero.
+    """
+    start, stop = needed
+    first = s * start - p
+    return (first, s * (stop - 1) - p + span(k, d)) if start < stop else (first, first)
 
 
 def as_int(value: Any) -> int | None:
@@ -206,7 +311,7 @@ def as_int(value: Any) -> int | None:
 
 
 def per_dim(value: int | Sequence[int], count: int, name: str) -> tuple[int, ...]:
-    """Return one int a dim: one int, alone or in a sequence, counts for all `count` dims.
+    """Return one int per dim: one int, alone or in a sequence, counts for all `count` dims.
 
     Anything that is an integer will do, from a list or an array.
 
@@ -217,7 +322,7 @@ def per_dim(value: int | Sequence[int], count: int, name: str) -> tuple[int, ...
     sizes = [as_int(one) for one in values]
     if None in sizes:
         raise PartitionError.because(
-            f"{name}={value!r}", "not whole numbers", None, f"one int, or {count} of them"
+            f"{name}={value!r}", "not integers", None, f"one int, or {count} of them"
         )
     return tuple(size for size in sizes if size is not None)
 
@@ -232,7 +337,7 @@ def padding_pairs(
 
     Args:
         padding: one int, one int or `(left, right)` a dim, `"valid"` or `"same"`.
-        kernel_size: one int a dim; likewise `stride` and `dilation`.
+        kernel_size: one int per dim; likewise `stride` and `dilation`.
 
     >>> padding_pairs("same", (4,), (1,), (1,))
     ((1, 2),)
@@ -243,7 +348,7 @@ def padding_pairs(
             return ((0, 0),) * count
         if padding != "same":
             raise PartitionError.because(
-                f"padding {padding!r}", hint='"same", "valid", an int, or one int a dim'
+                f"padding {padding!r}", hint='"same", "valid", an int, or one int per dim'
             )
         if any(s != 1 for s in stride):
             raise PartitionError.because(
@@ -260,7 +365,7 @@ def padding_pairs(
 
 
 def _each_dim(value: Any, count: int, name: str, wanted: str) -> tuple[Any, ...]:
-    """Return one entry a dim: the one there is, repeated, or as many as there are dims."""
+    """Return one entry per dim: the one there is, repeated, or as many as there are dims."""
     if as_int(value) is not None:
         return (value,) * count
     try:
@@ -321,7 +426,3 @@ def _is_local(
         for part in window(i, i + 1, x, k, s, pl, pr, d, mode)
         if part.kind != "fill"
     )
-
-
-def _refuse_padding(asked: str, arithmetic: str, hint: str) -> None:
-    raise PartitionError.because(asked, arithmetic=arithmetic, hint=hint)

@@ -23,7 +23,7 @@ from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
 from unisono.operators.repartition import RepartitionOnGroup
 from unisono.topology.fanout import Group
-from unisono.topology.halo_plan import Box
+from unisono.topology.halo import Box
 from unisono.topology.overlap import LocalMove, Move, OverlapPlan
 
 Team = tuple[MPIPartition, tuple[int, ...]]

@@ -26,7 +26,7 @@ from unisono.nn.linear import SubLinear
 from unisono.nn.structure import Table
 from unisono.operators import attach
 from unisono.topology import Partition
-from unisono.topology.halo_plan import Box
+from unisono.topology.halo import Box
 from unisono.topology.overlap import LocalMove, Move, OverlapPlan
 from unisono.topology.window import per_dim
 

@@ -1,9 +1,6 @@
-"""Pure arithmetic of transposed convolution, pooling counts and upsampling, compared with torch."""
+"""Pure arithmetic of transposed convolution and pooling counts, compared with torch."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,20 +10,15 @@ from hypothesis import strategies as st
 
 from unisono.errors import PartitionError
 from unisono.topology import decompose, halo
-from unisono.topology.pooling import check_pool, pool_counts
-from unisono.topology.resample import (
-    resample_length,
-    resample_needed,
-    resample_taps,
-    resample_window,
-)
-from unisono.topology.transposed import (
+from unisono.topology.window import (
+    check_pool,
+    output_length,
+    pool_counts,
     transposed_cover,
     transposed_length,
     transposed_needed,
     transposed_window,
 )
-from unisono.topology.window import output_length
 
 shards = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 0)
 
@@ -146,96 +138,3 @@ def test_pool_padding_above_half_the_kernel_is_refused() -> None:
     check_pool(3, 1)
     with pytest.raises(PartitionError, match=r"2 > 3 // 2 = 1"):
         check_pool(3, 2, dim=2)
-
-
-RESAMPLE = [
-    ("nearest", False), ("nearest-exact", False), ("linear", False), ("linear", True),
-    ("cubic", False), ("cubic", True),
-]  # fmt: skip
-
-
-def torch_resample(x: torch.Tensor, mode: str, align: bool, **size: Any) -> torch.Tensor:
-    """One-dim `F.interpolate`; cubic exists in torch for images only, so rows are made equal."""
-    if mode != "cubic":
-        extra = {"align_corners": align} if mode == "linear" else {}
-        return F.interpolate(x[None, None], mode=mode, **size, **extra)[0, 0]
-    image = x.expand(4, -1)[None, None]
-    if "size" in size:
-        size = {"size": (4, size["size"])}
-    else:
-        size = {"scale_factor": (1.0, size["scale_factor"])}
-    return F.interpolate(image, mode="bicubic", align_corners=align, **size)[0, 0, 1]
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    sizes=shards,
-    y=st.integers(1, 40),
-    scale=st.sampled_from([None, 0.5, 1.3, 1.5, 2.0, 2.6, 3.0]),
-    parts_of=st.sampled_from(RESAMPLE),
-)
-def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
-    simulate, sizes: list[int], y: int, scale: float | None, parts_of: tuple[str, bool]
-) -> None:
-    mode, align = parts_of
-    cuts = decompose.bounds(sizes)
-    x_length, parts = cuts[-1], len(sizes)
-    if scale is not None:
-        assume(math.floor(x_length * scale) >= 1)
-        assume(not align)  # torch ignores the factor there, and so must a layer
-        y = resample_length(x_length, scale=scale)
-        size: dict[str, Any] = {"scale_factor": scale}
-    else:
-        assert resample_length(x_length, size=y) == y
-        size = {"size": y}
-    options = {"scale": scale, "align_corners": align, "double": True}
-    x = torch.randn(x_length, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    expected = torch_resample(x, mode, align, **size)
-    assert expected.shape[-1] == y
-
-    def window_of(i: int):
-        return resample_window(*decompose.block(y, parts, i), x_length, y, mode, **options)
-
-    shares = [decompose.block(y, parts, i) for i in range(parts)]
-    plans = [halo.plan_windows([cuts], (i,), [window_of], [shares[i]]) for i in range(parts)]
-    windows = simulate.fill_windows(simulate.cut_blocks(x, [cuts]), plans)
-    outputs = []
-    for (y0, y1), local in zip(shares, windows, strict=True):
-        start, stop = resample_needed(y0, y1, x_length, y, mode, **options)
-        assert local.numel() == stop - start
-        for j in range(y0, y1):
-            taps = resample_taps(j, x_length, y, mode, **options)
-            assert math.isclose(sum(taps.weights), 1.0)
-            assert all(start <= point < stop for point in taps.points)
-            outputs.append(
-                sum(w * local[t - start] for t, w in zip(taps.points, taps.weights, strict=True))
-            )
-    torch.testing.assert_close(torch.stack(outputs), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_nearest_rounds_as_torch_does(mode: str, dtype: torch.dtype) -> None:
-    sizes: list[tuple[int, dict[str, Any]]] = [
-        *((x, {"size": y}) for x, y in ((100, 299), (10, 1000), (7, 93), (49, 50))),
-        *((x, {"scale_factor": s}) for x in (16, 30, 31, 253) for s in (2.3, 0.7, 1.15, 0.1)),
-    ]
-    for x, how in sizes:
-        points = torch.arange(x, dtype=dtype)[None, None]
-        expected = F.interpolate(points, mode=mode, **how)[0, 0].to(torch.int64).tolist()
-        y, scale, double = len(expected), how.get("scale_factor"), dtype == torch.float64
-        found = [resample_taps(j, x, y, mode, scale=scale, double=double) for j in range(y)]
-        assert [taps.points[0] for taps in found] == expected, (x, how)
-
-
-def test_upsampling_that_cannot_be_is_refused() -> None:
-    with pytest.raises(PartitionError, match="exactly one"):
-        resample_length(4)
-    with pytest.raises(PartitionError, match="exactly one"):
-        resample_length(4, size=3, scale=2.0)
-    with pytest.raises(PartitionError, match="0 < 1"):
-        resample_length(4, scale=0.1)
-    with pytest.raises(PartitionError, match="'nearest-exact'"):
-        resample_taps(0, 4, 8, "area")
-    with pytest.raises(PartitionError, match="align_corners"):
-        resample_taps(0, 4, 8, "nearest", align_corners=True)

@@ -1,0 +1,270 @@
+"""Blocks along one dim, joined and cut: on all ranks, on one, or as a value that counts once.
+
+Spaces: S is sharded, I each rank's own, R a value that every rank holds equal and that counts once.
+`all_gather` (S -> I) and `reduce_scatter` (I -> S) are adjoints, `concat_replicated` (S -> R) and
+`slice_replicated` (R -> S), and `gather` and `scatter` between all ranks and one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.comm.arguments import check_dim, check_rank, check_sizes, check_tensor
+from unisono.errors import PartitionError, UnisonoError
+from unisono.operators import traced
+from unisono.operators.linear import LinearMap, identity
+from unisono.operators.plans import anchor, announce, check_call, check_comm
+from unisono.topology.decompose import split_sizes
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """A movement of blocks along one dim; rank r holds `sizes[r]` of it."""
+
+    comm: Communicator
+    dim: int
+    sizes: tuple[int, ...]
+    root: int = 0
+    """Rank that holds the whole, where one does."""
+    shape: tuple[int, ...] = ()
+    """Shape of this rank's block (kept where a root holds the whole)."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the blocks (kept where a root holds the whole)."""
+    landed: Tensor | None = field(default=None, compare=False)
+    """The result, where it has travelled before."""
+
+    @property
+    def adjoint(self) -> BlockPlan:
+        """The plan of the adjoint, and that for a tangent: they have not travelled yet."""
+        return self if self.landed is None else replace(self, landed=None)
+
+    tangent = adjoint
+
+
+def block_plan(
+    x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
+) -> BlockPlan:
+    """Return the plan for joining blocks: `x` is this rank's. Collective when `sizes` is None."""
+    if not isinstance(comm, Communicator):
+        check_comm(comm, verb)
+    check_tensor(x, comm.device, verb)
+    if x.dim() == 0:
+        raise PartitionError.because(
+            f"{verb} of a tensor without dims", "nothing to join along", None, "x.reshape(1)"
+        )
+    dim = check_dim(dim, x, verb)
+    if sizes is None:
+        if comm.size == 1:
+            return BlockPlan(comm, dim, (x.shape[dim],))
+        if torch.compiler.is_compiling():  # torch quotes it in its own error
+            others = comm.size - 1
+            raise PartitionError.because(
+                f"{verb} without sizes inside torch.compile(fullgraph=True)",
+                f"a block of shape {list(x.shape)}; how long those of the other {others} ranks are "
+                "along the joined dim is learned by an exchange, and a graph must know it before",
+                f"{x.shape[dim]} + the lengths of {others} other blocks = ?",
+                "sizes=[...], the length of each block; natoms=N for the balanced split of N",
+            )
+        return BlockPlan(comm, dim, comm.block_lengths(x, dim))
+    given = check_sizes(sizes, comm.size, verb)
+    if given[comm.rank] != x.shape[dim]:
+        raise PartitionError.because(
+            f"{verb}(sizes={list(given)}, dim={dim}) on rank {comm.rank}",
+            f"a block of shape {list(x.shape)}",
+            f"sizes[{comm.rank}] = {given[comm.rank]} != {x.shape[dim]}",
+        )
+    return BlockPlan(comm, dim, given)
+
+
+def whole_plan(
+    x: Tensor, dim: int, sizes: Sequence[int] | None, comm: Communicator, verb: str
+) -> BlockPlan:
+    """Return the plan for cutting: `x` is whole along `dim`. Local; balanced without `sizes`."""
+    check_call(x, comm, verb)
+    if x.dim() == 0:
+        raise PartitionError.because(
+            f"{verb} of a tensor without dims", "nothing to cut along", None, "x.reshape(1)"
+        )
+    dim = check_dim(dim, x, verb)
+    rows = x.shape[dim]
+    if sizes is None:
+        return BlockPlan(comm, dim, split_sizes(rows, comm.size))
+    return BlockPlan(comm, dim, check_sizes(sizes, comm.size, verb, total=rows))
+
+
+def _joined(x: Tensor, plan: BlockPlan) -> Tensor:
+    """Return the blocks of all ranks joined, without autograd."""
+    if plan.landed is not None:
+        return plan.landed
+    if torch.compiler.is_compiling():
+        return traced.all_gather(x, plan.dim, plan.sizes, plan.comm)
+    return plan.comm.all_gather(x, plan.dim, plan.sizes)
+
+
+class AllGather(LinearMap):
+    """S -> I: every rank gets all blocks, each for its own use."""
+
+    kernel = staticmethod(_joined)
+
+
+class ReduceScatter(LinearMap):
+    """I -> S: the ranks' tensors are summed and each rank keeps its block."""
+
+    adjoint = AllGather
+
+    @staticmethod
+    def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
+        """Return the own block of the sum."""
+        if plan.landed is not None:
+            return plan.landed
+        if torch.compiler.is_compiling():
+            return traced.reduce_scatter(x, plan.dim, plan.sizes, plan.comm)
+        return plan.comm.reduce_scatter(x, plan.dim, plan.sizes)
+
+
+class ConcatReplicated(LinearMap):
+    """S -> R: the blocks of all ranks become one replicated tensor."""
+
+    kernel = staticmethod(_joined)
+
+
+class SliceReplicated(LinearMap):
+    """R -> S: each rank keeps its block of a replicated tensor."""
+
+    adjoint = ConcatReplicated
+
+    @staticmethod
+    def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
+        """Return a copy of the own block."""
+        rank, sizes = plan.comm.rank, plan.sizes
+        block = x.narrow(plan.dim, sum(sizes[:rank]), sizes[rank])
+        return block.clone(memory_format=torch.contiguous_format)
+
+
+class Scatter(LinearMap):
+    """Each rank gets its block of the root's tensor; the others' input has no elements."""
+
+    @staticmethod
+    def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
+        """Return the own block."""
+        comm, root = plan.comm, plan.root
+        whole = x if comm.rank == root else None
+        like = (plan.shape, plan.dtype)
+        return comm.scatter(whole, root, plan.dim, plan.sizes, like=like)
+
+
+class Gather(LinearMap):
+    """The root gets all blocks joined; the others' output has no elements."""
+
+    adjoint = Scatter
+
+    @staticmethod
+    def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
+        """Return the joined blocks, or nothing."""
+        joined = plan.comm.gather(x, plan.root, plan.dim, plan.sizes)
+        return x.new_empty(0) if joined is None else joined
+
+
+AllGather.adjoint = ReduceScatter
+ConcatReplicated.adjoint = SliceReplicated
+Scatter.adjoint = Gather
+
+
+def all_gather(
+    x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, comm: Communicator
+) -> Tensor:
+    """Return the blocks of all ranks joined along `dim`; gradients are summed over ranks.
+
+    Collective over `comm`. S -> I: each rank uses the result for its own share of the work. Blocks
+    may differ along `dim` or be empty; without `sizes` one small exchange learns them.
+    """
+    plan = block_plan(x, dim, sizes, comm, "all_gather")
+    return identity(x) if comm.size == 1 else AllGather.apply(x, plan)
+
+
+def reduce_scatter(
+    x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, comm: Communicator
+) -> Tensor:
+    """Return this rank's block along `dim` of the sum over ranks; gradients are gathered.
+
+    Collective over `comm`. I -> S. `x` has the same shape everywhere; blocks are balanced, or as
+    `sizes` says.
+    """
+    plan = whole_plan(x, dim, sizes, comm, "reduce_scatter")
+    return identity(x) if comm.size == 1 else ReduceScatter.apply(x, plan)
+
+
+def concat_replicated(
+    x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, comm: Communicator
+) -> Tensor:
+    """Return the blocks of all ranks joined along `dim`, a value all ranks then use alike.
+
+    Collective forward; the backward takes the own block and sends nothing. Where each rank uses the
+    result differently, `all_gather` is the right one: a slice would lose the others' gradients.
+    """
+    plan = block_plan(x, dim, sizes, comm, "concat_replicated")
+    return identity(x) if comm.size == 1 else ConcatReplicated.apply(x, plan)
+
+
+def slice_replicated(
+    x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, comm: Communicator
+) -> Tensor:
+    """Return this rank's block along `dim` of `x`, which all ranks hold equal.
+
+    Local forward; the backward gathers the blocks' gradients (collective). Blocks are balanced, or
+    as `sizes` says.
+    """
+    plan = whole_plan(x, dim, sizes, comm, "slice_replicated")
+    return identity(x) if comm.size == 1 else SliceReplicated.apply(x, plan)
+
+
+def scatter(
+    x: Tensor | None,
+    src: int = 0,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    *,
+    comm: Communicator,
+) -> Tensor:
+    """Return this rank's block along `dim` of the tensor of rank `src`; gradients go back.
+
+    Collective over `comm`, and so is the backward: every rank must use its block. Only `src` needs
+    a tensor, `dim` and `sizes` (balanced when None).
+    """
+    check_comm(comm, "scatter")
+    check_rank(src, comm.size, "src", "scatter")
+    refused: UnisonoError | None = None
+    plan: BlockPlan | None = None
+    if comm.rank == src and x is not None:
+        try:
+            plan = whole_plan(x, dim, sizes, comm, "scatter")
+        except UnisonoError as error:
+            refused = error
+    if comm.size == 1 and plan is not None and x is not None:
+        return identity(x)
+    numbers = [0] * (comm.size + 1) if plan is None else [plan.dim, *plan.sizes]
+    shape, dtype, needs_grad, (dim, *blocks) = announce(x, src, numbers, comm, "scatter", refused)
+    block = (*shape[:dim], blocks[comm.rank], *shape[dim + 1 :])
+    whole = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
+    return Scatter.apply(whole, BlockPlan(comm, dim, tuple(blocks), src, block, dtype))
+
+
+def gather(
+    x: Tensor, dst: int = 0, dim: int = 0, sizes: Sequence[int] | None = None, *, comm: Communicator
+) -> Tensor:
+    """Return all blocks joined along `dim` on rank `dst`, a tensor without elements elsewhere.
+
+    Collective over `comm`; the backward scatters the root's gradient, so every rank must use its
+    result (the empty one too: `attach` does that).
+    """
+    check_comm(comm, "gather")
+    check_rank(dst, comm.size, "dst", "gather")
+    plan = block_plan(x, dim, sizes, comm, "gather")
+    if comm.size == 1:
+        return identity(x)
+    return Gather.apply(x, replace(plan, root=dst, shape=tuple(x.shape), dtype=x.dtype))

@@ -1,0 +1,195 @@
+"""Sums over ranks and their adjoints: on all ranks, on one, or as a value that counts once.
+
+Spaces: R is a value that every rank holds equal and that counts once, I each rank's own tensor.
+`copy` (R -> I) is the identity whose gradient is summed, `sum_to_replicated` (I -> R) the sum whose
+gradient is the identity; `all_sum_reduce` (I -> I) sums both ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.comm.arguments import check_rank, check_tensor
+from unisono.comm.collectives import Like
+from unisono.errors import UnisonoError
+from unisono.operators import traced
+from unisono.operators.linear import LinearMap, identity
+from unisono.operators.plans import GroupPlan, anchor, announce, check_call, check_comm, like_of
+
+
+@dataclass(frozen=True)
+class RootPlan:
+    """A movement between one rank and all, of whole tensors."""
+
+    comm: Communicator
+    root: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def adjoint(self) -> RootPlan:
+        """The plan of the adjoint."""
+        return self
+
+
+def _sum_over_ranks(x: Tensor, plan: GroupPlan) -> Tensor:
+    """Return the sum over ranks, without autograd."""
+    if plan.landed is not None:
+        return identity(plan.landed)
+    sent = x if plan.wire is None else x.to(plan.wire)
+    if torch.compiler.is_compiling():
+        total = traced.all_reduce(sent, plan.comm)
+    else:
+        total = plan.comm.all_reduce(sent)
+    return total if plan.wire is None else total.to(x.dtype)
+
+
+class AllSumReduce(LinearMap):
+    """Every rank's tensor becomes the sum of all; the gradients are summed the same way."""
+
+    kernel = staticmethod(_sum_over_ranks)
+
+
+class SumToReplicated(LinearMap):
+    """I -> R: the ranks' terms become one replicated sum."""
+
+    kernel = staticmethod(_sum_over_ranks)
+
+
+class Copy(LinearMap):
+    """R -> I: each rank goes on with its own copy of a replicated value."""
+
+    adjoint = SumToReplicated
+
+    @staticmethod
+    def kernel(x: Tensor, plan: GroupPlan) -> Tensor:
+        """Return `x`."""
+        return identity(x)
+
+
+class Broadcast(LinearMap):
+    """The root's tensor on every rank; the others' input has no elements."""
+
+    @staticmethod
+    def kernel(x: Tensor, plan: RootPlan) -> Tensor:
+        """Return the root's tensor."""
+        comm = plan.comm
+        sent = x if comm.rank == plan.root else None
+        return comm.broadcast(sent, plan.root, like=(plan.shape, plan.dtype))
+
+
+class SumReduce(LinearMap):
+    """The sum over ranks on the root; the others' output has no elements."""
+
+    adjoint = Broadcast
+
+    @staticmethod
+    def kernel(x: Tensor, plan: RootPlan) -> Tensor:
+        """Return the sum, or nothing."""
+        total = plan.comm.reduce(x, plan.root)
+        return x.new_empty(0) if total is None else total
+
+
+AllSumReduce.adjoint = AllSumReduce
+SumToReplicated.adjoint = Copy
+Broadcast.adjoint = SumReduce
+
+
+def all_sum_reduce(
+    x: Tensor, *, wire: str | torch.dtype | None = None, comm: Communicator
+) -> Tensor:
+    """Return the sum of `x` over all ranks, on every rank. Collective; any order of derivative.
+
+    A plain linear map on the direct sum of the ranks' tensors (I -> I): gradients are summed over
+    ranks too. For a value that every rank uses alike (a loss) use `sum_to_replicated`.
+
+    Args:
+        x: tensor of the same shape on every rank.
+        wire: dtype in which it travels, e.g. `"bfloat16"` to halve the bytes; the sum is rounded
+            once.
+        comm: the ranks.
+    """
+    check_call(x, comm, "all_sum_reduce")
+    if comm.size == 1:
+        return identity(x)
+    return AllSumReduce.apply(x, GroupPlan(comm, _wire_dtype(wire, x.dtype)))
+
+
+def _wire_dtype(wire: str | torch.dtype | None, own: torch.dtype) -> torch.dtype | None:
+    if wire is None:
+        return None
+    dtype = getattr(torch, wire, None) if isinstance(wire, str) else wire
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise UnisonoError.because(
+            f"all_sum_reduce(wire={wire!r})",
+            f"a tensor of {own}",
+            None,
+            'wire="bfloat16", "float16" or "float32"',
+        )
+    return None if dtype == own else dtype
+
+
+def copy(x: Tensor, *, comm: Communicator) -> Tensor:
+    """Return `x`; its gradient is the sum over ranks. Its backward is collective.
+
+    For a value that all ranks hold equal (R) and each then uses for its own share of the work (I),
+    such as a weight kept on every rank.
+    """
+    check_call(x, comm, "copy")
+    return identity(x) if comm.size == 1 else Copy.apply(x, GroupPlan(comm))
+
+
+def sum_to_replicated(x: Tensor, *, comm: Communicator) -> Tensor:
+    """Return the sum of `x` over ranks; its gradient passes unchanged. Collective.
+
+    For terms that each rank computed (I) and a result that every rank then uses alike (R), such as
+    a loss: each rank calls `backward()` once, and no gradient is counted twice.
+    """
+    check_call(x, comm, "sum_to_replicated")
+    return identity(x) if comm.size == 1 else SumToReplicated.apply(x, GroupPlan(comm))
+
+
+def broadcast(
+    x: Tensor | None, src: int = 0, *, like: Like | None = None, comm: Communicator
+) -> Tensor:
+    """Return the tensor of rank `src` on every rank; the gradients are summed on `src`.
+
+    Collective over `comm`, and so is the backward: every rank must use its result (or `attach` it).
+
+    Args:
+        x: the tensor on `src`. Elsewhere None, or anything: only a tensor without elements counts,
+            as the (empty) input that the result's graph hangs on.
+        src: rank of `comm` that holds it.
+        like: shape and dtype (or a tensor like it). Given on every rank, nothing has to be
+            announced beforehand, and every rank's result takes part in autograd.
+        comm: the ranks.
+    """
+    check_comm(comm, "broadcast")
+    check_rank(src, comm.size, "src", "broadcast")
+    if comm.size == 1:
+        return identity(check_tensor(x, comm.device, "broadcast"))
+    if comm.rank == src and like is not None:
+        check_tensor(x, comm.device, "broadcast")
+    if like is None:
+        shape, dtype, needs_grad, _ = announce(x, src, (), comm, "broadcast")
+    else:
+        (shape, dtype), needs_grad = like_of(like), torch.is_grad_enabled()
+    mine = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
+    return Broadcast.apply(mine, RootPlan(comm, src, shape, dtype))
+
+
+def sum_reduce(x: Tensor, dst: int = 0, *, comm: Communicator) -> Tensor:
+    """Return the sum of `x` over ranks on rank `dst`, a tensor without elements elsewhere.
+
+    Collective over `comm`; the backward sends the root's gradient to all, so every rank must use
+    its result (the empty one too: `attach` does that).
+    """
+    check_call(x, comm, "sum_reduce")
+    check_rank(dst, comm.size, "dst", "sum_reduce")
+    if comm.size == 1:
+        return identity(x)
+    return SumReduce.apply(x, RootPlan(comm, dst, tuple(x.shape), x.dtype))
