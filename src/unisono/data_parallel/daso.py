@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.data_parallel import daso_state
-from unisono.data_parallel.construction import broadcast_module
 from unisono.data_parallel.daso_agreement import agree
 from unisono.data_parallel.daso_arguments import check_arguments, check_loss
 from unisono.data_parallel.daso_averages import average_buffers, average_state
@@ -25,6 +24,7 @@ from unisono.data_parallel.daso_exchange import NodeExchange
 from unisono.data_parallel.daso_local import LocalStep
 from unisono.data_parallel.daso_outer import OuterOptimizer
 from unisono.data_parallel.ranks import communicator_of
+from unisono.data_parallel.replicas import broadcast_module
 from unisono.data_parallel.schedule import DasoSchedule
 from unisono.errors import explain
 from unisono.expect import expect

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import Communicator
-from unisono.data_parallel.construction import broadcast_tensors, on_device
 from unisono.data_parallel.daso_flat import flatten, write_back
+from unisono.data_parallel.ranks import broadcast_tensors, on_device
 
 __all__ = ["average_buffers", "average_state"]
 

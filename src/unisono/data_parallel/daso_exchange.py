@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator, Pending
-from unisono.data_parallel.construction import broadcast_tensors, on_device
 from unisono.data_parallel.daso_flat import FlatParameters, is_finite
 from unisono.data_parallel.daso_outer import OuterOptimizer
 from unisono.data_parallel.nodes import NodeLayout
+from unisono.data_parallel.ranks import broadcast_tensors, on_device
 from unisono.errors import UnisonoError, explain
 
 __all__ = ["InFlight", "NodeExchange", "NonFiniteParameters"]

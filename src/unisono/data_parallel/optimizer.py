@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn, optim
 
-from unisono.data_parallel.clearing import clear_gradients
 from unisono.errors import explain
 from unisono.expect import expect, one_line
 
@@ -33,6 +32,10 @@ class Stepper(Protocol):
 
     def finalize(self) -> None:
         """Complete everything."""
+        ...
+
+    def show_gradients(self) -> None:
+        """Complete gradients, unless they belong to a step that is owed."""
         ...
 
     @property
@@ -95,7 +98,13 @@ class DataParallelOptimizer(optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the inner optimizer."""
+        """Groups of the inner optimizer; gradients are complete before a step.
+
+        A `GradScaler`, say, looks at them from here.
+        """
+        stepper = self._attached()
+        if stepper is not None:
+            stepper.show_gradients()
         return self.torch_optimizer.param_groups
 
     @param_groups.setter
@@ -120,7 +129,7 @@ class DataParallelOptimizer(optim.Optimizer):
     @property
     def params_ref(self) -> list[nn.Parameter]:
         """All parameters of all groups, in order."""
-        return [p for group in self.param_groups for p in group["params"]]
+        return [p for group in self.torch_optimizer.param_groups for p in group["params"]]
 
     @property
     def update_next(self) -> bool:
@@ -194,7 +203,7 @@ class DataParallelOptimizer(optim.Optimizer):
         elif engine is None or type(inner).zero_grad is not optim.Optimizer.zero_grad:
             inner.zero_grad(set_to_none)
         else:
-            clear_gradients(engine, inner, set_to_none)
+            engine.clear_gradients(inner, set_to_none)
 
     def finalize(self) -> None:
         """Carry out a step that is owed. Local."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.data_parallel.construction import on_device
+from unisono.data_parallel.ranks import on_device
 
 __all__ = ["reorder_rows"]
 

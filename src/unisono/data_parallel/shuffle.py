@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Pending
-from unisono.data_parallel.construction import on_device
-from unisono.data_parallel.ranks import communicator_of
+from unisono.data_parallel.ranks import communicator_of, on_device
 from unisono.data_parallel.seeding import generator_of
 from unisono.errors import PartitionError
 

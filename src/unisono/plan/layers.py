@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from unisono.data_parallel.bucket_making import NETWORK_MB
-from unisono.data_parallel.buckets import plan_buckets
+from unisono.data_parallel.bucket import plan_buckets
+from unisono.data_parallel.engine import NETWORK_MB
 from unisono.plan.subject import Subject
 from unisono.plan.workload import Layer, SentBucket, Window
 

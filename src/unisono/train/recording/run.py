@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.comm.averaging_costs import CostLedger
 from unisono.comm.tracing import Recorder
-from unisono.data_parallel.partial_step import only_observes
+from unisono.data_parallel.nonblocking import only_observes
 from unisono.environment import detect
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.launch.here import here

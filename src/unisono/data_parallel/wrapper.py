@@ -6,41 +6,31 @@ import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.uncompiled import runs_uncompiled
-from unisono.data_parallel.buckets import Bucket
-from unisono.data_parallel.checks import (
-    check_max_norm,
-    check_options,
-    checked_optimizers,
-    fallback_reason,
-)
-from unisono.data_parallel.construction import (
+from unisono.data_parallel.bucket import Bucket
+from unisono.data_parallel.compression import check_compression
+from unisono.data_parallel.engine import GradientEngine, Stats
+from unisono.data_parallel.join import Join, Weights
+from unisono.data_parallel.nonblocking import DeferredUpdates, UpdateHook, fallback_reason
+from unisono.data_parallel.optimizer import DataParallelOptimizer
+from unisono.data_parallel.ranks import communicator_of
+from unisono.data_parallel.replicas import (
     broadcast_module,
     check_same_module,
     name_as_wrapped,
     reset_module,
 )
-from unisono.data_parallel.deferred import DeferredUpdates
-from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.join import Join
-from unisono.data_parallel.layer_hooks import (
-    LayerHook,
-    hook_layers,
-    layer_of,
-)
-from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.ranks import communicator_of
-from unisono.data_parallel.stats import Stats
-from unisono.data_parallel.weighting import Weights
-from unisono.expect import expect_choice
+from unisono.errors import an, explain
+from unisono.expect import expect, expect_choice, one_line
 
 __all__ = ["DataParallel"]
 
@@ -69,8 +59,6 @@ class DataParallel(nn.Module):
     torch.Size([3, 1])
     """
 
-    module: nn.Module
-    """The module inside."""
     comm: object
     """The ranks, as they were given."""
     communicator: Communicator
@@ -97,16 +85,17 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_options(
+            "DataParallel",
             module,
             bucket_mb,
             compression,
-            blocking_parameter_updates,
+            blocking_parameter_updates=blocking_parameter_updates,
             broadcast_buffers=broadcast_buffers,
             find_unused=find_unused,
             reset_parameters=reset_parameters,
         )
-        optimizers = checked_optimizers(optimizer, module)
-        self.module = module
+        optimizers = _checked_optimizers(optimizer, module)
+        self._modules["module"] = module
         self.communicator = communicator_of(comm)
         self.comm = self.communicator if comm is None else comm
         reason = None if blocking_parameter_updates else fallback_reason(optimizers, module)
@@ -116,14 +105,12 @@ class DataParallel(nn.Module):
             blocking_parameter_updates or reason or not optimizers
         )
         self._dp_optimizers = optimizers
-        self._fwd_hook_handles: list[RemovableHandle] = []
         self._options: dict[str, Any] = {
             "bucket_mb": bucket_mb,
             "compression": compression,
             "broadcast_buffers": broadcast_buffers,
             "find_unused": find_unused,
         }
-        self._name_layers()
         options = [self.blocking_parameter_updates, *_words(self)]
         check_same_module(module, self.communicator, options)
         if reset_parameters:
@@ -132,51 +119,68 @@ class DataParallel(nn.Module):
         self._start()
 
     def _start(self) -> GradientEngine:
-        """Make the engine and, in non-blocking mode, the guards. Collective over `comm`."""
+        """Make the engine and, in non-blocking mode, what defers updates. Collective over `comm`."""
         engine = GradientEngine(
-            self.module,
+            self._inner,
             self.communicator,
             blocking=self.blocking_parameter_updates,
             **self._options,
         )
         engine.options = tuple(_words(self))
-        engine.weigh = weights = Weights(engine)
         deferred: DeferredUpdates | None = None
         for optimizer in self._dp_optimizers:
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
             optimizer.attach(None, engine)
         if not self.blocking_parameter_updates and self.communicator.size > 1:
             deferred = DeferredUpdates(engine, self._dp_optimizers[0])
-        self._engine, self._weights, self._deferred = engine, weights, deferred
-        self._fwd_hook_handles = []
-        if deferred is not None:
-            self._fwd_hook_handles = hook_layers(self.module, self._layers, self._forward_hook)
+        self._engine, self._weights, self._deferred = engine, Weights(engine), deferred
         weakref.finalize(self, _leave, engine, deferred)
         return engine
 
-    def _name_layers(self) -> None:
-        names = (name for name, _ in self.module.named_parameters())
-        self._layers = list(dict.fromkeys(layer_of(name) for name in names))
+    # -- ways to the parameters: what is owed is completed first -----------------------------------
+
+    @property
+    def _inner(self) -> nn.Module:
+        return cast(nn.Module, self._modules["module"])
+
+    @property
+    def module(self) -> nn.Module:
+        """The module inside; completes what is owed."""
+        self.finalize()
+        return self._inner
+
+    def named_modules(
+        self, *args: Any, **kwargs: Any
+    ) -> Generator[tuple[str, nn.Module], None, None]:
+        """Yield all modules, as `parameters()` and its like ask for; completes what is owed."""
+        self.finalize()
+        return super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the module inside; completes what is owed."""
+        self.finalize()
+        return super().named_children()
 
     # -- training -------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over `comm` when training (buffers, changed parameters)."""
-        engine = self._running()
+        engine, module = self._running(), self._inner
         if engine.comm.size == 1:
-            return self.module(*inputs, **kwargs)
-        if self._join is not None and self.module.training and torch.is_grad_enabled():
+            return module(*inputs, **kwargs)
+        if self._join is not None and module.training and torch.is_grad_enabled():
             engine.before_forward(self._join.before_forward())
         else:
             engine.before_forward()
         deferred = self._deferred
         if deferred is not None and (deferred.is_compiled or torch.compiler.is_compiling()):
-            self.finalize()  # compiled code reads parameters without asking anybody
-        return self._end_forward(engine, self.module(*inputs, **kwargs))
+            self.finalize()  # compiled code calls no hooks of its layers
+        return self._end_forward(engine, module(*inputs, **kwargs))
 
     @runs_uncompiled
     def _end_forward(self, engine: GradientEngine, outputs: Any) -> Any:
-        self.finalize()  # layers that this forward did not use
+        if self._deferred is not None:
+            self._deferred.end_forward()
         engine.after_forward(outputs)
         return outputs
 
@@ -266,22 +270,21 @@ class DataParallel(nn.Module):
 
         Gradients are the same on all ranks, so their norm is, too.
         """
-        check_max_norm(max_norm)
-        self.finalize()
+        if not max_norm >= 0:  # infinity clips nothing
+            hint = "clip_grad_norm(1.0), at least 0"
+            raise ValueError(explain(f"clip_grad_norm({max_norm})", None, None, hint))
         return nn.utils.clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def rebuild(self) -> None:
         """Make the buckets again after parameters changed. Collective over `comm`."""
-        engine = self._running()
-        self._name_layers()
-        engine.rebuild()
+        self._running().rebuild()
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The gradient buckets, in the order in which they travel; none in a world of one."""
-        return self._running().buckets
+        return tuple(bucket.info for bucket in self._running().buckets)
 
     def stats(self) -> Stats:
         """Return what communication has cost this rank so far. Local."""
@@ -295,14 +298,14 @@ class DataParallel(nn.Module):
         """Take back what `compression_state_dict` gave on this rank. Local."""
         self._running().averaging.load_state_dict(state)
 
-    def _settle_layer(self, layer: str) -> None:
-        """Wait for and apply the owed update of a layer. Local."""
-        if self._deferred is not None and self._deferred.active:
-            self._deferred.settle_layer(layer)
+    @property
+    def _fwd_hook_handles(self) -> list[RemovableHandle]:
+        """The hooks on the forwards of layers, by HeAT's name; none in blocking mode."""
+        return [] if self._deferred is None else self._deferred.layer_hooks
 
-    def _forward_hook(self, layer_name: str) -> LayerHook:
+    def _forward_hook(self, layer_name: str) -> UpdateHook:
         """Return a forward pre-hook that applies the owed update of that layer."""
-        return LayerHook(self, layer_name)
+        return UpdateHook(self._deferred, layer_name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the end of training (`training` false) completes what is owed."""
@@ -314,7 +317,7 @@ class DataParallel(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Take names with `module.`, as `state_dict` gives them, and those of the module inside."""
-        name_as_wrapped(state_dict, prefix, self.module)
+        name_as_wrapped(state_dict, prefix, self._inner)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # -- copies ---------------------------------------------------------------------------------
@@ -341,14 +344,13 @@ class DataParallel(nn.Module):
 
     def _plain_state(self) -> dict[str, Any]:
         """Return what describes this object without its module, ranks and hooks."""
-        kept = ("blocking_parameter_updates", "_options", "_layers")
+        kept = ("blocking_parameter_updates", "_options")
         return {
             **{name: copy.copy(self.__dict__[name]) for name in kept},
             "_engine": None,
             "_weights": None,
             "_deferred": None,
             "_join": None,
-            "_fwd_hook_handles": [],
         }
 
     def __getstate__(self) -> dict[str, Any]:
@@ -376,7 +378,7 @@ def _leave(engine: GradientEngine, deferred: DeferredUpdates | None) -> None:
     """The last act for a `DataParallel` that is gone: complete requests, free the module."""
     owes = deferred is not None and deferred.owes
     with contextlib.suppress(Exception):
-        engine.under_way.wait_all()
+        engine.wait_all()
     if deferred is not None:
         deferred.close()
     engine.detach()
@@ -387,3 +389,96 @@ def _leave(engine: GradientEngine, deferred: DeferredUpdates | None) -> None:
             ResourceWarning,
             stacklevel=2,
         )
+
+
+def check_options(
+    wrapper: str,
+    module: nn.Module,
+    bucket_mb: float | None,
+    compression: object,
+    **switches: object,
+) -> None:
+    """Check what a wrapper is made of: on all ranks alike, before any collective."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            explain(
+                f"{wrapper}({one_line(module)})",
+                f"{type(module).__name__}, expected a torch.nn.Module",
+                None,
+                f"{wrapper}(torch.nn.Linear(4, 2))",
+            )
+        )
+    if bucket_mb is not None:
+        expect("bucket_mb", bucket_mb, (int, float))
+        if not bucket_mb > 0:
+            raise ValueError(
+                explain(
+                    f"bucket_mb={bucket_mb}",
+                    None,
+                    f"{bucket_mb} <= 0",
+                    "bucket_mb=25, any number above 0, or None for a size chosen by transport",
+                )
+            )
+    check_compression(compression)
+    for name, value in switches.items():
+        expect(name, value, bool)
+    for name, part in module.named_modules():
+        if isinstance(part.__dict__.get("_engine"), GradientEngine):
+            raise ValueError(
+                explain(
+                    f"{wrapper} of a module with {an(type(part).__name__)} in it",
+                    f"{name or 'the module itself'}, which averages its gradients already",
+                    None,
+                    f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
+                )
+            )
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(x):
+            found, hint = "has no shape yet", "run one forward first: module(example_batch)"
+        elif x.is_meta:
+            found = "is on meta, without values"
+            hint = "module.to_empty(device='cpu'), then load or initialise its values"
+        else:
+            continue
+        raise ValueError(
+            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", None, hint)
+        )
+
+
+def _checked_optimizers(optimizer: object, module: nn.Module) -> list[DataParallelOptimizer]:
+    """Return the optimizers as a list, each with at least one parameter of the module."""
+    given: Sequence[object]
+    if optimizer is None:
+        given = []
+    elif isinstance(optimizer, list | tuple):
+        given = optimizer
+    else:
+        given = [optimizer]
+    own = {id(p) for p in module.parameters()}
+    checked: list[DataParallelOptimizer] = []
+    for one in given:
+        if not isinstance(one, DataParallelOptimizer):
+            raise TypeError(_not_one_of_ours(one))
+        params = one.params_ref
+        if not any(id(p) in own for p in params):
+            raise ValueError(
+                explain(
+                    f"an optimizer with {len(params)} parameters",
+                    f"none of them is one of the module's {len(own)} parameters",
+                    None,
+                    "build the optimizer from the parameters of this very module",
+                )
+            )
+        checked.append(one)
+    return checked
+
+
+def _not_one_of_ours(found: object) -> str:
+    kind = type(found).__name__
+    if kind == "DASO":
+        hint = "DataParallelMultiGPU(module, daso)"
+    elif isinstance(found, optim.Optimizer):
+        hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
+    else:
+        hint = "optimizer=DataParallelOptimizer(torch_optimizer), a list of such, or None"
+    return explain(f"optimizer={kind}", "not a DataParallelOptimizer", None, hint)
