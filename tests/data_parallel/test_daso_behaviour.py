@@ -11,7 +11,7 @@ from torch import nn
 
 from unisono.comm import Communicator, world
 from unisono.data_parallel import DASO, DataParallelMultiGPU, Skips
-from unisono.data_parallel.daso_exchange import NonFiniteParameters
+from unisono.data_parallel.daso.exchange import NonFiniteParameters
 from unisono.errors import CollectiveMismatch, MeshError
 
 

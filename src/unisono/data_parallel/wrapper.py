@@ -30,7 +30,7 @@ from unisono.data_parallel.replicas import (
     reset_module,
 )
 from unisono.errors import an, explain
-from unisono.expect import expect, expect_choice, one_line
+from unisono.expect import expect, expect_choice
 
 __all__ = ["DataParallel"]
 
@@ -119,7 +119,7 @@ class DataParallel(nn.Module):
         self._start()
 
     def _start(self) -> GradientEngine:
-        """Make the engine and, in non-blocking mode, what defers updates. Collective over `comm`."""
+        """Make the engine, and what defers updates where they are. Collective over `comm`."""
         engine = GradientEngine(
             self._inner,
             self.communicator,
@@ -399,15 +399,7 @@ def check_options(
     **switches: object,
 ) -> None:
     """Check what a wrapper is made of: on all ranks alike, before any collective."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            explain(
-                f"{wrapper}({one_line(module)})",
-                f"{type(module).__name__}, expected a torch.nn.Module",
-                None,
-                f"{wrapper}(torch.nn.Linear(4, 2))",
-            )
-        )
+    expect("module", module, nn.Module, "module=torch.nn.Linear(4, 2)")
     if bucket_mb is not None:
         expect("bucket_mb", bucket_mb, (int, float))
         if not bucket_mb > 0:

@@ -208,11 +208,11 @@ def test_a_module_is_wrapped_once():
 def test_a_long_description_of_a_wrong_argument_is_left_out():
     layer = nn.Linear(2, 1)
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"^DataParallelMultiGPU\(SGD\(\.\.\.\)\)\n"):
+    with pytest.raises(TypeError, match=r"^module=SGD\(\.\.\.\)\n"):
         DataParallelMultiGPU(sgd, DASO(sgd, 3))
     with pytest.raises(TypeError, match=r"^optimizer=SGD\(\.\.\.\)\n"):
         DataParallelMultiGPU(layer, sgd)
-    with pytest.raises(TypeError, match=r"^DataParallel\(SGD\(\.\.\.\)\)\n"):
+    with pytest.raises(TypeError, match=r"^module=SGD\(\.\.\.\)\n"):
         DataParallel(sgd)
 
 

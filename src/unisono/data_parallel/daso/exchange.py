@@ -7,22 +7,28 @@ value travel.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono.comm import Communicator, Pending
-from unisono.data_parallel.daso_flat import FlatParameters, is_finite
-from unisono.data_parallel.daso_outer import OuterOptimizer
-from unisono.data_parallel.nodes import NodeLayout
-from unisono.data_parallel.ranks import broadcast_tensors, on_device
+from unisono.data_parallel.daso.nodes import NodeLayout
+from unisono.data_parallel.ranks import (
+    average_tensors,
+    broadcast_tensors,
+    flatten,
+    on_device,
+    real_view,
+    write_back,
+)
 from unisono.errors import UnisonoError, explain
-
-__all__ = ["InFlight", "NodeExchange", "NonFiniteParameters"]
 
 
 class NonFiniteParameters(UnisonoError, ValueError):
@@ -53,6 +59,105 @@ class InFlight:
     narrow: bool
     """Whether differences travel."""
     pending: list[Pending[Tensor]]
+
+
+class FlatParameters:
+    """Packs trainable parameters, in the order of `named_parameters`, and writes them back.
+
+    Args:
+        module: frozen parameters are left out, shared ones count once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.named = _trainable(module)
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, param in self.named:
+            kinds[param.device, param.dtype].append((name, param))
+        self._kinds = list(kinds.values())
+        self._keys = [_key(param) for _, param in self.named]
+
+    @property
+    def numel(self) -> int:
+        """Number of trainable elements."""
+        return sum(param.numel() for _, param in self.named)
+
+    def still_fits(self, module: nn.Module) -> bool:
+        """Whether the module's trainable parameters are those packed here."""
+        now = _trainable(module)
+        return [_key(param) for _, param in now] == self._keys
+
+    def pack(self) -> list[Tensor]:
+        """Return the values as new flat tensors, one for each kind."""
+        return [flatten(param for _, param in kind) for kind in self._kinds]
+
+    def blank(self) -> list[Tensor]:
+        """Return tensors like those of `pack`, with nothing in them yet."""
+        return [
+            torch.empty(
+                sum(real_view(param).numel() for _, param in kind),
+                dtype=real_view(kind[0][1]).dtype,
+                device=kind[0][1].device,
+            )
+            for kind in self._kinds
+        ]
+
+    def unpack(self, flats: Sequence[Tensor]) -> None:
+        """Overwrite the parameters with these values."""
+        for kind, flat in zip(self._kinds, flats, strict=True):
+            write_back(flat, [param for _, param in kind])
+
+    def name_at(self, kind: int, offset: int) -> str:
+        """Return the name of the parameter at an offset of a flat tensor."""
+        sizes = [real_view(param).numel() for _, param in self._kinds[kind]]
+        ends = accumulate(sizes)
+        return next(
+            name for (name, _), end in zip(self._kinds[kind], ends, strict=True) if offset < end
+        )
+
+    def first_non_finite(self) -> int:
+        """Return the place in `named` of the first parameter with a nan or inf, or -1."""
+        for place, (_, param) in enumerate(self.named):
+            if not _is_finite(real_view(param)):
+                return place
+        return -1
+
+
+class OuterOptimizer:
+    """Treats "last common value minus mean of the nodes" as a gradient and follows it.
+
+    With `momentum=0, lr=1` a step gives the mean itself.
+
+    Args:
+        momentum: part of the last update that is kept.
+        lr: length of a step.
+        nesterov: look ahead along the momentum.
+    """
+
+    def __init__(self, momentum: float, lr: float, nesterov: bool) -> None:
+        self.momentum = momentum
+        self.lr = lr
+        self.nesterov = nesterov
+        self.velocity: list[Tensor] | None = None
+
+    def restart(self) -> None:
+        """Forget the momentum."""
+        self.velocity = None
+
+    def step(self, common: Sequence[Tensor], mean: Sequence[Tensor]) -> list[Tensor]:
+        """Return the next common value from the last one and the mean of the nodes."""
+        drift = [a - b for a, b in zip(common, mean, strict=True)]
+        if self.velocity is None:
+            self.velocity = [d.clone() for d in drift]
+        else:
+            self.velocity = [
+                self.momentum * u + d for u, d in zip(self.velocity, drift, strict=True)
+            ]
+        directions = (
+            [d + self.momentum * u for d, u in zip(drift, self.velocity, strict=True)]
+            if self.nesterov
+            else self.velocity
+        )
+        return [a - self.lr * d for a, d in zip(common, directions, strict=True)]
 
 
 class NodeExchange:
@@ -245,7 +350,7 @@ class NodeExchange:
 
     def _check_finite(self, sums: Sequence[Tensor]) -> None:
         """Raise on all ranks if a sum, which they all have, is not finite."""
-        kind = next((i for i, x in enumerate(sums) if not is_finite(x)), None)
+        kind = next((i for i, x in enumerate(sums) if not _is_finite(x)), None)
         if kind is None:
             return
         places = [place for (place,) in self.comm.all_gather_ints([self.flat.first_non_finite()])]
@@ -261,3 +366,44 @@ class NodeExchange:
             hint = "downcast_type=torch.bfloat16 has the range of float32"
         text = explain("mean of parameters over nodes", found, None, hint)
         raise NonFiniteParameters(text, rank=rank, parameter=name)
+
+
+def average_buffers(module: nn.Module, comm: Communicator) -> None:
+    """Give all ranks the mean of float buffers and rank 0's other ones. Collective."""
+    buffers = list(module.buffers())
+    fractional = [x for x in buffers if x.is_floating_point() or x.is_complex()]
+    averaged = {id(x) for x in fractional}
+    average_tensors(fractional, comm)
+    broadcast_tensors([x for x in buffers if id(x) not in averaged], comm)
+
+
+def average_state(optimizer: Optimizer, comm: Communicator) -> None:
+    """Give all ranks the mean of the optimizer state that has a parameter's shape. Collective.
+
+    A rank whose parameter never had a gradient has no state for it; what not all ranks have stays.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own: dict[tuple[int, str], Tensor] = {
+        (i, name): value
+        for i, param in enumerate(params)
+        for name, value in optimizer.state.get(param, {}).items()
+        if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+    }
+    shared = set.intersection(*map(set, comm.all_gather_object(sorted(own))))
+    average_tensors([own[key] for key in sorted(shared)], comm)
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all values are finite; one pass, no copy."""
+    if x.numel() == 0:
+        return True
+    low, high = x.aminmax()
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _trainable(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+
+
+def _key(param: Tensor) -> tuple[object, ...]:
+    return id(param), param.device, param.dtype, param.shape

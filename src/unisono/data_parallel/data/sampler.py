@@ -1,11 +1,12 @@
-"""`DistributedDataset` and `DistributedSampler`: rows in one random order over all ranks.
+"""`DistributedSampler` and `create_train_val_split`: one random order of the rows of all ranks.
 
 A shuffle moves rows between ranks by one all-to-all; afterwards each rank reads its own memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,37 +14,12 @@ import torch
 import torch.utils.data
 from torch import Tensor
 
-from unisono.data_parallel.arrays import home_of, local_rows
-from unisono.data_parallel.reorder import reorder_rows
-from unisono.data_parallel.rows import RankRows, Transforms
-from unisono.data_parallel.seeding import agreed_seed
-from unisono.errors import PartitionError
+from unisono.comm import Communicator
+from unisono.data_parallel.data.dataset import DistributedDataset, home_of, local_rows
+from unisono.data_parallel.ranks import on_device
+from unisono.errors import PartitionError, explain
 from unisono.expect import expect, expect_choice
 from unisono.topology import decompose
-
-__all__ = ["DistributedDataset", "DistributedSampler"]
-
-
-class DistributedDataset(RankRows):
-    """This rank's rows of an array, of any number on each rank. Collective over `comm`.
-
-    Args:
-        array: this rank's rows: tensor, numpy array, or an object with `.larray`. Never written to.
-        transforms: a callable, or several applied in order, for each row.
-        comm: the ranks; default the array's own, else the world.
-    """
-
-    def __init__(self, array: Any, transforms: Transforms = None, *, comm: object = None) -> None:
-        rows = local_rows(array, "DistributedDataset")
-        super().__init__(rows, transforms, home_of(array, comm))
-        self.comm = self.communicator if comm is None else comm
-        self.array = array
-        self.cuts = decompose.bounds(self.communicator.block_lengths(rows))
-        """Where each rank's rows begin in the whole; one more entry than ranks."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A worker process needs the rows only."""
-        return {**super().__getstate__(), "array": None}
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):
@@ -84,7 +60,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         """Row of the original array at each place; None before the first shuffle."""
         self._linked: list[DistributedSampler] = []
         if shuffle:
-            self.seed = agreed_seed(seed, dataset.communicator)
+            self.seed = _agreed_seed(seed, dataset.communicator)
             self._shuffle()
 
     def __iter__(self) -> Iterator[int]:
@@ -171,7 +147,92 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
             places = now_at[wanted]
         elif order is None:
             return
-        self.dataset.data = reorder_rows(
+        self.dataset.data = _reorder_rows(
             self.dataset.data, places, self.dataset.cuts, comm=self.dataset.communicator
         )
         self._order = order
+
+
+def create_train_val_split(
+    X: Any, y: Any, p: float = 0.95, seed: int | None = None, *, comm: object = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (X_train, y_train, X_val, y_val), this rank's rows of each. Collective over `comm`.
+
+    Rows of all ranks are mixed by one seed; of its `n` rows each rank then takes `int(p * n)` for
+    training. X and y stay in step and are not written to.
+
+    Args:
+        X: this rank's rows of the data: tensor, numpy array, or an object with `.larray`.
+        y: this rank's rows of the labels, equally many.
+        p: part for training, between 0 and 1.
+        seed: of the mix; None: rank 0 draws one.
+        comm: the ranks; default those of `X`, else the world.
+    """
+    rows, labels = local_rows(X, "create_train_val_split"), local_rows(y, "create_train_val_split")
+    expect("p", p, (float, int))
+    expect("seed", seed, (int, type(None)))
+    if not 0 < p < 1:
+        raise ValueError(explain(f"p={p}", None, f"not 0 < {p} < 1", "p=0.95"))
+    home = home_of(X, comm)
+    lengths = home.all_gather_ints([rows.shape[0], labels.shape[0]])
+    unlike = [(rank, a, b) for rank, (a, b) in enumerate(lengths) if a != b]
+    if unlike:
+        rank, a, b = unlike[0]
+        raise PartitionError.because(
+            "create_train_val_split(X, y)",
+            f"on rank {rank} X has {a} rows and y has {b}",
+            f"{a} != {b}",
+            "give every row of X its label on the same rank",
+        )
+    common = _agreed_seed(seed, home)
+    cuts = decompose.bounds([n for n, _ in lengths])
+    places = torch.randperm(cuts[-1], generator=torch.Generator().manual_seed(common))
+    n_local = rows.shape[0]
+    local = torch.randperm(n_local, generator=torch.Generator().manual_seed(common))
+    n_train = int(p * n_local)
+    mixed = [
+        _reorder_rows(part, places, cuts, comm=home)[local.to(part.device)]
+        for part in (rows, labels)
+    ]
+    return mixed[0][:n_train], mixed[1][:n_train], mixed[0][n_train:], mixed[1][n_train:]
+
+
+def _reorder_rows(
+    rows: Tensor, places: Tensor, cuts: Sequence[int], *, comm: Communicator
+) -> Tensor:
+    """Return this rank's rows of `x[places]`, where x is split over ranks. Collective over `comm`.
+
+    Args:
+        rows: local `[n_r, ...]`, rows `[cuts[r], cuts[r + 1])` of x. Unchanged.
+        places: permutation `[N]` of the rows of x, the same on every rank.
+        cuts: where each rank's rows begin, before and after.
+        comm: the ranks.
+
+    Returns:
+        New tensor `[n_r, ...]`.
+    """
+    start, stop = cuts[comm.rank], cuts[comm.rank + 1]
+    if comm.size == 1:
+        return rows[places.to(rows.device)]
+    # Rows of mine, in the order of their new places: those of one rank follow each other.
+    targets = ((places >= start) & (places < stop)).nonzero().squeeze(1)
+    ends = torch.searchsorted(targets, torch.tensor(cuts))
+    outgoing = rows[(places[targets] - start).to(rows.device)]
+    # My new rows, by the rank that has them: each sends in ascending order of place.
+    mine = places[start:stop]
+    by_source = [((mine >= a) & (mine < b)).nonzero().squeeze(1) for a, b in pairwise(cuts)]
+    arrived = on_device(comm, rows.device).all_to_all(
+        outgoing,
+        send_sizes=ends.diff().tolist(),
+        recv_sizes=[len(at) for at in by_source],
+    )
+    out = torch.empty_like(rows)
+    out[torch.cat(by_source).to(rows.device)] = arrived
+    return out
+
+
+def _agreed_seed(seed: int | None, comm: Communicator) -> int:
+    """Return `seed`, or one that rank 0 draws. Collective over `comm` if it is None."""
+    if seed is not None:
+        return seed
+    return comm.all_gather_ints([secrets.randbits(32)])[0][0]

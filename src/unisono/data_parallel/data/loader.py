@@ -9,13 +9,10 @@ import torch
 import torch.utils.data
 
 from unisono.comm import world
-from unisono.data_parallel.dataset import Dataset
-from unisono.data_parallel.seeding import generator_of
-from unisono.data_parallel.shuffle import dataset_irecv
+from unisono.data_parallel.data.dataset import Dataset
+from unisono.data_parallel.data.shuffle import dataset_irecv, generator_of
 from unisono.errors import explain
 from unisono.expect import expect
-
-__all__ = ["DataLoader"]
 
 
 class DataLoader:

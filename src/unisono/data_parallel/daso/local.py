@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.comm import Communicator
 
-__all__ = ["LocalStep"]
-
 
 class LocalStep:
     """What a rank does with its own optimizer, and whether its node stays together.

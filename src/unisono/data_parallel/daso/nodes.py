@@ -8,8 +8,6 @@ from functools import cached_property
 
 from unisono.errors import MeshError
 
-__all__ = ["NodeLayout"]
-
 
 @dataclass(frozen=True)
 class NodeLayout:

@@ -6,6 +6,7 @@ that rows travel while the model trains. Tensors are replaced, never written to.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,10 +16,7 @@ from torch import Tensor
 
 from unisono.comm import Pending
 from unisono.data_parallel.ranks import communicator_of, on_device
-from unisono.data_parallel.seeding import generator_of
 from unisono.errors import PartitionError
-
-__all__ = ["RingExchange", "dataset_irecv", "dataset_ishuffle", "dataset_shuffle"]
 
 Attributes = Sequence[Sequence[str | None]]
 """Pairs: name of a tensor of the dataset, and of an object whose `.larray` follows it, or None."""
@@ -115,3 +113,13 @@ def _rows_of(dataset: Any, name: str | None) -> Tensor:
             f"a tensor of at least {needed} rows is needed, as many as 'data' has",
         )
     return rows.detach()[:needed]
+
+
+def generator_of(*key: int | str) -> torch.Generator:
+    """Return a CPU generator whose stream depends on every part of the key.
+
+    The global generators are never touched.
+    """
+    text = "/".join(map(str, key)).encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    return torch.Generator().manual_seed(number)
