@@ -64,6 +64,8 @@ class Averaging(ABC):
     """Whether it divides by the number of ranks itself; else the engine does while filing."""
     carries_flags: bool = True
     """Whether the flags at the end of a bucket travel with it."""
+    bucket_count: int = 0
+    """How many buckets a backward has; set by the engine."""
     steps: int = 0
     """Backwards whose buckets have all started; counted by the engine."""
 

@@ -183,7 +183,6 @@ class UserFunction(Averaging):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
         self._last: Promised | None = None
-        self.bucket_count = 0
 
     def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:  # noqa: ARG002
         """Begin to average a bucket. Collective."""

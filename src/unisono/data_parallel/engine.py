@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,13 @@ from unisono.comm.averaging_costs import AveragingCosts, announce
 from unisono.comm.uncompiled import runs_uncompiled
 from unisono.data_parallel.averaging import Handle, SparseParameters, sparse_parameters
 from unisono.data_parallel.bucket import Bucket, GradientBucket, plan_buckets
-from unisono.data_parallel.compression import UserFunction, averaging_for
+from unisono.data_parallel.compression import averaging_for
 from unisono.data_parallel.ranks import broadcast_tensors, on_device
 from unisono.data_parallel.replicas import Structure, check_same_module
 from unisono.errors import CollectiveMismatch, RankTimeout
+
+if TYPE_CHECKING:
+    from unisono.data_parallel.nonblocking import DeferredUpdates
 
 NETWORK_MB = 25.0
 """Largest bucket where gradients pass through sockets or between GPUs."""
@@ -79,26 +82,6 @@ class Stats:
         )
 
 
-class Updates(Protocol):
-    """Who uses gradients that arrive after backward: see `nonblocking.py`."""
-
-    def attach(self) -> None:
-        """Buckets were made again."""
-        ...
-
-    def launched(self, bucket: GradientBucket) -> None:
-        """`bucket` has just been started."""
-        ...
-
-    def arrived(self, bucket: GradientBucket) -> None:
-        """`bucket` holds the mean; called instead of `resolve_unused`."""
-        ...
-
-    def finalize(self) -> None:
-        """Complete everything, because a backward may change gradients."""
-        ...
-
-
 class GradientEngine:
     """Averages gradients of `module` over `comm` in backward.
 
@@ -135,7 +118,8 @@ class GradientEngine:
         self.require_sync = True
         """Whether backward averages; False: it only accumulates locally."""
         self.averaging = averaging_for(compression, comm, blocking=blocking)
-        self.updates: Updates | None = None
+        self.updates: DeferredUpdates | None = None
+        """Who uses gradients that arrive after backward; None in blocking mode."""
         self.weigh: Callable[[], float] | None = None
         """Gives the weight of this rank's gradients in a backward; None: all ranks' are equal."""
         self.options: tuple[object, ...] = (bucket_mb, compression, broadcast_buffers, find_unused)
@@ -173,8 +157,7 @@ class GradientEngine:
         self._sparse = SparseParameters([p for _, p in named if id(p) in sparse])
         self._make_buckets([(name, p) for name, p in named if id(p) not in sparse])
         self._costs.buckets = len(self.buckets)
-        if isinstance(self.averaging, UserFunction):
-            self.averaging.bucket_count = len(self.buckets)
+        self.averaging.bucket_count = len(self.buckets)
         add = self._hooks.append
         for bucket in self.buckets:
             for i, param in enumerate(bucket.params):

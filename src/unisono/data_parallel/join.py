@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -144,18 +144,6 @@ class Weights:
         self._reference, self._total = None, 0.0
 
 
-class Stateful(Protocol):
-    """What is stepped once a batch: an optimizer, a scheduler, a gradient scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take the state of another rank."""
-        ...
-
-
 class Join:
     """One `join` block of a rank.
 
@@ -180,7 +168,7 @@ class Join:
         self._last_source: int | None = None
         self._batches = 0
         self._own = {id(p) for p in engine.module.parameters()}
-        self._stepped: dict[int, Stateful] = {}
+        self._stepped: dict[int, Any] = {}
         self._first_rates: dict[int, list[float]] = {}
         for optimizer in attached:
             self._note(optimizer)
@@ -285,7 +273,7 @@ def _rates(optimizer: optim.Optimizer) -> list[float]:
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
-def _describe(one: Stateful) -> str:
+def _describe(one: Any) -> str:
     if isinstance(one, DataParallelOptimizer):
         one = one.torch_optimizer
     if isinstance(one, optim.Optimizer):
@@ -293,7 +281,7 @@ def _describe(one: Stateful) -> str:
     return type(one).__name__
 
 
-def _is_schedule(one: Stateful) -> bool:
+def _is_schedule(one: Any) -> bool:
     return not isinstance(one, optim.Optimizer | torch.amp.GradScaler | nn.Module)
 
 

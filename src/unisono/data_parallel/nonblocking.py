@@ -7,9 +7,9 @@ collective.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -85,21 +85,18 @@ def only_observes(hook: Hook) -> Hook:
     return hook
 
 
+@dataclass
 class Owed:
-    """A step that was asked for and is not complete.
+    """A step that was asked for and is not complete."""
 
-    Attributes:
-        frozen: hyper-parameters at the time of the step.
-        buckets: numbers of the buckets whose parameters wait for it.
-        given: gradients at the time of the step, where they were not those under way.
-        clears: buckets to fill with zeros after their update.
-    """
-
-    def __init__(self, frozen: Frozen, buckets: Iterable[int]) -> None:
-        self.frozen = frozen
-        self.buckets = set(buckets)
-        self.given: dict[int, Tensor | None] = {}
-        self.clears: set[int] = set()
+    frozen: Frozen
+    """Hyper-parameters at the time of the step."""
+    buckets: set[int]
+    """Numbers of the buckets whose parameters wait for it."""
+    given: dict[int, Tensor | None]
+    """Gradients at the time of the step, where they were not those under way."""
+    clears: set[int] = field(default_factory=set)
+    """Buckets to fill with zeros after their update."""
 
 
 class DeferredUpdates:
@@ -223,11 +220,13 @@ class DeferredUpdates:
             return
         # A scheduler on the inner optimizer asks whether it has stepped.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        owed = Owed(_freeze(optimizer), [b.index for b in waiting])
-        for bucket in waiting:
-            for param, slot in zip(bucket.params, bucket.slots, strict=True):
-                if param.grad is not slot:
-                    owed.given[id(param)] = param.grad
+        given = {
+            id(param): param.grad
+            for bucket in waiting
+            for param, slot in zip(bucket.params, bucket.slots, strict=True)
+            if param.grad is not slot
+        }
+        owed = Owed(_freeze(optimizer), {b.index for b in waiting}, given)
         for bucket in engine.buckets:
             if bucket.index not in owed.buckets:
                 engine.wait(bucket)
@@ -421,25 +420,19 @@ def _freeze(optimizer: optim.Optimizer) -> Frozen:
 
 def _step_some(optimizer: optim.Optimizer, wanted: set[int], frozen: Frozen) -> None:
     """Update the parameters with these ids, with the frozen hyper-parameters. No hooks run."""
-    function = type(optimizer).step
-    bare = getattr(function, "__wrapped__", function) if hasattr(function, "hooked") else function
-    with _groups(optimizer, frozen, wanted):
-        if optimizer.param_groups:
-            bare(optimizer)
-
-
-@contextlib.contextmanager
-def _groups(optimizer: optim.Optimizer, frozen: Frozen, wanted: set[int]) -> Iterator[None]:
-    """Show the optimizer other groups for a moment."""
     groups = optimizer.param_groups
     shown: list[dict[str, Any]] = []
     for group, values in zip(groups, frozen, strict=True):
         params = [p for p in group["params"] if id(p) in wanted]
         if params:
             shown.append({"params": params, **values})
+    if not shown:
+        return
+    function = type(optimizer).step
+    bare = getattr(function, "__wrapped__", function) if hasattr(function, "hooked") else function
     optimizer.param_groups = shown
     try:
         with torch.no_grad():
-            yield
+            bare(optimizer)
     finally:
         optimizer.param_groups = groups

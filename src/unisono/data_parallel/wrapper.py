@@ -35,6 +35,10 @@ from unisono.expect import expect, expect_choice
 __all__ = ["DataParallel"]
 
 
+_CONNECTED = ("comm", "communicator", "_engine", "_weights", "_deferred", "_join")
+"""What ties a wrapper to ranks; its copies make their own."""
+
+
 class DataParallel(nn.Module):
     """Trains `module` on all ranks of `comm` with averaged gradients. Collective over `comm`.
 
@@ -111,7 +115,7 @@ class DataParallel(nn.Module):
             "broadcast_buffers": broadcast_buffers,
             "find_unused": find_unused,
         }
-        options = [self.blocking_parameter_updates, *_words(self)]
+        options = [self.blocking_parameter_updates, *_option_texts(self)]
         check_same_module(module, self.communicator, options)
         if reset_parameters:
             reset_module(module, self.communicator)
@@ -126,7 +130,7 @@ class DataParallel(nn.Module):
             blocking=self.blocking_parameter_updates,
             **self._options,
         )
-        engine.options = tuple(_words(self))
+        engine.options = tuple(_option_texts(self))
         deferred: DeferredUpdates | None = None
         for optimizer in self._dp_optimizers:
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
@@ -330,41 +334,26 @@ class DataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """Return a parallel copy with its own hooks, buckets and optimizers. Collective."""
-        self.finalize()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        plain = self._plain_state()
-        held = {name: x for name, x in self.__getstate__().items() if name not in plain}
-        super(DataParallel, twin).__setstate__({**copy.deepcopy(held, memo), **plain})
+        memo[id(self._options)] = dict(self._options)  # a function, or what it holds, is not copied
+        super(DataParallel, twin).__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.comm, twin.communicator = self.comm, self.communicator
         averaging = twin._start().averaging
         if self._engine is not None:
             averaging.load_state_dict(self._engine.averaging.state_dict())
         return twin
 
-    def _plain_state(self) -> dict[str, Any]:
-        """Return what describes this object without its module, ranks and hooks."""
-        kept = ("blocking_parameter_updates", "_options")
-        return {
-            **{name: copy.copy(self.__dict__[name]) for name in kept},
-            "_engine": None,
-            "_weights": None,
-            "_deferred": None,
-            "_join": None,
-        }
-
     def __getstate__(self) -> dict[str, Any]:
         self.finalize()
-        ours = {"comm", "communicator", "_dp_optimizers", *self._plain_state()}
-        rest = {name: value for name, value in self.__dict__.items() if name not in ours}
-        return {**rest, **self._plain_state(), "_dp_optimizers": self._dp_optimizers}
+        return {name: value for name, value in self.__dict__.items() if name not in _CONNECTED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.comm = self.communicator = communicator_of(None)
 
 
-def _words(model: DataParallel) -> list[str]:
+def _option_texts(model: DataParallel) -> list[str]:
     """Return the options as text that is the same in every process."""
     return [
         f"{name}={getattr(value, '__qualname__', type(value).__name__)}"
@@ -437,40 +426,28 @@ def check_options(
         )
 
 
-def _checked_optimizers(optimizer: object, module: nn.Module) -> list[DataParallelOptimizer]:
+def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelOptimizer]:
     """Return the optimizers as a list, each with at least one parameter of the module."""
-    given: Sequence[object]
     if optimizer is None:
-        given = []
-    elif isinstance(optimizer, list | tuple):
-        given = optimizer
-    else:
-        given = [optimizer]
+        return []
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     own = {id(p) for p in module.parameters()}
-    checked: list[DataParallelOptimizer] = []
     for one in given:
+        kind = type(one).__name__
         if not isinstance(one, DataParallelOptimizer):
-            raise TypeError(_not_one_of_ours(one))
-        params = one.params_ref
-        if not any(id(p) in own for p in params):
+            hint = "optimizer=DataParallelOptimizer(torch_optimizer), a list of such, or None"
+            if kind == "DASO":
+                hint = "DataParallelMultiGPU(module, daso)"
+            elif isinstance(one, optim.Optimizer):
+                hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
+            raise TypeError(explain(f"optimizer={kind}", "not a DataParallelOptimizer", None, hint))
+        if not any(id(p) in own for p in one.params_ref):
             raise ValueError(
                 explain(
-                    f"an optimizer with {len(params)} parameters",
+                    f"an optimizer with {len(one.params_ref)} parameters",
                     f"none of them is one of the module's {len(own)} parameters",
                     None,
                     "build the optimizer from the parameters of this very module",
                 )
             )
-        checked.append(one)
-    return checked
-
-
-def _not_one_of_ours(found: object) -> str:
-    kind = type(found).__name__
-    if kind == "DASO":
-        hint = "DataParallelMultiGPU(module, daso)"
-    elif isinstance(found, optim.Optimizer):
-        hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
-    else:
-        hint = "optimizer=DataParallelOptimizer(torch_optimizer), a list of such, or None"
-    return explain(f"optimizer={kind}", "not a DataParallelOptimizer", None, hint)
+    return given

@@ -113,7 +113,7 @@ def test_bad_input_is_answered_in_sentences():
     layer, other = nn.Linear(2, 1), nn.Linear(2, 1)
     ours = DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
     for module in (None, "net", nn.Linear):
-        with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        with pytest.raises(TypeError, match="expected Module"):
             DataParallel(module)
     with pytest.raises(TypeError, match="names no group of ranks"):
         DataParallel(layer, "world")

@@ -76,11 +76,6 @@ class FlatParameters:
         self._kinds = list(kinds.values())
         self._keys = [_key(param) for _, param in self.named]
 
-    @property
-    def numel(self) -> int:
-        """Number of trainable elements."""
-        return sum(param.numel() for _, param in self.named)
-
     def still_fits(self, module: nn.Module) -> bool:
         """Whether the module's trainable parameters are those packed here."""
         now = _trainable(module)

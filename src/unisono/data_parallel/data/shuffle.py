@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,26 +31,16 @@ class RingExchange:
     """For each attribute, what the previous rank sends."""
 
 
-class Shufflable(Protocol):
-    """What a shuffle needs of a dataset.
-
-    It leaves two attributes there: `exchange`, the rows under way, and `shuffles`, their number so
-    far. A dataset may have a `seed`, else it is 0.
-    """
-
-    comm: object
-    lcl_half: int
-    _cut_slice: slice
-
-
-def dataset_shuffle(dataset: Shufflable, attrs: Attributes) -> None:
+def dataset_shuffle(dataset: Any, attrs: Attributes) -> None:
     """Shuffle attributes of a dataset over ranks, all alike. Collective over its communicator.
 
     Rows `[0, lcl_half)` go to the next rank, those of the previous one take their place, and one
     random permutation mixes the rows of every attribute. Globally no row is lost or doubled.
 
     Args:
-        dataset: a `Dataset`, or anything with its attributes.
+        dataset: a `Dataset`, or anything with its `comm`, `lcl_half` and `_cut_slice`. Two
+            attributes are left there: `exchange`, the rows under way, and `shuffles`, their number
+            so far. It may have a `seed`, else it is 0.
         attrs: pairs `[name, other]`: the tensor `name` is replaced; `other` names an object whose
             `.larray` gets the same rows, or is None.
     """
@@ -58,7 +48,7 @@ def dataset_shuffle(dataset: Shufflable, attrs: Attributes) -> None:
     dataset_irecv(dataset)
 
 
-def dataset_ishuffle(dataset: Shufflable, attrs: Attributes) -> None:
+def dataset_ishuffle(dataset: Any, attrs: Attributes) -> None:
     """Start `dataset_shuffle` and return; rows change only in `dataset_irecv`. Collective.
 
     An exchange that is still under way is completed first.
@@ -71,21 +61,20 @@ def dataset_ishuffle(dataset: Shufflable, attrs: Attributes) -> None:
         on_device(comm, rows.device).start.exchange({to: rows[:half]}, {source: rows[:half]})
         for rows in tensors
     ]
-    _noted(dataset).exchange = RingExchange(attrs, arriving)
+    dataset.exchange = RingExchange(attrs, arriving)
 
 
-def dataset_irecv(dataset: Shufflable) -> None:
+def dataset_irecv(dataset: Any) -> None:
     """Complete the exchange that `dataset_ishuffle` started; without one, do nothing."""
-    noted = _noted(dataset)
-    under_way: RingExchange | None = getattr(noted, "exchange", None)
+    under_way: RingExchange | None = getattr(dataset, "exchange", None)
     if under_way is None:
         return
-    noted.exchange = None
+    dataset.exchange = None
     comm = communicator_of(dataset.comm)
     source = (comm.rank - 1) % comm.size
-    shuffles: int = getattr(noted, "shuffles", 0)
-    generator = generator_of(getattr(noted, "seed", 0), shuffles, comm.rank)
-    noted.shuffles = shuffles + 1
+    shuffles: int = getattr(dataset, "shuffles", 0)
+    generator = generator_of(getattr(dataset, "seed", 0), shuffles, comm.rank)
+    dataset.shuffles = shuffles + 1
     n_rows = dataset._cut_slice.stop
     order = torch.randperm(n_rows, generator=generator)
     for (name, other), pending in zip(under_way.attrs, under_way.arriving, strict=True):
@@ -95,11 +84,6 @@ def dataset_irecv(dataset: Shufflable) -> None:
         setattr(dataset, str(name), mixed)
         if other is not None:
             getattr(dataset, other).larray = mixed
-
-
-def _noted(dataset: Any) -> Any:
-    """Return the dataset as one whose attributes may be missing: a class of the user's own."""
-    return dataset
 
 
 def _rows_of(dataset: Any, name: str | None) -> Tensor:
