@@ -23,12 +23,20 @@ from unisono.comm import Communicator
 from unisono.cores import usable_cores
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
 from unisono.plan import Calibration, Prediction, Subject, Workload, calibrate, profile
-from unisono.plan.calibration import TYPICAL, calibration_file, fit_link
-from unisono.plan.measure import SIZES, group_over, hidden_share, overlapping, sums_over
-from unisono.plan.presets import PRESETS
+from unisono.plan.calibration import (
+    SIZES,
+    TYPICAL,
+    calibration_file,
+    fit_link,
+    group_over,
+    hidden_share,
+    overlapping,
+    sums_over,
+)
 from unisono.plan.profile import step_of
-from unisono.plan.replicas import bayes as predict_bayes
-from unisono.plan.replicas import data_parallel as predict_data_parallel
+from unisono.plan.subject import PRESETS
+from unisono.plan.ways import bayes as predict_bayes
+from unisono.plan.ways import data_parallel as predict_data_parallel
 
 MODELS = ("mlp", "cnn", "transformer", "bayes")
 RANKS = (1, 2, 4)

@@ -314,8 +314,8 @@ def test_owed_updates_of_a_layer_can_be_asked_for():
     inner = ht.optim.SGD(module.parameters(), lr=0.1)
     optimizer = ht.optim.DataParallelOptimizer(inner)
     model = ht.nn.DataParallel(module, ht.MPI_WORLD, optimizer)
-    under_way = model._engine.under_way
-    under_way.has_arrived = lambda bucket: bucket not in under_way  # so that the step is owed
+    engine = model._engine
+    engine.has_arrived = lambda bucket: bucket not in engine.under_way  # so that the step is owed
     twin.load_state_dict(module.state_dict())
     model(torch.ones(3, 2)).sum().backward()
     assert list(model._layer_wait_handles) == ["1", "0"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from unisono.errors import PlatformError
 from unisono.plan.calibration import TYPICAL, fit_link
-from unisono.plan.cluster import Cluster
-from unisono.plan.links import (
+from unisono.plan.cluster import (
+    Cluster,
     Link,
     all_gather,
     all_reduce,
@@ -22,12 +22,28 @@ from unisono.plan.links import (
     broadcast,
     contention,
 )
-from unisono.plan.overlap import remaining, waiting_after_backward, waiting_in_next_forward
-from unisono.plan.planning import compare, rank_counts, scaling, ways
-from unisono.plan.prediction import Impossible, Prediction
+from unisono.plan.prediction import (
+    Impossible,
+    Prediction,
+    remaining,
+    waiting_after_backward,
+    waiting_in_next_forward,
+)
 from unisono.plan.quantities import read_rate, read_time, write_bytes, write_rate, write_time
-from unisono.plan.replicas import bayes, daso, data_parallel, sharded
-from unisono.plan.teams import graph, grid_of, spatial, tensor
+from unisono.plan.ways import (
+    bayes,
+    compare,
+    daso,
+    data_parallel,
+    graph,
+    grid_of,
+    rank_counts,
+    scaling,
+    sharded,
+    spatial,
+    tensor,
+    ways,
+)
 from unisono.plan.workload import (
     GraphCut,
     GraphLoad,

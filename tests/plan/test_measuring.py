@@ -26,10 +26,9 @@ from unisono.plan import (
 )
 from unisono.plan.calibration import TYPICAL
 from unisono.plan.prediction import Impossible
-from unisono.plan.presets import PRESETS
 from unisono.plan.report import table
-from unisono.plan.subject import as_subject
-from unisono.plan.teams import spatial
+from unisono.plan.subject import PRESETS, as_subject
+from unisono.plan.ways import spatial
 from unisono.plan.workload import Pace, SentBucket, Workload
 from unisono.topology import Partition
 
@@ -151,7 +150,7 @@ def test_models_come_from_files_and_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     subject = load_subject(f"{tmp_path / 'train.py'}:make")
     assert (subject.name, subject.samples) == ("make", 5)
-    assert load_subject("unisono.plan.presets:mlp").name == "mlp"
+    assert load_subject("unisono.plan.subject:mlp").name == "mlp"
     assert as_subject(subject) is subject
     for word, message in (
         ("resnet", "there are mlp, cnn, transformer, graph, bayes"),

@@ -143,8 +143,8 @@ def check_sizes(args: argparse.Namespace) -> None:
 def check_words(args: argparse.Namespace) -> None:
     """Refuse what could not be read or written after minutes of measuring."""
     from unisono.plan.cluster import ALGORITHMS
-    from unisono.plan.drawing import check_picture
     from unisono.plan.quantities import read_rate, read_time
+    from unisono.plan.report import check_picture
 
     if args.algorithm not in ALGORITHMS:
         raise PlatformError.because(
@@ -207,7 +207,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     from functools import partial
 
     from unisono.plan import calibrate, calibration_file, load_subject
-    from unisono.plan.presets import PRESETS
+    from unisono.plan.subject import PRESETS
 
     makers = [PRESETS[name] for name in ("mlp", "cnn")]
     if args.model is not None and args.model not in ("mlp", "cnn"):
@@ -225,8 +225,8 @@ def _plot(
     args: argparse.Namespace, workload: Workload, cluster: Cluster, batch: float, said: list[str]
 ) -> None:
     from unisono.plan import scaling
-    from unisono.plan.drawing import draw_scaling
-    from unisono.plan.planning import rank_counts
+    from unisono.plan.report import draw_scaling
+    from unisono.plan.ways import rank_counts
 
     counts = rank_counts(cluster.ranks_per_node, args.max_ranks)
     whole = batch * cluster.ranks

@@ -6,22 +6,30 @@ split over ranks.
 
 from __future__ import annotations
 
-from unisono.data_parallel.arrays import shard
-from unisono.data_parallel.buckets import Bucket
-from unisono.data_parallel.compression import GradBucket
-from unisono.data_parallel.daso import DASO
-from unisono.data_parallel.data_parallel import DataParallel
-from unisono.data_parallel.dataset import Dataset
-from unisono.data_parallel.loader import DataLoader
+from unisono.data_parallel.bucket import Bucket
+from unisono.data_parallel.compression import GradBucket, PowerSGD
+from unisono.data_parallel.daso import (
+    DASO,
+    BatchPlan,
+    DasoSchedule,
+    DetectMetricPlateau,
+    Skips,
+)
+from unisono.data_parallel.data import (
+    DataLoader,
+    Dataset,
+    DistributedDataset,
+    DistributedSampler,
+    create_train_val_split,
+    dataset_irecv,
+    dataset_ishuffle,
+    dataset_shuffle,
+    shard,
+)
+from unisono.data_parallel.engine import Stats
 from unisono.data_parallel.multi_gpu import DataParallelMultiGPU
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.plateau import DetectMetricPlateau
-from unisono.data_parallel.powersgd import PowerSGD
-from unisono.data_parallel.sampler import DistributedDataset, DistributedSampler
-from unisono.data_parallel.schedule import BatchPlan, DasoSchedule, Skips
-from unisono.data_parallel.shuffle import dataset_irecv, dataset_ishuffle, dataset_shuffle
-from unisono.data_parallel.split import create_train_val_split
-from unisono.data_parallel.stats import Stats
+from unisono.data_parallel.wrapper import DataParallel
 
 __all__ = [
     "DASO",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +12,44 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.comm.perform import Pending
-from unisono.data_parallel.averaging import (
-    Averaging,
-    Direct,
-    Done,
-    Handle,
-    InSharedMemory,
-    OverNetwork,
-)
-from unisono.data_parallel.gradient_bucket import GradientBucket
-from unisono.data_parallel.powersgd import PowerSGD, PowerSGDAveraging
+from unisono.data_parallel.averaging import Averaging, Handle, OneMessage, PlainSum
+from unisono.data_parallel.bucket import GradientBucket
+from unisono.data_parallel.ranks import average_tensors
 from unisono.errors import explain
+from unisono.expect import expect_float, expect_int
 
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ALLOWED = 'None, "bf16", "fp16", "powersgd", PowerSGD(rank=4), or a function of a bucket'
+_SEED = 20190901
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Compression by low-rank factors with error feedback."""
+
+    rank: int = 4
+    """Columns of the factors."""
+    start_step: int = 100
+    """Steps that travel uncompressed first, while gradients change fast."""
+    min_ratio: float = 2.0
+    """A gradient is compressed only if it shrinks at least by this."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        expect_int("rank", self.rank, 1)
+        expect_int("start_step", self.start_step, 0)
+        expect_float("min_ratio", self.min_ratio, 0.0)
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a gradient of this shape travels as factors.
+
+        >>> PowerSGD(rank=4).compresses((1024, 784)), PowerSGD(rank=4).compresses((1024,))
+        (True, False)
+        """
+        if len(shape) < 2 or 0 in shape:
+            return False
+        n, m = shape[0], math.prod(shape[1:])
+        return (n + m) * self.rank * self.min_ratio < n * m
 
 
 def check_compression(compression: object) -> None:
@@ -37,19 +63,16 @@ def check_compression(compression: object) -> None:
         raise ValueError(explain(f"compression={compression!r}", None, None, f"one of {_ALLOWED}"))
 
 
-def averaging_for(compression: object, comm: Communicator, *, blocking: bool) -> Averaging:
+def averaging_for(compression: Any, comm: Communicator, *, blocking: bool) -> Averaging:
     """Return the averaging that `compression` asks for, as the transport of `comm` does it best."""
-    check_compression(compression)
     if compression is None:
-        return InSharedMemory(blocking) if comm.backend == "shm" else OverNetwork()
-    if isinstance(compression, str) and compression in _CASTS:
-        return Cast(_CASTS[compression], blocking)
+        return PlainSum(in_shared_memory=comm.backend == "shm", blocking=blocking)
     if compression == "powersgd":
-        return PowerSGDAveraging(PowerSGD())
+        compression = PowerSGD()
     if isinstance(compression, PowerSGD):
         return PowerSGDAveraging(compression)
-    if not callable(compression):
-        raise TypeError(f"compression={compression!r}")
+    if isinstance(compression, str):
+        return Cast(_CASTS[compression], blocking)
     return UserFunction(compression)
 
 
@@ -61,18 +84,18 @@ class Cast(Averaging):
         self._blocking = blocking
         self._wires: dict[int, Tensor] = {}
 
-    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:
-        """See `Averaging`."""
+    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle | None:
+        """Begin to average a bucket. Collective."""
         flat = bucket.flat
         if flat.element_size() <= self._dtype.itemsize:
-            return Direct(comm.start.all_reduce_(flat, "sum"))
+            return OneMessage(comm.start.all_reduce_(flat, "sum"))
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
         if comm.backend == "shm":
             return self._in_shared_memory(bucket.index, flat, comm)
         return Shares(flat, self._dtype, comm)
 
-    def _in_shared_memory(self, index: int, flat: Tensor, comm: Communicator) -> Handle:
+    def _in_shared_memory(self, index: int, flat: Tensor, comm: Communicator) -> Handle | None:
         wire = self._wires.get(index)
         if wire is None or wire.numel() != flat.numel():
             wire = self._wires[index] = comm.shared_buffer((flat.numel(),), self._dtype)
@@ -80,11 +103,11 @@ class Cast(Averaging):
         if self._blocking:
             comm.all_reduce_(wire, "sum")
             flat.copy_(wire)
-            return Done()
-        return Direct(comm.start.all_reduce_(wire, "sum"), wire, flat)
+            return None
+        return OneMessage(comm.start.all_reduce_(wire, "sum"), wire, flat)
 
 
-class Shares:
+class Shares(Handle):
     """A narrow sum in two messages: each rank adds up its share of all, then shares are joined.
 
     A backend's own sum would round after every addition, or travel wide.
@@ -101,21 +124,21 @@ class Shares:
         self._second: Pending[Tensor] | None = None
 
     def proceed(self) -> None:
-        """See `Handle`: add up the own share and send it to all."""
+        """Add up the own share and send it to all."""
         parts = self._first.wait().view(self._comm.size, self._share)
         mine = parts.to(torch.float32).sum(0).to(parts.dtype)
         even = [self._share] * self._comm.size
         self._second = self._comm.start.all_gather(mine, sizes=even)
 
     def wait(self) -> None:
-        """See `Handle`."""
+        """Return when the bucket holds the mean."""
         if self._second is None:
             self.proceed()
         if self._second is not None:
             self._flat.copy_(self._second.wait()[: self._flat.numel()])
 
     def done(self) -> bool:
-        """See `Handle`."""
+        """Whether it holds it already."""
         return self._second is not None and self._second.done()
 
 
@@ -135,8 +158,8 @@ class GradBucket:
         return self._bucket.data
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients as views of the buffer, one a parameter."""
-        return list(self._bucket.slots)
+        """Return the gradients as views of the buffer, one per parameter."""
+        return [slot.data for slot in self._bucket.slots]  # writes here are not the user's
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the parameters, in the order of `gradients`."""
@@ -154,19 +177,15 @@ class GradBucket:
 class UserFunction(Averaging):
     """`function(bucket) -> Future` of the averaged flat buffer."""
 
+    takes_means = True
     carries_flags = False
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
         self._last: Promised | None = None
-        self.bucket_count = 0
-
-    def factor(self, weight: float | None, size: int) -> float | None:
-        """See `Averaging`: the function divides by the number of ranks itself."""
-        return None if weight is None else weight * size
 
     def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:  # noqa: ARG002
-        """See `Averaging`."""
+        """Begin to average a bucket. Collective."""
         view = GradBucket(bucket, bucket.index == self.bucket_count - 1)
         if self._last is not None:
             self._last.proceed()
@@ -174,7 +193,7 @@ class UserFunction(Averaging):
         return self._last
 
 
-class Promised(Done):
+class Promised(Handle):
     """A bucket whose mean a future brings."""
 
     def __init__(self, data: Tensor, future: torch.futures.Future[Any]) -> None:
@@ -182,19 +201,101 @@ class Promised(Done):
         self._future = future
 
     def proceed(self) -> None:
-        """See `Handle`: wait, for the function may start messages of its own when others arrive.
+        """Wait, for the function may start messages of its own when others arrive.
 
         Nothing else may be sent meanwhile, or ranks would send in different orders.
         """
         self._future.wait()
 
     def wait(self) -> None:
-        """See `Handle`."""
+        """Return when the bucket holds the mean."""
         result = self._future.wait()
         mean = result[0] if isinstance(result, list | tuple) else result
         if mean.data_ptr() != self._data.data_ptr():
             self._data.copy_(mean.view(-1))
 
     def done(self) -> bool:
-        """See `Handle`."""
+        """Whether it holds it already."""
         return self._future.done()
+
+
+class PowerSGDAveraging(Averaging):
+    """A gradient matrix travels as two thin factors; what they miss is added next time.
+
+    For a gradient G of n x m, with the part E that earlier steps left out: M = G + E; P = M Q; mean
+    of P over ranks, orthonormalised; Q = M^T P; mean of Q; the averaged gradient is G' = P Q^T, and
+    E = M - G'. Where an inf or NaN came in, G' is NaN, and Q and E stay as they were.
+    Everything that is not compressed travels in one message.
+    """
+
+    eager = False
+    takes_means = True  # error feedback wants gradients as they are
+
+    def __init__(self, config: PowerSGD) -> None:
+        self._config = config
+        self._errors: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+
+    def start(self, bucket: GradientBucket, comm: Communicator) -> None:
+        """Begin to average a bucket. Collective."""
+        chosen = [
+            i
+            for i, param in enumerate(bucket.params)
+            if self.steps >= self._config.start_step
+            and self._config.compresses(param.shape)
+            and not param.is_complex()
+        ]
+        if not chosen:
+            comm.all_reduce_(bucket.flat, "mean")
+            return
+        others = [slot for i, slot in enumerate(bucket.slots) if i not in chosen]
+        average_tensors([*others, bucket.flags], comm)
+        self._average_factors({bucket.names[i]: bucket.slots[i] for i in chosen}, comm)
+
+    def _average_factors(self, slots: dict[str, Tensor], comm: Communicator) -> None:
+        wholes: dict[str, Tensor] = {}
+        for name, slot in slots.items():
+            # A copy, so that the slot can take the result while the error needs the original.
+            wide = torch.promote_types(slot.dtype, torch.float32)
+            whole = slot.reshape(slot.shape[0], -1).to(wide, copy=True)
+            error = self._errors.get(name)
+            wholes[name] = whole if error is None else whole.add_(error)
+        left = {name: whole @ self._factor(name, whole) for name, whole in wholes.items()}
+        average_tensors(left.values(), comm)
+        # An inf or NaN of one rank is in the mean, which all ranks hold: they decide alike.
+        left = {name: torch.linalg.qr(p).Q for name, p in left.items() if p.isfinite().all()}
+        right = {name: wholes[name].T @ p for name, p in left.items()}
+        average_tensors(right.values(), comm)
+        for name, slot in slots.items():
+            mean = left[name] @ right[name].T if name in left else None
+            if mean is None or not mean.isfinite().all():
+                # Everybody sees that this step is none. Kept, it would spoil every later one.
+                slot.fill_(torch.nan)
+                continue
+            slot.copy_(mean.view(slot.shape))
+            self._errors[name] = wholes[name].sub_(mean)
+            self._factors[name] = right[name]
+
+    def _factor(self, name: str, whole: Tensor) -> Tensor:
+        """Return the right factor of the last step, or a random one, the same on all ranks."""
+        known = self._factors.get(name)
+        columns = min(self._config.rank, *whole.shape)
+        if known is not None and known.shape == (whole.shape[1], columns):
+            return known
+        generator = torch.Generator().manual_seed(_SEED)
+        start = torch.randn(whole.shape[1], columns, generator=generator, dtype=whole.dtype)
+        return start.to(whole.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's errors, and the factors."""
+        return {
+            "step": self.steps,
+            "errors": {name: x.clone() for name, x in self._errors.items()},
+            "factors": {name: x.clone() for name, x in self._factors.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.steps = int(state["step"])
+        self._errors = {name: x.clone() for name, x in state["errors"].items()}
+        self._factors = {name: x.clone() for name, x in state["factors"].items()}

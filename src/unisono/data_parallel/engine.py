@@ -7,8 +7,12 @@ call `before_forward` and `after_forward`; everything else happens by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +21,65 @@ from torch.utils.hooks import RemovableHandle
 from unisono.comm import Communicator
 from unisono.comm.health.trace import AveragingCosts, announce
 from unisono.comm.torch.private import runs_uncompiled
-from unisono.data_parallel import hooks
-from unisono.data_parallel.autograd_graph import reached_leaves, tensors_in
-from unisono.data_parallel.bucket_making import make_buckets
-from unisono.data_parallel.buckets import Bucket
-from unisono.data_parallel.compression import UserFunction, averaging_for
-from unisono.data_parallel.construction import check_same_module, on_device
-from unisono.data_parallel.forward_buffers import BufferBroadcast
-from unisono.data_parallel.gradient_bucket import GradientBucket
-from unisono.data_parallel.naming import BACKWARDS, Unfinished, named
-from unisono.data_parallel.sparse import SparseParameters, sparse_parameters
-from unisono.data_parallel.stats import Stats
-from unisono.data_parallel.structure import Structure
-from unisono.data_parallel.under_way import UnderWay
+from unisono.data_parallel.averaging import Handle, SparseParameters, sparse_parameters
+from unisono.data_parallel.bucket import Bucket, GradientBucket, plan_buckets
+from unisono.data_parallel.compression import averaging_for
+from unisono.data_parallel.ranks import broadcast_tensors, on_device
+from unisono.data_parallel.replicas import Structure, check_same_module
+from unisono.errors import CollectiveMismatch, RankTimeout
 
+if TYPE_CHECKING:
+    from unisono.data_parallel.nonblocking import DeferredUpdates
+
+NETWORK_MB = 25.0
+"""Largest bucket where gradients pass through sockets or between GPUs."""
+
+SHARED_MEMORY_MB = 1024.0
+"""Largest bucket in shared memory: reduced in place at the end of backward, so few are best."""
+
+BACKWARDS = "averaged backwards"
+"""What is counted in the group, so that a rank that has run out of data can be told from others."""
+
+Unfinished = (CollectiveMismatch, RankTimeout)
+"""Errors of a collective in which ranks did not come together."""
+
+# The only way to hear of the end of a backward, used by torch's own FSDP (seen with torch 2.13).
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Cost of communication on this rank, since construction."""
+
+    steps: int
+    """Backwards that averaged gradients."""
+    bytes: int
+    """Bytes handed to the communicator: gradients, flags and buffers."""
+    wait_backward_s: float
+    """Seconds in which this rank waited at the end of backward."""
+    wait_forward_s: float
+    """Seconds in which it waited later: in forward, `step` or wherever gradients were needed."""
+    buckets: tuple[Bucket, ...]
+    """The buckets, in the order in which they travel."""
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes of an average step."""
+        return self.bytes / max(1, self.steps)
+
+    @property
+    def wait_s_per_step(self) -> float:
+        """Seconds of an average step in which this rank did nothing but wait."""
+        return (self.wait_backward_s + self.wait_forward_s) / max(1, self.steps)
+
+    def __str__(self) -> str:
+        per_step = 1e3 / max(1, self.steps)
+        return (
+            f"{self.steps} steps, {len(self.buckets)} buckets, "
+            f"{self.bytes_per_step / 2**20:.2f} MB a step, waited "
+            f"{per_step * self.wait_backward_s:.2f} ms in backward and "
+            f"{per_step * self.wait_forward_s:.2f} ms later"
+        )
 
 
 class GradientEngine:
@@ -49,7 +97,7 @@ class GradientEngine:
         find_unused: whether to look for unused parameters after forward, so that they do not hold
             up their bucket. Results do not depend on it.
         blocking: whether gradients are complete when `backward()` returns. Else whoever needs
-            them waits for their buckets `under_way`.
+            them waits for their buckets.
     """
 
     def __init__(
@@ -70,25 +118,25 @@ class GradientEngine:
         self.require_sync = True
         """Whether backward averages; False: it only accumulates locally."""
         self.averaging = averaging_for(compression, comm, blocking=blocking)
-        self.on_attach: Callable[[], object] | None = None
-        """Called when buckets were made again."""
-        self.on_reuse: Callable[[], object] | None = None
-        """Called before a backward may change gradients, instead of waiting for all buckets."""
-        self.weigh: Callable[[], float | None] | None = None
+        self.updates: DeferredUpdates | None = None
+        """Who uses gradients that arrive after backward; None in blocking mode."""
+        self.weigh: Callable[[], float] | None = None
         """Gives the weight of this rank's gradients in a backward; None: all ranks' are equal."""
         self.options: tuple[object, ...] = (bucket_mb, compression, broadcast_buffers, find_unused)
         """What ranks must agree on."""
+        self.buckets: list[GradientBucket] = []
+        """In the order in which they travel."""
+        self.in_backward = False
+        self._handles: dict[int, Handle] = {}  # of buckets under way, by index
         self._bucket_mb = bucket_mb
-        self._buckets: list[GradientBucket] = []
+        self._broadcasts_buffers = broadcast_buffers
+        self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
-        self._buffers = BufferBroadcast(module, comm) if broadcast_buffers else None
         self._sparse = SparseParameters([])
         self._structure: Structure | None = None
         self._costs = AveragingCosts(type(module).__name__, comm.size)
-        self.under_way = UnderWay(self.averaging, self._costs, in_backward=blocking)
-        """Buckets that were started and not yet waited for."""
-        self._on_output = hooks.on_output(self)
-        self._in_backward = self._got_any = self._syncing = self._walked = False
+        self._on_output = _calling(self, GradientEngine.begin_backward)
+        self._got_any = self._syncing = self._walked = False
         self._weight: float | None = None
         self._factor: float | None = None
         self._next = 0
@@ -99,27 +147,6 @@ class GradientEngine:
 
     # -- set-up ---------------------------------------------------------------------------------
 
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """What each bucket holds, in the order in which they travel."""
-        return tuple(bucket.info for bucket in self._buckets)
-
-    @property
-    def gradient_buckets(self) -> Sequence[GradientBucket]:
-        """The buckets with their memory."""
-        return self._buckets
-
-    def stats(self) -> Stats:
-        """Return what averaging has cost this rank so far."""
-        costs = self._costs
-        return Stats(
-            steps=costs.steps,
-            bytes=costs.bytes,
-            wait_backward_s=costs.wait_backward_s,
-            wait_forward_s=costs.wait_forward_s,
-            buckets=self.buckets,
-        )
-
     def attach(self) -> None:
         """Make buckets for the module as it is now. Collective over `comm`."""
         self.detach()
@@ -127,44 +154,50 @@ class GradientEngine:
             return
         sparse = sparse_parameters(self.module)
         named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
-        dense = [(name, p) for name, p in named if id(p) not in sparse]
         self._sparse = SparseParameters([p for _, p in named if id(p) in sparse])
-        self._buckets = make_buckets(dense, self.comm, self._bucket_mb)
-        self._costs.buckets = len(self._buckets)
-        if isinstance(self.averaging, UserFunction):
-            self.averaging.bucket_count = len(self._buckets)
-        self._attach_hooks()
-        if self.on_attach is not None:
-            self.on_attach()
-        self.note_structure()
-
-    def _attach_hooks(self) -> None:
+        self._make_buckets([(name, p) for name, p in named if id(p) not in sparse])
+        self._costs.buckets = len(self.buckets)
+        self.averaging.bucket_count = len(self.buckets)
         add = self._hooks.append
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for i, param in enumerate(bucket.params):
-                hook = hooks.on_arrival(self, bucket, i)
+                hook = _calling(self, GradientEngine.receive, bucket, i)
                 add(param.register_post_accumulate_grad_hook(hook))
-                add(param.register_hook(hooks.before_arrival(self, bucket, i)))
+                add(param.register_hook(_calling(self, GradientEngine.make_room, bucket, i)))
         for i, param in enumerate(self._sparse.params):
-            add(param.register_post_accumulate_grad_hook(hooks.on_sparse_arrival(self, i)))
+            hook = _calling(self, GradientEngine.receive_sparse, i)
+            add(param.register_post_accumulate_grad_hook(hook))
+        if self.updates is not None:
+            self.updates.attach()
+        self._structure = Structure(self.module)
+
+    def _make_buckets(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        is_shared = self.comm.backend == "shm"
+
+        def memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            if device.type == "cpu" and is_shared:
+                return self.comm.shared_buffer((numel,), dtype)
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+        largest = self._bucket_mb
+        if largest is None:
+            largest = SHARED_MEMORY_MB if is_shared else NETWORK_MB
+        sizes = [(p.numel() * p.element_size(), (p.device, p.dtype)) for _, p in named]
+        for index, members in enumerate(plan_buckets(sizes, largest * 2**20)):
+            names, params = zip(*(named[i] for i in members), strict=True)
+            self.buckets.append(GradientBucket(index, names, params, memory))
+            device = params[0].device
+            self._comms[device] = on_device(self.comm, device)
 
     def detach(self) -> None:
         """Remove all hooks; gradients stay where they are. Local."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._buckets.clear()
-        self.under_way.forget()
+        self.buckets.clear()
+        self._handles.clear()
         self._structure = None
-        self._in_backward = False
-
-    def note_structure(self) -> None:
-        """Take the module as it is for unchanged. Local."""
-        self._structure = Structure(self.module)
-
-    def has_changed(self) -> bool:
-        """Whether parameters were added, moved, frozen or unfrozen since `attach`. Local."""
-        return self._structure is not None and self._structure.has_changed()
+        self.in_backward = False
 
     def rebuild(self) -> None:
         """Make buckets again after the module has changed. Collective over `comm`."""
@@ -172,17 +205,21 @@ class GradientEngine:
         check_same_module(self.module, self.comm, self.options)
         self.attach()
 
-    def close(self) -> None:
-        """Complete what is under way and remove all hooks. Local."""
-        try:
-            self.under_way.wait_all()
-        finally:
-            self.detach()
-
     def __del__(self) -> None:
         """Leave no hooks behind."""
         if hasattr(self, "_hooks"):
             self.detach()
+
+    def stats(self) -> Stats:
+        """Return what averaging has cost this rank so far."""
+        costs = self._costs
+        return Stats(
+            costs.steps,
+            costs.bytes,
+            costs.wait_backward_s,
+            costs.wait_forward_s,
+            tuple(bucket.info for bucket in self.buckets),
+        )
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -199,49 +236,50 @@ class GradientEngine:
         trains = self.module.training and torch.is_grad_enabled()
         if self.comm.size == 1 or not (trains or shadowing):
             return
-        if self._in_backward:
+        if self.in_backward:
             self._abandon_backward()
-        if self.has_changed():
+        if self._structure is not None and self._structure.has_changed():
             self.rebuild()
         else:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.take_back()
-        if self._buffers is not None and self.require_sync:
+        if self._broadcasts_buffers and self.require_sync:
             try:
-                self._costs.bytes += self._buffers.run(src)
+                self._costs.bytes += broadcast_tensors(self.module.buffers(), self.comm, src)
             except Unfinished as error:
-                raise named(error, "buffers, before a forward") from None
+                raise named_error(error, "buffers, before a forward") from None
 
     @runs_uncompiled
     def after_forward(self, outputs: Any) -> None:
         """End a forward; wrappers call it with what the module returned. Local."""
         if not self._hooks or not torch.is_grad_enabled():
             return
-        tensors = [x for x in tensors_in(outputs) if x.requires_grad]
+        tensors = [x for x in _tensors_in(outputs, _OBJECTS, set()) if x.requires_grad]
         for x in tensors:
             # Heard in the outermost backward, so that one inside a checkpoint does not end it.
             x.register_hook(self._on_output)
         if self.find_unused and self.require_sync:
-            reached = reached_leaves(tensors)
-            for bucket in self._buckets:
+            reached = _reached_leaves(tensors)
+            for bucket in self.buckets:
                 idle = {i for i, p in enumerate(bucket.params) if id(p) not in reached}
                 bucket.came = bucket.came & idle if self._walked else idle
             self._walked = True
 
-    # -- backward -------------------------------------------------------------------------------
+    # -- backward: called by hooks --------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Notice that a backward has begun. Local."""
-        if not self._in_backward:
-            self._in_backward = True
-            self._settle()
+        if not self.in_backward:
+            if self._handles or self.updates is not None:
+                self._settle()
+            self.in_backward = True
             _queue_callback(self._end_of_backward)
 
     def make_room(self, bucket: GradientBucket, i: int) -> None:
         """Prepare member `i` of `bucket` for a gradient that is about to be added to it."""
-        if bucket in self.under_way:
+        if bucket.index in self._handles:
             self._settle()
-        if self._in_backward and i in bucket.came:  # the second in one backward
+        if self.in_backward and i in bucket.came:  # the second in one backward
             if bucket.index < self._next:
                 self._late.add(bucket.index)
             else:
@@ -271,14 +309,30 @@ class GradientEngine:
         self._got_any = True
         self._syncing = self.require_sync
         self._factor = None
-        if self._syncing:
-            self.comm.count(BACKWARDS)
-            self._weight = self.weigh() if self.weigh is not None else None
-            self._factor = self.averaging.factor(self._weight, self.comm.size)
+        if not self._syncing:
+            return
+        self.comm.count(BACKWARDS)
+        self._weight = None if self.weigh is None else self.weigh()
+        if not self.averaging.takes_means:
+            self._factor = 1.0 / self.comm.size if self._weight is None else self._weight
+        elif self._weight is not None:
+            self._factor = self._weight * self.comm.size
+
+    def _end_of_backward(self) -> None:
+        """All gradients of a backward are there (a callback of the autograd engine)."""
+        if self._got_any and self._syncing:
+            self._launch_rest()
+            return
+        if self._got_any:
+            for bucket in self.buckets:
+                bucket.gather(remember=False)
+        self._end()
+
+    # -- buckets under way ----------------------------------------------------------------------
 
     def _launch_full(self) -> None:
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
             if len(bucket.came) < len(bucket.params):
                 return
             self._launch(bucket)
@@ -287,22 +341,134 @@ class GradientEngine:
         """Put everything in its place and start the bucket. Collective."""
         self._next = max(self._next, bucket.index + 1)
         bucket.fill(self._factor)
-        self.under_way.start(bucket, on_device(self.comm, bucket.info.device))
+        before = time.perf_counter()
+        try:
+            handle = self.averaging.start(bucket, self._comms[bucket.info.device])
+        except Unfinished as error:
+            raise named_error(error, bucket.describe()) from None
+        self._costs.wait_backward_s += time.perf_counter() - before
+        self._costs.bytes += bucket.nbytes
+        if handle is not None:
+            self._handles[bucket.index] = handle
+            if self.updates is not None:
+                self.updates.launched(bucket)
+        elif bucket.before:
+            bucket.resolve_unused()
 
-    def _end_of_backward(self) -> None:
-        """All gradients of a backward are there (a callback of the autograd engine)."""
-        if self._got_any and self._syncing:
-            self.launch_rest()
-            return
-        if self._got_any:
-            for bucket in self._buckets:
-                bucket.gather(remember=False)
+    def _launch_rest(self) -> None:
+        """Start every bucket not yet under way; in blocking mode, wait for all. Collective."""
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        for index in sorted(self._late):
+            self.wait(self.buckets[index])
+            self._launch(self.buckets[index])
+        for index in sorted(self._handles):
+            self._handles[index].proceed()
+        if not self.averaging.carries_flags and self.buckets:
+            self._add_flags()
+        self.averaging.steps += 1
+        if self._sparse.params:
+            weight = 1.0 / self.comm.size if self._weight is None else self._weight
+            self._costs.bytes += self._sparse.average(self.comm, weight)
+        self._costs.steps += 1
         self._end()
+        if self.blocking and self._handles:
+            self.wait_all()
+
+    def _add_flags(self) -> None:
+        """Sum up the flags of all buckets in one message of their own."""
+        device = self.buckets[0].info.device
+        flags = [bucket.flags.real.to(device, torch.float32) for bucket in self.buckets]
+        summed = self._comms[device].all_reduce_(torch.cat(flags), "sum")
+        sizes = [len(part) for part in flags]
+        for bucket, part in zip(self.buckets, summed.split(sizes), strict=True):
+            bucket.flags.copy_(part)
+
+    def _end(self) -> None:
+        self.in_backward = self._got_any = self._walked = False
+        self._next = 0
+        self._late.clear()
+        for bucket in self.buckets:
+            bucket.came.clear()
+
+    @property
+    def under_way(self) -> list[GradientBucket]:
+        """The buckets that were started and for which nobody has waited yet."""
+        return [self.buckets[index] for index in sorted(self._handles)]
+
+    def has_arrived(self, bucket: GradientBucket) -> bool:
+        """Whether `wait` would return at once."""
+        handle = self._handles.get(bucket.index)
+        return handle is None or handle.done()
+
+    def wait(self, bucket: GradientBucket) -> None:
+        """Return when `bucket` holds the mean and its members' `.grad` shows it. Local."""
+        handle = self._handles.pop(bucket.index, None)
+        if handle is None:
+            return
+        before = time.perf_counter()
+        try:
+            handle.wait()
+        except Unfinished as error:
+            raise named_error(error, bucket.describe()) from None
+        waited = time.perf_counter() - before
+        if self.blocking:
+            self._costs.wait_backward_s += waited
+        else:
+            self._costs.wait_forward_s += waited
+        if self.updates is not None:
+            self.updates.arrived(bucket)
+        else:
+            bucket.resolve_unused()
+
+    def wait_all(self) -> None:
+        """Wait for all buckets. Local."""
+        for bucket in self.under_way:
+            self.wait(bucket)
+
+    def _settle(self) -> None:
+        if self.updates is not None:
+            self.updates.finalize()
+        else:
+            self.wait_all()
+
+    # -- other ways in and out ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clear_gradients(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
+        """Do what `optimizer.zero_grad(set_to_none)` does, with one fill per bucket. Local.
+
+        Buckets that a failed backward left under way are waited for, or they would come back over
+        the zeros.
+        """
+        self.wait_all()
+        rest = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        for bucket in self.buckets:
+            if all(id(p) in rest for p in bucket.params):
+                bucket.clear(set_to_none)
+                for p in bucket.params:
+                    del rest[id(p)]
+        for p in rest.values():
+            if p.grad is not None:
+                p.grad = None if set_to_none else p.grad.detach().zero_()
+
+    def deliver(self, bucket: GradientBucket, i: int, grad: Tensor) -> None:
+        """File a gradient that does not come through autograd; starts full buckets. Collective."""
+        if not self._got_any:
+            self._settle()
+            self.in_backward = True
+            self._begin_gradients()
+        bucket.params[i].grad = grad.detach().clone()
+        bucket.used[i] = True
+        bucket.came.add(i)
+        self._launch_full()
+        if self._next == len(self.buckets):
+            self._launch_rest()
 
     @property
     def holds_unsent(self) -> bool:
         """Whether gradients lie here that `no_sync` has accumulated and no backward has sent."""
-        dense = [x for b in self._buckets for x in zip(b.used, b.params, strict=True)]
+        dense = [x for b in self.buckets for x in zip(b.used, b.params, strict=True)]
         sparse = zip(self._sparse.used, self._sparse.params, strict=True)
         return any(used and param.grad is not None for used, param in (*dense, *sparse))
 
@@ -316,77 +482,109 @@ class GradientEngine:
         if not brings:
             self._forget_gradients()
         self._begin_gradients()
-        self.launch_rest()
-        self.under_way.wait_all()
+        self._launch_rest()
+        self.wait_all()
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        for bucket in self._buckets:
-            for param in bucket.params:
+        for part in (*self.buckets, self._sparse):
+            for param in part.params:
                 param.grad = None
-        for param in self._sparse.params:
-            param.grad = None
-
-    def deliver(self, bucket: GradientBucket, i: int, grad: Tensor) -> None:
-        """File a gradient that does not come through autograd; starts full buckets. Collective."""
-        if not self._got_any:
-            self._settle()
-            self._in_backward = True
-            self._begin_gradients()
-        bucket.params[i].grad = grad.detach().clone()
-        bucket.used[i] = True
-        bucket.came.add(i)
-        self._launch_full()
-        if self._next == len(self._buckets):
-            self.launch_rest()
-
-    def launch_rest(self) -> None:
-        """Start every bucket not yet under way; in blocking mode, wait for all. Collective."""
-        for bucket in self._buckets[self._next :]:
-            self._launch(bucket)
-        for index in sorted(self._late):
-            self.under_way.wait(self._buckets[index])
-            self._launch(self._buckets[index])
-        self.under_way.proceed()
-        if not self.averaging.carries_flags:
-            self._add_flags()
-        self.averaging.end_step()
-        weight = 1.0 / self.comm.size if self._weight is None else self._weight
-        self._costs.bytes += self._sparse.average(self.comm, weight)
-        self._costs.steps += 1
-        self._end()
-        if self.blocking:
-            self.under_way.wait_all()
-
-    def _add_flags(self) -> None:
-        """Sum up the flags of all buckets in one message of their own."""
-        if not self._buckets:
-            return
-        device = self._buckets[0].info.device
-        flags = [bucket.flags.real.to(device, torch.float32) for bucket in self._buckets]
-        summed = on_device(self.comm, device).all_reduce_(torch.cat(flags), "sum")
-        sizes = [len(part) for part in flags]
-        for bucket, part in zip(self._buckets, summed.split(sizes), strict=True):
-            bucket.flags.copy_(part)
-
-    def _end(self) -> None:
-        self._in_backward = self._got_any = self._walked = False
-        self._next = 0
-        self._late.clear()
-        for bucket in self._buckets:
-            bucket.came.clear()
 
     def _abandon_backward(self) -> None:
         """Complete what a backward has started that raised before its end. Local."""
-        travelling = {b.index: tuple(b.before) for b in self._buckets if b in self.under_way}
+        unused = {bucket.index: tuple(bucket.before) for bucket in self.under_way}
         self._settle()
-        for bucket in self._buckets:
-            unused = travelling.get(bucket.index)
-            bucket.abandon(self._factor, unused is not None, unused or ())
+        for bucket in self.buckets:
+            bucket.abandon(self._factor, unused.get(bucket.index))
         self._end()
 
-    def _settle(self) -> None:
-        if self.on_reuse is not None:
-            self.on_reuse()
-        else:
-            self.under_way.wait_all()
+
+def _calling(
+    engine: GradientEngine, method: Callable[..., None], *args: object
+) -> Callable[[Tensor], None]:
+    """Return a hook for autograd that calls a method of the engine.
+
+    It holds the engine weakly: parameters may outlive it.
+    """
+    me = weakref.ref(engine)
+
+    def hook(_: Tensor) -> None:
+        engine = me()
+        if engine is not None:
+            method(engine, *args)
+
+    return hook
+
+
+def named_error(
+    error: CollectiveMismatch | RankTimeout, what: str
+) -> CollectiveMismatch | RankTimeout:
+    """Return the error with `what` was to travel in front, and why ranks may disagree about it."""
+    lines = [what, str(error)]
+    if isinstance(error, CollectiveMismatch) and error.returned:
+        lines[1] = lines[1].rpartition("\n  HINT: ")[0]
+        lines += [
+            f"  rank {rank} has finished: {counted.get(BACKWARDS, 0)} {BACKWARDS}"
+            for rank, counted in sorted(error.returned.items())
+        ]
+        lines.append(
+            "  HINT: equally many batches on all ranks (drop_last=True, or a DistributedSampler), "
+            "or with model.join(): around the loop"
+        )
+    elif isinstance(error, CollectiveMismatch):
+        lines.append(
+            "  HINT: samples() and join() go around the same backwards on all ranks, or on none"
+        )
+    told = type(error)("\n".join(lines))
+    told.__dict__.update(error.__dict__)
+    return told
+
+
+_OPAQUE = (nn.Module, type, ModuleType, FunctionType)
+"""What no forward returns its result in."""
+
+_OBJECTS = 4
+"""How many ordinary objects, one inside the other, are looked into."""
+
+
+def _tensors_in(outputs: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples, mappings, dataclasses and other objects."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+        return
+    held: Iterable[Any] = ()
+    if isinstance(outputs, Mapping):
+        held = outputs.values()
+    elif isinstance(outputs, list | tuple):
+        held = outputs
+    elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        held = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
+    elif (
+        depth > 0
+        and hasattr(outputs, "__dict__")
+        and not isinstance(outputs, _OPAQUE)
+        and id(outputs) not in seen
+    ):
+        seen.add(id(outputs))
+        depth -= 1
+        held = list(vars(outputs).values())
+    for value in held:
+        yield from _tensors_in(value, depth, seen)
+
+
+def _reached_leaves(outputs: list[Tensor]) -> set[int]:
+    """Return ids of the leaf tensors that a backward from `outputs` gives a gradient to."""
+    reached = {id(x) for x in outputs if x.grad_fn is None}
+    todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            reached.add(id(leaf))
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return reached

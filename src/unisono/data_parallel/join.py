@@ -1,36 +1,147 @@
-"""Uneven numbers of batches: ranks that have run out take part in the others' collectives."""
+"""Uneven data: how much each rank's gradient counts, and ranks that have run out of batches.
+
+Those take part in the collectives of the others until nobody has data.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.comm.engines.algorithms import forcing
-from unisono.data_parallel.construction import broadcast_module
-from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.naming import Unfinished, named
+from unisono.data_parallel.engine import GradientEngine, Unfinished, named_error
+from unisono.data_parallel.nonblocking import only_observes
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.partial_step import only_observes
-from unisono.data_parallel.weighting import Weights
+from unisono.data_parallel.ranks import on_device
+from unisono.data_parallel.replicas import broadcast_module
 from unisono.errors import explain
 from unisono.expect import one_line
 
 
-class Stateful(Protocol):
-    """What is stepped once a batch: an optimizer, a scheduler, a gradient scaler."""
+class Weights:
+    """Weights of this rank's gradients.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
+    Within one accumulation (`no_sync` backwards and the one that synchronises) the k-th gradient is
+    multiplied with n_k / r, where r is the first of them, so that the sum is worth r samples.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take the state of another rank."""
-        ...
+    Args:
+        engine: asks for the weight at each synchronising backward, while ranks may differ.
+    """
+
+    def __init__(self, engine: GradientEngine) -> None:
+        self._engine = engine
+        self._samples: float | None = None
+        self._reference: float | None = None
+        self._total = 0.0
+        self._is_scaling = self._accumulates = False
+        self._joining: bool | None = None
+        self.divide_by_world = False
+        """Inside `join`: whether ranks without data count."""
+
+    @property
+    def joining(self) -> bool | None:
+        """Inside `join`: whether this rank still has data."""
+        return self._joining
+
+    @joining.setter
+    def joining(self, has_data: bool | None) -> None:
+        self._joining = has_data
+        self._offer()
+
+    def _offer(self) -> None:
+        """Let the engine ask, or else take all ranks for equal."""
+        counts = self._samples is not None or self._total > 0 or self._joining is not None
+        self._engine.weigh = self.weigh if counts else None
+
+    @contextlib.contextmanager
+    def samples(self, n: float) -> Iterator[None]:
+        """Count the gradient of the backward inside as `n` samples."""
+        is_number = isinstance(n, int | float | Tensor) and not isinstance(n, bool)
+        if not is_number or not 0 <= float(n) < math.inf:
+            hint = "samples(len(batch)), a number of at least 0"
+            raise ValueError(explain(f"samples({n!r})", None, None, hint))
+        before, self._samples = self._samples, float(n)
+        self._accumulates = False
+        self._offer()
+        try:
+            with self.scaling():
+                yield
+            if self._accumulates:
+                self._total += n
+            elif self._engine.comm.size == 1:
+                self._divide_alone(float(n))
+        finally:
+            self._samples = before
+            self._offer()
+
+    @contextlib.contextmanager
+    def scaling(self) -> Iterator[None]:
+        """Multiply gradients as they come, where later ones of the accumulation need it.
+
+        Entered by `samples` and by `no_sync`, in any order.
+        """
+        n = self._samples
+        if n is not None and not self._engine.require_sync:
+            self._accumulates = True
+        is_alone = self._engine.comm.size == 1 and n == 0
+        is_needed = self._accumulates or self._reference is not None or is_alone
+        if n is None or self._is_scaling or not is_needed:
+            yield
+            return
+        if self._reference is None and n > 0:
+            self._reference = n
+        factor = n / (self._reference or 1.0)
+        params = [p for p in self._engine.module.parameters() if p.requires_grad]
+        hooks = [p.register_hook(lambda grad: grad * factor) for p in params] if factor != 1 else []
+        self._is_scaling = True
+        try:
+            yield
+        finally:
+            self._is_scaling = False
+            for hook in hooks:
+                hook.remove()
+
+    def weigh(self) -> float:
+        """Return this rank's weight in the backward that begins. Collective over the ranks."""
+        mine, counted = 0.0, self._samples is not None or self._total > 0
+        if self._joining is not False:
+            mine = self._total + (self._samples or 0.0) if counted else 1.0
+        buckets, comm = self._engine.buckets, self._engine.comm
+        if buckets:
+            comm = on_device(comm, buckets[0].info.device)
+        dtype = torch.float32 if comm.device.type == "mps" else torch.float64
+        report = torch.tensor([[mine, float(counted)]], dtype=dtype, device=comm.device)
+        # Odd in bytes, and gathered by a call of which gloo knows that it is none for a bucket:
+        # a rank without weights cannot take it for one.
+        odd = nn.functional.pad(report.view(torch.uint8), (0, 1))
+        try:
+            with forcing("all_gather", "native"):
+                everybody = comm.all_gather(odd, sizes=[1] * comm.size)
+            reports = everybody[:, :-1].contiguous().view(dtype)
+        except Unfinished as error:
+            raise named_error(error, "weights of this backward, from samples() or join()") from None
+        total, anybody_counted = reports.sum(0).tolist()
+        if not anybody_counted and self.divide_by_world:
+            total = comm.size
+        worth = mine if self._reference is None else self._reference
+        self._reference, self._total = None, 0.0
+        self._offer()
+        return worth / total if total > 0 and mine > 0 else 0.0
+
+    def _divide_alone(self, n: float) -> None:
+        """Finish an accumulation in a world of one, where nothing else sees to it."""
+        total = self._total + n
+        if self._reference is not None and total > 0:
+            for param in self._engine.module.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(self._reference / total)
+        self._reference, self._total = None, 0.0
 
 
 class Join:
@@ -57,7 +168,7 @@ class Join:
         self._last_source: int | None = None
         self._batches = 0
         self._own = {id(p) for p in engine.module.parameters()}
-        self._stepped: dict[int, Stateful] = {}
+        self._stepped: dict[int, Any] = {}
         self._first_rates: dict[int, list[float]] = {}
         for optimizer in attached:
             self._note(optimizer)
@@ -116,7 +227,7 @@ class Join:
             with forcing("all_gather", "native"):  # as in `Weights`: never taken for a bucket
                 rows = self._engine.comm.all_gather_ints(mine)
         except Unfinished as error:
-            raise named(error, "who has data left, from join()") from None
+            raise named_error(error, "who has data left, from join()") from None
         source = next((rank for rank, (active, _) in enumerate(rows) if active), None)
         if source is not None:
             self._last_source = source
@@ -162,7 +273,7 @@ def _rates(optimizer: optim.Optimizer) -> list[float]:
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
-def _describe(one: Stateful) -> str:
+def _describe(one: Any) -> str:
     if isinstance(one, DataParallelOptimizer):
         one = one.torch_optimizer
     if isinstance(one, optim.Optimizer):
@@ -170,7 +281,7 @@ def _describe(one: Stateful) -> str:
     return type(one).__name__
 
 
-def _is_schedule(one: Stateful) -> bool:
+def _is_schedule(one: Any) -> bool:
     return not isinstance(one, optim.Optimizer | torch.amp.GradScaler | nn.Module)
 
 

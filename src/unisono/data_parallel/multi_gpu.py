@@ -9,12 +9,11 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from unisono.data_parallel.checks import check_bucket_mb, check_module, check_switches
-from unisono.data_parallel.compression import check_compression
-from unisono.data_parallel.construction import check_same_module, name_as_wrapped, reset_module
 from unisono.data_parallel.daso import DASO
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.ranks import communicator_of
+from unisono.data_parallel.replicas import check_same_module, name_as_wrapped, reset_module
+from unisono.data_parallel.wrapper import check_options
 from unisono.errors import MeshError, explain
 from unisono.expect import expect
 
@@ -50,12 +49,12 @@ class DataParallelMultiGPU(nn.Module):
         find_unused: bool = False,
         reset_parameters: bool = False,
     ) -> None:
-        expect("module", module, nn.Module)
         expect("optimizer", optimizer, DASO, "DASO(optimizer, total_epochs), or DataParallel")
-        check_module(module, "DataParallelMultiGPU")
-        check_bucket_mb(bucket_mb)
-        check_compression(compression)
-        check_switches(
+        check_options(
+            "DataParallelMultiGPU",
+            module,
+            bucket_mb,
+            compression,
             broadcast_buffers=broadcast_buffers,
             find_unused=find_unused,
             reset_parameters=reset_parameters,

@@ -5,40 +5,19 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 
-from unisono.data_parallel.clearing import clear_gradients
 from unisono.errors import explain
-from unisono.expect import expect, one_line
+from unisono.expect import expect
 
 if TYPE_CHECKING:
     from unisono.data_parallel.engine import GradientEngine
+    from unisono.data_parallel.nonblocking import DeferredUpdates
 
 __all__ = ["DataParallelOptimizer"]
-
-
-class Stepper(Protocol):
-    """Who carries out steps for an attached optimizer."""
-
-    def step(self) -> None:
-        """Take a step, now or later."""
-        ...
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clear gradients, now or right after the step that still needs them."""
-        ...
-
-    def finalize(self) -> None:
-        """Complete everything."""
-        ...
-
-    @property
-    def owes(self) -> bool:
-        """Whether a step is owed."""
-        ...
 
 
 class DataParallelOptimizer(optim.Optimizer):
@@ -67,15 +46,8 @@ class DataParallelOptimizer(optim.Optimizer):
     instead, the one inside never sees."""
 
     def __init__(self, torch_optimizer: optim.Optimizer, blocking: bool = False) -> None:
-        if not isinstance(torch_optimizer, optim.Optimizer):
-            raise TypeError(
-                explain(
-                    f"DataParallelOptimizer({one_line(torch_optimizer)})",
-                    f"{type(torch_optimizer).__name__}, expected a torch optimizer",
-                    None,
-                    "DataParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))",
-                )
-            )
+        hint = "a torch optimizer: torch.optim.SGD(model.parameters(), lr=0.1)"
+        expect("torch_optimizer", torch_optimizer, optim.Optimizer, hint)
         if isinstance(torch_optimizer, DataParallelOptimizer):
             raise TypeError(
                 explain(
@@ -88,14 +60,20 @@ class DataParallelOptimizer(optim.Optimizer):
         expect("blocking", blocking, bool)
         self.torch_optimizer = torch_optimizer
         self.blocking_parameter_updates = blocking
-        self._stepper: weakref.ref[Stepper] | None = None
+        self._stepper: weakref.ref[DeferredUpdates] | None = None
         self._engine: weakref.ref[GradientEngine] | None = None
 
     # -- what the inner optimizer has -----------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the inner optimizer."""
+        """Groups of the inner optimizer; gradients are complete before a step.
+
+        A `GradScaler`, say, looks at them from here.
+        """
+        stepper = self._attached()
+        if stepper is not None:
+            stepper.show_gradients()
         return self.torch_optimizer.param_groups
 
     @param_groups.setter
@@ -120,7 +98,7 @@ class DataParallelOptimizer(optim.Optimizer):
     @property
     def params_ref(self) -> list[nn.Parameter]:
         """All parameters of all groups, in order."""
-        return [p for group in self.param_groups for p in group["params"]]
+        return [p for group in self.torch_optimizer.param_groups for p in group["params"]]
 
     @property
     def update_next(self) -> bool:
@@ -159,7 +137,7 @@ class DataParallelOptimizer(optim.Optimizer):
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def attach(self, stepper: Stepper | None, engine: GradientEngine | None = None) -> None:
+    def attach(self, stepper: DeferredUpdates | None, engine: GradientEngine | None = None) -> None:
         """Let `stepper` carry out the steps; None: the inner optimizer, at once.
 
         Args:
@@ -169,7 +147,7 @@ class DataParallelOptimizer(optim.Optimizer):
         self._stepper = None if stepper is None else weakref.ref(stepper)
         self._engine = None if engine is None else weakref.ref(engine)
 
-    def _attached(self) -> Stepper | None:
+    def _attached(self) -> DeferredUpdates | None:
         return None if self._stepper is None else self._stepper()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -194,7 +172,7 @@ class DataParallelOptimizer(optim.Optimizer):
         elif engine is None or type(inner).zero_grad is not optim.Optimizer.zero_grad:
             inner.zero_grad(set_to_none)
         else:
-            clear_gradients(engine, inner, set_to_none)
+            engine.clear_gradients(inner, set_to_none)
 
     def finalize(self) -> None:
         """Carry out a step that is owed. Local."""

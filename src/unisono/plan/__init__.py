@@ -6,14 +6,17 @@ each way to split. Everything but `profile` and `calibrate` is arithmetic.
 
 from __future__ import annotations
 
-from unisono.plan.calibration import Calibration, calibration_file, read_calibration
-from unisono.plan.cluster import Cluster
-from unisono.plan.links import Link
-from unisono.plan.measure import calibrate
-from unisono.plan.planning import Curve, compare, scaling
+from unisono.plan.calibration import (
+    Calibration,
+    calibrate,
+    calibration_file,
+    read_calibration,
+)
+from unisono.plan.cluster import Cluster, Link
 from unisono.plan.prediction import Impossible, Prediction
 from unisono.plan.profile import profile
 from unisono.plan.subject import GraphInput, Subject, load_subject
+from unisono.plan.ways import Curve, compare, scaling
 from unisono.plan.workload import Workload
 
 __all__ = [

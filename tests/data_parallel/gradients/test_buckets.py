@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from unisono.data_parallel.buckets import plan_buckets
-from unisono.data_parallel.gradient_bucket import GradientBucket
+from unisono.data_parallel.bucket import GradientBucket, plan_buckets
 
 
 @given(

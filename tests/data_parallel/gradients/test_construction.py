@@ -19,7 +19,7 @@ from unisono.data_parallel import (
     DistributedSampler,
     PowerSGD,
 )
-from unisono.data_parallel.construction import reset_layer
+from unisono.data_parallel.replicas import reset_layer
 from unisono.errors import CollectiveMismatch, UnisonoError
 
 at_1_to_4 = pytest.mark.ranks([1, 2, 3, 4], backend="gloo")
@@ -113,7 +113,7 @@ def test_bad_input_is_answered_in_sentences():
     layer, other = nn.Linear(2, 1), nn.Linear(2, 1)
     ours = DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
     for module in (None, "net", nn.Linear):
-        with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        with pytest.raises(TypeError, match="expected Module"):
             DataParallel(module)
     with pytest.raises(TypeError, match="names no group of ranks"):
         DataParallel(layer, "world")
@@ -149,8 +149,12 @@ def test_wrong_types_are_answered_with_a_hint():
         (name,) = bad
         with pytest.raises(TypeError, match=rf"{name}=[\s\S]*HINT: {name}=True, or False"):
             DataParallel(layer, **bad)
-    for bad in ({"rank": 1.5}, {"start_step": 0.5}, {"min_ratio": float("nan")}):
-        with pytest.raises(ValueError, match=f"HINT: {next(iter(bad))}="):
+    for bad, kind in (
+        ({"rank": 1.5}, TypeError),
+        ({"start_step": -1}, ValueError),
+        ({"min_ratio": float("nan")}, ValueError),
+    ):
+        with pytest.raises(kind, match=rf"{next(iter(bad))}=[\s\S]*HINT: "):
             PowerSGD(**bad)
     with pytest.raises(TypeError, match="HINT: blocking=True"):
         DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), "x")
@@ -204,11 +208,11 @@ def test_a_module_is_wrapped_once():
 def test_a_long_description_of_a_wrong_argument_is_left_out():
     layer = nn.Linear(2, 1)
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"^module=SGD\(\.\.\.\)\n  found: SGD, expected Module$"):
+    with pytest.raises(TypeError, match=r"^module=SGD\(\.\.\.\)\n"):
         DataParallelMultiGPU(sgd, DASO(sgd, 3))
     with pytest.raises(TypeError, match=r"^optimizer=SGD\(\.\.\.\)\n"):
         DataParallelMultiGPU(layer, sgd)
-    with pytest.raises(TypeError, match=r"^DataParallel\(SGD\(\.\.\.\)\)\n"):
+    with pytest.raises(TypeError, match=r"^module=SGD\(\.\.\.\)\n"):
         DataParallel(sgd)
 
 

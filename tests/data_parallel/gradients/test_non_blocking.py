@@ -32,8 +32,8 @@ on_both = pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
 
 def never_early(model):
     """Let messages arrive only when somebody waits, so that every step is owed."""
-    under_way = model._engine.under_way
-    under_way.has_arrived = lambda bucket: bucket not in under_way
+    engine = model._engine
+    engine.has_arrived = lambda bucket: bucket not in engine.under_way
 
 
 class Pair:
@@ -213,19 +213,65 @@ def test_clipping_is_exact_before_the_step():
             if ours:
                 norm = pair.model.clip_grad_norm(0.1)
             else:
-                norm = nn.utils.clip_grad_norm_([p for _, p in pair.inner_params()], 0.1)
+                norm = nn.utils.clip_grad_norm_(pair.model.parameters(), 0.1)
             torch.testing.assert_close(norm, wanted)
             pair.step()
         pair.model.finalize()
         pair.check()
 
 
-def _inner_params(self):
-    """Parameter objects taken without passing the module tree: only `.grad` is guarded."""
-    return [(i, p) for i, p in enumerate(self.inner.param_groups[0]["params"])]
+@on_both
+def test_a_gradient_written_to_while_it_travels_is_refused():
+    """Parameter objects that were taken earlier reach gradients past the wrapper."""
+    pair = Pair()
+    taken = list(pair.model.parameters())
+    pair.zero_grad()
+    pair.forward()
+    pair.backward()
+    nn.utils.clip_grad_norm_(taken, 0.1)
+    with pytest.raises(RuntimeError, match=r"(?s)written to while they travelled.*HINT: model.fin"):
+        pair.model.finalize()
+    world().barrier()
 
 
-Pair.inner_params = _inner_params
+class ReadsEarly(nn.Module):
+    """Uses the weights of a layer whose own forward is never called, as attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.read = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return nn.functional.linear(torch.tanh(self.first(x)), self.read.weight, self.read.bias)
+
+
+@on_both
+def test_layers_whose_forward_is_not_called_are_updated_before_they_are_read():
+    pair = Pair(make=ReadsEarly)
+    for _ in range(4):
+        pair.whole_step()
+        assert pair.optimizer.update_next
+    pair.model.finalize()
+    pair.check()
+
+
+@on_both
+def test_a_layer_that_is_added_later_is_updated_before_its_forward():
+    pair = Pair(make=lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)))
+    pair.whole_step()
+    hooks = len(pair.model._fwd_hook_handles)
+    torch.manual_seed(3)
+    added = nn.Linear(3, 3).double()
+    for net, optimizer in ((pair.model.module, pair.inner), (pair.twin, pair.twin_optimizer)):
+        net.append(copy.deepcopy(added))
+        optimizer.add_param_group({"params": list(net[-1].parameters())})
+    for _ in range(3):
+        pair.whole_step()
+        assert pair.optimizer.update_next
+    assert len(pair.model._fwd_hook_handles) == hooks + 1
+    pair.model.finalize()
+    pair.check()
 
 
 @on_both
@@ -460,7 +506,8 @@ def test_a_model_that_ends_with_an_update_owed_says_so():
         warnings.simplefilter("always")
         pair.model = None
     assert any(issubclass(w.category, ResourceWarning) for w in caught)
-    assert type(module[0]._parameters) is dict
+    assert not module[0]._forward_pre_hooks
+    assert not module._state_dict_pre_hooks
     loss_of(module(batch((6,))[1])).backward()  # an ordinary module again
     world().barrier()
 

@@ -322,8 +322,8 @@ def _trained_late():
     net = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
     optimizer = DataParallelOptimizer(torch.optim.Adam(net.parameters(), lr=0.1))
     model = DataParallel(net, None, optimizer, bucket_mb=0.0005)
-    under_way = model._engine.under_way
-    under_way.has_arrived = lambda bucket: bucket not in under_way
+    engine = model._engine
+    engine.has_arrived = lambda bucket: bucket not in engine.under_way
     owed = []
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + unisono.world().rank)

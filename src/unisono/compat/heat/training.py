@@ -12,10 +12,10 @@ from torch.optim.optimizer import Optimizer
 
 from unisono import data_parallel
 from unisono.comm.mpi_style import MPI_WORLD
-from unisono.data_parallel.construction import on_device, reset_layer
+from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.gradient_bucket import GradientBucket
-from unisono.data_parallel.layer_hooks import layer_of
+from unisono.data_parallel.ranks import on_device
+from unisono.data_parallel.replicas import reset_layer
 from unisono.errors import explain
 
 __all__ = ["DASO", "DataParallel", "DataParallelMultiGPU"]
@@ -40,7 +40,7 @@ class WaitHandle:
 
     def wait(self) -> None:
         """Return when the gradient is the mean over ranks. Local."""
-        self._engine.under_way.wait(self._bucket)
+        self._engine.wait(self._bucket)
 
     Wait = wait
 
@@ -56,14 +56,14 @@ class DataParallel(data_parallel.DataParallel):
     @property
     def _param_indices(self) -> dict[str, int]:
         """Name of a parameter -> its place in the list of parameters."""
-        return {name: i for i, (name, _) in enumerate(self.module.named_parameters())}
+        return {name: i for i, (name, _) in enumerate(self._inner.named_parameters())}
 
     @property
     def _param_slices(self) -> dict[str, slice]:
         """Layer -> its place in the list of parameters."""
         slices: dict[str, slice] = {}
         for name, i in self._param_indices.items():
-            layer = layer_of(name)
+            layer = name.rpartition(".")[0]
             slices[layer] = slice(slices[layer].start if layer in slices else i, i + 1)
         return slices
 
@@ -77,11 +77,10 @@ class DataParallel(data_parallel.DataParallel):
         """Gradients under way: layer -> (parameter, handle, dtype, buffer), in backward order."""
         handles: OrderedDict[str, list[tuple[str, Any, torch.dtype, Tensor]]] = OrderedDict()
         engine = self._running()
-        for bucket in engine.gradient_buckets:
-            if bucket in engine.under_way:
-                for name, slot in zip(bucket.names, bucket.slots, strict=True):
-                    entry = (name, WaitHandle(engine, bucket), slot.dtype, slot)
-                    handles.setdefault(layer_of(name), []).append(entry)
+        for bucket in engine.under_way:
+            for name, slot in zip(bucket.names, bucket.slots, strict=True):
+                entry = (name, WaitHandle(engine, bucket), slot.dtype, slot)
+                handles.setdefault(name.rpartition(".")[0], []).append(entry)
         return handles
 
     def _iparam_update(
@@ -106,8 +105,9 @@ class DataParallel(data_parallel.DataParallel):
                         "leave one of the two out",
                     )
                 )
-        for name in layers:
-            self._settle_layer(name)
+        if self._deferred is not None:
+            for name in layers:
+                self._deferred.settle_layer(name)
 
     @torch.no_grad()
     def _blocking_hook(self, grad_loc: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class DataParallel(data_parallel.DataParallel):
         def hook(grad: Tensor) -> Tensor:
             engine = self._running()
             if torch._C._current_graph_task_id() == -1:
-                for bucket in engine.gradient_buckets:
+                for bucket in engine.buckets:
                     if name in bucket.names:
                         engine.deliver(bucket, bucket.names.index(name), grad)
             return grad

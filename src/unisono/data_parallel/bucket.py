@@ -1,0 +1,293 @@
+"""Gradient buckets: which parameters share one, and how gradients come into it. All local.
+
+A bucket is a flat tensor of one dtype and device; the `.grad` of its parameters are views of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+FIRST_BYTES = 1 << 20
+"""The first bucket is full at this size, so that the first message starts early in backward."""
+
+SMALL_BYTES = 128 << 10
+"""Gradients up to here are filed together when their bucket is full: one call for all of them costs
+less than one call each. Larger ones are filed as they come, while they are still in the cache."""
+
+_ALIGN_BYTES = 64
+
+Memory = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Number of elements, dtype and device -> flat zeros."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one bucket holds, for display and tests."""
+
+    index: int
+    """Number of the bucket: the order in which buckets travel."""
+    dtype: torch.dtype
+    """Dtype of its gradients."""
+    device: torch.device
+    """Where it lies."""
+    numel: int
+    """Gradient elements in it."""
+    names: tuple[str, ...]
+    """Its parameters, last registered first."""
+
+
+def plan_buckets(
+    sizes: Sequence[tuple[int, object]], largest_bytes: float, first_bytes: float = FIRST_BYTES
+) -> list[list[int]]:
+    """Return which parameters share a bucket, as lists of indices.
+
+    Parameters are taken from the last to the first, about the order in which backward reaches
+    them. A parameter is never split; one that is larger than a bucket gets its own. The first
+    bucket is closed by the parameter that fills it: a large one leaves with the small ones before
+    it, instead of waiting for those behind it.
+
+    Args:
+        sizes: bytes of each parameter and what must not be mixed (its device and dtype).
+        largest_bytes: a bucket is closed before it grows beyond this.
+        first_bytes: the first bucket is closed when it has reached this.
+
+    >>> plan_buckets([(4, "a"), (4, "a"), (4, "b"), (5, "a"), (1, "a")], 8, 2)
+    [[4, 3], [2], [1, 0]]
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[object, tuple[list[int], float]] = {}
+    for index in range(len(sizes) - 1, -1, -1):
+        nbytes, kind = sizes[index]
+        members, filled = open_buckets.get(kind, ([], 0.0))
+        is_full = bool(members) and members is buckets[0] and filled >= first_bytes
+        if not members or is_full or filled + nbytes > largest_bytes:
+            members, filled = [], 0.0
+            buckets.append(members)
+        members.append(index)
+        open_buckets[kind] = members, filled + nbytes
+    return buckets
+
+
+class GradientBucket:
+    """A flat tensor with the gradients of some parameters.
+
+    Its memory: large gradients, small gradients, one flag per parameter. A flag says whether its
+    parameter got a gradient; it travels with the gradients.
+
+    Args:
+        index: number of the bucket.
+        names: names of its parameters.
+        params: the parameters, of one dtype and device.
+        memory: gives the flat tensor.
+    """
+
+    def __init__(
+        self, index: int, names: Sequence[str], params: Sequence[nn.Parameter], memory: Memory
+    ) -> None:
+        first = params[0]
+        self.index = index
+        self.names = tuple(names)
+        self.params = list(params)
+        numel = sum(p.numel() for p in params)
+        self.info = Bucket(index, first.dtype, first.device, numel, self.names)
+        itemsize = first.element_size()
+        self.is_small = [p.numel() * itemsize <= SMALL_BYTES for p in params]
+        places, small_begin, end = _places([p.numel() for p in params], self.is_small, itemsize)
+        self.flat = memory(end + len(params), first.dtype, first.device)
+        self.nbytes = self.flat.numel() * itemsize
+        self.data = self.flat[:end]
+        """The gradients without the flags."""
+        self.flags = self.flat[end:]
+        # The same memory with a version counter of its own, which counts the writes through `.grad`
+        # and not those of the collective.
+        self._shown = self.flat.data
+        self.slots = [_view(self._shown, at, p) for at, p in zip(places, self.params, strict=True)]
+        """Where each gradient belongs."""
+        self._pointers = [slot.data_ptr() for slot in self.slots]
+        self._places = places
+        self._small = self.flat[small_begin:end]
+        self._large = [i for i, small in enumerate(self.is_small) if not small]
+        self._weighted: set[int] = set()  # large members that lie here with their weight
+        self.used = [False] * len(self.params)
+        """Whether each parameter got a gradient since the last reduction."""
+        self.came: set[int] = set()
+        """Members whose gradient came in this backward."""
+        self.before: dict[int, Tensor | None] = {}
+        """What `.grad` was, for members that got no gradient on this rank."""
+
+    @property
+    def version(self) -> int:
+        """A number that changes when somebody writes to a gradient."""
+        return self._shown._version
+
+    def describe(self) -> str:
+        """Return the bucket in words, for messages."""
+        shown = ", ".join(self.names[:4]) + (", ..." if len(self.names) > 4 else "")
+        dtype = str(self.info.dtype).removeprefix("torch.")
+        return f"gradient bucket {self.index} ({self.info.numel} {dtype}: {shown})"
+
+    # -- before it travels ----------------------------------------------------------------------
+
+    def file_large(self, i: int, factor: float | None) -> None:
+        """Take in the gradient that member `i` has just got, multiplied by `factor`."""
+        param, slot = self.params[i], self.slots[i]
+        grad = param.grad
+        if grad is slot or grad is None:
+            return  # it was added in place, and gets its weight later
+        if grad.requires_grad or grad.is_sparse:
+            grad = _plain(grad)
+        if factor is None:
+            slot.copy_(grad)
+        else:
+            torch.mul(grad, factor, out=slot)
+            self._weighted.add(i)
+        param.grad = slot
+
+    def take_weight_off(self, i: int, factor: float | None) -> None:
+        """Undo `file_large`'s factor, because another gradient is about to be added."""
+        if i in self._weighted and factor is not None:
+            self._weighted.discard(i)
+            if factor:
+                self.slots[i].div_(factor)
+
+    @torch.no_grad()
+    def gather(self, remember: bool) -> None:
+        """Bring in every gradient that lies elsewhere; `.grad` becomes the view.
+
+        Args:
+            remember: whether to keep what unused members hold; those without one bring zeros.
+        """
+        self.before.clear()
+        slots: list[Tensor] = []
+        grads: list[Tensor] = []
+        for i, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
+            grad = param.grad
+            if grad is None:
+                self.used[i] = False  # it was cleared since
+            if remember and not self.used[i]:
+                self.before[i] = slot.clone() if grad is slot else grad
+                if grad is None:
+                    slot.zero_()
+            if grad is not None and grad is not slot:
+                slots.append(slot)
+                grads.append(_plain(grad) if grad.requires_grad or grad.is_sparse else grad)
+                param.grad = slot
+        if slots:
+            torch._foreach_copy_(slots, grads)
+
+    @torch.no_grad()
+    def fill(self, factor: float | None) -> None:
+        """Make the bucket ready to travel: all gradients with their weight, and the flags."""
+        self.gather(remember=True)
+        if factor is not None:
+            self._small.mul_(factor)
+            for i in self._large:
+                if i not in self._weighted:
+                    self.slots[i].mul_(factor)
+        self._weighted.clear()
+        if self.before:
+            self.flags.copy_(torch.tensor(self.used))
+        else:
+            self.flags.fill_(1)
+        self.used = [False] * len(self.used)
+
+    # -- afterwards -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def resolve_unused(self) -> None:
+        """After the reduction: unused members get the mean if any rank used them, else their own.
+
+        Flags are read only where this rank left something unused.
+        """
+        if not self.before:
+            return
+        flags = self.flags.tolist()
+        for i, before in self.before.items():
+            if flags[i] != 0:
+                self.params[i].grad = self.slots[i]
+            elif before is None:
+                self.params[i].grad = None
+            else:
+                self.slots[i].copy_(before)
+        self.before.clear()
+
+    @torch.no_grad()
+    def clear(self, set_to_none: bool) -> None:
+        """Clear all gradients: one fill, and what lies elsewhere."""
+        if not set_to_none:
+            self.data.zero_()
+        for param, slot in zip(self.params, self.slots, strict=True):
+            grad = param.grad
+            if grad is None or (grad is slot and not set_to_none):
+                continue
+            param.grad = None if set_to_none else grad.detach().zero_()
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Bring slots home that somebody pointed elsewhere: `module.double().float()` does that.
+
+        Their values come along, and `.grad` is again what travels.
+        """
+        for i, (slot, pointer) in enumerate(zip(self.slots, self._pointers, strict=True)):
+            if slot.data_ptr() != pointer:
+                elsewhere = slot.detach()
+                slot.data = _view(self._shown, self._places[i], self.params[i])
+                slot.copy_(elsewhere)
+
+    @torch.no_grad()
+    def abandon(self, factor: float | None, unused: Sequence[int] | None) -> None:
+        """Forget a backward that raised.
+
+        A sum that was under way may have come back over gradients that were cleared meanwhile, so
+        it is cleared. Otherwise gradients stay as incomplete as torch leaves them.
+
+        Args:
+            factor: what gradients were multiplied by.
+            unused: members that brought nothing to the sum; None: the bucket had not left.
+        """
+        for i in list(self._weighted):
+            self.take_weight_off(i, factor)
+        if unused is not None:
+            for i, slot in enumerate(self.slots):
+                if i not in unused:
+                    slot.zero_()
+
+
+def _places(
+    sizes: Sequence[int], is_small: Sequence[bool], itemsize: int
+) -> tuple[list[int], int, int]:
+    """Return where each gradient begins, where the small ones begin and where the last ends.
+
+    Large ones come first, each at a cache line; small ones lie densely behind them.
+    """
+    line = max(1, _ALIGN_BYTES // itemsize)
+    places = [0] * len(sizes)
+    end = 0
+    for i, size in enumerate(sizes):
+        if not is_small[i]:
+            places[i] = end
+            end += math.ceil(size / line) * line
+    small_begin = end
+    for i, size in enumerate(sizes):
+        if is_small[i]:
+            places[i] = end
+            end += size
+    return places, small_begin, end
+
+
+def _view(flat: Tensor, place: int, param: nn.Parameter) -> Tensor:
+    """Return the view for one gradient, with the parameter's strides where it is dense."""
+    if torch.ops.aten.is_non_overlapping_and_dense(param):
+        return flat.as_strided(param.shape, param.stride(), flat.storage_offset() + place)
+    return flat[place : place + param.numel()].view(param.shape)
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor without history."""
+    grad = grad.detach()
+    return grad.to_dense() if grad.is_sparse else grad

@@ -1,0 +1,663 @@
+"""`DASO`: ranks of a node average gradients every batch, nodes average parameters every few.
+
+When is decided by `schedule.py`, how by `exchange.py`; this file is the optimizer around them: what
+a batch and an epoch do, its checkpoint, and its copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from unisono.comm import Communicator
+from unisono.data_parallel.daso.exchange import (
+    InFlight,
+    NodeExchange,
+    OuterOptimizer,
+    average_buffers,
+    average_state,
+)
+from unisono.data_parallel.daso.local import LocalStep
+from unisono.data_parallel.daso.nodes import NodeLayout
+from unisono.data_parallel.daso.schedule import DasoSchedule
+from unisono.data_parallel.ranks import communicator_of
+from unisono.data_parallel.replicas import broadcast_module
+from unisono.errors import explain
+from unisono.expect import expect, expect_choice, expect_float, expect_int
+
+_WIRES = (torch.float32, torch.bfloat16, torch.float16)
+
+_COUNTERS = ("current_batch", "rotation", "sent_at", "batches_done", "has_closed", "last_batch")
+"""What a checkpoint has of the optimizer itself."""
+
+_CONNECTED = ("exchange", "local", "reduced_ranks")
+"""What a copy gets when it is first used."""
+
+_READABLE = {
+    "param_groups": ("local_optimizer", "param_groups"),
+    "state": ("local_optimizer", "state"),
+    "defaults": ("local_optimizer", "defaults"),
+    "register_step_pre_hook": ("local_optimizer", "register_step_pre_hook"),
+    "register_step_post_hook": ("local_optimizer", "register_step_post_hook"),
+    "stability": ("schedule", "detector"),
+    "max_gs": ("schedule", "max_global_skips"),
+    "total_epochs": ("schedule", "total_epochs"),
+    "warmup_epochs": ("schedule", "warmup_epochs"),
+    "cooldown_epochs": ("schedule", "cooldown_epochs"),
+    "skip_reduction_factor": ("schedule", "skip_reduction_factor"),
+    "local_skip_factor": ("schedule", "local_skip_factor"),
+    "stability_level": ("schedule", "stability_level"),
+    "scheduler": ("local", "scheduler"),
+    "scaler": ("local", "scaler"),
+}
+"""Names that users know, and the part and its attribute that they stand for."""
+
+
+class DASO(Optimizer):
+    """Distributed asynchronous and selective optimization, for nodes with a slow network between.
+
+    Ranks of a node average gradients in backward (`DataParallelMultiGPU` sees to it). Nodes average
+    parameters: after every batch in the first and last epochs, in between only every few batches
+    and in the background. How rarely follows from the loss; see `DasoSchedule`. Any device, any
+    number of ranks on a node, one process too. Collective over `comm`.
+
+    Args:
+        local_optimizer: the torch optimizer that makes the steps.
+        total_epochs: epochs of the training.
+        comm: all ranks; None is the world.
+        warmup_epochs: first epochs, in which nodes wait for each other after every batch.
+        cooldown_epochs: last epochs, the same.
+        scheduler: learning-rate scheduler on `local_optimizer`; DASO calls its `step`.
+        stability_level: relative improvement of the loss below which an epoch counts as a plateau.
+        max_global_skips: largest number of batches between exchanges; 0: after every batch.
+        sending_chunk_size: elements of a message.
+        downcast_type: what travels in a blocking mean: differences as float32, bfloat16, float16.
+        use_mpi_groups: accepted; both values build the same groups.
+        skip_reduction_factor: skips are divided by this on a plateau.
+        local_skip_factor: the largest skip over this gives how rarely a node synchronises.
+        verbose: rank 0 prints what each epoch did.
+        ranks_per_node: None: by hostname; else blocks of so many consecutive ranks, or of these.
+        downcast_cycling: `downcast_type` also for exchanges in the background.
+        outer_momentum: momentum of an outer optimizer on the means, in the cycling phase.
+        outer_lr: its learning rate.
+        outer_nesterov: whether it looks ahead.
+        local_merge: ranks of a node that went apart meet at their `"mean"`, or at the `"rank"` that
+            sends.
+        sync_state: average optimizer state over all ranks at the end of each epoch.
+        sync_buffers: average float buffers too (others: rank 0's).
+        scheduler_step: when the scheduler steps: `"batch"`, or `"epoch"` in `epoch_loss_logic`.
+        every: fixed distance between blocking means instead of skips that follow the loss.
+    """
+
+    _step_supports_amp_scaling = True
+    """`scaler.step(daso)` always calls `step`: a batch that one node left out would be a batch
+    that the others wait for."""
+
+    exchange: NodeExchange
+    local: LocalStep
+    reduced_ranks: tuple[tuple[int, ...], ...]
+    """Ranks of each global group."""
+    _unconnected: tuple[NodeExchange, LocalStep, int, int]
+    """In a copy that was not yet used: its parts, and rank and size where it was made."""
+
+    def __init__(
+        self,
+        local_optimizer: Optimizer,
+        total_epochs: int,
+        comm: object = None,
+        warmup_epochs: int = 4,
+        cooldown_epochs: int = 4,
+        scheduler: LRScheduler | None = None,
+        stability_level: float = 0.05,
+        max_global_skips: int = 8,
+        sending_chunk_size: int = 10_000_000,
+        downcast_type: torch.dtype = torch.bfloat16,
+        use_mpi_groups: bool = True,
+        skip_reduction_factor: int = 2,
+        local_skip_factor: int = 4,
+        verbose: bool = False,
+        *,
+        ranks_per_node: int | Sequence[int] | None = None,
+        downcast_cycling: bool = False,
+        outer_momentum: float = 0.0,
+        outer_lr: float = 1.0,
+        outer_nesterov: bool = False,
+        local_merge: str = "mean",
+        sync_state: bool = False,
+        sync_buffers: bool = True,
+        scheduler_step: str = "batch",
+        every: int | None = None,
+    ) -> None:
+        _check_optimizer(local_optimizer, scheduler)
+        expect_int("sending_chunk_size", sending_chunk_size, 1)
+        expect("downcast_type", downcast_type, torch.dtype, "torch.bfloat16")
+        expect_choice("downcast_type", str(downcast_type), [str(wire) for wire in _WIRES])
+        expect_float("outer_momentum", outer_momentum, 0.0, below=1.0)
+        expect_float("outer_lr", outer_lr, 0.0)
+        expect_choice("local_merge", local_merge, ("mean", "rank"))
+        expect_choice("scheduler_step", scheduler_step, ("batch", "epoch"))
+        expect("use_mpi_groups", use_mpi_groups, bool)
+        expect("verbose", verbose, bool)
+        expect("downcast_cycling", downcast_cycling, bool)
+        expect("outer_nesterov", outer_nesterov, bool)
+        expect("sync_state", sync_state, bool)
+        expect("sync_buffers", sync_buffers, bool)
+        self.schedule = DasoSchedule(
+            total_epochs,
+            warmup_epochs,
+            cooldown_epochs,
+            max_global_skips,
+            skip_reduction_factor,
+            local_skip_factor,
+            stability_level,
+            every=every,
+        )
+        self.local_optimizer = local_optimizer
+        self.communicator = communicator_of(comm)
+        self.comm = self.communicator if comm is None else comm
+        self.verbose = verbose
+        self.cast_dtype = downcast_type
+        self.downcast_cycling = downcast_cycling
+        self.sync_state = sync_state
+        self.sync_buffers = sync_buffers
+        self.module: nn.Module | None = None
+        self._ranks_per_node = ranks_per_node
+        is_plain = outer_momentum == 0 and outer_lr == 1
+        exchange = NodeExchange(
+            chunk=sending_chunk_size,
+            wire=downcast_type,
+            outer=None if is_plain else OuterOptimizer(outer_momentum, outer_lr, outer_nesterov),
+            by_mean=local_merge == "mean",
+        )
+        by_epoch = scheduler_step == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
+        self._connect(exchange, LocalStep(local_optimizer, scheduler, by_epoch))
+        self._warned_of_length = False
+        self._start_over()
+        if verbose and self.schedule.never_cycles:
+            self.print0("DASO: nodes wait for each other after every batch of every epoch")
+
+    @classmethod
+    def post_local_sgd(
+        cls,
+        local_optimizer: Optimizer,
+        total_epochs: int,
+        every: int,
+        warmup_epochs: int = 1,
+        **options: Any,
+    ) -> DASO:
+        """Return DASO that averages parameters every so many batches after the warm-up."""
+        options = {"cooldown_epochs": 0, **options}
+        return cls(
+            local_optimizer, total_epochs, warmup_epochs=warmup_epochs, every=every, **options
+        )
+
+    @classmethod
+    def diloco(
+        cls, local_optimizer: Optimizer, total_epochs: int, every: int, **options: Any
+    ) -> DASO:
+        """Return DASO as DiLoCo: means every so many batches, steps of an outer optimizer."""
+        preset = {
+            "warmup_epochs": 0,
+            "cooldown_epochs": 0,
+            "outer_momentum": 0.9,
+            "outer_lr": 0.7,
+            "outer_nesterov": True,
+        }
+        return cls(local_optimizer, total_epochs, every=every, **{**preset, **options})
+
+    def _start_over(self) -> None:
+        self.current_batch = 0
+        self.rotation = 0
+        """Exchanges since the epoch began; chooses the global group."""
+        self.sent_at: int | None = None
+        self.batches_done = 0
+        """Batches since the last `epoch_loss_logic`."""
+        self.has_closed = False
+        """Whether an epoch was closed since then."""
+        self.is_foreign = False
+        """Whether the exchange in flight came with another rank's checkpoint."""
+        self.must_agree = True
+        self._n_batches: int | None = None
+
+    # -- the model ------------------------------------------------------------------------------
+
+    def set_model(
+        self, module: nn.Module, *, local_sync: Callable[[bool], None] | None = None
+    ) -> None:
+        """Take the model whose parameters nodes average. Collective over `comm`.
+
+        All ranks get rank 0's parameters and buffers. `DataParallelMultiGPU` calls this.
+
+        Args:
+            module: the model.
+            local_sync: switches the averaging of gradients in the node on and off; None: there is
+                none, and ranks of a node meet at each exchange instead.
+        """
+        expect("module", module, nn.Module)
+        known = {id(p) for p in module.parameters()}
+        held = self.params_ref
+        if not any(id(p) in known for p in held):
+            raise ValueError(
+                explain(
+                    f"set_model of a module with {len(known)} parameters",
+                    f"the optimizer holds {len(held)} parameters, none of them this module's",
+                    None,
+                    "build the optimizer from module.parameters()",
+                )
+            )
+        broadcast_module(module, self.communicator)
+        self.module = module
+        self.local.attach(local_sync)
+        self.exchange.bind(module)
+        self.must_agree = True
+
+    def add_scaler(self, scaler: Any) -> None:
+        """Let steps go through a gradient scaler; `scaler.step` and `update` are called for you."""
+        expect("scaler", scaler, torch.amp.GradScaler, 'torch.amp.GradScaler("cpu")')
+        self.local.scaler = scaler
+
+    # -- a batch --------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one batch: optimizer step, then what the schedule plans. Collective over `comm`.
+
+        Returns:
+            What the local optimizer's `step` returned.
+        """
+        n_batches = self._agreed_length()
+        batch = self.current_batch
+        plan = self.schedule.plan(batch, n_batches, self.sent_at)
+        amp = (self.__dict__.get("grad_scale"), self.__dict__.get("found_inf"))
+        result = self.local.step(closure, plan.local_sync, *amp)
+        if plan.merge and self.sent_at is not None:
+            self.exchange.merge(batch - self.sent_at, outer=self._is_cycling)
+            self.sent_at = None
+        if plan.blocking:
+            self._mean()
+        elif plan.send:
+            self.exchange.send(self._next_group(), narrow=self.downcast_cycling)
+            self.sent_at = batch
+        self.batches_done += 1
+        if plan.close:
+            self._close()
+        else:
+            self.current_batch += 1
+        following = self.schedule.plan(self.current_batch, n_batches, self.sent_at)
+        self.local.switch(following.local_sync)
+        return result
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear the gradients; zeros by default, as HeAT does."""
+        self.local_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def _agreed_length(self) -> int:
+        """Return the batches of this epoch, the same on all ranks; compared once an epoch."""
+        if self.must_agree or self.batches_done == 0:
+            self._agree()
+        return self._n_batches or 1
+
+    def _agree(self) -> None:
+        """Compare what must be the same on all ranks, and take up what has changed. Collective.
+
+        Raises:
+            ValueError: on all ranks, where a model is missing or numbers of batches differ.
+        """
+        exchange, module = self.exchange, self.module
+        begins = self.batches_done == 0
+        changed = begins and module is not None and exchange.has_changed(module)
+        mine = [self.last_batch or 0, module is not None, self.is_foreign, changed]
+        everybody = self.communicator.all_gather_ints([int(x) for x in mine])
+        lengths, models, foreign, changes = zip(*everybody, strict=True)
+        if not all(models):
+            raise ValueError(
+                explain(
+                    "DASO.step()",
+                    f"no model on rank {models.index(0)}",
+                    None,
+                    "DataParallelMultiGPU(module, daso), or self.set_model(module)",
+                )
+            )
+        if min(lengths) == 0 or min(lengths) != max(lengths):
+            raise ValueError(
+                explain(
+                    "DASO.step()",
+                    f"last_batch on ranks 0 to {self.communicator.size - 1}: "
+                    f"{[n or None for n in lengths]}",
+                    None,
+                    "self.last_batch = len(loader), the same number on all ranks",
+                )
+            )
+        if any(foreign):
+            exchange.drop()
+            self.sent_at = None
+            self.is_foreign = False
+            warnings.warn(
+                "DASO: one rank's checkpoint serves all: the exchange in flight is left out",
+                UserWarning,
+                stacklevel=4,
+            )
+        if module is not None and any(changes):
+            exchange.bind(module)
+        self.must_agree = False
+
+    def _next_group(self) -> int:
+        """Return the global group of the next exchange, with the node brought together for it."""
+        group = self.rotation % len(self.reduced_ranks)
+        self.rotation += 1
+        if self.local.is_apart:
+            self.exchange.align(group)
+            self.local.aligned()
+        return group
+
+    def _mean(self) -> None:
+        self.exchange.drop()
+        self.sent_at = None
+        self.exchange.mean(self._next_group(), outer=self._is_cycling)
+
+    def _close(self) -> None:
+        if self.sync_buffers and self.module is not None:
+            average_buffers(self.module, self.communicator)
+        if self.sync_state:
+            average_state(self.local_optimizer, self.communicator)
+            self.local.together()
+        self.current_batch = 0
+        self.rotation = 0
+        self.has_closed = True
+
+    # -- an epoch -------------------------------------------------------------------------------
+
+    def epoch_loss_logic(self, loss: Tensor | float, loss_globally_averaged: bool = False) -> None:
+        """End an epoch: choose from its loss how rarely nodes synchronise in the next. Collective.
+
+        An epoch that had more or fewer batches than `last_batch` is closed here.
+
+        Args:
+            loss: this rank's loss, a number or a tensor with one.
+            loss_globally_averaged: it is already the same on all ranks; rank 0's is used.
+        """
+        expect("loss", loss, (int, float, Tensor))
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(
+                explain(
+                    f"epoch_loss_logic of a tensor of shape {list(loss.shape)}",
+                    f"{loss.numel()} values",
+                    f"{loss.numel()} != 1",
+                    "loss.mean()",
+                )
+            )
+        expect("loss_globally_averaged", loss_globally_averaged, bool)
+        if self.must_agree and self.batches_done:
+            self._agree()
+        report = torch.tensor([[float(loss)]], dtype=torch.float64, device=self.communicator.device)
+        sizes = [1] * self.communicator.size
+        losses = self.communicator.all_gather(report, sizes=sizes).flatten().tolist()
+        mean = losses[0] if loss_globally_averaged else sum(losses) / len(losses)
+        if self.batches_done and self.batches_done != self._n_batches:
+            self._close_early()
+        was_cycling = self._is_cycling
+        self.schedule.epoch_end(mean)
+        self.batches_done = 0
+        self.has_closed = False
+        if self._is_cycling and not was_cycling and self.module is not None:
+            self.exchange.bind(self.module)
+        self.local.end_epoch(mean)
+        if self.verbose:
+            count = f"{self.epoch} of {self.schedule.total_epochs}"
+            self.print0(f"DASO: epoch {count}, loss {mean:.6g}, then {self.schedule.skips}")
+
+    def _close_early(self) -> None:
+        if not self._warned_of_length:
+            self._warned_of_length = True
+            warnings.warn(
+                f"DASO: an epoch had {self.batches_done} batches, but last_batch is "
+                f"{self._n_batches}; {self.batches_done} is used until last_batch is set again",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._n_batches = self.batches_done
+        self._mean()
+        self._close()
+        self.local.switch(True)
+
+    def reset(self) -> None:
+        """Go back to the state after construction; model and optimizer state stay. Collective."""
+        self.exchange.drop()
+        if self.exchange.outer is not None:
+            self.exchange.outer.restart()
+        self.schedule.reset()
+        self.zero_grad()
+        self._start_over()
+        self.local.switch(True)
+
+    # -- checkpoint -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that is needed to continue at this batch. Local.
+
+        An exchange in flight is waited for, not used. Save one state for each rank; after the last
+        batch of an epoch one rank's state serves all.
+        """
+        exchange, local = self.exchange, self.local
+        exchange.complete()
+        sent = exchange.in_flight
+        return {
+            "local_optimizer": self.local_optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "in_flight": None
+            if sent is None
+            else {"group": sent.group, "sums": sent.sums, "narrow": sent.narrow},
+            "common": exchange.common,
+            "outer": None if exchange.outer is None else exchange.outer.velocity,
+            "went_apart": local.went_apart,
+            "scheduler": None if local.scheduler is None else local.scheduler.state_dict(),
+            "scaler": None if local.scaler is None else local.scaler.state_dict(),
+            "rank": self.communicator.rank,
+            "size": self.communicator.size,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state that `state_dict` gave. Local; call it on all ranks."""
+        state = state_dict
+        if self.module is None:
+            raise ValueError(
+                explain(
+                    "DASO.load_state_dict()",
+                    "no model yet",
+                    None,
+                    "first DataParallelMultiGPU(module, daso), then load",
+                )
+            )
+        missing = {"local_optimizer", "schedule", "counters", "in_flight"} - set(state)
+        if missing:
+            raise ValueError(
+                explain(
+                    f"DASO.load_state_dict of {sorted(state)}",
+                    f"missing {sorted(missing)}",
+                    None,
+                    "pass what daso.state_dict() returned",
+                )
+            )
+        exchange, local = self.exchange, self.local
+        exchange.drop()
+        self.local_optimizer.load_state_dict(state["local_optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        for name in _COUNTERS:
+            setattr(self, name, state["counters"][name])
+        sent = state["in_flight"]
+        if sent is not None:
+            exchange.in_flight = InFlight(sent["group"], sent["sums"], sent["narrow"], [])
+        self.is_foreign = sent is not None and self._is_elsewhere(state["rank"], state["size"])
+        if exchange.common is not None and state["common"] is not None:
+            exchange.common = list(state["common"])
+        if exchange.outer is not None:
+            exchange.outer.velocity = state["outer"]
+        local.went_apart = state["went_apart"]
+        if local.scheduler is not None and state["scheduler"] is not None:
+            local.scheduler.load_state_dict(state["scheduler"])
+        if local.scaler is not None and state["scaler"] is not None:
+            local.scaler.load_state_dict(state["scaler"])
+        self.must_agree = True
+        if self._n_batches is not None:
+            plan = self.schedule.plan(self.current_batch, self._n_batches, self.sent_at)
+            local.syncs = plan.local_sync
+            local.switch(plan.local_sync)
+
+    def _is_elsewhere(self, rank: int, size: int) -> bool:
+        return (rank, size) != (self.communicator.rank, self.communicator.size)
+
+    # -- copies, by deepcopy or pickle: the same state, and groups of ranks of their own ----------
+    # A copy meets the other ranks when it is first used, so any rank can load a file by itself.
+
+    def _connect(self, exchange: NodeExchange, local: LocalStep) -> None:
+        """Find the nodes and make their groups. Collective over `comm`."""
+        layout = _node_layout(self.communicator, self._ranks_per_node)
+        exchange.connect(self.communicator, layout)
+        local.node = exchange.node
+        self.exchange, self.local, self.reduced_ranks = exchange, local, layout.groups
+
+    def __getattr__(self, name: str) -> Any:
+        """Read what the parts hold; a copy that is used for the first time is connected."""
+        if name in _CONNECTED and "_unconnected" in self.__dict__:
+            exchange, local, rank, size = self._unconnected
+            self._connect(exchange, local)
+            if self.module is not None:
+                exchange.take(self.module)
+            self.is_foreign = exchange.in_flight is not None and self._is_elsewhere(rank, size)
+            del self._unconnected
+            return self.__dict__[name]
+        home, own_name = _READABLE.get(name, ("", ""))
+        if not home or (home == "local_optimizer" and home not in self.__dict__):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(getattr(self, home), own_name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        parts = (self.exchange, self.local, self.communicator.rank, self.communicator.size)
+        ours = ("comm", "communicator", *_CONNECTED)
+        rest = {name: value for name, value in self.__dict__.items() if name not in ours}
+        return {**rest, "must_agree": True, "_unconnected": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.comm = self.communicator = communicator_of(None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DASO:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        twin.comm, twin.communicator = self.comm, self.communicator
+        return twin
+
+    # -- what users read ------------------------------------------------------------------------
+
+    @property
+    def last_batch(self) -> int | None:
+        """Number of batches of an epoch, `len(loader)`; to be set before the first step."""
+        return self._n_batches
+
+    @last_batch.setter
+    def last_batch(self, value: int | None) -> None:
+        self._n_batches = None if value is None else expect_int("last_batch", value, 1)
+
+    batches_per_epoch = last_batch
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs."""
+        return self.schedule.epoch + int(self.has_closed)
+
+    @property
+    def phase(self) -> str:
+        """`"warmup"`, `"cycling"` or `"cooldown"`."""
+        return self.schedule.phase
+
+    @property
+    def global_skip(self) -> int:
+        """Batches between exchanges of nodes; 0: after every batch."""
+        return self.schedule.skips.global_skip
+
+    @property
+    def local_skip(self) -> int:
+        """Batches between synchronisations in the node, away from exchanges."""
+        return self.schedule.skips.local_skip
+
+    @property
+    def batches_to_wait(self) -> int:
+        """Batches from the start of an exchange to the use of its result."""
+        return self.schedule.skips.batches_to_wait
+
+    @property
+    def _is_cycling(self) -> bool:
+        return self.schedule.phase == "cycling"
+
+    @property
+    def params_ref(self) -> list[Tensor]:
+        """All parameters of all groups of the local optimizer."""
+        return [p for group in self.local_optimizer.param_groups for p in group["params"]]
+
+    @property
+    def amp(self) -> bool:
+        """Whether steps go through a gradient scaler."""
+        return self.local.scaler is not None
+
+    @property
+    def loc_gpus(self) -> int:
+        """Ranks on this node."""
+        return self.exchange.node.size
+
+    def __repr__(self) -> str:
+        skips = tuple(self.schedule.skips)
+        return f"DASO(epoch {self.epoch}, {self.phase}, skips {skips}, {self.local_optimizer!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the local optimizer."""
+        self.local_optimizer.add_param_group(param_group)
+
+    def print0(self, *args: object) -> None:
+        """Print on rank 0 only."""
+        if self.communicator.rank == 0:
+            print(*args, flush=True)
+
+
+def _check_optimizer(local_optimizer: Any, scheduler: Any) -> None:
+    """Raise unless these are a plain torch optimizer and a scheduler of it, or None."""
+    expect(
+        "local_optimizer", local_optimizer, Optimizer, "torch.optim.SGD(model.parameters(), 0.1)"
+    )
+    if hasattr(local_optimizer, "local_optimizer") or hasattr(local_optimizer, "torch_optimizer"):
+        raise TypeError(
+            explain(
+                f"local_optimizer={type(local_optimizer).__name__}(...)",
+                "an optimizer that synchronises ranks itself",
+                None,
+                "pass the torch optimizer inside it",
+            )
+        )
+    if scheduler is not None:
+        expect("scheduler", scheduler, LRScheduler, "StepLR(local_optimizer, 10), an instance")
+        if scheduler.optimizer is not local_optimizer:
+            raise ValueError(
+                explain(
+                    f"scheduler={type(scheduler).__name__}(...)",
+                    "it was made for another optimizer than local_optimizer",
+                    None,
+                    f"{type(scheduler).__name__}(local_optimizer, ...)",
+                )
+            )
+
+
+def _node_layout(comm: Communicator, ranks_per_node: Any) -> NodeLayout:
+    """Return which ranks share a node. Collective over `comm` when hostnames decide."""
+    if ranks_per_node is None:
+        return NodeLayout.of_hosts(comm.hosts)
+    expect("ranks_per_node", ranks_per_node, (int, list, tuple, type(None)), "2, or [2, 3]")
+    for size in [ranks_per_node] if isinstance(ranks_per_node, int) else ranks_per_node:
+        expect("ranks_per_node", size, int)
+    return NodeLayout.of_blocks(comm.size, ranks_per_node)

@@ -1,0 +1,223 @@
+"""Rows of this rank: arrays that are split over ranks along their first dim, and datasets of them.
+
+An array is a tensor, a numpy array, or an object with `.larray` (a HeAT array, say), which brings
+its local tensor there and may tell its communicator (`.comm`) and the dim it is split along
+(`.split`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.utils.data
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.data_parallel.data.shuffle import RingExchange, dataset_ishuffle, dataset_shuffle
+from unisono.data_parallel.ranks import communicator_of
+from unisono.errors import PartitionError, explain
+from unisono.expect import expect, expect_int
+from unisono.topology import decompose
+
+A = TypeVar("A", Tensor, np.ndarray)
+
+Transforms = Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None
+
+
+def local_rows(array: object, asked: str) -> Tensor:
+    """Return this rank's rows of `array` as a tensor over the same memory. Local.
+
+    Raises:
+        TypeError: not an array.
+        PartitionError: split along another dim than the first, or without rows.
+    """
+    if isinstance(array, np.ndarray):
+        rows: object = torch.from_numpy(array)
+    elif isinstance(array, Tensor):
+        rows = array
+    else:
+        rows = getattr(array, "larray", None)
+    if not isinstance(rows, Tensor):
+        raise TypeError(
+            explain(
+                f"{asked} of {type(array).__name__}",
+                "no array",
+                None,
+                "a torch tensor, a numpy array, or an object whose .larray is the local tensor",
+            )
+        )
+    split = 0 if isinstance(array, Tensor | np.ndarray) else getattr(array, "split", 0)
+    if split != 0:
+        raise PartitionError.because(
+            f"{asked} of an array with split={split!r}",
+            "rows have to be split over ranks",
+            f"{split!r} != 0",
+            "array.resplit(0)",
+        )
+    if rows.dim() == 0:
+        raise PartitionError.because(f"{asked} of a scalar", "0 dims, so no rows")
+    return rows.detach()
+
+
+def home_of(array: object, comm: object) -> Communicator:
+    """Return the communicator to use: the one given, else the array's own, else the world."""
+    if comm is None and not isinstance(array, Tensor | np.ndarray):
+        comm = getattr(array, "comm", None)
+    return communicator_of(comm)
+
+
+def shard(x: A, *, axis: int = 0, comm: object = None) -> A:
+    """Return this rank's chunk of an array that every rank holds whole. Local.
+
+    Chunks differ by at most one along `axis`, larger ones first. The result is a view.
+
+    >>> shard(torch.arange(5)).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    if not isinstance(x, Tensor | np.ndarray):
+        raise TypeError(
+            explain(f"shard of {type(x).__name__}", "no array", None, "a tensor or a numpy array")
+        )
+    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise PartitionError.because(
+            f"shard(axis={axis!r})", f"an array of {x.ndim} dims", None, "axis=0"
+        )
+    home = communicator_of(comm)
+    start, stop = decompose.block(x.shape[axis], home.size, home.rank)
+    index: list[Any] = [slice(None)] * x.ndim
+    index[axis] = slice(start, stop)
+    return x[tuple(index)]
+
+
+class RankRows(torch.utils.data.Dataset[Any]):
+    """A torch dataset over the rows in `data`, each transformed when it is read.
+
+    Args:
+        rows: this rank's rows.
+        transforms: a callable, or several applied in order, for each row.
+        comm: the ranks that hold the others.
+    """
+
+    def __init__(self, rows: Tensor, transforms: Transforms, comm: Communicator) -> None:
+        _steps_of(transforms)  # refuses what cannot be called
+        self.data = rows
+        self.transforms = transforms
+        self.communicator = comm
+        self.comm: object = comm
+
+    def __len__(self) -> int:
+        """Number of rows on this rank."""
+        return self.data.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return row `index` of this rank, transformed."""
+        row = self.data[index]
+        for step in _steps_of(self.transforms):
+            row = step(row)
+        return row
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A loader's worker process reads rows; it is no rank, so the communicator stays behind."""
+        return {**self.__dict__, "comm": None, "communicator": None}
+
+
+def _steps_of(transforms: Transforms) -> tuple[Callable[[Any], Any], ...]:
+    if transforms is None:
+        return ()
+    steps: tuple[Any, ...] = (
+        tuple(transforms) if isinstance(transforms, list | tuple) else (transforms,)
+    )
+    if not all(callable(step) for step in steps):
+        raise TypeError(
+            explain(f"transforms={transforms!r}", "not callable", None, "a callable or a list")
+        )
+    return steps
+
+
+class Dataset(RankRows):
+    """This rank's rows of an array, with shuffles over all ranks. Collective over `comm`.
+
+    All ranks keep equally many rows, as many as the shortest shard has: `data` holds them. A
+    subclass may add `targets` (rows in step with `data`); both are then shuffled alike.
+
+    Args:
+        array: this rank's rows: tensor, numpy array, or an object with `.larray`. Never written to.
+        transforms: a callable, or several applied in order, for each row.
+        ishuffle: let the loader exchange rows in the background of an epoch.
+        test_set: never shuffled.
+        comm: the ranks; default the array's own, else the world.
+        seed: of the shuffles' own generator.
+
+    >>> rows = Dataset(torch.arange(4.0), transforms=lambda row: row * 2)
+    >>> len(rows), rows[3].item()
+    (4, 6.0)
+    """
+
+    def __init__(
+        self,
+        array: Any,
+        transforms: Transforms = None,
+        ishuffle: bool = False,
+        test_set: bool = False,
+        *,
+        comm: object = None,
+        seed: int = 0,
+    ) -> None:
+        rows = local_rows(array, "Dataset")
+        expect("ishuffle", ishuffle, bool)
+        expect("test_set", test_set, bool)
+        self.seed = expect_int("seed", seed, 0)
+        super().__init__(rows, transforms, home_of(array, comm))
+        self.comm = self.communicator if comm is None else comm
+        self.ishuffle = ishuffle
+        self.test_set = test_set
+        self.htdata = array
+        shortest = min(n for (n,) in self.communicator.all_gather_ints([rows.shape[0]]))
+        self._cut_slice = slice(0, shortest)
+        self.lcl_half = shortest // 2
+        self.data = rows[self._cut_slice]
+        self.shuffles = 0
+        self.exchange: RingExchange | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Rows under way, and the array they came from, are no matter of a worker process."""
+        return {**super().__getstate__(), "exchange": None, "htdata": None}
+
+    def Shuffle(self) -> None:
+        """Pass half of the rows on to the next rank and mix the rest. Collective over `comm`."""
+        if not self.test_set:
+            dataset_shuffle(self, self._attributes())
+
+    def Ishuffle(self) -> None:
+        """Start `Shuffle` in the background; `dataset_irecv` completes it. Collective."""
+        if not self.test_set:
+            dataset_ishuffle(self, self._attributes())
+
+    def _attributes(self) -> list[list[str | None]]:
+        names = ["data", "targets"] if hasattr(self, "targets") else ["data"]
+        return [[name, None] for name in names]
+
+
+class DistributedDataset(RankRows):
+    """This rank's rows of an array, of any number on each rank. Collective over `comm`.
+
+    Args:
+        array: this rank's rows: tensor, numpy array, or an object with `.larray`. Never written to.
+        transforms: a callable, or several applied in order, for each row.
+        comm: the ranks; default the array's own, else the world.
+    """
+
+    def __init__(self, array: Any, transforms: Transforms = None, *, comm: object = None) -> None:
+        rows = local_rows(array, "DistributedDataset")
+        super().__init__(rows, transforms, home_of(array, comm))
+        self.comm = self.communicator if comm is None else comm
+        self.array = array
+        self.cuts = decompose.bounds(self.communicator.block_lengths(rows))
+        """Where each rank's rows begin in the whole; one more entry than ranks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker process needs the rows only."""
+        return {**super().__getstate__(), "array": None}

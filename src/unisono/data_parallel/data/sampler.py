@@ -1,0 +1,238 @@
+"""`DistributedSampler` and `create_train_val_split`: one random order of the rows of all ranks.
+
+A shuffle moves rows between ranks by one all-to-all; afterwards each rank reads its own memory.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.data_parallel.data.dataset import DistributedDataset, home_of, local_rows
+from unisono.data_parallel.ranks import on_device
+from unisono.errors import PartitionError, explain
+from unisono.expect import expect, expect_choice
+from unisono.topology import decompose
+
+
+class DistributedSampler(torch.utils.data.Sampler[int]):
+    """Yields this rank's rows after bringing them into a random order over all ranks.
+
+    With N rows in the whole array x and a seed, every rank makes the same
+    `q = torch.randperm(N, generator=...)`, and holds `x[q]` in its place. The order depends on seed
+    and epoch only, not on earlier shuffles. The constructor with `shuffle=True`, `set_seed` and
+    `set_epoch` are collective over the dataset's communicator.
+
+    Args:
+        dataset: the `DistributedDataset` whose rows move.
+        shuffle: shuffle now and in each epoch.
+        seed: of the order; None: rank 0 draws one.
+        shuffle_type: `"global"` over all ranks, `"local"` within each.
+        correction: accepted for HeAT's sake; the order is always exact.
+    """
+
+    def __init__(
+        self,
+        dataset: DistributedDataset,
+        shuffle: bool = False,
+        seed: int | None = None,
+        shuffle_type: str = "global",
+        correction: bool = False,
+    ) -> None:
+        expect("dataset", dataset, DistributedDataset, "DistributedDataset(x)")
+        expect("shuffle", shuffle, bool)
+        expect("seed", seed, (int, type(None)))
+        expect("correction", correction, bool)
+        self.shuffle_type = expect_choice("shuffle_type", shuffle_type, ("global", "local"))
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.correction = correction
+        self.seed = seed
+        self.epoch = 0
+        self._order: Tensor | None = None
+        """Row of the original array at each place; None before the first shuffle."""
+        self._linked: list[DistributedSampler] = []
+        if shuffle:
+            self.seed = _agreed_seed(seed, dataset.communicator)
+            self._shuffle()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the numbers of this rank's rows, in memory order."""
+        return iter(range(len(self.dataset)))
+
+    def __len__(self) -> int:
+        """Number of rows on this rank."""
+        return len(self.dataset)
+
+    def set_seed(self, value: int) -> None:
+        """Shuffle by another seed, and from now on in each epoch. Collective."""
+        expect("seed", value, int)
+        for sampler in self._all_linked():
+            sampler.seed, sampler.shuffle, sampler.epoch = value, True, 0
+            sampler._shuffle()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle by `seed + epoch`, unless shuffling is off. Collective."""
+        expect("epoch", epoch, int)
+        for sampler in self._all_linked():
+            sampler.epoch = epoch
+            if sampler.shuffle:
+                sampler._shuffle()
+
+    def set_shuffle_type(self, shuffle_type: str) -> None:
+        """Choose `"global"` or `"local"` for the next shuffles. Local."""
+        expect_choice("shuffle_type", shuffle_type, ("global", "local"))
+        for sampler in self._all_linked():
+            sampler.shuffle_type = shuffle_type
+
+    def link(self, sampler: DistributedSampler) -> None:
+        """Let another sampler follow this one: same seeds, same order, now and later. Collective.
+
+        Its array needs as many rows on each rank, so that data and labels stay in step.
+        """
+        expect("sampler", sampler, DistributedSampler, "link(DistributedSampler(dataset))")
+        if sampler.dataset.cuts != self.dataset.cuts:
+            raise PartitionError.because(
+                "link of two samplers",
+                f"rows begin at {list(self.dataset.cuts)} here and at "
+                f"{list(sampler.dataset.cuts)} there",
+                hint="split both arrays alike",
+            )
+        if sampler is self or sampler in self._linked:
+            return
+        self._linked.append(sampler)
+        sampler.seed, sampler.epoch, sampler.shuffle = self.seed, self.epoch, self.shuffle
+        sampler.shuffle_type = self.shuffle_type
+        sampler._reorder(self._order)
+
+    def unlink(self, sampler: DistributedSampler | None = None) -> None:
+        """Let one sampler, or all, no longer follow this one. Local."""
+        self._linked = [s for s in self._linked if sampler is not None and s is not sampler]
+
+    def _all_linked(self) -> list[DistributedSampler]:
+        """Return this sampler and all that follow it, each once."""
+        found: list[DistributedSampler] = [self]
+        for sampler in found:
+            found += [s for s in sampler._linked if s not in found]
+        return found
+
+    def _shuffle(self) -> None:
+        cuts = self.dataset.cuts
+        if self.shuffle_type == "global":
+            self._reorder(self._permutation(cuts[-1]))
+            return
+        order = torch.arange(cuts[-1]) if self._order is None else self._order
+        # From sorted rows, so that an epoch's order does not depend on the one before.
+        held = [order[a:b].sort().values for a, b in pairwise(cuts)]
+        self._reorder(torch.cat([part[self._permutation(len(part))] for part in held]))
+
+    def _permutation(self, n: int) -> Tensor:
+        generator = torch.Generator().manual_seed((self.seed or 0) + self.epoch)
+        return torch.randperm(n, generator=generator)
+
+    def _reorder(self, order: Tensor | None) -> None:
+        """Bring rows into `order` of the original array; None: as they were."""
+        wanted = torch.arange(self.dataset.cuts[-1]) if order is None else order
+        places = wanted
+        if self._order is not None:
+            now_at = torch.empty_like(wanted)
+            now_at[self._order] = torch.arange(len(wanted))
+            places = now_at[wanted]
+        elif order is None:
+            return
+        self.dataset.data = _reorder_rows(
+            self.dataset.data, places, self.dataset.cuts, comm=self.dataset.communicator
+        )
+        self._order = order
+
+
+def create_train_val_split(
+    X: Any, y: Any, p: float = 0.95, seed: int | None = None, *, comm: object = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (X_train, y_train, X_val, y_val), this rank's rows of each. Collective over `comm`.
+
+    Rows of all ranks are mixed by one seed; of its `n` rows each rank then takes `int(p * n)` for
+    training. X and y stay in step and are not written to.
+
+    Args:
+        X: this rank's rows of the data: tensor, numpy array, or an object with `.larray`.
+        y: this rank's rows of the labels, equally many.
+        p: part for training, between 0 and 1.
+        seed: of the mix; None: rank 0 draws one.
+        comm: the ranks; default those of `X`, else the world.
+    """
+    rows, labels = local_rows(X, "create_train_val_split"), local_rows(y, "create_train_val_split")
+    expect("p", p, (float, int))
+    expect("seed", seed, (int, type(None)))
+    if not 0 < p < 1:
+        raise ValueError(explain(f"p={p}", None, f"not 0 < {p} < 1", "p=0.95"))
+    home = home_of(X, comm)
+    lengths = home.all_gather_ints([rows.shape[0], labels.shape[0]])
+    unlike = [(rank, a, b) for rank, (a, b) in enumerate(lengths) if a != b]
+    if unlike:
+        rank, a, b = unlike[0]
+        raise PartitionError.because(
+            "create_train_val_split(X, y)",
+            f"on rank {rank} X has {a} rows and y has {b}",
+            f"{a} != {b}",
+            "give every row of X its label on the same rank",
+        )
+    common = _agreed_seed(seed, home)
+    cuts = decompose.bounds([n for n, _ in lengths])
+    places = torch.randperm(cuts[-1], generator=torch.Generator().manual_seed(common))
+    n_local = rows.shape[0]
+    local = torch.randperm(n_local, generator=torch.Generator().manual_seed(common))
+    n_train = int(p * n_local)
+    mixed = [
+        _reorder_rows(part, places, cuts, comm=home)[local.to(part.device)]
+        for part in (rows, labels)
+    ]
+    return mixed[0][:n_train], mixed[1][:n_train], mixed[0][n_train:], mixed[1][n_train:]
+
+
+def _reorder_rows(
+    rows: Tensor, places: Tensor, cuts: Sequence[int], *, comm: Communicator
+) -> Tensor:
+    """Return this rank's rows of `x[places]`, where x is split over ranks. Collective over `comm`.
+
+    Args:
+        rows: local `[n_r, ...]`, rows `[cuts[r], cuts[r + 1])` of x. Unchanged.
+        places: permutation `[N]` of the rows of x, the same on every rank.
+        cuts: where each rank's rows begin, before and after.
+        comm: the ranks.
+
+    Returns:
+        New tensor `[n_r, ...]`.
+    """
+    start, stop = cuts[comm.rank], cuts[comm.rank + 1]
+    if comm.size == 1:
+        return rows[places.to(rows.device)]
+    # Rows of mine, in the order of their new places: those of one rank follow each other.
+    targets = ((places >= start) & (places < stop)).nonzero().squeeze(1)
+    ends = torch.searchsorted(targets, torch.tensor(cuts))
+    outgoing = rows[(places[targets] - start).to(rows.device)]
+    # My new rows, by the rank that has them: each sends in ascending order of place.
+    mine = places[start:stop]
+    by_source = [((mine >= a) & (mine < b)).nonzero().squeeze(1) for a, b in pairwise(cuts)]
+    arrived = on_device(comm, rows.device).all_to_all(
+        outgoing,
+        send_sizes=ends.diff().tolist(),
+        recv_sizes=[len(at) for at in by_source],
+    )
+    out = torch.empty_like(rows)
+    out[torch.cat(by_source).to(rows.device)] = arrived
+    return out
+
+
+def _agreed_seed(seed: int | None, comm: Communicator) -> int:
+    """Return `seed`, or one that rank 0 draws. Collective over `comm` if it is None."""
+    if seed is not None:
+        return seed
+    return comm.all_gather_ints([secrets.randbits(32)])[0][0]

@@ -1,0 +1,438 @@
+"""Non-blocking updates: a step that was asked for is carried out when its gradients arrive.
+
+Every bucket may have a reduction under way and an update owed. The forward of a layer, and every
+way to parameters through the wrapper or the optimizer, completes both first. Nothing here starts a
+collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
+
+from unisono.data_parallel.bucket import GradientBucket
+from unisono.data_parallel.engine import GradientEngine
+from unisono.data_parallel.optimizer import DataParallelOptimizer
+from unisono.errors import explain
+
+_PER_PARAMETER: frozenset[type] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.ASGD,
+        optim.Adafactor,
+        optim.SparseAdam,
+    }
+)
+"""Optimizers that treat each parameter on its own: no counter in a group, no norm over all. A step
+on some parameters, and later on the others, gives the bits of one step on all of them."""
+
+_OBSERVES = "_only_observes_steps"
+
+Frozen = list[dict[str, Any]]
+"""Hyper-parameters of each group at some time."""
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+def fallback_reason(optimizers: Sequence[DataParallelOptimizer], module: nn.Module) -> str | None:
+    """Return why updates cannot be deferred; None if they can, or if nobody asked for it.
+
+    The same answer on every rank: it depends on classes and parameters alone, never on what has
+    arrived. By the very class: a subclass, and an optimizer from elsewhere, may keep what it learns
+    in its groups (Prodigy, D-Adaptation, schedule-free) or look at all gradients together.
+    """
+    if not optimizers:
+        return None
+    if len(optimizers) > 1:
+        return f"{len(optimizers)} optimizers share the module"
+    optimizer = optimizers[0]
+    kind = type(optimizer.torch_optimizer)
+    if kind not in _PER_PARAMETER:
+        return f"{kind.__name__} is not known to treat each parameter on its own"
+    trainable = {id(p) for p in module.parameters() if p.requires_grad}
+    updated = {id(p) for p in optimizer.params_ref if p.requires_grad}
+    if trainable != updated:
+        return (
+            f"the optimizer holds {len(updated)} trainable parameters and the module "
+            f"{len(trainable)}, {len(trainable & updated)} in common"
+        )
+    return None
+
+
+def only_observes(hook: Hook) -> Hook:
+    """Mark a step hook that looks neither at parameters nor at gradients.
+
+    Such a hook is called once for every `step()`, also for one that is carried out later, layer by
+    layer. For any other hook a step waits until all gradients are there.
+    """
+    setattr(hook, _OBSERVES, True)
+    return hook
+
+
+@dataclass
+class Owed:
+    """A step that was asked for and is not complete."""
+
+    frozen: Frozen
+    """Hyper-parameters at the time of the step."""
+    buckets: set[int]
+    """Numbers of the buckets whose parameters wait for it."""
+    given: dict[int, Tensor | None]
+    """Gradients at the time of the step, where they were not those under way."""
+    clears: set[int] = field(default_factory=set)
+    """Buckets to fill with zeros after their update."""
+
+
+class DeferredUpdates:
+    """The owed step of one optimizer over the buckets of one engine.
+
+    Args:
+        engine: in non-blocking mode.
+        optimizer: treats each parameter on its own, and holds exactly the trainable ones of the
+            module.
+    """
+
+    def __init__(self, engine: GradientEngine, optimizer: DataParallelOptimizer) -> None:
+        self.active = False
+        """Whether anything is under way or owed."""
+        self.is_compiled = False
+        """Whether the module is compiled code, which calls no hooks of its layers."""
+        self._engine = engine
+        self._optimizer = optimizer.torch_optimizer
+        self._owed: Owed | None = None
+        self._versions: dict[int, int] = {}
+        self._idle: dict[int, set[int]] = {}
+        self._layers: dict[str, list[int]] = {}
+        self._called: set[str] = set()  # layers whose forward has begun in this forward
+        self._passed_over: set[str] = set()  # layers of which others read parameters directly
+        self.layer_hooks: list[RemovableHandle] = []
+        """Of the layers' forwards."""
+        # Whoever steps, saves or loads the optimizer or the module inside finds everything paid.
+        hook, module = UpdateHook(self), engine.module
+        self._step_hook = self._optimizer.register_step_pre_hook(hook)
+        self._hooks: list[RemovableHandle] = [
+            self._step_hook,
+            self._optimizer.register_state_dict_pre_hook(hook),
+            self._optimizer.register_load_state_dict_pre_hook(hook),
+            module.register_state_dict_pre_hook(hook),
+            module.register_load_state_dict_pre_hook(hook),
+        ]
+        engine.updates = self
+        optimizer.attach(self)
+        self.attach()
+
+    def attach(self) -> None:
+        """Take the buckets and layers of the module as it is now. Local."""
+        module, buckets = self._engine.module, self._engine.buckets
+        self.is_compiled = any(
+            type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+            for part in module.modules()
+        )
+        self._layers = {}
+        self._passed_over = set()
+        self._remove_layer_hooks()
+        for name, part in module.named_modules():
+            own = {id(p) for p in part.parameters(recurse=False)}
+            found = [b.index for b in buckets if any(id(p) in own for p in b.params)]
+            if found or not name:
+                self._layers[name] = found
+                _remove_copied_hooks(part)
+                hook = UpdateHook(self, name)
+                self.layer_hooks.append(part.register_forward_pre_hook(hook))
+
+    def _remove_layer_hooks(self) -> None:
+        for hook in self.layer_hooks:
+            hook.remove()
+        self.layer_hooks.clear()
+
+    def close(self) -> None:
+        """Leave module and optimizer as they were before. Local."""
+        self._engine.updates = None
+        self._remove_layer_hooks()
+        for hook in self._hooks:
+            hook.remove()
+        self._owed, self.active = None, False
+
+    # -- what the engine tells ------------------------------------------------------------------
+
+    def launched(self, bucket: GradientBucket) -> None:
+        """Note that `bucket` is under way: its gradients are not complete."""
+        self.active = True
+        for param, slot in zip(bucket.params, bucket.slots, strict=True):
+            param.grad = slot
+        self._versions[bucket.index] = bucket.version
+
+    def arrived(self, bucket: GradientBucket) -> None:
+        """Show the means as gradients, except where the user has put something else meanwhile."""
+        if bucket.version != self._versions[bucket.index] and not self._engine.in_backward:
+            raise RuntimeError(
+                explain(
+                    "gradients written to while they travelled",
+                    bucket.describe(),
+                    None,
+                    "model.finalize() before, or reach them by model.parameters(), "
+                    "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
+                )
+            )
+        own: dict[int, Tensor | None] = {}
+        for i, (param, slot) in enumerate(zip(bucket.params, bucket.slots, strict=True)):
+            if param.grad is not slot:
+                own[i] = param.grad
+                param.grad = slot
+        bucket.resolve_unused()
+        self._idle[bucket.index] = {i for i, p in enumerate(bucket.params) if p.grad is None}
+        for i, grad in own.items():
+            bucket.params[i].grad = grad
+        self._rest()
+
+    # -- what the optimizer asks ----------------------------------------------------------------
+
+    @property
+    def owes(self) -> bool:
+        """Whether a step is owed."""
+        return self._owed is not None
+
+    def step(self) -> None:
+        """Take a step: at once for what has arrived, else when it has. Local."""
+        if self._owed is not None:
+            self.finalize()
+        engine, optimizer = self._engine, self._optimizer
+        waiting = [b for b in engine.buckets if not engine.has_arrived(b)]
+        if not waiting or _is_watched(optimizer, self._step_hook.id):
+            self.finalize()
+            optimizer.step()
+            return
+        # A scheduler on the inner optimizer asks whether it has stepped.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        given = {
+            id(param): param.grad
+            for bucket in waiting
+            for param, slot in zip(bucket.params, bucket.slots, strict=True)
+            if param.grad is not slot
+        }
+        owed = Owed(_freeze(optimizer), {b.index for b in waiting}, given)
+        for bucket in engine.buckets:
+            if bucket.index not in owed.buckets:
+                engine.wait(bucket)
+        inside = {id(p) for bucket in waiting for p in bucket.params}
+        everything = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        _step_some(optimizer, everything - inside, owed.frozen)
+        self._owed = owed
+        self.active = True
+        for hook in list(_global_optimizer_post_hooks.values()):  # those that only observe
+            hook(optimizer, (), {})
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear gradients; those an owed update still needs, right after it. Local."""
+        engine, owed = self._engine, self._owed
+        cleared: set[int] = set()
+        for bucket in engine.buckets:
+            cleared.update(id(p) for p in bucket.params)
+            if owed is None or bucket.index not in owed.buckets:
+                engine.wait(bucket)
+            elif not set_to_none:
+                owed.clears.add(bucket.index)
+                continue
+            bucket.clear(set_to_none)
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in cleared and param.grad is not None:
+                    param.grad = None if set_to_none else torch.zeros_like(param.grad)
+
+    # -- settling -------------------------------------------------------------------------------
+
+    def finalize(self) -> None:
+        """Complete everything. Local, idempotent."""
+        if self.active:
+            self._settle(range(len(self._engine.buckets)))
+
+    def show_gradients(self) -> None:
+        """Complete what an optimizer's parameters are read for before a step. Local."""
+        if self._owed is None:
+            self.finalize()
+
+    def settle_layer(self, layer: str) -> None:
+        """Complete everything that concerns the parameters of this layer. Local."""
+        if self.active:
+            self._settle(self._layers.get(layer, ()))
+
+    def enter_layer(self, layer: str) -> None:
+        """Make parameters ready for the forward of a layer; `""` is the module itself. Local."""
+        if not layer:
+            self._called.clear()
+            for other in self._passed_over:
+                self.settle_layer(other)
+        self._called.add(layer)
+        self.settle_layer(layer)
+
+    def end_forward(self) -> None:
+        """Complete what this forward did not use. Local.
+
+        Layers whose own forward was not called may have been used all the same: attention reads the
+        weight of its last layer. From now on they are settled when a forward begins.
+        """
+        self._passed_over.update(self._layers.keys() - self._called)
+        self.finalize()
+
+    def active_layers(self) -> set[str]:
+        """Return the names of layers with a reduction under way or an update owed."""
+        buckets = {bucket.index for bucket in self._engine.under_way}
+        if self._owed is not None:
+            buckets |= self._owed.buckets
+        return {name for name, own in self._layers.items() if not buckets.isdisjoint(own)}
+
+    def _settle(self, indices: Sequence[int]) -> None:
+        if torch.is_inference_mode_enabled():
+            # Optimizer state made in there would be of no use in training.
+            with torch.inference_mode(False), torch.no_grad():
+                self._settle(indices)
+            return
+        while True:
+            # Whatever is here is used while the rest travels.
+            self._update_arrived()
+            wanted = next((b for b in self._engine.under_way if b.index in indices), None)
+            if wanted is None:
+                return
+            self._engine.wait(wanted)
+
+    def _update_arrived(self) -> None:
+        owed, engine = self._owed, self._engine
+        if owed is None:
+            return
+        ready = [b for b in engine.buckets if b.index in owed.buckets and engine.has_arrived(b)]
+        if not ready:
+            return
+        for bucket in ready:
+            engine.wait(bucket)
+        owed.buckets.difference_update(b.index for b in ready)
+        if not owed.buckets:
+            self._owed = None
+        self._update(owed, ready)
+        self._rest()
+
+    def _update(self, owed: Owed, buckets: Sequence[GradientBucket]) -> None:
+        """Carry out the step for these buckets with the gradients of the time of the step."""
+        shown: list[tuple[nn.Parameter, Tensor | None]] = []
+        for bucket in buckets:
+            idle = self._idle[bucket.index]
+            for i, param in enumerate(bucket.params):
+                shown.append((param, param.grad))
+                mean = None if i in idle else bucket.slots[i]
+                param.grad = owed.given.get(id(param), mean)
+        try:
+            _step_some(self._optimizer, {id(param) for param, _ in shown}, owed.frozen)
+        finally:
+            for param, grad in shown:
+                param.grad = grad
+        for bucket in buckets:
+            if bucket.index in owed.clears:
+                bucket.clear(set_to_none=False)
+
+    def _rest(self) -> None:
+        self.active = self._owed is not None or bool(self._engine.under_way)
+
+
+class UpdateHook:
+    """A hook that completes updates: of the layer whose forward begins, or all of them.
+
+    In copies of the module it does nothing.
+    """
+
+    def __init__(self, updates: DeferredUpdates | None, layer: str | None = None) -> None:
+        self._updates = None if updates is None else weakref.ref(updates)
+        self._layer = layer
+
+    def __call__(self, *_: object) -> None:
+        """Complete what is needed now."""
+        if torch.compiler.is_compiling():
+            return  # the wrapper completes everything before compiled code runs
+        updates = None if self._updates is None else self._updates()
+        if updates is None:
+            return
+        if self._layer is None:
+            updates.finalize()
+        else:
+            updates.enter_layer(self._layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UpdateHook:
+        return UpdateHook(None, self._layer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UpdateHook, (None, self._layer)
+
+
+def _remove_copied_hooks(part: nn.Module) -> None:
+    """Remove the hooks that came with a copy of the module; torch lists them in no public place."""
+    held: tuple[dict[int, Any], ...] = (
+        part._forward_pre_hooks,
+        part._state_dict_pre_hooks,
+        part._load_state_dict_pre_hooks,
+    )
+    for table in held:
+        for key, hook in list(table.items()):
+            ours = getattr(hook, "hook", hook)  # torch wraps those of loading
+            if isinstance(ours, UpdateHook) and ours._updates is None:
+                del table[key]
+
+
+# -- an optimizer on some of its parameters: inner parts of torch.optim, seen with torch 2.13 ----
+
+
+def _is_watched(optimizer: optim.Optimizer, own_hook: int) -> bool:
+    """Whether somebody may tell a step in parts from a whole one: hooks, another `step`."""
+    patched = vars(optimizer).get("step")
+    return bool(
+        any(key != own_hook for key in optimizer._optimizer_step_pre_hooks)
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or any(not hasattr(hook, _OBSERVES) for hook in _global_optimizer_post_hooks.values())
+        or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))
+    )
+
+
+def _freeze(optimizer: optim.Optimizer) -> Frozen:
+    """Return the hyper-parameters of all groups as they are now."""
+    return [
+        {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _step_some(optimizer: optim.Optimizer, wanted: set[int], frozen: Frozen) -> None:
+    """Update the parameters with these ids, with the frozen hyper-parameters. No hooks run."""
+    groups = optimizer.param_groups
+    shown: list[dict[str, Any]] = []
+    for group, values in zip(groups, frozen, strict=True):
+        params = [p for p in group["params"] if id(p) in wanted]
+        if params:
+            shown.append({"params": params, **values})
+    if not shown:
+        return
+    function = type(optimizer).step
+    bare = getattr(function, "__wrapped__", function) if hasattr(function, "hooked") else function
+    optimizer.param_groups = shown
+    try:
+        with torch.no_grad():
+            bare(optimizer)
+    finally:
+        optimizer.param_groups = groups

@@ -1,0 +1,453 @@
+"""`DataParallel`: the same module on every rank, trained as if one rank had seen all the data."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from unisono.comm import Communicator
+from unisono.comm.torch.private import runs_uncompiled
+from unisono.data_parallel.bucket import Bucket
+from unisono.data_parallel.compression import check_compression
+from unisono.data_parallel.engine import GradientEngine, Stats
+from unisono.data_parallel.join import Join, Weights
+from unisono.data_parallel.nonblocking import DeferredUpdates, UpdateHook, fallback_reason
+from unisono.data_parallel.optimizer import DataParallelOptimizer
+from unisono.data_parallel.ranks import communicator_of
+from unisono.data_parallel.replicas import (
+    broadcast_module,
+    check_same_module,
+    name_as_wrapped,
+    reset_module,
+)
+from unisono.errors import an, explain
+from unisono.expect import expect, expect_choice
+
+__all__ = ["DataParallel"]
+
+
+_CONNECTED = ("comm", "communicator", "_engine", "_weights", "_deferred", "_join")
+"""What ties a wrapper to ranks; its copies make their own."""
+
+
+class DataParallel(nn.Module):
+    """Trains `module` on all ranks of `comm` with averaged gradients. Collective over `comm`.
+
+    After a step every rank holds the parameters that one process would hold after a step with the
+    mean of all ranks' gradients. Without an optimizer, or with `blocking_parameter_updates=True`,
+    gradients are complete when `backward()` returns. Otherwise `step()` returns while they travel,
+    and each layer is updated just before it is used again: the same numbers, less waiting.
+
+    Args:
+        module: built alike on every rank; all take rank 0's parameters and buffers.
+        comm: the ranks: a Communicator, ProcessGroup or MPICommunication; None: the world.
+        optimizer: None, a `DataParallelOptimizer` or several.
+        blocking_parameter_updates: whether `step()` acts at once.
+        bucket_mb: largest bucket; None: by transport.
+        compression: None, `"bf16"`, `"fp16"`, `"powersgd"`, a `PowerSGD` or a function.
+        broadcast_buffers: whether rank 0's buffers go to all at each synchronising forward.
+        find_unused: look for unused parameters after forward; speed only.
+        reset_parameters: re-initialise all layers first, with a fixed seed, as HeAT does.
+
+    >>> model = DataParallel(nn.Linear(2, 1))
+    >>> model(torch.ones(3, 2)).shape
+    torch.Size([3, 1])
+    """
+
+    comm: object
+    """The ranks, as they were given."""
+    communicator: Communicator
+    """The ranks."""
+    blocking_parameter_updates: bool
+    """Whether `step()` acts at once."""
+    _engine: GradientEngine | None = None
+    _weights: Weights
+    _deferred: DeferredUpdates | None = None
+    _join: Join | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: object = None,
+        optimizer: DataParallelOptimizer | Sequence[DataParallelOptimizer] | None = None,
+        blocking_parameter_updates: bool = False,
+        *,
+        bucket_mb: float | None = None,
+        compression: object = None,
+        broadcast_buffers: bool = True,
+        find_unused: bool = False,
+        reset_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        check_options(
+            "DataParallel",
+            module,
+            bucket_mb,
+            compression,
+            blocking_parameter_updates=blocking_parameter_updates,
+            broadcast_buffers=broadcast_buffers,
+            find_unused=find_unused,
+            reset_parameters=reset_parameters,
+        )
+        optimizers = _checked_optimizers(optimizer, module)
+        self._modules["module"] = module
+        self.communicator = communicator_of(comm)
+        self.comm = self.communicator if comm is None else comm
+        reason = None if blocking_parameter_updates else fallback_reason(optimizers, module)
+        if reason:
+            warnings.warn(f"updates are blocking: {reason}", UserWarning, stacklevel=2)
+        self.blocking_parameter_updates = bool(
+            blocking_parameter_updates or reason or not optimizers
+        )
+        self._dp_optimizers = optimizers
+        self._options: dict[str, Any] = {
+            "bucket_mb": bucket_mb,
+            "compression": compression,
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused": find_unused,
+        }
+        options = [self.blocking_parameter_updates, *_option_texts(self)]
+        check_same_module(module, self.communicator, options)
+        if reset_parameters:
+            reset_module(module, self.communicator)
+        broadcast_module(module, self.communicator)
+        self._start()
+
+    def _start(self) -> GradientEngine:
+        """Make the engine, and what defers updates where they are. Collective over `comm`."""
+        engine = GradientEngine(
+            self._inner,
+            self.communicator,
+            blocking=self.blocking_parameter_updates,
+            **self._options,
+        )
+        engine.options = tuple(_option_texts(self))
+        deferred: DeferredUpdates | None = None
+        for optimizer in self._dp_optimizers:
+            optimizer.blocking_parameter_updates = self.blocking_parameter_updates
+            optimizer.attach(None, engine)
+        if not self.blocking_parameter_updates and self.communicator.size > 1:
+            deferred = DeferredUpdates(engine, self._dp_optimizers[0])
+        self._engine, self._weights, self._deferred = engine, Weights(engine), deferred
+        weakref.finalize(self, _leave, engine, deferred)
+        return engine
+
+    # -- ways to the parameters: what is owed is completed first -----------------------------------
+
+    @property
+    def _inner(self) -> nn.Module:
+        return cast(nn.Module, self._modules["module"])
+
+    @property
+    def module(self) -> nn.Module:
+        """The module inside; completes what is owed."""
+        self.finalize()
+        return self._inner
+
+    def named_modules(
+        self, *args: Any, **kwargs: Any
+    ) -> Generator[tuple[str, nn.Module], None, None]:
+        """Yield all modules, as `parameters()` and its like ask for; completes what is owed."""
+        self.finalize()
+        return super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the module inside; completes what is owed."""
+        self.finalize()
+        return super().named_children()
+
+    # -- training -------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module. Collective over `comm` when training (buffers, changed parameters)."""
+        engine, module = self._running(), self._inner
+        if engine.comm.size == 1:
+            return module(*inputs, **kwargs)
+        if self._join is not None and module.training and torch.is_grad_enabled():
+            engine.before_forward(self._join.before_forward())
+        else:
+            engine.before_forward()
+        deferred = self._deferred
+        if deferred is not None and (deferred.is_compiled or torch.compiler.is_compiling()):
+            self.finalize()  # compiled code calls no hooks of its layers
+        return self._end_forward(engine, module(*inputs, **kwargs))
+
+    @runs_uncompiled
+    def _end_forward(self, engine: GradientEngine, outputs: Any) -> Any:
+        if self._deferred is not None:
+            self._deferred.end_forward()
+        engine.after_forward(outputs)
+        return outputs
+
+    @runs_uncompiled
+    def finalize(self) -> None:
+        """Complete all reductions and apply all owed updates. Local, idempotent."""
+        if self._deferred is not None:
+            self._deferred.finalize()
+
+    @property
+    def optimizer(self) -> DataParallelOptimizer | Sequence[DataParallelOptimizer] | None:
+        """The optimizer that was given, or several of them; None without one."""
+        found = self._dp_optimizers
+        return found[0] if len(found) == 1 else tuple(found) or None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a reduction is under way or an update owed."""
+        return self._deferred is not None and self._deferred.active
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward inside only accumulate; the next one outside averages the sum."""
+        engine = self._running()
+        before, engine.require_sync = engine.require_sync, False
+        try:
+            with self._weights.scaling():
+                yield
+        finally:
+            engine.require_sync = before
+
+    @contextlib.contextmanager
+    def samples(self, n: float) -> Iterator[None]:
+        """Weight the gradient of the backward inside by this rank's `n` samples.
+
+        The mean becomes sum of n_r g_r over sum of n_r, the one-process mean over all samples. All
+        ranks use it for the same backward; `n` may be 0. Inside one accumulation with `no_sync`
+        every backward has its own block, beginning with cleared gradients.
+        """
+        self._running()
+        with self._weights.samples(n):
+            yield
+
+    @contextlib.contextmanager
+    def join(
+        self, *stepped: object, divide_by: Literal["active", "world"] = "active"
+    ) -> Iterator[None]:
+        """Train with uneven numbers of batches: ranks without data wait for the others.
+
+        Collective over `comm`; inside, one backward follows each training forward. At the end all
+        ranks hold the parameters, buffers and optimizer state of a rank that trained to the end.
+        What a rank has accumulated with `no_sync` when it runs out goes into the others' next mean.
+
+        Args:
+            stepped: what is stepped inside: schedulers, a `GradScaler`, anything with `state_dict`
+                and `load_state_dict`. All ranks have the same state of it at the end. Optimizers
+                are found at their first step; name one that a rank without any batch never steps.
+            divide_by: mean over ranks with data, or over all (those without bring zeros).
+
+        Raises:
+            TypeError: `stepped` has something without a state.
+            ValueError: at the end, on all ranks: an optimizer that not all ranks know of, or a
+                learning rate that changes inside without its scheduler being named.
+
+        Example:
+            with model.join(scheduler):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    loss_of(model(x), y).backward()
+                    optimizer.step()
+                    scheduler.step()
+        """
+        expect_choice("divide_by", divide_by, ["active", "world"])
+        engine = self._running()
+        joined = Join(engine, self._weights, self._dp_optimizers, stepped)
+        self._join = joined
+        try:
+            with joined.block(divide_by == "world"):
+                yield
+        finally:
+            self._join = None
+
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the averaged gradient to a total norm; returns the norm before. Local.
+
+        Gradients are the same on all ranks, so their norm is, too.
+        """
+        if not max_norm >= 0:  # infinity clips nothing
+            hint = "clip_grad_norm(1.0), at least 0"
+            raise ValueError(explain(f"clip_grad_norm({max_norm})", None, None, hint))
+        return nn.utils.clip_grad_norm_(
+            self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def rebuild(self) -> None:
+        """Make the buckets again after parameters changed. Collective over `comm`."""
+        self._running().rebuild()
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The gradient buckets, in the order in which they travel; none in a world of one."""
+        return tuple(bucket.info for bucket in self._running().buckets)
+
+    def stats(self) -> Stats:
+        """Return what communication has cost this rank so far. Local."""
+        return self._running().stats()
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """Return the state of the compression (PowerSGD: factors, this rank's errors). Local."""
+        return self._running().averaging.state_dict()
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `compression_state_dict` gave on this rank. Local."""
+        self._running().averaging.load_state_dict(state)
+
+    @property
+    def _fwd_hook_handles(self) -> list[RemovableHandle]:
+        """The hooks on the forwards of layers, by HeAT's name; none in blocking mode."""
+        return [] if self._deferred is None else self._deferred.layer_hooks
+
+    def _forward_hook(self, layer_name: str) -> UpdateHook:
+        """Return a forward pre-hook that applies the owed update of that layer."""
+        return UpdateHook(self._deferred, layer_name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the end of training (`training` false) completes what is owed."""
+        if name == "training" and not value and self.__dict__.get("_deferred") is not None:
+            self.finalize()
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take names with `module.`, as `state_dict` gives them, and those of the module inside."""
+        name_as_wrapped(state_dict, prefix, self._inner)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def _running(self) -> GradientEngine:
+        """Return the engine. After unpickling it is made first: collective over `comm`."""
+        if self._engine is None:
+            self._engine = self._start()
+        return self._engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """Return a parallel copy with its own hooks, buckets and optimizers. Collective."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        memo[id(self._options)] = dict(self._options)  # a function, or what it holds, is not copied
+        super(DataParallel, twin).__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.comm, twin.communicator = self.comm, self.communicator
+        averaging = twin._start().averaging
+        if self._engine is not None:
+            averaging.load_state_dict(self._engine.averaging.state_dict())
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.finalize()
+        return {name: value for name, value in self.__dict__.items() if name not in _CONNECTED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.comm = self.communicator = communicator_of(None)
+
+
+def _option_texts(model: DataParallel) -> list[str]:
+    """Return the options as text that is the same in every process."""
+    return [
+        f"{name}={getattr(value, '__qualname__', type(value).__name__)}"
+        if callable(value)
+        else f"{name}={value!r}"
+        for name, value in model._options.items()
+    ]
+
+
+def _leave(engine: GradientEngine, deferred: DeferredUpdates | None) -> None:
+    """The last act for a `DataParallel` that is gone: complete requests, free the module."""
+    owes = deferred is not None and deferred.owes
+    with contextlib.suppress(Exception):
+        engine.wait_all()
+    if deferred is not None:
+        deferred.close()
+    engine.detach()
+    if owes:
+        warnings.warn(
+            "a DataParallel ended before its last update was applied; call finalize() or eval() "
+            "after the last step()",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+
+def check_options(
+    wrapper: str,
+    module: nn.Module,
+    bucket_mb: float | None,
+    compression: object,
+    **switches: object,
+) -> None:
+    """Check what a wrapper is made of: on all ranks alike, before any collective."""
+    expect("module", module, nn.Module, "module=torch.nn.Linear(4, 2)")
+    if bucket_mb is not None:
+        expect("bucket_mb", bucket_mb, (int, float))
+        if not bucket_mb > 0:
+            raise ValueError(
+                explain(
+                    f"bucket_mb={bucket_mb}",
+                    None,
+                    f"{bucket_mb} <= 0",
+                    "bucket_mb=25, any number above 0, or None for a size chosen by transport",
+                )
+            )
+    check_compression(compression)
+    for name, value in switches.items():
+        expect(name, value, bool)
+    for name, part in module.named_modules():
+        if isinstance(part.__dict__.get("_engine"), GradientEngine):
+            raise ValueError(
+                explain(
+                    f"{wrapper} of a module with {an(type(part).__name__)} in it",
+                    f"{name or 'the module itself'}, which averages its gradients already",
+                    None,
+                    f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
+                )
+            )
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(x):
+            found, hint = "has no shape yet", "run one forward first: module(example_batch)"
+        elif x.is_meta:
+            found = "is on meta, without values"
+            hint = "module.to_empty(device='cpu'), then load or initialise its values"
+        else:
+            continue
+        raise ValueError(
+            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", None, hint)
+        )
+
+
+def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelOptimizer]:
+    """Return the optimizers as a list, each with at least one parameter of the module."""
+    if optimizer is None:
+        return []
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    own = {id(p) for p in module.parameters()}
+    for one in given:
+        kind = type(one).__name__
+        if not isinstance(one, DataParallelOptimizer):
+            hint = "optimizer=DataParallelOptimizer(torch_optimizer), a list of such, or None"
+            if kind == "DASO":
+                hint = "DataParallelMultiGPU(module, daso)"
+            elif isinstance(one, optim.Optimizer):
+                hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
+            raise TypeError(explain(f"optimizer={kind}", "not a DataParallelOptimizer", None, hint))
+        if not any(id(p) in own for p in one.params_ref):
+            raise ValueError(
+                explain(
+                    f"an optimizer with {len(one.params_ref)} parameters",
+                    f"none of them is one of the module's {len(own)} parameters",
+                    None,
+                    "build the optimizer from the parameters of this very module",
+                )
+            )
+    return given

@@ -1,0 +1,431 @@
+"""The ways to split a training step, side by side, and how each grows to thousands of ranks. Pure.
+
+Every rank holds the whole model (data parallel, DASO, sharded, Bayesian), or a team of ranks shares
+each sample by space, by features or by graph. A team of `team` ranks holds one replica of the model
+and computes the samples of all its ranks together; teams are data-parallel to each other. By
+default a team is a node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from unisono.plan.cluster import (
+    Cluster,
+    Link,
+    all_gather,
+    all_reduce_between,
+    broadcast,
+    exchange,
+)
+from unisono.plan.prediction import (
+    Impossible,
+    Prediction,
+    predicted,
+    remaining,
+    waiting_after_backward,
+    waiting_in_next_forward,
+)
+from unisono.plan.workload import Layer, Workload
+
+GLOBAL_SKIP, BATCHES_TO_WAIT = 4, 1
+"""DASO's skips in the first epochs after its warm-up."""
+
+
+def data_parallel(
+    workload: Workload, cluster: Cluster, batch: float, *, blocking: bool = True
+) -> Prediction | Impossible:
+    """Predict `DataParallel` with `batch` samples a rank, updates at once or when needed."""
+    way = f"data parallel, {'blocking' if blocking else 'non-blocking'}"
+    if workload.is_bayesian:
+        return Impossible(way=way, reason="the model is Bayesian: it has deltas, not gradients")
+    forward = cluster.compute(workload.forward.seconds(batch))
+    backward = cluster.compute(workload.backward.seconds(batch))
+    ready = [bucket.ready * backward for bucket in workload.buckets]
+    sums = [cluster.all_reduce(bucket.nbytes) for bucket in workload.buckets]
+    times = [each.seconds for each in sums]
+    overlap = sum(each.free_s for each in sums) / (sum(times) or 1.0)
+    if blocking:
+        waiting = waiting_after_backward(ready, times, backward, overlap)
+    else:
+        needed = [bucket.needed * forward for bucket in workload.buckets]
+        waiting = waiting_in_next_forward(ready, times, needed, backward, overlap)
+    return predicted(
+        way,
+        workload,
+        cluster,
+        batch,
+        compute_s=forward + backward + cluster.compute(workload.optimizer_s),
+        waiting_s=waiting,
+        communication_s=sum(times),
+        memory_bytes=replica_memory(workload, batch),
+        algorithm=max(sums).algorithm if sums else "-",
+    )
+
+
+def daso(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Impossible:
+    """Predict `DASO` between its warm-up and its cool-down, averaged over its cycle."""
+    if workload.is_bayesian:
+        return Impossible(way="DASO", reason="the model is Bayesian: it has deltas, not gradients")
+    node = data_parallel(workload, replace(cluster, nodes=1), batch)
+    if isinstance(node, Impossible):
+        return node
+    nbytes, outer = workload.parameter_bytes, cluster.outer
+    between = all_reduce_between(nbytes, cluster.nodes, outer)
+    inside = 0.0
+    if cluster.nodes > 1:
+        inside = broadcast(nbytes, cluster.ranks_per_node, cluster.node_link)
+    late = max(0.0, between - BATCHES_TO_WAIT * node.step_s)
+    exchange = remaining(between, late, outer.overlap) + inside
+    return predicted(
+        "DASO",
+        workload,
+        cluster,
+        batch,
+        compute_s=node.compute_s,
+        waiting_s=node.waiting_s + exchange / GLOBAL_SKIP,
+        communication_s=node.communication_s + (between + inside) / GLOBAL_SKIP,
+        memory_bytes=replica_memory(workload, batch) + nbytes * (cluster.nodes > 1),
+        algorithm=node.algorithm,
+        note=f"nodes meet every {GLOBAL_SKIP} batches" if cluster.nodes > 1 else "one node",
+    )
+
+
+def sharded(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Impossible:
+    """Predict parameters, gradients and optimizer state cut over all ranks (torch's FSDP2).
+
+    Parameters are gathered for forward and again for backward, gradients reduce-scattered, in parts
+    of a bucket; the next part travels while one is used, the first layer's cannot.
+    """
+    way = "sharded (FSDP2)"
+    if workload.is_bayesian:
+        return Impossible(way=way, reason="FSDP2 shards torch modules")
+    nbytes = workload.parameter_bytes
+    parts = [cluster.all_gather(bucket.nbytes) for bucket in workload.buckets]
+    once = sum(part.seconds for part in parts)
+    overlap = sum(part.free_s for part in parts) / (once or 1.0)
+    compute = cluster.compute(workload.compute(batch))
+    biggest = max((layer.parameter_bytes for layer in workload.layers), default=nbytes)
+    first = workload.layers[0].parameter_bytes if workload.layers else nbytes
+    ideal = max(3 * once - compute, cluster.all_gather(first).seconds)
+    held = (2 * nbytes + workload.state_bytes) / cluster.ranks
+    return predicted(
+        way,
+        workload,
+        cluster,
+        batch,
+        # Each rank updates only its own part.
+        compute_s=compute - cluster.compute(workload.optimizer_s) * (1 - 1 / cluster.ranks),
+        waiting_s=remaining(3 * once, ideal, overlap),
+        communication_s=3 * once,
+        memory_bytes=held
+        + (biggest if cluster.ranks > 1 else 0)
+        + batch * workload.activation_bytes,
+        algorithm=max(parts).algorithm if parts else "-",
+        note="torch's fully_shard on an axis of the mesh",
+    )
+
+
+def bayes(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Impossible:
+    """Predict `DDPSequential`: one sum of all deltas of means and variances after backward."""
+    if not workload.is_bayesian:
+        return Impossible(way="Bayesian", reason="needs a net of unisono.bayes: --model bayes")
+    seconds, _, algorithm = cluster.all_reduce(workload.sent_bytes)
+    return predicted(
+        "Bayesian",
+        workload,
+        cluster,
+        batch,
+        compute_s=cluster.compute(workload.compute(batch)),
+        waiting_s=seconds,
+        communication_s=seconds,
+        memory_bytes=replica_memory(workload, batch),
+        algorithm=algorithm,
+        note="deltas of means and variances",
+    )
+
+
+def replica_memory(workload: Workload, batch: float) -> float:
+    """Return the bytes of a rank that holds everything; gradients live in their buckets."""
+    held = workload.parameter_bytes + workload.sent_bytes + workload.state_bytes
+    return held + batch * workload.activation_bytes
+
+
+def spatial(
+    workload: Workload, cluster: Cluster, batch: float, team: int | None = None
+) -> Prediction | Impossible:
+    """Predict distributed convolutions and pools: blocks of each sample, and halos around them.
+
+    From the first layer that needs all points (Flatten, Linear) on, every rank computes the whole.
+    Whether and where it can be split is what `distribute` said when the model was measured.
+    """
+    way, size = "spatial (halos)", _team_size(cluster, team)
+    space = next((layer.input_shape[1:] for layer in workload.layers), ())
+    grid = grid_of(size, space) if space else ()
+    said = (workload.space or {}).get(tuple(d for d, parts in enumerate(grid) if parts > 1))
+    if said is not None and said.refusal:
+        return Impossible(way=way, reason=said.refusal)
+    layers = _spatial_part(workload.layers)
+    if said is not None:
+        layers = [layer for layer in workload.layers if layer.name in said.layers]
+    windows = [layer for layer in layers if layer.window is not None]
+    if not layers or (said is None and not windows):
+        return Impossible(way=way, reason="no convolution or pool in front")
+    busiest = math.prod(
+        -(-points // parts) / points for points, parts in zip(space, grid, strict=True)
+    )
+    samples, item = batch * size, workload.item_bytes
+    link = _team_link(cluster, size)
+    halos = math.fsum(_halo(layer, grid, samples * item, link) for layer in windows)
+    joined = math.prod(layers[-1].output_shape) * samples * item
+    share = math.fsum(layer.share for layer in layers)
+    part = share * busiest + (1 - share)
+    compute = cluster.compute(workload.compute(samples * part))
+    gather = 2 * all_gather(joined, size, link) if len(layers) < len(workload.layers) else 0.0
+    gradients, _, algorithm = cluster.all_reduce(workload.sent_bytes)
+    hidden = remaining(2 * halos, max(0.0, 2 * halos - share * busiest * compute), link.overlap)
+    return predicted(
+        way,
+        workload,
+        cluster,
+        batch,
+        compute_s=compute,
+        waiting_s=hidden + gather + gradients,
+        communication_s=2 * halos + gather + gradients,
+        memory_bytes=replica_memory(workload, samples * part),
+        algorithm=algorithm,
+        note=f"teams of {size} as {'x'.join(map(str, grid))}; {share:.0%} of the time is split"
+        + _idle(windows, grid)
+        + ('; distribute(..., custom="recurse")' if said and said.custom == "recurse" else ""),
+    )
+
+
+def tensor(
+    workload: Workload, cluster: Cluster, batch: float, team: int | None = None
+) -> Prediction | Impossible:
+    """Predict linear layers cut by columns and by rows in turn, as `DistributedLinear...` are."""
+    way, size = "tensor (features)", _team_size(cluster, team)
+    linear = [layer for layer in workload.layers if layer.kind == "Linear"]
+    if not linear:
+        return Impossible(way=way, reason="no Linear layer")
+    narrow = min(linear, key=lambda layer: min(layer.input_shape[-1], layer.output_shape[-1]))
+    if min(narrow.input_shape[-1], narrow.output_shape[-1]) < size:
+        shape = f"{narrow.input_shape[-1]} to {narrow.output_shape[-1]}"
+        return Impossible(way=way, reason=f"{size} ranks share the features of {shape}")
+    samples, item = batch * size, workload.item_bytes
+    link = _team_link(cluster, size)
+    moved = 0.0
+    for number, layer in enumerate(linear):
+        shape = layer.output_shape if number % 2 else layer.input_shape
+        moved += 2 * all_gather(math.prod(shape) * samples * item, size, link)
+    share = math.fsum(layer.share for layer in linear)
+    part = share / size + (1 - share)
+    split_bytes = sum(layer.parameter_bytes for layer in linear)
+    whole_bytes = workload.parameter_bytes - split_bytes
+    own = (whole_bytes + split_bytes / size) / max(workload.parameter_bytes, 1)
+    gradients, _, algorithm = cluster.all_reduce(whole_bytes)
+    if cluster.ranks > size:
+        teams = cluster.all_reduce(split_bytes / size)
+        gradients, algorithm = gradients + teams.seconds, teams.algorithm
+    passes = workload.forward.seconds(samples * part) + workload.backward.seconds(samples * part)
+    states = own * (workload.parameter_bytes + workload.sent_bytes + workload.state_bytes)
+    return predicted(
+        way,
+        workload,
+        cluster,
+        batch,
+        compute_s=cluster.compute(passes + own * workload.optimizer_s),
+        waiting_s=moved + gradients,
+        communication_s=moved + gradients,
+        memory_bytes=states + samples * part * workload.activation_bytes,
+        algorithm=algorithm,
+        note=f"teams of {size}; {share:.0%} of the time is split",
+    )
+
+
+def graph(
+    workload: Workload, cluster: Cluster, batch: float, team: int | None = None
+) -> Prediction | Impossible:
+    """Predict a graph cut over the ranks of a team: each fetches the rows that its edges read."""
+    way, size = "graph (halos)", _team_size(cluster, team)
+    load = workload.graph
+    if load is None:
+        return Impossible(way=way, reason="the model has no graph: --model graph, or Subject.graph")
+    cut = load.cuts.get(size)
+    if size > 1 and cut is None:
+        return Impossible(way=way, reason=f"{size} ranks for {load.nodes} nodes of a graph")
+    samples = batch * size
+    link = _team_link(cluster, size)
+    busiest = samples / size * (cut.imbalance if cut else 1.0)
+    halo = 0.0
+    if cut is not None and size > 1:
+        nbytes = cut.halo_rows * load.row_bytes * samples
+        halo = 2 * load.exchanges * exchange(nbytes, cut.neighbours, link)
+    compute = cluster.compute(workload.compute(busiest))
+    gradients, _, algorithm = cluster.all_reduce(workload.sent_bytes)
+    return predicted(
+        way,
+        workload,
+        cluster,
+        batch,
+        compute_s=compute,
+        waiting_s=remaining(halo, max(0.0, halo - compute), link.overlap) + gradients,
+        communication_s=halo + gradients,
+        memory_bytes=replica_memory(workload, busiest),
+        algorithm=algorithm,
+        note=f"teams of {size}"
+        + (f"; {cut.halo_rows} of {load.nodes} rows fetched" if cut else ""),
+    )
+
+
+def grid_of(ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return a grid of `ranks` over dims of these sizes whose blocks are close to cubes.
+
+    >>> grid_of(8, (28, 28)), grid_of(6, (100,)), grid_of(4, (64, 8))
+    ((4, 2), (6,), (4, 1))
+    """
+    grid = [1] * len(sizes)
+    for prime in sorted(_primes(ranks), reverse=True):
+        longest = max(range(len(sizes)), key=lambda dim: sizes[dim] / grid[dim])
+        grid[longest] *= prime
+    return tuple(grid)
+
+
+def _primes(number: int) -> list[int]:
+    found: list[int] = []
+    divisor = 2
+    while number > 1:
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return found
+
+
+def _spatial_part(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers in front of the first that needs all points."""
+    part: list[Layer] = []
+    for layer in layers:
+        if layer.kind in ("Flatten", "Linear", "Attention"):
+            break
+        part.append(layer)
+    return part
+
+
+def _idle(layers: Sequence[Layer], grid: Sequence[int]) -> str:
+    """Say in which layer first some ranks have nothing to do, if so."""
+    for layer in layers:
+        for points, parts in zip(layer.input_shape[1:], grid, strict=True):
+            if parts > points:
+                return f"; {parts} ranks along the {points} points of layer {layer.name}, some idle"
+    return ""
+
+
+def _halo(layer: Layer, grid: Sequence[int], nbytes_a_number: float, link: Link) -> float:
+    """Return the seconds of one exchange around a layer, for a rank with neighbours all around."""
+    window = layer.window
+    if window is None:
+        return 0.0
+    channels, *space = layer.input_shape
+    own = [-(-points // parts) for points, parts in zip(space, grid, strict=True)]
+    cut = [dim for dim, parts in enumerate(grid) if parts > 1 and window.reach(dim)]
+    numbers = sum(window.reach(dim) * math.prod(own) // own[dim] for dim in cut)
+    # a halo wider than a block comes from several ranks on each side
+    messages = sum(2 * max(1, -(-window.reach(dim) // (2 * own[dim]))) for dim in cut)
+    return exchange(channels * numbers * nbytes_a_number, messages, link)
+
+
+def _team_link(cluster: Cluster, size: int) -> Link:
+    return cluster.node_link if size <= cluster.ranks_per_node else cluster.outer
+
+
+def _team_size(cluster: Cluster, team: int | None) -> int:
+    return min(team or cluster.ranks_per_node, cluster.ranks)
+
+
+# -- side by side ---------------------------------------------------------------------------------
+
+Way = Callable[[Workload, Cluster, float], Prediction | Impossible]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How one way grows with the number of ranks."""
+
+    way: str
+    ranks: tuple[int, ...]
+    step_s: tuple[float, ...]
+    gain: tuple[float, ...]
+    """Strong scaling: how many times as fast as one rank; weak: share of the ideal."""
+
+
+def ways(team: int | None = None) -> list[Way]:
+    """Return the ways to predict, those with teams for teams of this size (default: a node)."""
+    teams: list[Way] = [partial(way, team=team) for way in (spatial, tensor, graph)]
+    return [data_parallel, partial(data_parallel, blocking=False), daso, *teams, sharded, bayes]
+
+
+def compare(
+    workload: Workload, cluster: Cluster, batch: float, *, team: int | None = None
+) -> list[Prediction | Impossible]:
+    """Return what every way costs with `batch` samples for each rank."""
+    return [way(workload, cluster, batch) for way in ways(team)]
+
+
+def scaling(
+    workload: Workload,
+    cluster: Cluster,
+    batch: float,
+    counts: Sequence[int],
+    *,
+    strong: bool,
+    team: int | None = None,
+) -> list[Curve]:
+    """Return a curve for each possible way.
+
+    Args:
+        workload: the model.
+        cluster: links and size of a node; the number of nodes follows from the ranks.
+        batch: samples for each rank (weak), or of all ranks together (strong).
+        counts: numbers of ranks, ascending.
+        strong: whether the whole work stays the same, or that of each rank.
+        team: ranks that share a sample in the ways that do so; default: a node.
+    """
+    curves: list[Curve] = []
+    for way in ways(team):
+        points: list[tuple[int, Prediction]] = []
+        for count in counts:
+            machine = cluster.sized(count)
+            share = batch / machine.ranks if strong else batch
+            found = way(workload, machine, share)
+            if isinstance(found, Prediction) and _is_enough(found, machine, share, team):
+                points.append((machine.ranks, found))
+        if not points:
+            continue
+        alone = workload.compute(batch) / cluster.rank_speed  # one rank with the whole of it
+        ranks, steps = zip(*((count, found.step_s) for count, found in points), strict=True)
+        gain = tuple(alone / step for step in steps)
+        curves.append(Curve(points[0][1].way, ranks, steps, gain))
+    return curves
+
+
+def rank_counts(ranks_per_node: int, largest: int) -> list[int]:
+    """Return numbers of ranks for a plot, about ten to a decade: parts of a node, then whole nodes.
+
+    >>> rank_counts(8, 100)
+    [1, 2, 4, 8, 16, 24, 32, 48, 56, 72, 96]
+    """
+    wanted = {int(10 ** (i / 10)) for i in range(10 * len(str(largest)) + 1)} | {largest}
+    parts = {n for n in range(1, ranks_per_node + 1) if ranks_per_node % n == 0}
+    nodes = {n // ranks_per_node * ranks_per_node for n in wanted if n <= largest}
+    return sorted((parts | nodes) - {0})
+
+
+def _is_enough(found: Prediction, machine: Cluster, share: float, team: int | None) -> bool:
+    """Whether nobody is left without a sample: a rank, or a team where teams share them."""
+    in_teams = found.way.startswith(("spatial", "tensor", "graph"))
+    size = min(team or machine.ranks_per_node, machine.ranks) if in_teams else 1
+    return share * size >= 1
