@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from unisono.bayes.hierarchical import tree_of
-from unisono.bayes.toolbox import Utils
+from unisono.bayes.data import Utils, tree_of
 from unisono.errors import MissingExtra, PartitionError
 
 if TYPE_CHECKING:

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unisono.bayes.arrays import check_sizes
-from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.drawing import normal, start_scale
-from unisono.bayes.geometry import image_shape, spread_outputs, total_padding, window_outputs
+from unisono.bayes.layers.base import check_sizes
+from unisono.bayes.layers.window import WindowLayer, spread_outputs
 from unisono.bayes.moments import Delta, Moments
 
 
-class _Convolution(BaseLayer):
+class _Convolution(WindowLayer):
     """What both kinds share: start values, moments, deltas."""
 
     transposed = False
@@ -33,18 +31,13 @@ class _Convolution(BaseLayer):
         gain_bias: float = 1.0,
         init_method: str = "He",
     ) -> None:
-        super().__init__()
-        name = self.get_layer_name()
-        check_sizes(name, in_channels=in_channels, out_channels=out_channels)
-        check_sizes(name, kernel_size=kernel_size, stride=stride)
-        check_sizes(name, 0, padding=padding, in_width=in_width, in_height=in_height)
+        super().__init__(kernel_size, stride, padding, padding_type)
+        check_sizes(self, in_channels=in_channels, out_channels=out_channels)
+        check_sizes(self, 0, in_width=in_width, in_height=in_height)
         self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bias
-        self.kernel_size, self.stride = kernel_size, stride
-        self.padding, self.padding_type = padding, padding_type
         self.in_width, self.in_height = in_width, in_height
         self.gain_weight, self.gain_bias, self.init_method = gain_weight, gain_bias, init_method
-        self._told = (in_height, in_width)
-        self._image: tuple[int, int, int] | None = None
+        self._told = (in_channels, in_height, in_width)
         self.init_weight_bias()
         if in_width and in_height:
             self.plan(None)
@@ -52,48 +45,14 @@ class _Convolution(BaseLayer):
     def init_weight_bias(self) -> None:
         """Draw new start values."""
         area = self.kernel_size**2
-        scale = start_scale(self.init_method, area * self.in_channels, area * self.out_channels)
         ends = (self.in_channels, self.out_channels)
         shape = (*(ends if self.transposed else ends[::-1]), self.kernel_size, self.kernel_size)
-        mean_b = normal((self.out_channels,), scale) if self.bias else None
-        self._own(
-            normal(shape, scale),
-            torch.full(shape, (self.gain_weight * scale) ** 2),
-            mean_b,
-            None if mean_b is None else torch.full_like(mean_b, (self.gain_bias * scale) ** 2),
-        )
-
-    def get_layer_info(self) -> str:
-        """Return name, channels, output size and kernel."""
-        return (
-            f"{self.get_layer_name()}({self.in_channels},{self.out_channels},"
-            f"{self.out_width},{self.out_height},{self.kernel_size})"
-        )
-
-    def fixed_input(self) -> int | None:
-        """The image it was told of, if any."""
-        return self.in_channels * self.in_height * self.in_width or None
-
-    def plan(self, shape: Shape | None) -> Shape | None:
-        """Work out height and width of the output."""
-        told = self._told if all(self._told) else (self.in_height, self.in_width)
-        told = told if shape is None or len(shape) != 3 else self._told
-        image = image_shape(shape, self.in_channels, *told, self.get_layer_info())
-        if image is None:
-            return None
-        padded = total_padding(self.padding, self.padding_type)
-        fit = spread_outputs if self.transposed else window_outputs
-        height, width = (
-            fit(size, self.kernel_size, self.stride, padded, self.get_layer_name(), dim)
-            for size, dim in zip(image[1:], ("height", "width"), strict=True)
-        )
-        self._image = image
-        return self._set_shapes(image, (self.out_channels, height, width))
+        self._draw(shape, (self.out_channels,), area * self.in_channels, area * self.out_channels)
 
     def forward(self, x: Moments) -> Moments:
         """The moments of `Linear`, with convolution as the product."""
         p = self._live
-        x = x.reshaped(x.mean.shape[0], *(self._image or x.mean.shape[1:]))
+        x = self._images(x)
         mean, var = self._padded(x.mean), None if x.var is None else self._padded(x.var)
         square = mean * mean
         mean_b, var_b = (p.mean_b, p.var_b) if self.bias else (None, None)
@@ -130,17 +89,10 @@ class _Convolution(BaseLayer):
         """Padding that torch's convolution does itself."""
         return self.padding if self.padding_type == 1 else 0
 
-    def _padded(self, x: Tensor) -> Tensor:
-        """Add the zeros of one-sided padding, which torch's convolution does not know."""
-        if self.padding_type != 2 or self.transposed or not self.padding:
-            return x
-        return F.pad(x, (0, self.padding, 0, self.padding))
-
-    def _cropped(self, x: Tensor) -> Tensor:
-        """Undo `_padded` for a delta."""
-        if self.padding_type != 2 or self.transposed or not self.padding:
-            return x
-        return x[..., : -self.padding, : -self.padding]
+    @property
+    def _sides(self) -> tuple[int, int]:
+        """Padding on one side only, which torch's convolution does not know."""
+        return 0, self.padding if self.padding_type == 2 and not self.transposed else 0
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias, self.stride, self._symmetric)
@@ -152,14 +104,14 @@ class _Convolution(BaseLayer):
             delta,
             x,
             weight,
-            [self.out_channels],
-            [self.stride] * 2,
-            [self._symmetric] * 2,
-            [1, 1],
-            self.transposed,
-            [0, 0],
-            1,
-            [to_input, True, self.bias],
+            bias_sizes=[self.out_channels],
+            stride=[self.stride] * 2,
+            padding=[self._symmetric] * 2,
+            dilation=[1, 1],
+            transposed=self.transposed,
+            output_padding=[0, 0],
+            groups=1,
+            output_mask=[to_input, True, self.bias],
         )
 
 
@@ -196,6 +148,7 @@ class ConvTranspose2d(_Convolution):
     """
 
     transposed = True
+    outputs = staticmethod(spread_outputs)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         full = F.conv_transpose2d(x, weight, bias, self.stride, self._symmetric)

@@ -1,4 +1,4 @@
-"""`SLSTM` and `SLinear`: layers that can be smoothed, and the smoother's recursion."""
+"""`SLSTM`: a layer that can be smoothed, and the smoother's recursion."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.bayes.linear import Linear
-from unisono.bayes.lstm import LSTM
-from unisono.bayes.lstm_cell import State
+from unisono.bayes.layers.lstm import LSTM, State
 from unisono.bayes.moments import Delta, Moments
 from unisono.errors import PartitionError
 
 FLOOR = 1e-5
 """Stands in for a variance that is not positive."""
-
-
-class SLinear(Linear):
-    """`Linear` behind an `SLSTM`; the smoother gives it the smoothed hidden units."""
 
 
 class Step(NamedTuple):
@@ -31,9 +25,18 @@ class Step(NamedTuple):
     cov_h: Tensor
     """Covariance of h before (rows) with h now (columns)."""
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the step as four tensors, in the order of its fields."""
+        return torch.stack(self.prior), torch.stack(self.posterior), self.cov_c, self.cov_h
+
+    @classmethod
+    def of(cls, prior: Tensor, posterior: Tensor, cov_c: Tensor, cov_h: Tensor) -> Step:
+        """Return the step that `tensors` gave."""
+        return cls(State(*prior), State(*posterior), cov_c, cov_h)
+
 
 class SLSTM(LSTM):
-    """An `LSTM` that sees one time step of one series a call and remembers all of them.
+    """An `LSTM` that sees one time step of one series per call and remembers all of them.
 
     Args:
         input_size: numbers of one time step.
@@ -61,20 +64,12 @@ class SLSTM(LSTM):
         if seq_len != 1 or stateful is False:
             raise PartitionError.because(
                 f"SLSTM with seq_len={seq_len}, stateful={stateful}",
-                "it carries its state and takes one time step a call",
+                "it carries its state and takes one time step per call",
                 f"{seq_len} != 1" if seq_len != 1 else None,
                 "seq_len=1, or LSTM for whole sequences",
             )
-        super().__init__(
-            input_size,
-            output_size,
-            seq_len,
-            bias,
-            gain_weight,
-            gain_bias,
-            init_method,
-            stateful=True,
-        )
+        gains = (gain_weight, gain_bias)
+        super().__init__(input_size, output_size, seq_len, bias, *gains, init_method, stateful=True)
         self.num_samples = 0
         """Steps allowed between two smoothings; 0 is any number."""
         self.history: list[Step] = []
@@ -83,20 +78,11 @@ class SLSTM(LSTM):
     def move(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Move the history and the smoothed states too."""
         super().move(device, dtype)
-
-        def moved(state: State) -> State:
-            return State(*(t.to(device=device, dtype=dtype) for t in state))
-
         self.history = [
-            Step(
-                moved(step.prior),
-                moved(step.posterior),
-                step.cov_c.to(device=device, dtype=dtype),
-                step.cov_h.to(device=device, dtype=dtype),
-            )
+            Step.of(*(t.to(device=device, dtype=dtype) for t in step.tensors()))
             for step in self.history
         ]
-        self.smoothed = [moved(state) for state in self.smoothed]
+        self.smoothed = [state.to(device, dtype) for state in self.smoothed]
 
     def snapshot(self) -> dict[str, Any]:
         """Return what a forward pass may change; of the history, which only grows, its length."""
@@ -115,26 +101,24 @@ class SLSTM(LSTM):
 
     def history_tensors(self) -> dict[str, Tensor]:
         """Return the history as tensors of `[steps, ...]`; empty ones where there is none."""
-        nothing = self._live.mean_w.new_empty(0)
-        steps = zip(*(_flattened(step) for step in self.history), strict=True)
-        found = dict(zip(_FIELDS, (torch.stack(part) for part in steps), strict=False))
-        return {name: found.get(name, nothing) for name in _FIELDS}
+        nothing = [self._live.mean_w.new_empty(0)] * len(Step._fields)
+        steps = [
+            torch.stack(part) for part in zip(*(s.tensors() for s in self.history), strict=True)
+        ]
+        return dict(zip(Step._fields, steps or nothing, strict=True))
 
     def set_history(self, tensors: dict[str, Tensor]) -> None:
         """Take the history that `history_tensors` gave."""
         like = self._live.mean_w
-        parts = (tensors[name].to(device=like.device, dtype=like.dtype) for name in _FIELDS)
-        self.history = [
-            Step(State(*prior), State(*posterior), cov_c, cov_h)
-            for prior, posterior, cov_c, cov_h in zip(*parts, strict=True)
-        ]
+        parts = (tensors[name].to(device=like.device, dtype=like.dtype) for name in Step._fields)
+        self.history = [Step.of(*step) for step in zip(*parts, strict=True)]
 
     def forward(self, x: Moments) -> Moments:
         """One step; in training it is written down."""
         if x.mean.shape[0] != 1:
             raise PartitionError.because(
                 f"{self.get_layer_info()} on {x.mean.shape[0]} samples",
-                "it follows one series, one time step a call",
+                "it follows one series, one time step per call",
                 f"{x.mean.shape[0]} != 1",
                 "a batch of 1, or LSTM(..., stateful=True) for several series",
             )
@@ -183,19 +167,18 @@ class SLSTM(LSTM):
             smoothed.append(now)
         self.smoothed = smoothed[::-1]
         self.reset_state()
-        return torch.stack(
-            [
-                torch.stack([s.mean_h for s in self.smoothed]),
-                torch.stack([s.var_h for s in self.smoothed]),
-            ]
-        )
+        return torch.stack([torch.stack([s.mean_h, s.var_h]) for s in self.smoothed], 1)
 
-
-_FIELDS = ("prior", "posterior", "cov_c", "cov_h")
-
-
-def _flattened(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.stack(step.prior), torch.stack(step.posterior), step.cov_c, step.cov_h
+    def smoothed_state(self, step: int) -> State:
+        """Return the smoothed state at a time step."""
+        if step >= len(self.smoothed):
+            raise PartitionError.because(
+                f"the smoothed state at step {step}",
+                f"{len(self.smoothed)} smoothed steps",
+                f"{step} >= {len(self.smoothed)}",
+                "net.smoother() first; steps count from 0",
+            )
+        return self.smoothed[step]
 
 
 def _positive(var: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
 """`LSTM`: recurrent over the sequence, with backward through time.
 
 The four gates are stacked in the order forget, input, cell, output; each has weights
-`[output_size, input_size + output_size]` with the columns of x before those of h.
+`[output_size, input_size + output_size]` with the columns of x before those of h. During a pass
+features are in rows and samples in columns, so that a gate is a contiguous block.
+
+Deltas of variances go back through squares of sums over gates, `(sum_g K_g w_g)^2`. Written out
+as products of pairs of gates they are one matrix product per step.
 """
 
 from __future__ import annotations
@@ -12,13 +16,162 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.bayes.arrays import check_sizes
-from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.drawing import normal, start_scale
-from unisono.bayes.lstm_cell import State, step
-from unisono.bayes.lstm_weights import SQUARES, GateWeights
-from unisono.bayes.moments import Delta, Moments
+from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
+from unisono.bayes.moments import ArrayLike, Delta, Moments, check_finite, to_array, to_tensor
+from unisono.bayes.parameters import Parameters
 from unisono.errors import PartitionError
+
+FIRST = (0, 0, 0, 1, 1, 2, 0, 1, 2, 3)
+SECOND = (0, 1, 2, 1, 2, 2, 3, 3, 3, 3)
+"""Pairs of gates f, i, c, o, each once: the six of the cell, then the four with o."""
+SQUARES = (0, 3, 5, 9)
+"""Which pairs are a gate with itself."""
+
+
+class State(NamedTuple):
+    """Hidden and cell units after a step, all of one shape."""
+
+    mean_h: Tensor
+    var_h: Tensor
+    mean_c: Tensor
+    var_c: Tensor
+
+    def transposed(self) -> State:
+        """Swap samples and units."""
+        return State(*(part.t() for part in self))
+
+    def to(self, device: torch.device, dtype: torch.dtype | None) -> State:
+        """Return the state on another device or in another dtype."""
+        return State(*(part.to(device=device, dtype=dtype) for part in self))
+
+    def lists(self) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Return mu_h, var_h, mu_c, var_c as flat lists."""
+        h, vh, c, vc = (to_array(part).tolist() for part in self)
+        return h, vh, c, vc
+
+
+class Slopes(NamedTuple):
+    """Derivatives of a step, features in rows."""
+
+    of_c: Tensor
+    """Of the cell by gates f, i, c: `[3, H, B]`."""
+    of_o: Tensor
+    """Of h by gate o: `[H, B]`."""
+    through_c: Tensor
+    """Of h by the cell: `[H, B]`."""
+    forget: Tensor
+    """Mean of the forget gate: `[H, B]`."""
+
+
+def step(z: Tensor, vz: Tensor, pairs: Tensor | None, before: State) -> tuple[State, Slopes]:
+    """Return the state after a step and its derivatives.
+
+    Args:
+        z: means of gates f, i, c, o, `[4 H, B]`.
+        vz: their variances, and below the covariance of i and c, `[5 H, B]`.
+        pairs: covariances of f, i, c with o that come from x, `[3 H, B]`; None is zero.
+        before: the state before, `[H, B]`.
+    """
+    units = z.shape[0] // 4
+    z = z.view(4, units, z.shape[1])
+    a = torch.sigmoid(z)
+    a[2] = torch.tanh(z[2])
+    square = a * a
+    slope = a - square
+    slope[2] = 1 - square[2]
+    va = vz[: 4 * units].view(z.shape) * slope * slope
+    f, i, g, o = a.unbind(0)
+    vf, vi, vg, vo = va.unbind(0)
+    _, slope_i, slope_g, slope_o = slope.unbind(0)
+    second_f, second_i, _, second_o = (square + va).unbind(0)  # second moments
+    mcp, vcp = before.mean_c, before.var_c
+    cov = slope_i * slope_g * vz[4 * units :]
+    ig = i * g
+    c = torch.addcmul(ig + cov, f, mcp)
+    vc = vcp * second_f
+    vc.addcmul_(vf, mcp * mcp).addcmul_(vg, second_i).addcmul_(vi, square[2])
+    vc.addcmul_(cov, torch.add(cov, ig, alpha=2))
+    ca = torch.tanh(c)
+    ca_square = ca * ca
+    slope_c = 1 - ca_square
+    of_c = slope[:3] * torch.stack([mcp, g, i])
+    h = o * ca
+    vh = (vc * slope_c).mul_(slope_c).mul_(second_o).addcmul_(vo, ca_square)
+    if pairs is not None:
+        cov = (pairs.view(of_c.shape) * of_c).sum(0) * slope_c * slope_o
+        vh.addcmul_(cov, torch.add(cov, h, alpha=2))
+        h = h + cov
+    return State(h, vh, c, vc), Slopes(of_c, slope_o * ca, slope_c * o, f)
+
+
+class GateWeights:
+    """Stacked gate weights `[4 H, width + H]`, split into columns of x and of h."""
+
+    def __init__(self, p: Parameters, width: int) -> None:
+        _, self.units, columns = p.mean_w.shape
+        self.width, rows = width, 4 * self.units
+        self._gates = p.mean_w
+        self.mean, self.var = p.mean_w.view(rows, columns), p.var_w.view(rows, columns)
+        self._bias = (p.mean_b, p.var_b) if p.mean_b.numel() else None
+        f, i, c, o = p.mean_w.unbind(0)
+        self._products = torch.cat([self.mean * self.mean, i * c, f * o, i * o, c * o])
+        of_h = self._products[: 5 * self.units, width:]
+        var_h = torch.cat([self.var[:, width:], torch.zeros_like(i[:, width:])])
+        self._spread_h = torch.cat([of_h, var_h], 1)
+        """For [vh, vh + h^2]: variances of gates, and the covariance of i and c."""
+
+    def from_inputs(self, x: Moments) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the gates' share of x for all samples and steps.
+
+        Args:
+            x: inputs with features in rows, `[width, n]`.
+
+        Returns:
+            Means `[4 H, n]`; variances with the covariance of i and c below, `[5 H, n]`;
+            covariances of f, i, c with o, `[3 H, n]`, None where x is certain.
+        """
+        rows, width = 4 * self.units, self.width
+        mean = self.mean[:, :width] @ x.mean
+        square = x.mean * x.mean
+        pairs = None
+        if x.var is None:
+            var = square.new_zeros(5 * self.units, square.shape[1])
+        else:
+            square += x.var
+            products = self._products[:, :width] @ x.var
+            var, pairs = products[: 5 * self.units], products[5 * self.units :]
+        var[:rows].addmm_(self.var[:, :width], square)
+        if self._bias is not None:
+            mean += self._bias[0].view(-1, 1)
+            var[:rows] += self._bias[1].view(-1, 1)
+        return mean, var, pairs
+
+    def with_hidden(
+        self, mean: Tensor, var: Tensor, mean_h: Tensor, var_h: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gates of one step with the share of h added."""
+        spread = torch.cat([var_h, torch.addcmul(var_h, mean_h, mean_h)])
+        mean = torch.addmm(mean, self.mean[:, self.width :], mean_h)
+        return mean, torch.addmm(var, self._spread_h, spread)
+
+    def pairs(self) -> Tensor:
+        """Return the products of pairs of gates' weights, transposed, `[width + H, 10 H]`."""
+        twice = self.mean.new_tensor(
+            [1.0 if a == b else 2.0 for a, b in zip(FIRST, SECOND, strict=True)]
+        )
+        products = self._gates[list(FIRST)] * self._gates[list(SECOND)] * twice.view(-1, 1, 1)
+        return products.flatten(0, 1).t()
+
+    def coupling(self, to_h: Tensor) -> Tensor:
+        """Return `sum_g K_g w_g` over the columns of h for one sample.
+
+        Args:
+            to_h: derivatives of h by the gates, `[4, H]`.
+
+        Returns:
+            `[H units, H columns]`.
+        """
+        return (to_h.unsqueeze(-1) * self._gates[:, :, self.width :]).sum(0)
 
 
 class Trail(NamedTuple):
@@ -68,8 +221,7 @@ class LSTM(BaseLayer):
         stateful: bool | None = None,
     ) -> None:
         super().__init__()
-        name = self.get_layer_name()
-        check_sizes(name, input_size=input_size, output_size=output_size, seq_len=seq_len)
+        check_sizes(self, input_size=input_size, output_size=output_size, seq_len=seq_len)
         self.input_size, self.output_size = input_size, output_size
         self.seq_len, self.bias = seq_len, bias
         self.gain_weight, self.gain_bias, self.init_method = gain_weight, gain_bias, init_method
@@ -83,15 +235,8 @@ class LSTM(BaseLayer):
     def init_weight_bias(self) -> None:
         """Draw new start values."""
         columns = self.input_size + self.output_size
-        scale = start_scale(self.init_method, columns, self.output_size)
         shape = (4, self.output_size, columns)
-        mean_b = normal(shape[:2], scale) if self.bias else None
-        self._own(
-            normal(shape, scale),
-            torch.full(shape, (self.gain_weight * scale) ** 2),
-            mean_b,
-            None if mean_b is None else torch.full_like(mean_b, (self.gain_bias * scale) ** 2),
-        )
+        self._draw(shape, shape[:2], columns, self.output_size)
 
     def get_layer_info(self) -> str:
         """Return name and sizes of one step."""
@@ -114,10 +259,8 @@ class LSTM(BaseLayer):
     def move(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Move the state too."""
         super().move(device, dtype)
-        for name in ("state", "_start"):
-            state = getattr(self, name)
-            if state is not None:
-                setattr(self, name, State(*(t.to(device=device, dtype=dtype) for t in state)))
+        self.state = None if self.state is None else self.state.to(device, dtype)
+        self._start = None if self._start is None else self._start.to(device, dtype)
 
     @property
     def carried(self) -> State | None:
@@ -131,6 +274,29 @@ class LSTM(BaseLayer):
     def set_state(self, state: State) -> None:
         """Let the next call start here."""
         self.state = self._start = state
+
+    def read_state(self, parts: Sequence[ArrayLike], place: object) -> State:
+        """Return a state that a user gave: mu_h, var_h, mu_c, var_c of any batch, flat.
+
+        Args:
+            parts: the four, as lists or arrays.
+            place: of this layer in its net, for messages.
+        """
+        like, units = self._live.mean_w, self.output_size
+        rows = [to_tensor(part, like.device, like.dtype).reshape(-1) for part in parts]
+        sizes = [row.numel() for row in rows]
+        if len(rows) != 4 or len(set(sizes)) != 1 or sizes[0] % units:
+            raise PartitionError.because(
+                f"the state of layer {place}, {self.get_layer_info()}",
+                f"parts of {sizes} numbers",
+                f"four parts of batch*{units}",
+                "(mu_h, var_h, mu_c, var_c) as get_lstm_states() gives them",
+            )
+        for name, row in zip(("mu_h", "var_h", "mu_c", "var_c"), rows, strict=True):
+            # variances may be negative: the posterior of several observations can be
+            check_finite(row, f"{name} of layer {place}", "states as get_lstm_states() gives them")
+        # units in rows, as a layer leaves its state: products then round alike
+        return State(*(row.view(-1, units).t().contiguous().t() for row in rows))
 
     def _carries(self, batch: int) -> bool:
         """Whether the state goes from call to call."""
@@ -215,28 +381,14 @@ class LSTM(BaseLayer):
         weights_h, pairs_h = weights.mean[:, self.input_size :].t(), pairs[self.input_size :]
         products, forget_square = _pair_products(trail), trail.forget.square()
         gate_mean, pair_var = torch.empty_like(trail.slopes), torch.empty_like(products)
-        each_step = zip(
-            *(
-                whole.unbind(-2)
-                for whole in (
-                    mean_in,
-                    var_in,
-                    trail.through_c,
-                    through_square,
-                    trail.forget,
-                    forget_square,
-                    trail.slopes,
-                    products,
-                    gate_mean,
-                    pair_var,
-                )
-            ),
-            strict=True,
-        )
+        over_time = (
+            mean_in, var_in, trail.through_c, through_square, trail.forget, forget_square,
+            trail.slopes, products, gate_mean, pair_var,
+        )  # fmt: skip
+        each_step = list(zip(*(whole.unbind(-2) for whole in over_time), strict=True))
         rm = rv = fm = fv = trail.through_c.new_zeros(units, batch)
-        for t, (dm, dv, k, k2, f, f2, slope, product, gates, pair) in reversed(
-            list(enumerate(each_step))
-        ):
+        for t in reversed(range(steps)):
+            dm, dv, k, k2, f, f2, slope, product, gates, pair = each_step[t]
             hm, hv = dm + rm, dv + rv
             if t == steps - 1 and self._carries_next:
                 self._condition(trail, hm.t(), hv.t())

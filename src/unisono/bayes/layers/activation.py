@@ -1,15 +1,21 @@
-"""Moments of activated Gaussians: pure functions `(mean, var) -> (mean, var, slope)`.
+"""The activations: moments of a function of Gaussian units.
 
-`slope` is `Cov(z, a) / Var(z)`. First-order functions keep the value at the mean; mixtures and
-log-normals are exact moments of the (bounded) function.
+Formulas map mean and variance to mean, variance and slope, which is `Cov(z, a) / Var(z)`. An
+activation has nothing to learn: it passes its slope on, times the slope it received, and the next
+layer with units multiplies that into what it sends back.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from unisono.bayes.layers.base import BaseLayer, Shape
+from unisono.bayes.moments import Delta, Moments
+from unisono.errors import PartitionError
 
 Activated = tuple[Tensor, Tensor, Tensor]
 
@@ -19,11 +25,6 @@ _TINY = 1e-12
 _LARGEST_LOG = 40.0
 """Variance of a logarithm above which log-normal moments would leave float32."""
 _ROOT_TWO_PI = math.sqrt(2 * math.pi)
-
-
-def normal_cdf(x: Tensor) -> Tensor:
-    """Return the standard normal distribution function."""
-    return torch.special.ndtr(x)
 
 
 def normal_pdf(x: Tensor) -> Tensor:
@@ -67,11 +68,11 @@ def mixture_relu(mean: Tensor, var: Tensor) -> Activated:
     """Exact moments of `max(0, z)`."""
     s = var.sqrt()
     a = mean / s.clamp_min(_TINY)
-    cdf, pdf = normal_cdf(a), normal_pdf(a)
+    cdf, pdf = torch.special.ndtr(a), normal_pdf(a)
     t = mean * cdf + s * pdf
     # the variance E[z+^2] - t^2 in units of s, written so that nothing large cancels
     far = a.abs().clamp_max(100.0)
-    beyond = pdf - far * normal_cdf(-far)
+    beyond = pdf - far * torch.special.ndtr(-far)
     second = var * (cdf - beyond * (far + beyond))
     return t.clamp_min(LEAST), second.clamp_min(LEAST), cdf
 
@@ -81,7 +82,7 @@ def mixture_tanh(mean: Tensor, var: Tensor) -> Activated:
     s = var.sqrt()
     wide = s.clamp_min(_TINY)
     low, high = (1 + mean) / wide, (1 - mean) / wide
-    cdf_l, cdf_u = normal_cdf(low), normal_cdf(high)
+    cdf_l, cdf_u = torch.special.ndtr(low), torch.special.ndtr(high)
     pdf_l, pdf_u = normal_pdf(low), normal_pdf(high)
     t = (mean + 1) * cdf_l + (mean - 1) * cdf_u + s * (pdf_l - pdf_u) - mean
     square = mean * mean
@@ -169,3 +170,129 @@ def even_exp(mean: Tensor, var: Tensor) -> Activated:
     out_var[..., 1::2] = value * value * torch.expm1(v)
     slope[..., 1::2] = value
     return out_mean, out_var, slope
+
+
+class Activation(BaseLayer):
+    """Base of the activations: one function of mean and variance, element by element."""
+
+    is_activation = True
+    keeps_shape = True
+    keeps_certainty = True
+    """Whether certain values stay certain (first-order formulas have var = slope^2 * var)."""
+    by_row = False
+    """Whether the units of a sample depend on each other."""
+    formula: Callable[[Tensor, Tensor], Activated]
+
+    def plan(self, shape: Shape | None) -> Shape | None:
+        """Output and input have the same shape."""
+        return self._set_shapes(shape, shape)
+
+    def forward(self, x: Moments) -> Moments:
+        """Apply the function; compose its slope with that of the activation before."""
+        shape = x.mean.shape
+        if self.by_row:
+            x = x.reshaped(shape[0], math.prod(shape[1:]))
+        mean, var, slope = self.formula(x.mean, x.spread())
+        certain = x.var is None and self.keeps_certainty
+        if x.slope is not None:
+            slope = slope * x.slope
+        return Moments(mean, None if certain else var, slope).reshaped(*shape)
+
+    def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
+        """Return the delta as it is: the layer above has multiplied the slope in."""
+        return delta if to_input else None
+
+
+class ReLU(Activation):
+    """`max(0, z)`, first order."""
+
+    formula = staticmethod(relu)
+
+
+class Sigmoid(Activation):
+    """Logistic function, first order."""
+
+    formula = staticmethod(sigmoid)
+
+
+class Tanh(Activation):
+    """Hyperbolic tangent, first order."""
+
+    formula = staticmethod(tanh)
+
+
+class Softplus(Activation):
+    """`log(1 + exp(z))`, first order."""
+
+    formula = staticmethod(softplus)
+
+
+class LeakyReLU(Activation):
+    """`z` above zero, `0.1 z` below, first order."""
+
+    formula = staticmethod(leaky_relu)
+
+
+class MixtureReLU(Activation):
+    """`max(0, z)`, exact moments."""
+
+    keeps_certainty = False
+    formula = staticmethod(mixture_relu)
+
+
+class MixtureTanh(Activation):
+    """`z` cut at -1 and 1, exact moments."""
+
+    keeps_certainty = False
+    formula = staticmethod(mixture_tanh)
+
+
+class MixtureSigmoid(Activation):
+    """`(z + 1) / 2` cut at 0 and 1, exact moments."""
+
+    keeps_certainty = False
+    formula = staticmethod(mixture_sigmoid)
+
+
+class Softmax(Activation):
+    """Softmax of a sample's units, first order."""
+
+    by_row = True
+    formula = staticmethod(softmax)
+
+
+class Remax(Activation):
+    """Rectified units divided by their sum over the sample, log-normal moments."""
+
+    by_row = True
+    keeps_certainty = False
+    formula = staticmethod(remax)
+
+
+class ClosedFormSoftmax(Activation):
+    """Exponentiated units divided by their sum over the sample, log-normal moments."""
+
+    by_row = True
+    formula = staticmethod(closed_form_softmax)
+
+
+class EvenExp(Activation):
+    """Units in pairs: the first as it is, the second exponentiated.
+
+    Made for heteroscedastic noise: a mean, and a variance that must be positive.
+    """
+
+    by_row = True
+    formula = staticmethod(even_exp)
+
+    def plan(self, shape: Shape | None) -> Shape | None:
+        """The number of units must be even."""
+        n = 0 if shape is None else math.prod(shape)
+        if n % 2:
+            raise PartitionError.because(
+                "EvenExp reads pairs of units",
+                f"{n} units",
+                f"{n} % 2 = 1",
+                f"{n + 1} outputs in the layer before: a mean and a noise variance for each target",
+            )
+        return super().plan(shape)

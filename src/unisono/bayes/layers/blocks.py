@@ -2,109 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.moments import Delta, Moments
-from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
-from unisono.errors import PartitionError, UnisonoError, an
-
-
-def check_layers(layers: Sequence[object]) -> None:
-    """Refuse what is no layer of this package."""
-    for n, layer in enumerate(layers):
-        if not isinstance(layer, BaseLayer):
-            raise PartitionError.because(
-                f"layer {n} = {layer!r}",
-                an(type(layer).__name__),
-                None,
-                "layers of unisono.bayes; from_torch(module) reads those of torch.nn",
-            )
-
-
-def forward_through(layers: Sequence[BaseLayer], x: Moments) -> Moments:
-    """Return the moments behind these layers."""
-    for layer in layers:
-        x = layer.forward(x)
-    return x
-
-
-def backward_through(layers: Sequence[BaseLayer], delta: Delta, *, to_input: bool) -> Delta | None:
-    """Write all deltas of these layers; return that of their input if `to_input`.
-
-    Only the lowest layer that has units may skip the delta of its input.
-    """
-    active = [layer for layer in layers if not layer.is_activation]
-    back: Delta | None = delta
-    for n, layer in reversed(list(enumerate(active))):
-        if back is None:
-            break
-        back = layer.backward(back, to_input=to_input or n > 0)
-    return back
-
-
-def nan_in(*values: torch.Tensor | None) -> bool:
-    """Whether one of these tensors holds a NaN."""
-    return any(t is not None and bool(torch.isnan(t).any()) for t in values)
-
-
-def not_a_number(where: str, found: str) -> UnisonoError:
-    """Return the error of a net that has met a NaN."""
-    return PartitionError.because(
-        f"{where} of a net in which a NaN has come up",
-        found,
-        None,
-        "standardise inputs and targets; net.double() if numbers grow large; load an earlier state "
-        "if parameters hold it",
-    )
-
-
-def first_nan(layers: Sequence[BaseLayer], x: Moments, place: str = "") -> str:
-    """Say which layer a NaN comes from; runs them once more.
-
-    Args:
-        layers: of a net, or of a block in it.
-        x: what they read, finite.
-        place: of the block.
-    """
-    for n, layer in enumerate(layers):
-        where = f"layer {place}{n}, {layer.get_layer_info()}"
-        if isinstance(layer, LayerBlock):
-            found = first_nan(layer.layers, x, f"{place}{n}.")
-            if found:
-                return found
-        for _, leaf in layer.leaves(""):
-            for name, tensor in leaf.tensors().items():
-                if nan_in(tensor):
-                    return f"{where}: {name} of {leaf.get_layer_info()} holds a NaN"
-        x = layer.forward(x)
-        if nan_in(x.mean, x.var, x.slope):
-            return f"{where}: its output is NaN, of finite inputs and parameters"
-    return ""
-
-
-def plan_through(layers: Sequence[BaseLayer], shape: Shape | None, place: str = "") -> Shape | None:
-    """Let each layer take in its shape; errors say which layers do not fit."""
-    for n, layer in enumerate(layers):
-        try:
-            shape = layer.plan(shape)
-        except PartitionError as error:
-            before = f", after layer {n - 1}, {layers[n - 1].get_layer_info()}" if n else ""
-            where = f"layer {place}{n}, {layer.get_layer_info()}{before}"
-            raise PartitionError(f"{where}: {error}") from None
-    return shape
-
-
-def fixed_input(layers: Sequence[BaseLayer]) -> int | None:
-    """Return the numbers a sample must have, if a layer says so before the shape changes."""
-    for layer in layers:
-        if (size := layer.fixed_input()) is not None:
-            return size
-        if not layer.keeps_shape:
-            return None
-    return None
+from unisono.bayes.layers.base import (
+    BaseLayer,
+    Shape,
+    backward_through,
+    check_layers,
+    fixed_input,
+    forward_through,
+    plan_through,
+)
+from unisono.bayes.moments import BaseDeltaStates, BaseHiddenStates, Delta, Moments
+from unisono.errors import PartitionError
 
 
 class LayerBlock(BaseLayer):
@@ -209,7 +122,7 @@ class ResNetBlock(BaseLayer):
             inside = (size,)
         if self.shortcut is None:
             other = inside
-        sizes = [None if s is None else torch.Size(s).numel() for s in (main, other)]
+        sizes = [None if s is None else math.prod(s) for s in (main, other)]
         if None not in sizes and sizes[0] != sizes[1]:
             raise PartitionError.because(
                 "ResNetBlock adds its branches",
@@ -258,3 +171,32 @@ class ResNetBlock(BaseLayer):
         yield from self.main_block.leaves(f"main.{path}")
         if self.shortcut is not None:
             yield from self.shortcut.leaves(f"shortcut.{path}")
+
+
+def nan_in(*values: torch.Tensor | None) -> bool:
+    """Whether one of these tensors holds a NaN."""
+    return any(t is not None and bool(torch.isnan(t).any()) for t in values)
+
+
+def first_nan(layers: Sequence[BaseLayer], x: Moments, place: str = "") -> str:
+    """Say which layer a NaN comes from; runs them once more.
+
+    Args:
+        layers: of a net, or of a block in it.
+        x: what they read, finite.
+        place: of the block.
+    """
+    for n, layer in enumerate(layers):
+        where = f"layer {place}{n}, {layer.get_layer_info()}"
+        if isinstance(layer, LayerBlock):
+            found = first_nan(layer.layers, x, f"{place}{n}.")
+            if found:
+                return found
+        for _, leaf in layer.leaves(""):
+            for name, tensor in leaf.tensors().items():
+                if nan_in(tensor):
+                    return f"{where}: {name} of {leaf.get_layer_info()} holds a NaN"
+        x = layer.forward(x)
+        if nan_in(x.mean, x.var, x.slope):
+            return f"{where}: its output is NaN, of finite inputs and parameters"
+    return ""

@@ -1,21 +1,210 @@
-"""`Utils`: labels, images, windows: what programs around a net need."""
+"""What programs around a net need: batches, scaled data, labels, images, windows."""
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from unisono.bayes.arrays import whole_numbers
-from unisono.bayes.hierarchical import HRCSoftmax, class_probabilities, tree_of
-from unisono.errors import PartitionError
+from unisono.bayes.moments import integers
+from unisono.comm import Communicator, world
+from unisono.errors import PartitionError, UnisonoError
 
+Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
+_TINY = 1e-10
+_NOISE = 1 / 9
+"""Variance that goes with a turn of +1 or -1 in a tree of classes."""
+
+
+def batches(
+    x: Any,
+    y: Any,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    epoch: int = 0,
+    drop_last: bool = False,
+    comm: Communicator | None = None,
+) -> Iterator[tuple[Any, Any]]:
+    """Yield `(x, y)` of `batch_size` rows per rank. Local.
+
+    All ranks use one permutation and yield the same number of batches; together they see every row
+    once. The last batch is shared out evenly, so it may be smaller, or empty on some ranks.
+
+    Args:
+        x: rows of inputs, array or tensor.
+        y: rows of observations.
+        batch_size: rows of this rank; a step of all ranks has `batch_size * world size`.
+        shuffle: whether to permute the rows.
+        seed: of the permutation, together with `epoch`.
+        epoch: number of the pass over the data.
+        drop_last: leave out a last batch that is not full on all ranks.
+        comm: the ranks that share the data; default: the running world.
+
+    >>> [len(rows) for rows, _ in batches(np.arange(10), np.arange(10), 4)]
+    [4, 4, 2]
+    """
+    ranks = world() if comm is None else comm
+    x, y = (t if isinstance(t, Tensor) else np.asarray(t) for t in (x, y))
+    if len(x) != len(y) or batch_size < 1:
+        raise PartitionError.because(
+            f"batches of {batch_size} rows",
+            f"{len(x)} rows of x, {len(y)} rows of y",
+            f"{len(x)} != {len(y)}" if len(x) != len(y) else f"{batch_size} < 1",
+            "as many rows of x as of y, and batch_size of 1 or more",
+        )
+    order = np.arange(len(x))
+    if shuffle:
+        order = np.random.default_rng([seed, epoch]).permutation(len(x))
+    together = batch_size * ranks.size
+    for start in range(0, len(x), together):
+        rows = order[start : start + together]
+        if drop_last and len(rows) < together:
+            return
+        mine = np.array_split(rows, ranks.size)[ranks.rank]
+        yield _taken(x, mine), _taken(y, mine)
+
+
+def _taken(data: Any, rows: np.ndarray) -> Any:
+    return data[torch.from_numpy(rows)] if isinstance(data, Tensor) else data[rows]
+
+
+class Normalizer:
+    """Scale data by mean and standard deviation, or by its range.
+
+    Args:
+        method: kept for callers.
+    """
+
+    def __init__(self, method: str | None = None) -> None:
+        self.method = method
+
+    @staticmethod
+    def standardize(data: ArrayLike, mu: ArrayLike, std: ArrayLike) -> Array:
+        """Return `(data - mu) / std`."""
+        return (np.asarray(data) - np.asarray(mu)) / (np.asarray(std) + _TINY)
+
+    @staticmethod
+    def unstandardize(norm_data: ArrayLike, mu: ArrayLike, std: ArrayLike) -> Array:
+        """Return the data in its own unit."""
+        return np.asarray(norm_data) * (np.asarray(std) + _TINY) + np.asarray(mu)
+
+    @staticmethod
+    def unstandardize_std(norm_std: ArrayLike, std: ArrayLike) -> Array:
+        """Return standard deviations in the data's own unit."""
+        return np.asarray(norm_std) * (np.asarray(std) + _TINY)
+
+    def max_min_norm(self, data: ArrayLike, max_value: ArrayLike, min_value: ArrayLike) -> Array:
+        """Return the data with its range moved to 0 to 1."""
+        low = np.asarray(min_value)
+        return (np.asarray(data) - low) / (np.asarray(max_value) - low + _TINY)
+
+    @staticmethod
+    def max_min_unnorm(norm_data: ArrayLike, max_value: ArrayLike, min_value: ArrayLike) -> Array:
+        """Return the data in its own range."""
+        low = np.asarray(min_value)
+        return np.asarray(norm_data) * (np.asarray(max_value) - low + _TINY) + low
+
+    @staticmethod
+    def max_min_unnorm_std(
+        norm_std: ArrayLike, max_value: ArrayLike, min_value: ArrayLike
+    ) -> Array:
+        """Return standard deviations in the data's own range."""
+        return np.asarray(norm_std) * (np.asarray(max_value) - np.asarray(min_value) + _TINY)
+
+    @staticmethod
+    def compute_mean_std(data: ArrayLike) -> tuple[Array, Array]:
+        """Return mean and standard deviation of each column; NaN is missing."""
+        return np.nanmean(np.asarray(data), axis=0), np.nanstd(np.asarray(data), axis=0)
+
+    @staticmethod
+    def compute_max_min(data: ArrayLike) -> tuple[Array, Array]:
+        """Return largest and smallest value of each column; NaN is missing."""
+        return np.nanmax(np.asarray(data), axis=0), np.nanmin(np.asarray(data), axis=0)
+
+
+def exponential_scheduler(
+    curr_v: float, min_v: float, decaying_factor: float, curr_iter: float
+) -> float:
+    """Return `curr_v * decaying_factor**curr_iter`, at least `min_v`.
+
+    >>> exponential_scheduler(1.0, 0.3, 0.5, 1), exponential_scheduler(1.0, 0.3, 0.5, 5)
+    (0.5, 0.3)
+    """
+    return max(curr_v * decaying_factor**curr_iter, min_v)
+
+
+@dataclass
+class HRCSoftmax:
+    """Classes as paths in a binary tree, for a hierarchical softmax.
+
+    A class number's bits, most significant first, are the turns at the inner nodes: +1 for 0, -1
+    for 1. Each inner node is one output of the net, counted from 1.
+    """
+
+    obs: list[float] = field(default_factory=list)
+    """Turns of all classes, `num_obs` each."""
+    idx: list[int] = field(default_factory=list)
+    """Outputs at which they are taken."""
+    num_obs: int = 0
+    """Turns of one class."""
+    len: int = 0
+    """Outputs that the net needs."""
+
+
+def tree_of(num_classes: int) -> HRCSoftmax:
+    """Return the tree of `num_classes` classes.
+
+    >>> tree_of(3)
+    HRCSoftmax(obs=[1.0, 1.0, 1.0, -1.0, -1.0, 1.0], idx=[1, 2, 1, 2, 1, 3], num_obs=2, len=3)
+    """
+    if num_classes < 2:
+        raise PartitionError.because(
+            f"a hierarchical softmax of {num_classes} classes",
+            "a tree needs two leaves",
+            f"{num_classes} < 2",
+            "num_classes=2 or more",
+        )
+    depth = math.ceil(math.log2(num_classes))
+    counts = [num_classes]
+    for _ in range(depth):
+        counts.append(math.ceil(counts[-1] / 2))
+    counts = counts[::-1]  # nodes per level, the root first
+    starts = [1 + sum(counts[: level + 1]) for level in range(depth)]
+    tree = HRCSoftmax(num_obs=depth)
+    for label in range(num_classes):
+        tree.obs += [-1.0 if label >> (depth - 1 - turn) & 1 else 1.0 for turn in range(depth)]
+        tree.idx.append(1)
+        tree.idx += [(label >> (depth - 1 - turn)) + starts[turn] for turn in range(depth - 1)]
+    tree.len = max(tree.idx)
+    return tree
+
+
+def class_probabilities(mean: Tensor, var: Tensor, tree: HRCSoftmax, num_classes: int) -> Tensor:
+    """Return the probability of each class from the outputs `[batch, tree.len]`; not normalised."""
+    if mean.shape[-1] < tree.len:
+        raise PartitionError.because(
+            f"{num_classes} classes by hierarchical softmax",
+            f"{mean.shape[-1]} outputs per sample",
+            f"{mean.shape[-1]} < {tree.len}",
+            f"a last layer of {tree.len} outputs",
+        )
+    right = torch.special.ndtr(mean / torch.sqrt(_NOISE + var))
+    path = torch.tensor(tree.idx).view(num_classes, tree.num_obs) - 1
+    turn = torch.tensor(tree.obs).view(num_classes, tree.num_obs)
+    chosen = right[:, path.to(mean.device)]
+    return torch.where(turn.to(mean.device) > 0, chosen, 1 - chosen).prod(-1)
 
 
 class Utils:
@@ -157,7 +346,7 @@ def _check_series(
 
 def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
     given = np.asarray(labels).reshape(-1)
-    known = whole_numbers(torch.from_numpy(given.astype(np.float64)), "labels").numpy()
+    known = integers(torch.from_numpy(given.astype(np.float64)), "labels").numpy()
     wrong = np.flatnonzero((known < 0) | (known >= num_classes))
     if len(wrong):
         raise PartitionError.because(
@@ -177,7 +366,7 @@ def _probabilities(
     if mean.numel() != var.numel() or (rows and mean.numel() % rows):
         raise PartitionError.because(
             f"{mean.numel()} means and {var.numel()} variances of {rows} samples",
-            f"{tree.len} outputs a sample",
+            f"{tree.len} outputs per sample",
             f"{mean.numel()} != {rows} * {tree.len}",
             "the outputs of the whole batch",
         )
@@ -186,7 +375,7 @@ def _probabilities(
     return prob.numpy()
 
 
-def _idx_values(path: str | Path, count: int) -> NDArray[Any]:
+def _idx_values(path: str | Path, count: int) -> Array:
     raw = Path(path).read_bytes()
     dims = raw[3] if raw[:3] == b"\0\0\x08" and len(raw) > 3 else 0
     if not dims or len(raw) < 4 + 4 * dims:
@@ -203,7 +392,7 @@ def _idx_values(path: str | Path, count: int) -> NDArray[Any]:
     return np.frombuffer(raw, np.uint8, count * each, 4 + 4 * dims)
 
 
-def _too_short(path: str | Path, asked: int, found: int) -> PartitionError:
-    return PartitionError.because(  # type: ignore[return-value]
+def _too_short(path: str | Path, asked: int, found: int) -> UnisonoError:
+    return PartitionError.because(
         f"{asked} records of {path}", f"{found} in the file", f"{asked} > {found}", f"num={found}"
     )

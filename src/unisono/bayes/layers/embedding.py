@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional as F
 
-from unisono.bayes.arrays import check_sizes
-from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.drawing import normal
+from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
 from unisono.bayes.moments import Delta, Moments
+from unisono.bayes.parameters import normal
 from unisono.errors import PartitionError
 
 
@@ -35,15 +36,14 @@ class Embedding(BaseLayer):
         padding_idx: int = -1,
     ) -> None:
         super().__init__()
-        check_sizes("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        check_sizes("Embedding", 0, input_size=input_size)
+        check_sizes(self, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        check_sizes(self, 0, input_size=input_size)
         if not -1 <= padding_idx < num_embeddings:
             raise PartitionError.because(
                 f"Embedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx})",
                 f"rows 0 to {num_embeddings - 1}, and -1 for no padding",
-                f"{padding_idx} < -1"
-                if padding_idx < -1
-                else f"{padding_idx} > {num_embeddings - 1}",
+                f"{padding_idx} {'<' if padding_idx < -1 else '>'} "
+                f"{-1 if padding_idx < -1 else num_embeddings - 1}",
                 "padding_idx=-1",
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -73,7 +73,7 @@ class Embedding(BaseLayer):
             shape = (self._told,)
         if shape is None:
             return None
-        return self._set_shapes(shape, (torch.Size(shape).numel() * self.embedding_dim,))
+        return self._set_shapes(shape, (math.prod(shape) * self.embedding_dim,))
 
     def forward(self, x: Moments) -> Moments:
         """Look the rows up."""

@@ -6,14 +6,14 @@ Scores pass through Remax, the normalisation for which Gaussian moments are know
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.bayes.activation_moments import remax
-from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.linear import Linear
+from unisono.bayes.layers.activation import remax
+from unisono.bayes.layers.base import BaseLayer, Shape
+from unisono.bayes.layers.linear import Linear
 from unisono.bayes.moments import Delta, Moments
 from unisono.errors import PartitionError
 
@@ -75,9 +75,9 @@ class MultiheadAttention(BaseLayer):
         self.scores: tuple[Tensor, Tensor] | None = None
         """Mean and variance of the last attention scores, `[batch, heads, tokens, tokens]`."""
 
-    def init_weight_bias(self) -> None:
-        """Draw new start values."""
-        self.projection.init_weight_bias()
+    def children(self) -> list[BaseLayer]:
+        """Return the projection."""
+        return [self.projection]
 
     def get_layer_info(self) -> str:
         """Return name and sizes."""
@@ -93,7 +93,7 @@ class MultiheadAttention(BaseLayer):
     def plan(self, shape: Shape | None) -> Shape | None:
         """A sample is a sequence of tokens, in and out."""
         if self.seq_len is not None:
-            if shape is not None and math.prod(shape) != self.seq_len * self.embed_dim:
+            if shape is not None:
                 self._check_size(shape, self.seq_len * self.embed_dim)
             shape = (self.seq_len * self.embed_dim,)
         if shape is None:
@@ -126,13 +126,7 @@ class MultiheadAttention(BaseLayer):
     def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
         """Carry the correction through the mix, the scores and the projection."""
         q, k, v, share, slope, batch, tokens = self._memory
-        groups = self.num_heads // self.num_kv_heads
-        mean, var = (
-            d.reshape(batch, tokens, self.num_kv_heads, groups, self.head_dim).permute(
-                0, 2, 3, 1, 4
-            )
-            for d in delta
-        )
+        mean, var = (self._split(d, batch, tokens, self._group) for d in delta)
         scale = 1 / math.sqrt(self.head_dim)
         to_share = _Gaussian(mean @ v.mean.mT, var @ v.mean.square().mT)
         to_v = _Gaussian(share.mean.mT @ mean, share.mean.square().mT @ var)
@@ -142,47 +136,30 @@ class MultiheadAttention(BaseLayer):
         to_k, to_v = (_Gaussian(*(t.sum(2, keepdim=True) for t in g)) for g in (to_k, to_v))
         if self.use_rope:
             to_q, to_k = self._rotated(to_q, tokens, -1), self._rotated(to_k, tokens, -1)
-        rows = Delta(
-            *(
-                torch.cat([h.flatten(1, 2).transpose(1, 2).flatten(2) for h in heads], 2).flatten(
-                    0, 1
-                )
-                for heads in zip(to_q, to_k, to_v, strict=True)
-            )
+        rows = (
+            torch.cat([h.flatten(1, 2).transpose(1, 2).flatten(2) for h in heads], 2)
+            for heads in zip(to_q, to_k, to_v, strict=True)
         )
-        back = self.projection.backward(rows, to_input=to_input)
+        back = self.projection.backward(Delta(*(t.flatten(0, 1) for t in rows)), to_input=to_input)
         return None if back is None else back.reshaped(batch, tokens * self.embed_dim)
 
-    def forget(self) -> None:
-        """Drop what `forward` remembered."""
-        super().forget()
-        self.projection.forget()
+    @property
+    def _group(self) -> int:
+        """Query heads per key head."""
+        return self.num_heads // self.num_kv_heads
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a forward pass may change, here and in the projection."""
-        return {**super().snapshot(), "projection": (self.projection, self.projection.snapshot())}
-
-    def put_back(self, values: dict[str, Any]) -> None:
-        """Become what `snapshot` saw."""
-        projection, inner = values["projection"]
-        projection.put_back(inner)
-        super().put_back({**values, "projection": projection})
+    def _split(self, t: Tensor, batch: int, tokens: int, group: int) -> Tensor:
+        """Return rows of tokens as `[batch, kv heads, group, tokens, units]`."""
+        heads = t.reshape(batch, tokens, self.num_kv_heads, group, self.head_dim)
+        return heads.permute(0, 2, 3, 1, 4)
 
     def _heads(self, rows: Moments, batch: int, tokens: int) -> list[_Gaussian]:
-        """Split projected rows into q, k, v of `[batch, kv heads, group, tokens, units]`."""
-        groups = self.num_heads // self.num_kv_heads
+        """Split projected rows into queries, keys and values."""
         sizes = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         parts = zip(rows.mean.split(sizes, 1), rows.spread().split(sizes, 1), strict=True)
         return [
-            _Gaussian(
-                *(
-                    t.reshape(batch, tokens, self.num_kv_heads, group, self.head_dim).permute(
-                        0, 2, 3, 1, 4
-                    )
-                    for t in pair
-                )
-            )
-            for pair, group in zip(parts, (groups, 1, 1), strict=True)
+            _Gaussian(*(self._split(t, batch, tokens, group) for t in pair))
+            for pair, group in zip(parts, (self._group, 1, 1), strict=True)
         ]
 
     def _rotated(self, x: _Gaussian, tokens: int, direction: int = 1) -> _Gaussian:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unisono.bayes.arrays import (
+from unisono.bayes.moments import (
     ArrayLike,
+    BaseDeltaStates,
+    BaseHiddenStates,
+    Delta,
     check_finite,
     check_variance,
+    integers,
     to_tensor,
-    whole_numbers,
 )
-from unisono.bayes.moments import Delta
-from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
 from unisono.errors import PartitionError
 
 
@@ -52,7 +53,7 @@ class OutputUpdater:
             delta_states: the net's `input_delta_z_buffer`.
         """
         mean, var, slope = output_states.live.values()
-        y = _finite(_observations(mu_obs, mean, mean.numel()))
+        y = _observations(mu_obs, mean, mean.numel())
         noise = _noise(var_obs, y)
         delta_states.hold(_conditioned(mean, var, slope, y, noise), output_states.block_size)
 
@@ -77,8 +78,8 @@ class OutputUpdater:
         mean, var, slope = output_states.live.values()
         batch, outputs = max(output_states.block_size, 1), output_states.actual_size
         given = to_tensor(selected_idx, mean.device, torch.float64).reshape(-1)
-        index = whole_numbers(given, "selected_idx")
-        y = _finite(_observations(mu_obs, mean, index.numel()))
+        index = integers(given, "selected_idx")
+        y = _observations(mu_obs, mean, index.numel())
         noise = _noise(var_obs, y)
         if index.numel() % batch:
             raise PartitionError.because(
@@ -91,7 +92,7 @@ class OutputUpdater:
             low, high = int(index.min()), int(index.max())
             raise PartitionError.because(
                 f"indices from {low} to {high}",
-                f"{outputs} outputs a sample",
+                f"{outputs} outputs per sample",
                 f"indices count from 1 to {outputs}",
                 f"a last layer of {max(high, 1)} outputs, or indices as label_to_obs gives them",
             )
@@ -122,13 +123,13 @@ class OutputUpdater:
         if outputs % 2:
             raise PartitionError.because(
                 "update_heteros reads pairs (mean, noise variance)",
-                f"{outputs} outputs a sample",
+                f"{outputs} outputs per sample",
                 f"{outputs} % 2 = 1",
                 "a last layer of 2 outputs for each target, then EvenExp()",
             )
         m, v, slope_m = mean[0::2], var[0::2], slope[0::2]
         noise, noise_var, slope_n = mean[1::2], var[1::2], slope[1::2]
-        y = _observations(mu_obs, mean, m.numel())
+        y = _observations(mu_obs, mean, m.numel(), finite=False)
         y = torch.where(torch.isfinite(y), y, torch.nan)
         of_mean = _conditioned(m, v, slope_m, y, noise)
         total = v + noise
@@ -154,7 +155,8 @@ def _conditioned(mean: Tensor, var: Tensor, slope: Tensor, y: Tensor, noise: Ten
     return Delta(torch.where(known, delta, 0.0), torch.where(known, -gain * slope, 0.0))
 
 
-def _observations(data: ArrayLike, like: Tensor, count: int) -> Tensor:
+def _observations(data: ArrayLike, like: Tensor, count: int, *, finite: bool = True) -> Tensor:
+    """Return one observation per output to condition; NaN is missing."""
     y = to_tensor(data, like.device, like.dtype).reshape(-1)
     if y.numel() != count:
         raise PartitionError.because(
@@ -163,11 +165,8 @@ def _observations(data: ArrayLike, like: Tensor, count: int) -> Tensor:
             f"{y.numel()} != {count}",
             f"{count} observations; a missing one is float('nan')",
         )
-    return y
-
-
-def _finite(y: Tensor) -> Tensor:
-    check_finite(y, "mu_obs", "a missing observation is float('nan')", missing=True)
+    if finite:
+        check_finite(y, "mu_obs", "a missing observation is float('nan')", missing=True)
     return y
 
 

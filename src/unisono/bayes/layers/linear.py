@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from unisono.bayes.arrays import check_sizes
-from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.drawing import normal, start_scale
+from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
 from unisono.bayes.moments import Delta, Moments
 
 
@@ -36,22 +34,15 @@ class Linear(BaseLayer):
         init_method: str = "He",
     ) -> None:
         super().__init__()
-        check_sizes(self.get_layer_name(), input_size=input_size, output_size=output_size)
+        check_sizes(self, input_size=input_size, output_size=output_size)
         self.input_size, self.output_size, self.bias = input_size, output_size, bias
         self.gain_weight, self.gain_bias, self.init_method = gain_weight, gain_bias, init_method
         self.init_weight_bias()
 
     def init_weight_bias(self) -> None:
         """Draw new start values."""
-        scale = start_scale(self.init_method, self.input_size, self.output_size)
-        shape = (self.output_size, self.input_size)
-        mean_b = normal((self.output_size,), scale) if self.bias else None
-        self._own(
-            normal(shape, scale),
-            torch.full(shape, (self.gain_weight * scale) ** 2),
-            mean_b,
-            None if mean_b is None else torch.full_like(mean_b, (self.gain_bias * scale) ** 2),
-        )
+        inputs, outputs = self.input_size, self.output_size
+        self._draw((outputs, inputs), (outputs,), inputs, outputs)
 
     def get_layer_info(self) -> str:
         """Return name and sizes."""
@@ -71,7 +62,7 @@ class Linear(BaseLayer):
         """`mu = mw m + mb`; `var = (mw^2 + vw) v + vw m^2 + vb`, grouped as below."""
         p = self._live
         mean_b, var_b = (p.mean_b, p.var_b) if self.bias else (None, None)
-        x = x.reshaped(-1, self.input_size) if x.mean.numel() else x.reshaped(0, self.input_size)
+        x = x.reshaped(-1 if x.mean.numel() else 0, self.input_size)
         square = x.mean * x.mean
         mean = F.linear(x.mean, p.mean_w, mean_b)
         if x.var is None:
@@ -98,3 +89,7 @@ class Linear(BaseLayer):
         if weight_square is None:
             weight_square = p.mean_w * p.mean_w
         return Delta(delta.mean @ p.mean_w, delta.var @ weight_square).through_(slope)
+
+
+class SLinear(Linear):
+    """`Linear` behind an `SLSTM`; the smoother gives it the smoothed hidden units."""

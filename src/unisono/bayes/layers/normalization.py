@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.bayes.arrays import check_sizes
-from unisono.bayes.base_layer import BaseLayer, Shape
+from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
 from unisono.bayes.moments import Delta, Moments
 from unisono.errors import PartitionError
 
@@ -26,7 +25,7 @@ class _Norm(BaseLayer):
 
     def __init__(self, features: int, eps: float, bias: bool, gains: tuple[float, float]) -> None:
         super().__init__()
-        check_sizes(self.get_layer_name(), features=features)
+        check_sizes(self, features=features)
         self.num_features, self.eps, self.bias = features, eps, bias
         self.gain_weight, self.gain_bias = gains
         self.init_weight_bias()
@@ -34,13 +33,9 @@ class _Norm(BaseLayer):
     def init_weight_bias(self) -> None:
         """Set the start values: gain 1, bias 0."""
         n = self.num_features
+        mean_b = torch.zeros(n) if self.bias else None
         var_b = torch.full((n,), self.gain_bias**2 / n) if self.bias else None
-        self._own(
-            torch.ones(n),
-            torch.full((n,), self.gain_weight**2 / n),
-            torch.zeros(n) if self.bias else None,
-            var_b,
-        )
+        self._own(torch.ones(n), torch.full((n,), self.gain_weight**2 / n), mean_b, var_b)
 
     def _scaled(
         self, x: Moments, centred: Tensor, inverse: Tensor, dims: tuple[int, ...]
@@ -65,6 +60,18 @@ class _Norm(BaseLayer):
             mean, var = mean + p.mean_b.view(shape), var + p.var_b.view(shape)
         self._remember(unit, inverse, x.slope, dims, shape)
         return Moments(mean, var)
+
+    def _check_pieces(self, shape: Shape) -> None:
+        """Refuse a sample that is not a whole number of pieces of `num_features`."""
+        size, group = math.prod(shape), self.num_features
+        if size % group:
+            name = self.get_layer_name()
+            raise PartitionError.because(
+                f"{name}([{group}]) takes {group} numbers together",
+                f"samples of {size} numbers",
+                f"{size} = {size // group}*{group} + {size % group}",
+                f"{name}([{size}])",
+            )
 
     def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
         """Sum over the groups for the gains; scale back for the input."""
@@ -197,7 +204,7 @@ class LayerNorm(_Norm):
                 f"LayerNorm([{math.prod(self.normalized_shape)}])",
             )
         for size in self.normalized_shape[1:]:
-            check_sizes("LayerNorm", side=size)
+            check_sizes(self, side=size)
         super().__init__(self.normalized_shape[0], eps, bias, (1.0, 1.0))
 
     def fixed_input(self) -> int | None:
@@ -212,28 +219,29 @@ class LayerNorm(_Norm):
         if shape is not None and len(own) == 3:
             self._check_image(shape)
         elif shape is not None:
-            _check_pieces(self, shape, math.prod(own))
+            self._check_pieces(shape)
         return self._set_shapes(shape, shape)
 
     def _check_image(self, shape: Shape) -> None:
         """Refuse images of other channels or another number of pixels."""
         channels, width, height = self.normalized_shape
         size, wanted = math.prod(shape), channels * width * height
-        image = len(shape) == 3
-        if size != wanted or (image and shape[0] != channels):
-            raise PartitionError.because(
-                f"LayerNorm({self.normalized_shape}): {channels} channels, {width} wide, "
-                f"{height} high",
-                f"an image of {shape[0]} channels, {shape[2]} wide, {shape[1]} high"
-                if image
-                else f"a sample of {size} numbers",
-                f"{size} != {channels} * {width} * {height} = {wanted}"
-                if size != wanted
-                else f"{shape[0]} != {channels}",
-                f"LayerNorm([{shape[0]}, {shape[2]}, {shape[1]}])"
-                if image
-                else f"LayerNorm([{size}])",
-            )
+        found, fitting = f"a sample of {size} numbers", [size]
+        if len(shape) == 3:
+            found = f"an image of {shape[0]} channels, {shape[2]} wide, {shape[1]} high"
+            fitting = [shape[0], shape[2], shape[1]]
+        if size != wanted:
+            wrong = f"{size} != {channels} * {width} * {height} = {wanted}"
+        elif len(shape) == 3 and shape[0] != channels:
+            wrong = f"{shape[0]} != {channels}"
+        else:
+            return
+        raise PartitionError.because(
+            f"LayerNorm({self.normalized_shape}): {channels} channels, {width} wide, {height} high",
+            found,
+            wrong,
+            f"LayerNorm({fitting})",
+        )
 
     def forward(self, x: Moments) -> Moments:
         """Normalise."""
@@ -273,7 +281,7 @@ class RMSNorm(_Norm):
     def plan(self, shape: Shape | None) -> Shape | None:
         """The sample must be a whole number of groups."""
         if shape is not None:
-            _check_pieces(self, shape, self.num_features)
+            self._check_pieces(shape)
         return self._set_shapes(shape, shape)
 
     def forward(self, x: Moments) -> Moments:
@@ -282,14 +290,3 @@ class RMSNorm(_Norm):
         x = x.reshaped(x.mean.numel() // self.num_features, self.num_features)
         square = (x.mean * x.mean).mean(1, keepdim=True)
         return self._scaled(x, x.mean, (square + self.eps).rsqrt(), (0,)).reshaped(*shape)
-
-
-def _check_pieces(layer: LayerNorm | RMSNorm, shape: Shape, group: int) -> None:
-    size = math.prod(shape)
-    if size % group:
-        raise PartitionError.because(
-            f"{layer.get_layer_name()}({layer.normalized_shape}) takes {group} numbers together",
-            f"samples of {size} numbers",
-            f"{size} = {size // group}*{group} + {size % group}",
-            f"{layer.get_layer_name()}([{size}])",
-        )
