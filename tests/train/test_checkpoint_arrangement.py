@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.train.checkpoint.arrangement import Held, arrange
-from unisono.train.checkpoint.tree import put_together, taken_apart
+from unisono.train.checkpoint.pieces import Held, arrange, put_together, taken_apart
 
 
 def block(place, content, *, of=6, size=3):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics, timeline
-from unisono.train.report.averaging import averaging_table
 
 POINTS = 800
 """Points of a curve; longer ones are thinned, the band keeps their extremes."""
@@ -123,6 +122,29 @@ def report_data(run: RecordedRun, against: Sequence[RecordedRun] = ()) -> dict[s
             for rank in directories.ranks_in(run.directory)[:LOGS_SHOWN]
         ],
         "against": [_other(other) for other in against],
+    }
+
+
+def averaging_table(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each rank and each module whose gradients it averaged."""
+    return [_row(part, costs) for part in parts for costs in part.get("averaging", ())]
+
+
+def _row(part: Mapping[str, Any], costs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the costs of a module on a rank; shares are of the time that the rank was recorded."""
+    steps, seconds = max(1, costs["steps"]), part["ended_s"] - part["began_s"]
+    backward, forward = costs["wait_backward_s"], costs["wait_forward_s"]
+    return {
+        "rank": part["rank"],
+        "module": costs["module"],
+        "ranks": costs["ranks"],
+        "steps": costs["steps"],
+        "buckets": costs["buckets"],
+        "bytes_per_step": round(costs["bytes"] / steps),
+        "backward_s_per_step": backward / steps,
+        "forward_s_per_step": forward / steps,
+        "backward_share": backward / seconds if seconds > 0 else 0.0,
+        "forward_share": forward / seconds if seconds > 0 else 0.0,
     }
 
 
