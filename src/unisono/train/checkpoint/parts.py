@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,35 +32,50 @@ _COMPILED = "_orig_mod."
 """What torch.compile puts into names."""
 
 
-class Part(Protocol):
-    """One object of a checkpoint. All methods are local."""
+class Part:
+    """One object of a checkpoint: a state had by one call and taken back by another. Local.
 
-    kind: str
-    """What it is, for messages."""
+    Args:
+        kind: what it is, for messages.
+        capture: returns the state as a tree of plain values, tensors and `Shard`s; copies nothing.
+        take: takes a state back.
+    """
 
-    def capture(self) -> Any:
-        """Return the state as a tree of plain values, tensors and `Shard`s; nothing is copied."""
-        ...
+    def __init__(
+        self, kind: str, capture: Callable[[], Any], take: Callable[[Any], object]
+    ) -> None:
+        self.kind = kind
+        self.capture = capture
+        self._take = take
 
-    def problems(self, rest: Any, shapes: Shapes) -> list[str]:
+    def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
         """Return why a saved state does not fit, before anything is changed."""
-        ...
+        return []
 
-    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
+    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:  # noqa: ARG002
         """Return where a saved tensor goes, block and tensor; None: the whole of it, anywhere."""
-        ...
+        return None
+
+    def apply(self, tree: Any, *, same_ranks: bool) -> None:  # noqa: ARG002
+        """Take a state back; `same_ranks`: it is from this rank of equally many."""
+        self._take(tree)
+
+
+class RankPart(Part):
+    """A state that means something only to the same rank among equally many."""
 
     def apply(self, tree: Any, *, same_ranks: bool) -> None:
-        """Take a state back; `same_ranks`: it is from this rank of equally many."""
-        ...
+        """Give the state back, or leave things as they are."""
+        if same_ranks:
+            self._take(tree)
 
 
-class ModulePart:
+class ModulePart(Part):
     """A module: data-parallel, distributed layers, FSDP2, DTensor, or plain."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = _inside(module)
-        self.kind = type(self.module).__name__
+        super().__init__(type(self.module).__name__, lambda: self.state, self._load)
         with state_dict_mode("sharded"):
             state = self.module.state_dict()
         self._own_names = {name.replace(_COMPILED, ""): name for name in state}
@@ -70,11 +85,7 @@ class ModulePart:
         """Return the parameters under the names of the state."""
         return {name.replace(_COMPILED, ""): p for name, p in self.module.named_parameters()}
 
-    def capture(self) -> dict[str, Any]:
-        """Return own blocks of all parameters and buffers."""
-        return self.state
-
-    def problems(self, rest: Any, shapes: Mapping[Path, tuple[int, ...]]) -> list[str]:
+    def problems(self, rest: Any, shapes: Shapes) -> list[str]:
         """Compare names and shapes."""
         saved = dict.fromkeys(rest, "an object") | {p[0]: list(s) for p, s in shapes.items()}
         here = {
@@ -87,12 +98,11 @@ class ModulePart:
         """Return memory for this rank's block."""
         return block_for(self.state.get(path[0]), shape)
 
-    def apply(self, tree: Any, *, same_ranks: bool) -> None:  # noqa: ARG002
-        """Load the state."""
+    def _load(self, tree: dict[str, Any]) -> None:
         self.module.load_state_dict({self._own_names[name]: v for name, v in tree.items()})
 
 
-class OptimizerPart:
+class OptimizerPart(Part):
     """A torch optimizer, or a `DataParallelOptimizer` around one.
 
     Args:
@@ -102,7 +112,8 @@ class OptimizerPart:
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Mapping[str, ModulePart]) -> None:
         is_ours = isinstance(optimizer, DataParallelOptimizer)
-        self.kind = type(optimizer.torch_optimizer if is_ours else optimizer).__name__
+        kind = type(optimizer.torch_optimizer if is_ours else optimizer).__name__
+        super().__init__(kind, self._state, self._load)
         self._optimizer = optimizer
         known: dict[int, tuple[str, Any]] = {}
         for name, part in modules.items():
@@ -120,7 +131,7 @@ class OptimizerPart:
                 self._groups[-1].append(name)
                 self._blocks[name] = block
 
-    def capture(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Return state and hyper-parameters by names of parameters."""
         saved = self._optimizer.state_dict()
         names = {
@@ -147,7 +158,7 @@ class OptimizerPart:
             return Shard(value, block.global_shape, block.offsets)
         return value
 
-    def problems(self, rest: Any, shapes: Mapping[Path, Any]) -> list[str]:  # noqa: ARG002
+    def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
         """Compare the kind of optimizer and the parameters of its groups."""
         kind = rest.get("kind", "DASO")
         if kind != self.kind:
@@ -171,8 +182,7 @@ class OptimizerPart:
             return None
         return block_for(self._blocks.get(path[1]), shape)
 
-    def apply(self, tree: Any, *, same_ranks: bool) -> None:  # noqa: ARG002
-        """Load the state."""
+    def _load(self, tree: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(self.in_torch_form(tree))
 
     def in_torch_form(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -187,19 +197,18 @@ class OptimizerPart:
         }
 
 
-class DasoPart:
+class DasoPart(Part):
     """DASO: its local optimizer as any optimizer; schedule and what is in flight for each rank."""
 
     def __init__(self, daso: DASO, modules: Mapping[str, ModulePart]) -> None:
         self._daso = daso
         self._local = OptimizerPart(daso.local_optimizer, modules)
-        self.kind = f"DASO of {self._local.kind}"
+        super().__init__(f"DASO of {self._local.kind}", self._state, self._load)
 
-    def capture(self) -> dict[str, Any]:
-        """Return the state of this rank."""
+    def _state(self) -> dict[str, Any]:
         return {**self._daso.state_dict(), "local_optimizer": self._local.capture()}
 
-    def problems(self, rest: Any, shapes: Mapping[Path, Any]) -> list[str]:
+    def problems(self, rest: Any, shapes: Shapes) -> list[str]:
         """Compare the local optimizers."""
         if "local_optimizer" not in rest:
             return [f"no DASO in the checkpoint, {self.kind} here"]
@@ -210,7 +219,7 @@ class DasoPart:
         """Return memory as the local optimizer does."""
         return self._local.place(path[1:], shape) if path[0] == "local_optimizer" else None
 
-    def apply(self, tree: Any, *, same_ranks: bool) -> None:  # noqa: ARG002
+    def _load(self, tree: dict[str, Any]) -> None:
         """Load the state; DASO itself leaves out what another rank had in flight."""
         device = self._daso.params_ref[0].device
         local = self._local.in_torch_form(tree["local_optimizer"])
@@ -220,38 +229,7 @@ class DasoPart:
         self._daso.load_state_dict({**moved, "local_optimizer": local})
 
 
-class ValuePart:
-    """A state that is had by one call and taken back by another."""
-
-    def __init__(
-        self, kind: str, capture: Callable[[], Any], take: Callable[[Any], object]
-    ) -> None:
-        self.kind = kind
-        self.capture = capture
-        self._take = take
-
-    def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
-        """Whoever takes the state knows best."""
-        return []
-
-    def place(self, path: Path, shape: tuple[int, ...]) -> None:
-        """Every rank takes whole tensors."""
-
-    def apply(self, tree: Any, *, same_ranks: bool) -> None:  # noqa: ARG002
-        """Give the state back."""
-        self._take(tree)
-
-
-class RankPart(ValuePart):
-    """A state that means something only to the same rank among equally many."""
-
-    def apply(self, tree: Any, *, same_ranks: bool) -> None:
-        """Give the state back, or leave things as they are."""
-        if same_ranks:
-            self._take(tree)
-
-
-class NetPart(ValuePart):
+class NetPart(Part):
     """A Bayesian net: parameters, running values and recurrent states."""
 
     def __init__(self, net: Any) -> None:
@@ -318,7 +296,7 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
     if isinstance(value, torch.optim.Optimizer):
         return OptimizerPart(value, modules)
     if isinstance(value, torch.Generator):
-        return ValuePart("generator", value.get_state, value.set_state)
+        return Part("generator", value.get_state, value.set_state)
     if isinstance(value, torch.utils.data.DataLoader):
         raise CheckpointError.because(
             f"{name}=DataLoader",
@@ -332,11 +310,9 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
     if callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     ):
-        return ValuePart(type(value).__name__, value.state_dict, value.load_state_dict)
+        return Part(type(value).__name__, value.state_dict, value.load_state_dict)
     if callable(getattr(value, "set_epoch", None)) and hasattr(value, "epoch"):
-        return ValuePart(
-            type(value).__name__, lambda: _epoch_of(value), lambda s: _set_epoch(value, s)
-        )
+        return Part(type(value).__name__, lambda: _epoch_of(value), lambda s: _set_epoch(value, s))
     return None
 
 
