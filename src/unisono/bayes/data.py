@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 from unisono.bayes.moments import integers
 from unisono.comm import Communicator, world
 from unisono.errors import PartitionError, UnisonoError
+from unisono.expect import expect_int
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -169,13 +171,7 @@ def tree_of(num_classes: int) -> HRCSoftmax:
     >>> tree_of(3)
     HRCSoftmax(obs=[1.0, 1.0, 1.0, -1.0, -1.0, 1.0], idx=[1, 2, 1, 2, 1, 3], num_obs=2, len=3)
     """
-    if num_classes < 2:
-        raise PartitionError.because(
-            f"a hierarchical softmax of {num_classes} classes",
-            "a tree needs two leaves",
-            f"{num_classes} < 2",
-            "num_classes=2 or more",
-        )
+    expect_int("num_classes", operator.index(num_classes), 2, error=PartitionError)
     depth = math.ceil(math.log2(num_classes))
     counts = [num_classes]
     for _ in range(depth):
@@ -189,22 +185,6 @@ def tree_of(num_classes: int) -> HRCSoftmax:
         tree.idx += [(label >> (depth - 1 - turn)) + starts[turn] for turn in range(depth - 1)]
     tree.len = max(tree.idx)
     return tree
-
-
-def class_probabilities(mean: Tensor, var: Tensor, tree: HRCSoftmax, num_classes: int) -> Tensor:
-    """Return the probability of each class from the outputs `[batch, tree.len]`; not normalised."""
-    if mean.shape[-1] < tree.len:
-        raise PartitionError.because(
-            f"{num_classes} classes by hierarchical softmax",
-            f"{mean.shape[-1]} outputs per sample",
-            f"{mean.shape[-1]} < {tree.len}",
-            f"a last layer of {tree.len} outputs",
-        )
-    right = torch.special.ndtr(mean / torch.sqrt(_NOISE + var))
-    path = torch.tensor(tree.idx).view(num_classes, tree.num_obs) - 1
-    turn = torch.tensor(tree.obs).view(num_classes, tree.num_obs)
-    chosen = right[:, path.to(mean.device)]
-    return torch.where(turn.to(mean.device) > 0, chosen, 1 - chosen).prod(-1)
 
 
 class Utils:
@@ -224,9 +204,8 @@ class Utils:
 
     def label_to_one_hot(self, labels: ArrayLike, num_classes: int) -> Floats:
         """Return one-hot rows of the labels, flat."""
-        return np.eye(num_classes, dtype=np.float32)[_checked_labels(labels, num_classes)].reshape(
-            -1
-        )
+        rows = np.eye(num_classes, dtype=np.float32)
+        return rows[_checked_labels(labels, num_classes)].reshape(-1)
 
     def get_hierarchical_softmax(self, num_classes: int) -> HRCSoftmax:
         """Return the tree of `num_classes` classes."""
@@ -285,9 +264,8 @@ class Utils:
         if len(raw) < num * 3073:
             raise _too_short(image_file, num, len(raw) // 3073)
         records = raw[: num * 3073].reshape(num, 3073)
-        return records[:, 1:].reshape(-1).astype(np.float32) / np.float32(255), records[
-            :, 0
-        ].astype(np.int32)
+        images = records[:, 1:].reshape(-1).astype(np.float32) / np.float32(255)
+        return images, records[:, 0].astype(np.int32)
 
     def create_rolling_window(
         self,
@@ -306,16 +284,22 @@ class Utils:
         """
         series = np.asarray(data, dtype=np.float32)
         columns = np.atleast_1d(np.asarray(output_col, dtype=np.int64))
-        _check_series(series.shape, columns, num_features, stride)
+        width = series.shape[1] if series.ndim == 2 else num_features
+        known = ((columns >= 0) & (columns < width)).all()
+        if width != num_features or stride < 1 or not known:
+            wrong = f"columns count from 0 to {width - 1}, a stride from 1"
+            raise PartitionError.because(
+                f"windows of {num_features} features, columns {columns.tolist()}, stride {stride}",
+                f"a series of shape {series.shape}",
+                wrong if width == num_features else f"{width} != {num_features}",
+                f"num_features={width}, output_col=[0], stride=1",
+            )
         series = series.reshape(-1, num_features)
         free = len(series) - input_seq_len - output_seq_len
         if free < 0:
-            raise PartitionError.because(
-                f"windows of {input_seq_len} + {output_seq_len} steps",
-                f"a series of {len(series)}",
-                f"{len(series)} < {input_seq_len} + {output_seq_len}",
-                "a shorter input_seq_len",
-            )
+            asked = f"windows of {input_seq_len} + {output_seq_len} steps"
+            wrong = f"{len(series)} < {input_seq_len} + {output_seq_len}"
+            raise PartitionError.because(asked, None, wrong, "a shorter input_seq_len")
         starts = range(0, free // stride * stride + 1, stride)
         x = np.stack([series[s : s + input_seq_len].reshape(-1) for s in starts])
         ends = [s + input_seq_len for s in starts]
@@ -326,22 +310,6 @@ class Utils:
         """Return the upper triangle, row by row, of `sigma^2 I`, once for each of the batch."""
         matrix = np.eye(num_data, dtype=np.float32) * np.float32(sigma**2)
         return np.tile(matrix[np.triu_indices(num_data)], batch_size)
-
-
-def _check_series(
-    shape: tuple[int, ...], columns: NDArray[np.int64], num_features: int, stride: int
-) -> None:
-    """Refuse a series whose columns are not those that are asked for."""
-    width = shape[1] if len(shape) == 2 else num_features
-    if width != num_features or stride < 1 or not ((columns >= 0) & (columns < width)).all():
-        raise PartitionError.because(
-            f"windows of {num_features} features, columns {columns.tolist()}, stride {stride}",
-            f"a series of shape {shape}",
-            f"{width} != {num_features}"
-            if width != num_features
-            else f"columns count from 0 to {width - 1}, a stride from 1",
-            f"num_features={width}, output_col=[0], stride=1",
-        )
 
 
 def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
@@ -361,18 +329,23 @@ def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
 def _probabilities(
     ma: ArrayLike, Sa: ArrayLike, tree: HRCSoftmax, num_classes: int, batch: int | None = None
 ) -> Floats:
+    """Return the probability of each class `[batch, classes]`; rows need not add up to 1."""
     mean, var = (torch.from_numpy(np.array(t, dtype=np.float32).reshape(-1)) for t in (ma, Sa))
     rows = mean.numel() // tree.len if batch is None else batch
-    if mean.numel() != var.numel() or (rows and mean.numel() % rows):
+    outputs = mean.numel() // max(rows, 1)
+    if mean.numel() != var.numel() or rows * outputs != mean.numel() or outputs < tree.len:
         raise PartitionError.because(
-            f"{mean.numel()} means and {var.numel()} variances of {rows} samples",
-            f"{tree.len} outputs per sample",
-            f"{mean.numel()} != {rows} * {tree.len}",
-            "the outputs of the whole batch",
+            f"{num_classes} classes by hierarchical softmax, {rows} samples",
+            f"{mean.numel()} means and {var.numel()} variances",
+            f"{rows} * {tree.len} outputs are needed",
+            f"the outputs of the whole batch; a last layer of {tree.len} outputs",
         )
-    shape = (rows, mean.numel() // max(rows, 1))
-    prob = class_probabilities(mean.view(shape), var.view(shape), tree, num_classes)
-    return prob.numpy()
+    mean, var = mean.view(rows, outputs), var.view(rows, outputs)
+    right = torch.special.ndtr(mean / torch.sqrt(_NOISE + var))
+    path = torch.tensor(tree.idx).view(num_classes, tree.num_obs) - 1
+    turn = torch.tensor(tree.obs).view(num_classes, tree.num_obs)
+    chosen = right[:, path]
+    return torch.where(turn > 0, chosen, 1 - chosen).prod(-1).numpy()
 
 
 def _idx_values(path: str | Path, count: int) -> Array:

@@ -259,11 +259,7 @@ class BaseDeltaStates(_Buffer):
         """Take the first `num_data` deltas of another buffer; -1 takes all."""
         count = source.size if num_data == -1 else num_data
         if not 0 <= count <= source.size:
-            raise PartitionError.because(
-                f"copy_from(source, num_data={num_data})",
-                f"a source of {source.size}",
-                f"{num_data} > {source.size}",
-                f"num_data={source.size}",
-            )
+            asked, wrong = f"copy_from(source, num_data={num_data})", f"{num_data} > {source.size}"
+            raise PartitionError.because(asked, None, wrong, f"num_data={source.size}")
         self.live = {name: source.live[name][:count].clone() for name in self.fields}
         self.block_size, self.is_written = source.block_size, True

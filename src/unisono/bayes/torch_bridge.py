@@ -24,15 +24,19 @@ _ACTIVATIONS: dict[type[BaseLayer], type[nn.Module]] = {
     activation.Tanh: nn.Tanh,
     activation.Sigmoid: nn.Sigmoid,
 }
+_CONVOLUTIONS: dict[type[Conv2d | ConvTranspose2d], type[nn.Conv2d | nn.ConvTranspose2d]] = {
+    Conv2d: nn.Conv2d,
+    ConvTranspose2d: nn.ConvTranspose2d,
+}
+_POOLS: dict[type[AvgPool2d | MaxPool2d], type[nn.AvgPool2d | nn.MaxPool2d]] = {
+    AvgPool2d: nn.AvgPool2d,
+    MaxPool2d: nn.MaxPool2d,
+}
 _ONLY: dict[type[nn.Module], dict[str, tuple[object, ...]]] = {
     nn.Conv2d: {"padding_mode": ("zeros",), "groups": (1,), "dilation": ((1, 1),)},
     nn.ConvTranspose2d: {"output_padding": ((0, 0), 0), "groups": (1,), "dilation": ((1, 1),)},
     nn.AvgPool2d: {"ceil_mode": (False,), "divisor_override": (None,)},
-    nn.MaxPool2d: {
-        "dilation": (1, (1, 1)),
-        "ceil_mode": (False,),
-        "return_indices": (False,),
-    },
+    nn.MaxPool2d: {"dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)},
     nn.BatchNorm1d: {"affine": (True,), "track_running_stats": (True,)},
     nn.BatchNorm2d: {"affine": (True,), "track_running_stats": (True,)},
     nn.RMSNorm: {"elementwise_affine": (True,)},
@@ -94,21 +98,15 @@ def _layer_of(part: nn.Module) -> BaseLayer | None:
     for kind, module in _ACTIVATIONS.items():
         if type(part) is module:
             return kind()
+    for kind, module in _CONVOLUTIONS.items():
+        if isinstance(part, module):
+            sizes = (part.in_channels, part.out_channels, _one(part, "kernel_size"))
+            return kind(*sizes, part.bias is not None, _one(part, "stride"), _one(part, "padding"))
+    for kind, module in _POOLS.items():
+        if isinstance(part, module):
+            return kind(*(_one(part, name) for name in ("kernel_size", "stride", "padding")), 1)
     if isinstance(part, nn.Linear):
         return Linear(part.in_features, part.out_features, part.bias is not None)
-    if isinstance(part, nn.Conv2d | nn.ConvTranspose2d):
-        kind = Conv2d if isinstance(part, nn.Conv2d) else ConvTranspose2d
-        return kind(
-            part.in_channels,
-            part.out_channels,
-            _one(part, "kernel_size"),
-            part.bias is not None,
-            _one(part, "stride"),
-            _one(part, "padding"),
-        )
-    if isinstance(part, nn.AvgPool2d | nn.MaxPool2d):
-        kind = AvgPool2d if isinstance(part, nn.AvgPool2d) else MaxPool2d
-        return kind(_one(part, "kernel_size"), _one(part, "stride"), _one(part, "padding"), 1)
     if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
         old = 1 - (0.1 if part.momentum is None else part.momentum)
         return BatchNorm2d(part.num_features, part.eps, old)
@@ -176,14 +174,13 @@ def _modules_of(layer: BaseLayer, n: int) -> list[nn.Module]:
             return [module()]
     if isinstance(layer, Linear):
         return [_filled(nn.Linear(layer.input_size, layer.output_size, layer.bias), layer)]
-    if isinstance(layer, Conv2d | ConvTranspose2d):
-        padding = _padding(layer, n)
-        kind = nn.ConvTranspose2d if layer.transposed else nn.Conv2d
-        sizes = (layer.in_channels, layer.out_channels, layer.kernel_size)
-        return [_filled(kind(*sizes, layer.stride, padding, bias=layer.bias), layer)]
-    if isinstance(layer, AvgPool2d | MaxPool2d):
-        kind = nn.AvgPool2d if isinstance(layer, AvgPool2d) else nn.MaxPool2d
-        return [kind(layer.kernel_size, layer.stride, _padding(layer, n))]
+    for kind, module in _CONVOLUTIONS.items():
+        if isinstance(layer, kind):
+            sizes = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride)
+            return [_filled(module(*sizes, _padding(layer, n), bias=layer.bias), layer)]
+    for kind, module in _POOLS.items():
+        if isinstance(layer, kind):
+            return [module(layer.kernel_size, layer.stride, _padding(layer, n))]
     if isinstance(layer, BatchNorm2d):
         kind = nn.BatchNorm2d if layer.out_width else nn.BatchNorm1d
         module = kind(layer.num_features, layer.eps, 1 - layer.momentum)

@@ -159,11 +159,9 @@ def _observations(data: ArrayLike, like: Tensor, count: int, *, finite: bool = T
     """Return one observation per output to condition; NaN is missing."""
     y = to_tensor(data, like.device, like.dtype).reshape(-1)
     if y.numel() != count:
+        hint = f"{count} observations, one per output; a missing one is float('nan')"
         raise PartitionError.because(
-            f"{y.numel()} observations",
-            f"{count} outputs to condition",
-            f"{y.numel()} != {count}",
-            f"{count} observations; a missing one is float('nan')",
+            f"{y.numel()} observations", None, f"{y.numel()} != {count}", hint
         )
     if finite:
         check_finite(y, "mu_obs", "a missing observation is float('nan')", missing=True)
@@ -175,12 +173,9 @@ def _noise(data: ArrayLike, y: Tensor) -> Tensor:
     if noise.numel() == 1 and y.numel() != 1:
         noise = noise.expand(y.numel())
     elif noise.numel() < y.numel():
-        raise PartitionError.because(
-            f"var_obs of {noise.numel()} numbers",
-            f"{y.numel()} observations",
-            f"{noise.numel()} < {y.numel()}",
-            "one number for all, or one per observation",
-        )
+        asked, wrong = f"var_obs of {noise.numel()} numbers", f"{noise.numel()} < {y.numel()}"
+        hint = "one number for all, or one per observation"
+        raise PartitionError.because(asked, None, wrong, hint)
     noise = noise[: y.numel()]
     check_variance(noise, "var_obs")
     return noise

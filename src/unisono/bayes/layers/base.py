@@ -42,12 +42,9 @@ def _flat(name: str, field: str) -> property:
         if field.startswith("var"):
             check_variance(given, what)
         if given.numel() != target.numel():
-            raise PartitionError.because(
-                f"{what} = {given.numel()} numbers",
-                f"it has {target.numel()}",
-                f"{given.numel()} != {target.numel()}",
-                f"a sequence of {target.numel()} numbers",
-            )
+            wrong = f"{given.numel()} != {target.numel()}"
+            hint = f"a sequence of {target.numel()} numbers"
+            raise PartitionError.because(f"{what} = {given.numel()} numbers", None, wrong, hint)
         target.copy_(given.view(target.shape))
         if field.startswith("delta"):
             layer.deltas_written = True
