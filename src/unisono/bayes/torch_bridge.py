@@ -104,7 +104,8 @@ def _layer_of(part: nn.Module) -> BaseLayer | None:
             return kind(*sizes, part.bias is not None, _one(part, "stride"), _one(part, "padding"))
     for kind, module in _POOLS.items():
         if isinstance(part, module):
-            return kind(*(_one(part, name) for name in ("kernel_size", "stride", "padding")), 1)
+            sides = _one(part, "kernel_size"), _one(part, "stride"), _one(part, "padding")
+            return kind(*sides, padding_type=1)
     if isinstance(part, nn.Linear):
         return Linear(part.in_features, part.out_features, part.bias is not None)
     if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
