@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 """Of one sample: `(features,)` or `(channels, height, width)`."""
 
 
-def _flat(name: str, field: str) -> property:
+def _flat(name: str, field: str, doc: str) -> property:
     """Return a parameter as a property: a flat numpy copy; assigning writes into the layer."""
 
     def live(layer: BaseLayer) -> Tensor:
@@ -49,7 +49,7 @@ def _flat(name: str, field: str) -> property:
         if field.startswith("delta"):
             layer.deltas_written = True
 
-    return property(read, write)
+    return property(read, write, doc=doc)
 
 
 class BaseLayer(ABC):
@@ -63,14 +63,14 @@ class BaseLayer(ABC):
     """Factors on the start standard deviations."""
     init_method = "He"
 
-    mu_w = _flat("mu_w", "mean_w")
-    var_w = _flat("var_w", "var_w")
-    mu_b = _flat("mu_b", "mean_b")
-    var_b = _flat("var_b", "var_b")
-    delta_mu_w = _flat("delta_mu_w", "delta_mean_w")
-    delta_var_w = _flat("delta_var_w", "delta_var_w")
-    delta_mu_b = _flat("delta_mu_b", "delta_mean_b")
-    delta_var_b = _flat("delta_var_b", "delta_var_b")
+    mu_w = _flat("mu_w", "mean_w", "Means of the weights, flat; assigning writes.")
+    var_w = _flat("var_w", "var_w", "Variances of the weights, flat; assigning writes.")
+    mu_b = _flat("mu_b", "mean_b", "Means of the biases, flat; assigning writes.")
+    var_b = _flat("var_b", "var_b", "Variances of the biases, flat; assigning writes.")
+    delta_mu_w = _flat("delta_mu_w", "delta_mean_w", "Deltas of `mu_w`.")
+    delta_var_w = _flat("delta_var_w", "delta_var_w", "Deltas of `var_w`.")
+    delta_mu_b = _flat("delta_mu_b", "delta_mean_b", "Deltas of `mu_b`.")
+    delta_var_b = _flat("delta_var_b", "delta_var_b", "Deltas of `var_b`.")
 
     def __init__(self) -> None:
         self.input_size = self.output_size = 0
