@@ -143,7 +143,7 @@ CASES = {
     "heteros": (lambda: updated(1, np.ones(1), method="update_heteros"), ["1 % 2 = 1"]),
     "heteros of an even batch": (
         lambda: updated(3, np.ones(6), rows=4, method="update_heteros"),
-        ["3 outputs a sample", "3 % 2 = 1"],
+        ["3 outputs", "3 % 2 = 1"],
     ),
     "norm channels": (
         lambda: Sequential(
@@ -215,7 +215,7 @@ CASES = {
     "steps": (lambda: bayes.LSTM(2, 3, 0), ["seq_len=0", "0 < 1"]),
     "rows": (lambda: Embedding(0, 3), ["num_embeddings=0"]),
     "padding row": (lambda: Embedding(4, 3, padding_idx=9), ["9 > 3", "HINT: padding_idx=-1"]),
-    "fraction": (lambda: bayes.LSTM(2, 2.5, 1), ["output_size=2.5", "whole numbers"]),
+    "fraction": (lambda: bayes.LSTM(2, 2.5, 1), ["output_size=2.5", "integer"]),
     "block": (lambda: bayes.LayerBlock(Linear(2, 2), "x"), ["layer 1 = 'x'"]),
     "branch": (lambda: bayes.ResNetBlock(torch.nn.Linear(2, 2)), ["from_torch"]),
     "three parts": (

@@ -45,6 +45,22 @@ def moved(net, before):
     return {key for key, value in net.state_dict().items() if value != before[key]}
 
 
+def test_a_layer_that_stands_in_two_nets_learns_in_both():
+    net = Sequential(Linear(2, 3), Tanh(), Linear(3, 1))
+    other = Sequential(net[0], Linear(3, 1))  # its memory is the other net's from now on
+    for one in (net, other, net):
+        before = one.state_dict()
+        trained(one, np.ones((4, 2)), np.ones(4))
+        assert moved(one, before) == set(before)
+
+
+def test_a_step_does_not_walk_over_the_layers(monkeypatch):
+    net = Sequential(Linear(2, 3), ReLU(), Linear(3, 1))
+    monkeypatch.setattr(bayes.BaseLayer, "leaves", None)
+    monkeypatch.setattr(bayes.BaseLayer, "children", None)
+    trained(net, np.ones((4, 2)), np.ones(4))
+
+
 def test_arrays_come_back_as_they_were_sent():
     net = Sequential(Linear(3, 2))
     flat = np.arange(6, dtype=np.float64)

@@ -7,7 +7,9 @@ the output, backward carries the correction to every weight, `step` applies it (
 from __future__ import annotations
 
 from unisono.bayes import cuda, metric
-from unisono.bayes.activation import (
+from unisono.bayes.data import HRCSoftmax, Normalizer, Utils, batches, exponential_scheduler
+from unisono.bayes.ddp import DDPConfig, DDPSequential
+from unisono.bayes.layers.activation import (
     ClosedFormSoftmax,
     EvenExp,
     LeakyReLU,
@@ -21,29 +23,22 @@ from unisono.bayes.activation import (
     Softplus,
     Tanh,
 )
-from unisono.bayes.attention import MultiheadAttention
-from unisono.bayes.base_layer import BaseLayer
-from unisono.bayes.batching import batches
-from unisono.bayes.blocks import LayerBlock, ResNetBlock
-from unisono.bayes.convolution import Conv2d, ConvTranspose2d
-from unisono.bayes.ddp import DDPSequential
-from unisono.bayes.ddp_config import DDPConfig
-from unisono.bayes.drawing import manual_seed
-from unisono.bayes.embedding import Embedding
-from unisono.bayes.hierarchical import HRCSoftmax
-from unisono.bayes.linear import Linear
-from unisono.bayes.lstm import LSTM
+from unisono.bayes.layers.attention import MultiheadAttention
+from unisono.bayes.layers.base import BaseLayer
+from unisono.bayes.layers.blocks import LayerBlock, ResNetBlock
+from unisono.bayes.layers.convolution import Conv2d, ConvTranspose2d
+from unisono.bayes.layers.embedding import Embedding
+from unisono.bayes.layers.linear import Linear, SLinear
+from unisono.bayes.layers.lstm import LSTM
+from unisono.bayes.layers.normalization import BatchNorm2d, LayerNorm, RMSNorm
+from unisono.bayes.layers.pooling import AvgPool2d, MaxPool2d
+from unisono.bayes.layers.slstm import SLSTM
 from unisono.bayes.metric import HRCSoftmaxMetric
-from unisono.bayes.normalization import BatchNorm2d, LayerNorm, RMSNorm
-from unisono.bayes.normalizer import Normalizer, exponential_scheduler
-from unisono.bayes.output_updater import OutputUpdater
-from unisono.bayes.pooling import AvgPool2d, MaxPool2d
+from unisono.bayes.moments import BaseDeltaStates, BaseHiddenStates
+from unisono.bayes.parameters import manual_seed
 from unisono.bayes.sequential import Sequential
-from unisono.bayes.slstm import SLSTM, SLinear
-from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
-from unisono.bayes.toolbox import Utils
-from unisono.bayes.torch_bridge import from_torch
-from unisono.bayes.torch_means import to_torch
+from unisono.bayes.torch_bridge import from_torch, to_torch
+from unisono.bayes.updater import OutputUpdater
 
 __all__ = [
     "AvgPool2d",

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from unisono.bayes.arrays import ArrayLike, Output
-from unisono.bayes.blocks import not_a_number
-from unisono.bayes.ddp_config import DDPConfig
-from unisono.bayes.ddp_world import join
-from unisono.bayes.geometry import alike
-from unisono.bayes.normalization import BatchNorm2d
+from unisono import launch
+from unisono.bayes.layers.base import same_info
+from unisono.bayes.layers.normalization import BatchNorm2d
+from unisono.bayes.moments import ArrayLike, BaseDeltaStates, BaseHiddenStates, Output
 from unisono.bayes.parameters import CAPS, TAIL, cap_class
-from unisono.bayes.sequential import Sequential
-from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
-from unisono.errors import CollectiveMismatch, PartitionError, an
+from unisono.bayes.sequential import Sequential, not_a_number
+from unisono.comm import (
+    Communicator,
+    Environment,
+    detect,
+    groups,
+    has_world,
+    start_world,
+    stop_world,
+    transports,
+)
+from unisono.errors import CollectiveMismatch, MissingExtra, PartitionError, PlatformError, an
 
+BACKENDS = ("nccl", "gloo", "shm", "mpi", "auto")
 CAP_BATCHES = ("local", "global")
 NORM_STATS = (False, True, "running", "batch")
+
+
+@dataclass
+class DDPConfig:
+    """Devices, backend and place in the world; checked by `DDPSequential`.
+
+    Rank and world size are needed only where nothing else tells them: a running world and a
+    launcher's variables go first, and must not contradict.
+    """
+
+    device_ids: list[int]
+    """CUDA devices, one per rank or one per rank of a node; may be empty on other backends."""
+    backend: str = "nccl"
+    """`"nccl"`, `"gloo"`, `"shm"`, `"mpi"`, or `"auto"` for the best that is there."""
+    rank: int = 0
+    """Place of this process in the world."""
+    world_size: int = 1
+    """Number of processes."""
 
 
 class DDPSequential:
@@ -64,10 +94,10 @@ class DDPSequential:
                 "DDPSequential(Sequential(Linear(1, 8), ReLU(), Linear(8, 1)), config); "
                 "from_torch(module) makes one of a torch module",
             )
-        _check_word("cap_batch", cap_batch, CAP_BATCHES)
-        _check_word("sync_norm_stats", sync_norm_stats, NORM_STATS)
+        _check_choice("cap_batch", cap_batch, CAP_BATCHES)
+        _check_choice("sync_norm_stats", sync_norm_stats, NORM_STATS)
         self.model, self.config, self.average, self.cap_batch = model, config, average, cap_batch
-        self.comm = join(config, comm, timeout_s)
+        self.comm = _join(config, comm, timeout_s)
         if self.comm.device.type == "cuda":
             model.to(self.comm.device)
         model.preinit_layer()
@@ -75,7 +105,6 @@ class DDPSequential:
         self._norms = [leaf for _, leaf in model.leaves() if isinstance(leaf, BatchNorm2d)]
         self._averages_running = sync_norm_stats == "running"
         self._shares_batches = sync_norm_stats in (True, "batch")
-        self._link_norms()
         self._make_bucket()
         self._broadcast()
 
@@ -88,33 +117,21 @@ class DDPSequential:
         if self.comm.all_equal((mine, dtype)):
             return
         everybody: list[tuple[list[Any], str]] = self.comm.all_gather_object((mine, dtype))
-        longest = max(len(layers) for layers, _ in everybody)
-        for n in range(longest):
+        asked = f"DDPSequential over {self.comm.size} ranks"
+        for n in range(max(len(layers) for layers, _ in everybody)):
             found = [layers[n] if n < len(layers) else None for layers, _ in everybody]
             if not all(_same_layer(layer, found[0]) for layer in found):
-                told = [
-                    f"rank {r}: {'nothing' if f is None else f[1]}" for r, f in enumerate(found)
-                ]
+                told = (f"rank {r}: {f[1] if f else 'nothing'}" for r, f in enumerate(found))
                 raise CollectiveMismatch.because(
-                    f"DDPSequential over {self.comm.size} ranks",
-                    f"layer {n} differs\n" + "\n".join(told),
+                    asked,
+                    "\n".join([f"layer {n} differs", *told]),
                     None,
                     "build the same layers on all ranks",
                 )
-        if len({kind for _, kind in everybody}) == 1:
-            return  # ranks that have seen images know sizes that others do not know yet
-        raise CollectiveMismatch.because(
-            f"DDPSequential over {self.comm.size} ranks",
-            ", ".join(f"rank {r}: {kind}" for r, (_, kind) in enumerate(everybody)),
-            None,
-            "the same dtype on all ranks",
-        )
-
-    def _link_norms(self) -> None:
-        """Let batch norms add their sums over ranks, if asked to."""
-        if self._shares_batches:
-            for norm in self._norms:
-                norm.sum_over_ranks = self.comm.all_reduce
+        # layers may differ in sizes that only ranks know which have seen images
+        if len({kind for _, kind in everybody}) > 1:
+            kinds = ", ".join(f"rank {r}: {kind}" for r, (_, kind) in enumerate(everybody))
+            raise CollectiveMismatch.because(asked, kinds, None, "the same dtype on all ranks")
 
     def _make_bucket(self) -> None:
         """Let the deltas live where the ranks add them up without a copy."""
@@ -177,7 +194,9 @@ class DDPSequential:
 
         Local; collective in training with `sync_norm_stats="batch"`.
         """
-        self._link_norms()  # a copy of this object has norms that forgot it
+        if self._shares_batches:  # each time: the norms of a copied net have forgotten it
+            for norm in self._norms:
+                norm.sum_over_ranks = self.comm.all_reduce
         self.model.tells_at_step = True  # a NaN of this rank alone must not leave others waiting
         try:
             return self.model.forward(mu_x, var_x)
@@ -201,8 +220,7 @@ class DDPSequential:
         arena = self.model.arena
         if arena.bucket is not self._bucket:  # the net has another dtype or device now
             self._make_bucket()
-        rows = self.model.take_pending()
-        problem = self.model.take_problem()
+        rows, problem = self.model.take_pending()
         deltas, rest = arena.bucket[: 2 * arena.size], arena.bucket[2 * arena.size :]
         if not rows:
             deltas.zero_()
@@ -220,7 +238,8 @@ class DDPSequential:
         if self.cap_batch == "global":
             cap = CAPS[cap_class(int(total))]
         else:
-            cap = max(c for c, ranks in zip(CAPS, classes, strict=True) if ranks)
+            tightest = max(n for n in range(len(CAPS)) if classes[n])
+            cap = CAPS[tightest]
         self.model.apply_deltas(cap)
 
     def _refuse_nan(self, problem: str) -> NoReturn:
@@ -311,14 +330,138 @@ def _same_layer(one: Any, other: Any) -> bool:
     """Compare key, info and shapes of two ranks' layers; None is no layer."""
     if one is None or other is None:
         return one is other
-    return one[0] == other[0] and one[2] == other[2] and alike(one[1], other[1])
+    return one[0] == other[0] and one[2] == other[2] and same_info(one[1], other[1])
 
 
-def _check_word(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        raise PartitionError.because(
-            f"{name}={value!r}",
-            f"allowed are {', '.join(map(repr, allowed))}",
+        listed = ", ".join(map(repr, allowed))
+        raise PartitionError.because(f"{name}={value!r}", None, None, f"one of {listed}")
+
+
+def _join(config: DDPConfig, source: object, timeout_s: float | None) -> Communicator:
+    """Return the communicator of a replica's ranks. Collective when a world or group is made.
+
+    Args:
+        config: what the user asked for.
+        source: a communicator, group or mesh axis that is used as it is; None to look for a world.
+        timeout_s: deadline of each wait; None keeps the world's.
+    """
+    _check_config(config)
+    if source is not None:
+        comm = Communicator.of(source)
+        _check_agrees(config, comm.rank, comm.size, "the communicator")
+    elif has_world():
+        comm = launch.world()
+        _check_agrees(config, comm.rank, comm.size, "the running world")
+        comm = _on_backend(comm, config)
+    else:
+        comm = _started(config)
+    return comm if timeout_s is None else comm.with_timeout(timeout_s)
+
+
+def _check_config(config: DDPConfig) -> None:
+    """Refuse what cannot be, alike on all ranks."""
+    if config.backend not in BACKENDS:
+        listed = ", ".join(BACKENDS)
+        raise PlatformError.because(
+            f"DDPConfig(backend={config.backend!r})",
+            f"backends are {listed}",
             None,
-            f"{name}={allowed[0]!r}",
+            'backend="auto"',
         )
+    if config.backend == "nccl" and not torch.cuda.is_available():
+        raise PlatformError.because(
+            'DDPConfig(backend="nccl")',
+            "no CUDA device on this machine",
+            None,
+            'backend="gloo" (or "auto")',
+        )
+    if not 0 <= config.rank < config.world_size:
+        raise PlatformError.because(
+            f"DDPConfig(rank={config.rank}, world_size={config.world_size})",
+            "a rank outside of its world",
+            f"ranks of a world of {config.world_size} are 0 to {config.world_size - 1}",
+            f"world_size={config.rank + 1}, or a smaller rank",
+        )
+    if config.backend == "mpi" and (reason := transports.available()["mpi"]) != "ok":
+        raise MissingExtra.of("mpi", 'DDPConfig(backend="mpi")', reason)
+
+
+def _check_agrees(config: DDPConfig, rank: int, size: int, who: str) -> None:
+    """Refuse a place that contradicts the one that `who` gave this process."""
+    place = (config.rank, config.world_size)
+    if place not in ((0, 1), (rank, size)):  # (0, 1) is the default, which says nothing
+        raise PlatformError.because(
+            f"DDPConfig(rank={config.rank}, world_size={config.world_size})",
+            f"{who} says rank {rank} of {size}",
+            f"{place} != ({rank}, {size})",
+            "leave rank and world_size out",
+        )
+
+
+def _started(config: DDPConfig) -> Communicator:
+    environment = detect()
+    if environment.is_world:
+        who = f"the launcher ({environment.kind})"
+        _check_agrees(config, environment.rank, environment.size, who)
+    elif config.world_size > 1:
+        environment = _described(config)
+    backend = None if config.backend == "auto" else config.backend
+    comm = start_world(environment, backend=backend, device=_device_of(config, environment))
+    if environment.is_world:
+        atexit.register(_leave)
+    return comm
+
+
+def _described(config: DDPConfig) -> Environment:
+    """Return the world that `config` alone describes, met at MASTER_ADDR."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    size = config.world_size
+    if not host or not port.isdigit():
+        raise PlatformError.because(
+            f"DDPConfig(rank={config.rank}, world_size={size}) in a plain process",
+            "no launcher started this process, and no MASTER_ADDR and MASTER_PORT say where the "
+            "ranks meet",
+            None,
+            f"unisono.run(train, ranks={size}), or unisono run --ranks {size} script.py",
+        )
+    is_local = host in ("localhost", "127.0.0.1", "::1")
+    return Environment(
+        kind="torchrun",
+        rank=config.rank,
+        size=size,
+        local_rank=config.rank,
+        local_size=size if is_local else 1,
+        nodes=1 if is_local else size,
+        master=(host, int(port)),
+    )
+
+
+def _leave() -> None:
+    """Close the world together, unless this rank ends with an exception and nobody should wait."""
+    if getattr(sys, "last_value", None) is None:
+        stop_world()
+
+
+def _on_backend(comm: Communicator, config: DDPConfig) -> Communicator:
+    """Return the same ranks on the backend that was named, in a group of its own if need be."""
+    wanted = {"mpi": "mpi4py"}.get(config.backend, config.backend)
+    if wanted in ("auto", comm.backend) or comm.size == 1:
+        return comm
+    entry = groups.entry_for(comm.ranks, backend=wanted)
+    device = _device_of(config, detect()) if wanted == "nccl" else torch.device("cpu")
+    return Communicator(entry, device=device)
+
+
+def _device_of(config: DDPConfig, environment: Environment) -> torch.device:
+    """Return the device of this rank: its entry of `device_ids` with nccl, else the CPU."""
+    wants_cuda = config.backend == "nccl" or (
+        config.backend == "auto" and torch.cuda.device_count() >= environment.local_size > 0
+    )
+    if not wants_cuda or not torch.cuda.is_available():
+        return torch.device("cpu")
+    ids, local = config.device_ids, environment.local_rank
+    if len(ids) == environment.size:
+        return torch.device("cuda", ids[environment.rank])
+    return torch.device("cuda", ids[local] if local < len(ids) else local)

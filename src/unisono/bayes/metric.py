@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -10,15 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from unisono.bayes.hierarchical import tree_of
-from unisono.bayes.toolbox import Utils
+from unisono.bayes.data import Utils, tree_of
 from unisono.errors import MissingExtra, PartitionError
+from unisono.expect import expect_choice, expect_int
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def mse(prediction: ArrayLike, observation: ArrayLike) -> float:
@@ -46,10 +46,7 @@ def log_likelihood(
     >>> log_likelihood([0.0], [0.0], [1.0])
     -0.918938...
     """
-    if reduction not in REDUCTIONS:
-        raise PartitionError.because(
-            f"reduction={reduction!r}", f"reductions are {', '.join(REDUCTIONS)}", None, '"mean"'
-        )
+    expect_choice("reduction", reduction, ("mean", "sum", "none"), error=PartitionError)
     found, seen, s = _paired(prediction=prediction, observation=observation, std=std)
     z = (seen - found) / s
     each = -0.5 * np.square(z) - np.log(s) - 0.5 * math.log(2 * math.pi)
@@ -208,8 +205,7 @@ def reliability_curve(
         Mean probability, share of right answers, and share of all rows, for each bin; the first two
         are NaN where there are no rows.
     """
-    if bins < 1:
-        raise PartitionError.because(f"bins={bins}", "counted from 1", f"{bins} < 1", "bins=10")
+    expect_int("bins", operator.index(bins), 1, error=PartitionError)
     found, known = _classes(probabilities, label)
     sure, right = found.max(1), found.argmax(1) == known
     place = np.minimum((sure * bins).astype(int), bins - 1)
@@ -312,9 +308,8 @@ def _classes(probabilities: ArrayLike, label: ArrayLike) -> tuple[Floats, NDArra
             f"probabilities of shape {found.shape} and {len(known)} labels",
             "one row for each label, one column for each class",
             None,
-            "np.stack([1 - p, p], 1) for the probability p of class 1"
-            if found.ndim == 1
-            else "probabilities [rows, classes], and as many labels as rows",
+            "probabilities [rows, classes], as many rows as labels; np.stack([1 - p, p], 1) for "
+            "the probability p of class 1",
         )
     off = np.abs(found.sum(1) - 1)
     if len(found) and not (off.max() < 1e-3 and found.min() >= -1e-6):  # NaN too

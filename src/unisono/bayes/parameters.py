@@ -1,4 +1,4 @@
-"""The parameters of a layer, and the flat memory in which all layers of a net have theirs.
+"""The parameters of a layer, their start values, and the flat memory that a net's layers share.
 
 One flat buffer makes a step a handful of operations however many layers there are, and is the
 bucket that data-parallel training reduces.
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.errors import PartitionError
+
 ALIGNED = 16
 """Every block of an arena starts at a multiple of this many numbers (a cache line)."""
 CHUNK = 1 << 15
@@ -23,6 +25,34 @@ whether the rank has met a NaN."""
 FLOOR = 1e-5
 """What a variance becomes that an update made zero or negative."""
 CAPS = (0.1, 2.0, 3.0)
+
+_generator = torch.Generator()
+"""The package's own: the global generators of torch and numpy are never read or set."""
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the generator from which all layers of the package draw their start values."""
+    _generator.manual_seed(seed)
+
+
+def normal(shape: tuple[int, ...], scale: float) -> Tensor:
+    """Draw N(0, scale**2) of this shape."""
+    return torch.randn(shape, generator=_generator, dtype=torch.float32).mul_(scale)
+
+
+def start_scale(method: str, fan_in: int, fan_out: int) -> float:
+    """Return the standard deviation of start values.
+
+    >>> start_scale("He", 4, 100)
+    0.5
+    """
+    if method == "He":
+        return math.sqrt(1 / fan_in)
+    if method == "Xavier":
+        return math.sqrt(2 / (fan_in + fan_out))
+    raise PartitionError.because(
+        f"init_method={method!r}", "methods are He, Xavier", None, 'init_method="He"'
+    )
 
 
 def cap_class(batch: int) -> int:
@@ -47,16 +77,18 @@ class Parameters:
         self.mean_w, self.var_w = mean_w, var_w
         self.mean_b = nothing if mean_b is None else mean_b
         self.var_b = nothing if var_b is None else var_b
-        self.delta_mean_w = nothing
-        self.delta_var_w = nothing
-        self.delta_mean_b = nothing
-        self.delta_var_b = nothing
+        self.delta_mean_w = self.delta_var_w = self.delta_mean_b = self.delta_var_b = nothing
         self.home: Arena | None = None
 
     @property
     def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The live tensors in the order of state dicts: mu_w, var_w, mu_b, var_b."""
         return self.mean_w, self.var_w, self.mean_b, self.var_b
+
+    @property
+    def deltas(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The live deltas in the same order."""
+        return self.delta_mean_w, self.delta_var_w, self.delta_mean_b, self.delta_var_b
 
     def move(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Leave the arena for tensors of our own on `device`; deltas are dropped."""
@@ -95,43 +127,33 @@ class Arena:
         self.var = torch.ones(self.size, device=device, dtype=dtype)
         self.bucket = torch.zeros(2 * self.size + TAIL, device=device, dtype=dtype)
         self.floored = torch.zeros(len(self.members), dtype=torch.int64)
-        starts = [sum(padded[:i]) for i in range(len(padded))]
-        deltas = [(p.delta_mean_w, p.delta_var_w, p.delta_mean_b, p.delta_var_b) for p in members]
-        for i, p in enumerate(self.members):
-            for part, start in zip("wb", starts[2 * i : 2 * i + 2], strict=True):
-                self._take(p, f"mean_{part}", self.mean, start)
-                self._take(p, f"var_{part}", self.var, start)
+        self._starts = [sum(padded[:i]) for i in range(len(padded))]
+        before = [p.deltas for p in members]
+        for p, name, start in self._places():
+            _take(p, f"mean_{name}", self.mean, start)
+            _take(p, f"var_{name}", self.var, start)
             p.home = self
-        self._starts = starts
         self.point_deltas(self.bucket)
-        for p, before in zip(self.members, deltas, strict=True):
-            now = (p.delta_mean_w, p.delta_var_w, p.delta_mean_b, p.delta_var_b)
-            for live, old in zip(now, before, strict=True):
-                if live.shape == old.shape:
-                    live.copy_(old)
+        for p, old in zip(self.members, before, strict=True):
+            for live, values in zip(p.deltas, old, strict=True):
+                if live.shape == values.shape:
+                    live.copy_(values)
 
-    @staticmethod
-    def _take(p: Parameters, name: str, flat: Tensor, start: int) -> None:
-        old = getattr(p, name)
-        new = flat[start : start + old.numel()].view(old.shape)
-        new.copy_(old)
-        setattr(p, name, new)
+    def _places(self) -> Iterator[tuple[Parameters, str, int]]:
+        """Yield where the weights and the biases of each member start."""
+        kinds = [(p, name) for p in self.members for name in "wb"]
+        return ((p, name, at) for (p, name), at in zip(kinds, self._starts, strict=True))
 
     def point_deltas(self, bucket: Tensor) -> None:
         """Let all deltas be views of `bucket`, which has `2 * size + TAIL` numbers or more."""
         self.bucket = bucket
         self.delta_mean = bucket[: self.size]
         self.delta_var = bucket[self.size : 2 * self.size]
-        for i, p in enumerate(self.members):
-            for part, start in zip("wb", self._starts[2 * i : 2 * i + 2], strict=True):
-                for kind, flat in (("mean", self.delta_mean), ("var", self.delta_var)):
-                    like = getattr(p, f"{kind}_{part}")
-                    view = flat[start : start + like.numel()].view(like.shape)
-                    setattr(p, f"delta_{kind}_{part}", view)
-
-    def holds(self, members: Sequence[Parameters]) -> bool:
-        """Whether exactly these parameters live here (a layer may have moved to another net)."""
-        return len(members) == len(self.members) and all(p.home is self for p in members)
+        for p, name, start in self._places():
+            for kind, flat in (("mean", self.delta_mean), ("var", self.delta_var)):
+                like = getattr(p, f"{kind}_{name}")
+                view = flat[start : start + like.numel()].view(like.shape)
+                setattr(p, f"delta_{kind}_{name}", view)
 
     def scale_deltas(self) -> bool:
         """Turn sums over the batch into deltas: times the variance, and its square.
@@ -170,3 +192,11 @@ class Arena:
         if self.mean.device.type != "cpu" or self.size <= CHUNK:
             return iter([flats] if self.size else [])
         return zip(*(flat.split(CHUNK) for flat in flats), strict=True)
+
+
+def _take(p: Parameters, name: str, flat: Tensor, start: int) -> None:
+    """Move one tensor into the flat memory."""
+    old = getattr(p, name)
+    new = flat[start : start + old.numel()].view(old.shape)
+    new.copy_(old)
+    setattr(p, name, new)

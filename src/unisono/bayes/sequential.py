@@ -4,42 +4,93 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from unisono.bayes.arrays import (
+from unisono.bayes import files
+from unisono.bayes.layers.attention import MultiheadAttention
+from unisono.bayes.layers.base import (
+    BaseLayer,
+    Shape,
+    backward_through,
+    check_layers,
+    checked_device,
+    fixed_input,
+    forward_through,
+    plan_through,
+)
+from unisono.bayes.layers.blocks import LayerBlock, first_nan, nan_in
+from unisono.bayes.layers.linear import Linear
+from unisono.bayes.layers.lstm import LSTM
+from unisono.bayes.layers.normalization import BatchNorm2d
+from unisono.bayes.layers.slstm import SLSTM
+from unisono.bayes.moments import (
     ArrayLike,
+    BaseDeltaStates,
+    BaseHiddenStates,
+    Delta,
+    Moments,
     Output,
     check_finite,
     check_variance,
     to_array,
     to_tensor,
 )
-from unisono.bayes.base_layer import BaseLayer, Shape
-from unisono.bayes.blocks import (
-    backward_through,
-    first_nan,
-    fixed_input,
-    forward_through,
-    nan_in,
-    not_a_number,
-    plan_through,
-)
-from unisono.bayes.linear import Linear
-from unisono.bayes.moments import Delta, Moments
-from unisono.bayes.normalization import BatchNorm2d
-from unisono.bayes.parameters import CAPS, cap_class
-from unisono.bayes.sequential_memory import RecurrentStates
-from unisono.bayes.sequential_state import StoredState
-from unisono.bayes.sequential_view import Described
-from unisono.bayes.states import BaseDeltaStates, BaseHiddenStates
-from unisono.bayes.torch_means import to_torch
-from unisono.errors import PartitionError
+from unisono.bayes.parameters import CAPS, Arena, cap_class
+from unisono.errors import PartitionError, PlatformError, UnisonoError
+from unisono.expect import expect_int
+
+Values = tuple[Any, Any, Any, Any]
+"""mu_w, var_w, mu_b, var_b of one layer: lists, or tensors."""
+NormValues = tuple[list[list[float]], list[list[float]], list[list[float]], list[list[float]]]
+FlatState = tuple[list[float], list[float], list[float], list[float]]
+"""mu_h, var_h, mu_c, var_c."""
+Place = int | str
+"""Index of a layer in the net; its path for one inside a block: `"1.0"`, `"main.1.0"`."""
 
 
-class Sequential(StoredState, RecurrentStates, Described):
+@dataclass
+class Trace:
+    """Per layer, how strongly the steps of a traced run pushed."""
+
+    names: list[str]
+    push: list[float]
+    """Sums over steps of the mean of |delta_mu| / bar."""
+    floored: list[int]
+    steps: int = 0
+
+    def step(self, arena: Arena, cap: float) -> None:
+        """Let the arena step, and write down how far each layer was pushed."""
+        for n, p in enumerate(arena.members):
+            pairs = ((p.delta_mean_w, p.var_w), (p.delta_mean_b, p.var_b))
+            push = [(delta.abs() * cap / var.sqrt()).reshape(-1) for delta, var in pairs]
+            self.push[n] += float(torch.cat(push).mean())
+        arena.step(cap)
+        self.steps += 1
+        floored = arena.floored.tolist()
+        self.floored = [old + new for old, new in zip(self.floored, floored, strict=True)]
+
+    def table(self) -> str:
+        """Return the trace as text, one layer per line.
+
+        A mean push near 1 says that most weights move as far as they may: the observation noise
+        is too small, or the data is not standardised.
+        """
+        width = max([len(name) for name in self.names], default=5)
+        lines = [f"{'layer':<{width}}  mean |delta|/bar  floored variances"]
+        for name, push, floored in zip(self.names, self.push, self.floored, strict=True):
+            lines.append(f"{name:<{width}}  {push / max(self.steps, 1):>16.4f}  {floored:>17d}")
+        return "\n".join(lines)
+
+
+class Sequential:
     """A net of Gaussian weights and units: `forward`, an updater, `backward`, `step`.
 
     Args:
@@ -61,7 +112,8 @@ class Sequential(StoredState, RecurrentStates, Described):
     """
 
     def __init__(self, *layers: BaseLayer) -> None:
-        super().__init__(*layers)
+        check_layers(layers)
+        self.layers = list(layers)
         self.output_z_buffer = BaseHiddenStates()
         """Output of the last forward pass."""
         self.input_delta_z_buffer = BaseDeltaStates()
@@ -70,16 +122,70 @@ class Sequential(StoredState, RecurrentStates, Described):
         """The deltas that the last backward pass ended with."""
         self.input_state_update = False
         """Whether backward computes the deltas of the input too."""
+        self.tells_at_step = False
+        """Whether a NaN in training is told in `step`, by somebody who asks `take_pending`."""
+        self._device = torch.device("cpu")
+        self._dtype = torch.float32
+        self._training = True
+        self._told_input = fixed_input(self.layers)
+        self._planned: Shape | None = None
+        self._output_shape = plan_through(self.layers, None)
+        self._remembers = False
+        """Whether the layers have what backward needs."""
         self._input: Moments | None = None
         self._batch = 0
-        self._input_delta: Delta | None = None
-        self._corrected: Moments | None = None
-        """The input that `_input_delta` is of."""
+        self._corrected: tuple[Moments, Delta] | None = None
+        """An input and its deltas."""
         self._pending = 0
+        """Rows behind the deltas that wait for a step."""
         self._problem = ""
         """Where a NaN was met that nobody has been told of yet."""
-        self.tells_at_step = False
-        """Whether a NaN in training is told in `step`, by somebody who asks `take_problem`."""
+        self._trace: Trace | None = None
+        self._smoothed: tuple[NDArray[Any], NDArray[Any]] | None = None
+        self._leaves = [leaf for n, layer in enumerate(layers) for leaf in layer.leaves(str(n))]
+        self._all_layers = _with_inner(self.layers)
+        self._check_no_repeats()
+        self._arena = self._new_arena()
+
+    def _check_no_repeats(self) -> None:
+        seen: dict[int, str] = {}
+        for key, layer in self._leaves:
+            if not layer.is_activation and id(layer) in seen:
+                raise PartitionError.because(
+                    f"{key} is the same object as {seen[id(layer)]}",
+                    "a layer remembers one input, so it can stand in one place",
+                    None,
+                    f"another {layer.get_layer_name()}(...) there",
+                )
+            seen[id(layer)] = key
+
+    def leaves(self) -> list[tuple[str, BaseLayer]]:
+        """Return all plain layers in walk order with the keys of state dicts."""
+        return self._leaves
+
+    def _new_arena(self) -> Arena:
+        members = [leaf.params for _, leaf in self._leaves if leaf.params is not None]
+        return Arena(members, self._device, self._dtype)
+
+    @property
+    def arena(self) -> Arena:
+        """The flat memory; made anew if a layer has moved to another net meanwhile."""
+        for p in self._arena.members:
+            if p.home is not self._arena:
+                self._arena = self._new_arena()
+                break
+        return self._arena
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without the arena: copies of tensors do not share their memory."""
+        return {**vars(self), "_arena": self._arena.floored}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._arena = self._new_arena()
+        self._arena.floored = state["_arena"]
+
+    # Forward, backward, step.
 
     def __call__(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
         """As `forward`."""
@@ -102,54 +208,26 @@ class Sequential(StoredState, RecurrentStates, Described):
         self._output_shape = tuple(out.mean.shape[1:])
         self.output_z_buffer.hold(out)
         self.input_delta_z_buffer.expect(out.mean, self._batch)
-        shaped = isinstance(mu_x, Tensor) and mu_x.dim() >= 2
-        return self._given_back(out, mu_x, shaped)
-
-    def _check_output(self, x: Moments, out: Moments) -> None:
-        """Refuse a NaN in the output, with the layer that it comes from.
-
-        Later it would be taken for a missing observation, or spread to all parameters.
-        """
-        var = out.mean if out.var is None else out.var
-        # the usual end: one product of both; infinities may make it NaN too
-        product = float(torch.dot(out.mean.reshape(-1), var.reshape(-1)))
-        if product == product:
-            return
-        if nan_in(out.mean, out.var):
-            with self._all_or_nothing(keep=False), self._without_ranks():
-                found = first_nan(self.layers, x)
-            self._tell("forward", found or "the output of the net is NaN")
+        if not isinstance(mu_x, Tensor):
+            return to_array(out.mean), to_array(out.spread())
+        shape = (self._batch, math.prod(self._output_shape)) if mu_x.dim() >= 2 else (-1,)
+        mean, var = (t.reshape(shape).clone().to(mu_x.device) for t in (out.mean, out.spread()))
+        return mean, var
 
     @contextlib.contextmanager
-    def _without_ranks(self) -> Iterator[None]:
-        """Let batch norms look at own rows alone, whatever other ranks do meanwhile."""
-        norms = [layer for layer in self.all_layers() if isinstance(layer, BatchNorm2d)]
-        before = [norm.sum_over_ranks for norm in norms]
-        for norm in norms:
-            norm.sum_over_ranks = None
+    def _all_or_nothing(self, *, keep: bool = True) -> Iterator[None]:
+        """Put all layers back as they were if the body raises; at any end unless `keep`."""
+        planned, training = self._planned, self._training
+        snapshots = [(layer, layer.snapshot()) for layer in self._all_layers]
+        done = False
         try:
             yield
+            done = keep
         finally:
-            for norm, verb in zip(norms, before, strict=True):
-                norm.sum_over_ranks = verb
-
-    def _tell(self, where: str, found: str) -> None:
-        if self.tells_at_step and self._training:
-            self._problem = self._problem or f"{where}: {found}"
-            return
-        raise not_a_number(where, found)
-
-    def take_problem(self) -> str:
-        """Return where a NaN was met since the last call, and forget it."""
-        found, self._problem = self._problem, ""
-        return found
-
-    def _given_back(self, out: Moments, like: ArrayLike, shaped: bool) -> tuple[Output, Output]:
-        if isinstance(like, Tensor):
-            shape = (out.mean.shape[0], math.prod(out.mean.shape[1:])) if shaped else (-1,)
-            mean, var = (t.reshape(shape).clone().to(like.device) for t in (out.mean, out.spread()))
-            return mean, var
-        return to_array(out.mean), to_array(out.spread())
+            if not done:
+                for layer, values in snapshots:
+                    layer.put_back(values)
+                self._planned, self._training = planned, training
 
     def _read(self, mu_x: ArrayLike, var_x: ArrayLike | None) -> Moments:
         """Check the input and plan for its shape."""
@@ -181,16 +259,24 @@ class Sequential(StoredState, RecurrentStates, Described):
         if mean.dim() and (told is None or (mean.dim() > 1 and math.prod(own) == told)):
             return mean.shape[0], own if len(own) == 3 else (math.prod(own),)
         size = told or 1
+        given, hint = f"an input of shape {tuple(mean.shape)}", f"shape [batch, {size}], or flat"
         if mean.numel() % size:
             whole, left = divmod(mean.numel(), size)
             raise PartitionError.because(
-                f"an input of {mean.numel()} numbers, shape {tuple(mean.shape)}",
-                f"the net reads {size} a sample",
+                f"{given}: {mean.numel()} numbers",
+                f"the net reads {size} per sample",
                 f"{mean.numel()} = {whole}*{size} + {left}",
-                f"shape [batch, {size}], or flat batch*{size}",
+                f"{hint} batch*{size}",
             )
-        if mean.dim() == 2:
-            self._check_row(mean.shape, size)
+        # rows that are neither samples nor whole parts of one (steps, lines of pixels)
+        parts = own[0] and size % own[0] == 0 and not isinstance(self.layers[0], Linear)
+        if mean.dim() == 2 and not parts:
+            raise PartitionError.because(
+                given,
+                f"{own[0]} numbers per row, the net reads {size} per sample",
+                f"{own[0]} != {size}",
+                f"{hint}: x.reshape(-1)",
+            )
         first = self.layers[0]
         if mean.dim() == 4 and first.in_width:
             image = f"{first.in_channels}, {first.in_height}, {first.in_width}"
@@ -202,17 +288,28 @@ class Sequential(StoredState, RecurrentStates, Described):
             )
         return mean.numel() // size, (size,)
 
-    def _check_row(self, shape: torch.Size, size: int) -> None:
-        """Refuse rows that are neither samples nor whole parts of one (steps, lines of pixels)."""
-        width = shape[1]
-        if width and size % width == 0 and not isinstance(self.layers[0], Linear):
+    def _check_output(self, x: Moments, out: Moments) -> None:
+        """Refuse a NaN in the output, with the layer that it comes from.
+
+        Later it would be taken for a missing observation, or spread to all parameters.
+        """
+        var = out.mean if out.var is None else out.var
+        # the usual end: one product of both; infinities may make it NaN too
+        product = float(torch.dot(out.mean.reshape(-1), var.reshape(-1)))
+        if not math.isnan(product) or not nan_in(out.mean, out.var):
             return
-        raise PartitionError.because(
-            f"an input of shape {tuple(shape)}",
-            f"{width} numbers a row, the net reads {size} a sample",
-            f"{width} != {size}",
-            f"shape [batch, {size}], or flat: x.reshape(-1)",
-        )
+        with self._all_or_nothing(keep=False):
+            for layer in self._all_layers:
+                if isinstance(layer, BatchNorm2d):
+                    layer.sum_over_ranks = None  # other ranks may be elsewhere meanwhile
+            found = first_nan(self.layers, x)
+        self._tell("forward", found or "the output of the net is NaN")
+
+    def _tell(self, where: str, found: str) -> None:
+        if self.tells_at_step and self._training:
+            self._problem = self._problem or f"{where}: {found}"
+            return
+        raise not_a_number(where, found)
 
     @torch.no_grad()
     def backward(self) -> None:
@@ -220,25 +317,15 @@ class Sequential(StoredState, RecurrentStates, Described):
         delta = self._incoming()
         arena = self.arena  # parameters that moved get their deltas back before they are written
         shape = (self._batch, *(self._output_shape or ()))
-        back = backward_through(
-            self.layers, delta.reshaped(*shape), to_input=self.input_state_update
-        )
+        to_input = self.input_state_update
+        back = backward_through(self.layers, delta.reshaped(*shape), to_input=to_input)
         if arena.scale_deltas():
             self._check_deltas(delta)
         self._pending = self._batch
-        self._input_delta = back if self.input_state_update else None
-        self._corrected = self._input
+        self._corrected = None
+        if to_input and back is not None and self._input is not None:
+            self._corrected = (self._input, back)
         self.output_delta_z_buffer.hold(delta if back is None else back, self._batch)
-
-    def _check_deltas(self, incoming: Delta) -> None:
-        """Refuse NaN among the deltas; the last layer that has one met it first."""
-        if nan_in(*incoming):
-            self._tell("backward", "the deltas of the output hold a NaN: input_delta_z_buffer")
-            return
-        for key, leaf in reversed(list(self.leaves())):
-            if nan_in(*leaf.deltas()):
-                self._tell("backward", _of_deltas(key, leaf))
-                return
 
     def _incoming(self) -> Delta:
         if not self._remembers:
@@ -257,17 +344,27 @@ class Sequential(StoredState, RecurrentStates, Described):
                 "OutputUpdater(net.device).update(net.output_z_buffer, y, var_y, "
                 "net.input_delta_z_buffer)",
             )
-        needed = self._batch * math.prod(self._output_shape or ())
+        like, outputs = self.output_z_buffer.live["mean"], math.prod(self._output_shape or ())
+        needed = self._batch * outputs
         mean, var = buffer.live["mean"], buffer.live["var"]
         if min(mean.numel(), var.numel()) < needed:
             raise PartitionError.because(
                 f"backward() of {mean.numel()} deltas of means, {var.numel()} of variances",
-                f"{self._batch} samples of {math.prod(self._output_shape or ())} outputs",
+                f"{self._batch} samples of {outputs} outputs",
                 f"{min(mean.numel(), var.numel())} < {needed}",
                 f"{needed} deltas of each kind",
             )
-        like = self.output_z_buffer.live["mean"]
-        return Delta(*(t[:needed].to(device=like.device, dtype=like.dtype) for t in (mean, var)))
+        return Delta(mean[:needed].to(like), var[:needed].to(like))
+
+    def _check_deltas(self, incoming: Delta) -> None:
+        """Refuse NaN among the deltas; the last layer that has one met it first."""
+        if nan_in(*incoming):
+            self._tell("backward", "the deltas of the output hold a NaN: input_delta_z_buffer")
+            return
+        for key, leaf in reversed(self._leaves):
+            if _has_nan_deltas(leaf):
+                self._tell("backward", _of_deltas(key, leaf))
+                return
 
     def set_delta_z(self, delta_mu: ArrayLike, delta_var: ArrayLike) -> None:
         """Write the deltas of the output, as they are."""
@@ -278,38 +375,41 @@ class Sequential(StoredState, RecurrentStates, Described):
     @torch.no_grad()
     def step(self) -> None:
         """Apply the deltas of the last backward pass; a second step does nothing. Local."""
-        rows = self.take_pending()
-        if found := self.take_problem():
-            raise not_a_number("step", found)
+        rows, problem = self.take_pending()
+        if problem:
+            raise not_a_number("step", problem)
         if rows:
             self.apply_deltas(CAPS[cap_class(rows)])
 
-    def take_pending(self) -> int:
-        """Return the rows behind the deltas that wait to be applied, and let none wait.
+    def take_pending(self) -> tuple[int, str]:
+        """Return what waits for a step, and let nothing wait.
 
-        Deltas that were written by hand count as those of one row at least.
+        Returns:
+            The rows behind the deltas that wait to be applied; deltas that were written by hand
+            count as those of one row at least. And where a NaN was met since the last step.
         """
-        rows = self._pending
-        for key, leaf in self.leaves():
+        rows, problem = self._pending, self._problem
+        for key, leaf in self._leaves:
             if leaf.deltas_written:
                 leaf.deltas_written = False
                 rows = max(rows, 1)
-                if not self._problem and nan_in(*leaf.deltas()):
-                    self._problem = f"step: {_of_deltas(key, leaf)}"
-        self._pending = 0
-        return rows
+                if not problem and _has_nan_deltas(leaf):
+                    problem = f"step: {_of_deltas(key, leaf)}"
+        self._pending, self._problem = 0, ""
+        return rows, problem
 
     def apply_deltas(self, cap: float) -> None:
         """Apply the deltas, each at most a standard deviation over `cap`."""
-        arena = self.arena
-        before = self._watch(arena, cap)
-        arena.step(cap)
-        self._watched(before, arena)
+        if self._trace is None:
+            self.arena.step(cap)
+        else:
+            self._trace.step(self.arena, cap)
+
+    # What a pass gave.
 
     def get_outputs(self) -> tuple[Output, Output]:
         """Return mean and variance of the last output, flat."""
-        live = self.output_z_buffer.live
-        return to_array(live["mean"]), to_array(live["var"])
+        return self.output_z_buffer.mu_a, self.output_z_buffer.var_a
 
     def output_to_host(self) -> list[float]:
         """Return the means of the last output as a list."""
@@ -321,14 +421,13 @@ class Sequential(StoredState, RecurrentStates, Described):
 
     def get_input_states(self) -> tuple[Output, Output]:
         """Return the deltas of the input's means and variances, flat."""
-        delta = self._known_input_delta()
+        _, delta = self._corrected_input()
         return to_array(delta.mean), to_array(delta.var)
 
     def input_states_posterior(self) -> tuple[Output, Output]:
         """Return mean and variance of the input given the observation, flat."""
-        delta = self._known_input_delta()
-        x = self._corrected
-        if x is None or x.var is None:
+        x, delta = self._corrected_input()
+        if x.var is None:
             raise PartitionError.because(
                 "input_states_posterior()",
                 "the input was certain, so nothing can be learnt about it",
@@ -336,18 +435,18 @@ class Sequential(StoredState, RecurrentStates, Described):
                 "net(mu_x, var_x) with variances of the input",
             )
         mean, var = x.mean.reshape(-1), x.var.reshape(-1)
-        shift = delta.mean.reshape(-1), delta.var.reshape(-1)
-        return to_array(mean + var * shift[0]), to_array(var + var * var * shift[1])
+        shift, shift_var = delta.mean.reshape(-1), delta.var.reshape(-1)
+        return to_array(mean + var * shift), to_array(var + var * var * shift_var)
 
-    def _known_input_delta(self) -> Delta:
-        if self._input_delta is None:
+    def _corrected_input(self) -> tuple[Moments, Delta]:
+        if self._corrected is None:
             raise PartitionError.because(
                 "the deltas of the input",
                 f"input_state_update = {self.input_state_update}, and no backward pass with True",
                 None,
                 "net.input_state_update = True before net.backward()",
             )
-        return self._input_delta
+        return self._corrected
 
     @torch.no_grad()
     def predict(self, x: ArrayLike, batch_size: int | None = None) -> tuple[Output, Output]:
@@ -359,13 +458,8 @@ class Sequential(StoredState, RecurrentStates, Described):
             x: input, as `forward` takes it.
             batch_size: samples at a time; None for all at once.
         """
-        if batch_size is not None and batch_size < 1:
-            raise PartitionError.because(
-                f"predict(x, batch_size={batch_size})",
-                "samples at a time are counted from 1",
-                f"{batch_size} < 1",
-                "batch_size=256, or None for all at once",
-            )
+        if batch_size is not None:
+            expect_int("batch_size", operator.index(batch_size), 1, error=PartitionError)
         with self._all_or_nothing(keep=False):
             self.eval()
             whole = self._read(x, None)
@@ -380,6 +474,57 @@ class Sequential(StoredState, RecurrentStates, Described):
             return mean.to(x.device), std.to(x.device)
         return mean.cpu().numpy(), std.cpu().numpy()
 
+    # Mode, device, sizes.
+
+    @property
+    def device(self) -> str:
+        """Where the net lives."""
+        return str(self._device)
+
+    def to(self, device_or_dtype: str | torch.device | torch.dtype) -> Self:
+        """Move the net to a device, or convert it to a dtype; returns the net."""
+        if not isinstance(device_or_dtype, torch.dtype):
+            self._device = checked_device(device_or_dtype)
+        elif device_or_dtype in (torch.float32, torch.float64):
+            self._dtype = device_or_dtype
+        else:
+            raise PlatformError.because(
+                f"to({device_or_dtype})",
+                "variances need float32 or float64",
+                None,
+                "net.float() or net.double()",
+            )
+        for layer in self.layers:
+            layer.move(self._device, self._dtype)
+        self._remembers = False
+        self._arena = self._new_arena()
+        return self
+
+    def double(self) -> Self:
+        """Compute in float64 from now on; returns the net."""
+        return self.to(torch.float64)
+
+    def float(self) -> Self:
+        """Compute in float32 from now on; returns the net."""
+        return self.to(torch.float32)
+
+    def to_device(self, device: str) -> None:
+        """Move the net to `"cpu"`, `"cuda"`, `"cuda:1"`, `"mps"`."""
+        self.to(device)
+
+    def train(self) -> None:
+        """Remember in forward what backward needs; normalise by batches."""
+        self._set_training(True)
+
+    def eval(self) -> None:
+        """Remember nothing; normalise by running values."""
+        self._set_training(False)
+
+    def _set_training(self, training: bool) -> None:
+        self._training = training
+        for layer in self._all_layers:
+            layer.training = training
+
     def preinit_layer(self) -> None:
         """Work out all sizes that the layers already tell. Safe at any time."""
         if self._planned is None:
@@ -393,8 +538,12 @@ class Sequential(StoredState, RecurrentStates, Described):
 
     def set_threads(self, n: int) -> None:
         """Write down `n`; results do not depend on it."""
-        for _, leaf in self.leaves():
+        for _, leaf in self._leaves:
             leaf.num_threads = n
+
+    def num_parameters(self) -> int:
+        """Return the number of mean scalars."""
+        return sum(p.mean_w.numel() + p.mean_b.numel() for p in self._arena.members)
 
     @property
     def z_buffer_size(self) -> int:
@@ -406,10 +555,6 @@ class Sequential(StoredState, RecurrentStates, Described):
         """Samples of the last forward pass."""
         return self._batch
 
-    def to_torch(self) -> nn.Sequential:
-        """Return the means as a torch module in eval mode; see `unisono.bayes.to_torch`."""
-        return to_torch(self)
-
     def __len__(self) -> int:
         return len(self.layers)
 
@@ -419,6 +564,337 @@ class Sequential(StoredState, RecurrentStates, Described):
     def __iter__(self) -> Iterator[BaseLayer]:
         return iter(self.layers)
 
+    # State dicts and files.
+
+    def parameters(self) -> list[Values]:
+        """Return (mu_w, var_w, mu_b, var_b) of all layers that have them, in walk order."""
+        return list(self.state_dict().values())
+
+    def state_dict(self, *, tensors: bool = False, running: bool = False) -> dict[str, Values]:
+        """Return the parameters by layer; two dicts of lists compare with `==`.
+
+        Args:
+            tensors: copies as tensors in place of Python lists.
+            running: add `<key>.running` with the running mean and variance of batch norms. Without
+                it a batch norm that loads the dict keeps the running values it has.
+        """
+
+        def given(t: Tensor) -> Any:
+            return t.detach().clone() if tensors else to_array(t).tolist()
+
+        found: dict[str, Values] = {}
+        for key, layer in self._leaves:
+            if layer.params is not None:
+                mean_w, var_w, mean_b, var_b = map(given, layer.params.values)
+                found[key] = (mean_w, var_w, mean_b, var_b)
+            if running and isinstance(layer, BatchNorm2d):
+                mean, var = given(layer.running_mean), given(layer.running_var)
+                found[key + files.RUNNING] = (mean, var, [], [])
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Sequence[ArrayLike]]) -> None:
+        """Write the parameters of a dict; every key and length is checked before anything is.
+
+        Args:
+            state: lists, arrays or tensors under the keys of `state_dict`.
+        """
+        targets: dict[str, tuple[Tensor, ...]] = {}
+        norms: dict[str, BatchNorm2d] = {}
+        for key, layer in self._leaves:
+            if layer.params is not None:
+                targets[key] = layer.params.values
+            if isinstance(layer, BatchNorm2d):
+                norms[key + files.RUNNING] = layer
+        missing = sorted(set(targets) - set(state))
+        extra = sorted(set(state) - set(targets) - set(norms))
+        if missing or extra:
+            raise PartitionError.because(
+                "load_state_dict of another architecture",
+                f"missing {', '.join(missing) or 'nothing'}; too many {', '.join(extra) or 'none'}",
+                f"{len(targets)} layers here, {len(set(state) - set(norms))} in the dict",
+                f"a dict with the keys {', '.join(sorted(targets))}",
+            )
+        read: list[tuple[Tensor, Tensor]] = []
+        wrong: list[str] = []
+        for key, values in state.items():
+            norm = norms.get(key)
+            parts = targets[key] if norm is None else (norm.running_mean, norm.running_var)
+            if len(values) not in (4, len(parts)):
+                wrong.append(f"{key}: {len(values)} parts for mu_w, var_w, mu_b, var_b")
+            for n, (live, value) in enumerate(zip(parts, values, strict=False)):
+                flat = to_tensor(value, live.device, live.dtype).reshape(-1)
+                if flat.numel() != live.numel():
+                    wrong.append(f"{key}: {flat.numel()} numbers for {live.numel()}")
+                elif n % 2:
+                    check_variance(flat, f"{key} part {n}")
+                read.append((live, flat))
+        if wrong:
+            raise PartitionError.because(
+                "load_state_dict with sizes of another net",
+                "\n".join(wrong),
+                None,
+                f"the dict of a net like this one: {' '.join(self.infos())}",
+            )
+        for live, flat in read:
+            live.copy_(flat.view(live.shape))
+        for key in set(norms) & set(state):
+            norms[key].note_loaded_statistics()
+
+    def params_from(self, other: Sequential) -> None:
+        """Take parameters and running values of another net of the same architecture."""
+        self.load_state_dict(other.state_dict(tensors=True, running=True))
+
+    def save(self, path: str | Path) -> None:
+        """Write the net: `.pt` and `.pth` as a torch file, anything else as pytagi's binary.
+
+        Missing directories are made; the file appears whole or not at all.
+        """
+        (files.save_torch if files.is_torch(path) else files.save_binary)(self, path)
+
+    def load(self, path: str | Path) -> None:
+        """Read a file that `save`, or pytagi, wrote; the architecture must be the same."""
+        (files.load_torch if files.is_torch(path) else files.load_binary)(self, path)
+
+    def save_csv(self, prefix: str | Path) -> None:
+        """Write `<prefix>_1_mw.csv`, `_2_Sw.csv`, `_3_mb.csv`, `_4_Sb.csv`, one value per line.
+
+        Nets with batch norms also get `_5_mra.csv`, `_6_Sra.csv`: their running values.
+        """
+        files.save_csv(self, prefix)
+
+    def load_csv(self, prefix: str | Path) -> None:
+        """Read the files of `save_csv`; warns if running values are wanted and not there."""
+        files.load_csv(self, prefix)
+
+    def to_torch(self) -> nn.Sequential:
+        """Return the means as a torch module in eval mode; see `unisono.bayes.to_torch`."""
+        from unisono.bayes.torch_bridge import to_torch  # it makes nets too
+
+        return to_torch(self)
+
+    # Recurrent layers.
+
+    def _recurrent(self) -> dict[Place, LSTM]:
+        return {_place(key): leaf for key, leaf in self._leaves if isinstance(leaf, LSTM)}
+
+    def _smoothable(self) -> dict[Place, SLSTM]:
+        return {_place(key): leaf for key, leaf in self._leaves if isinstance(leaf, SLSTM)}
+
+    @property
+    def num_samples(self) -> int:
+        """Time steps allowed between two smoothings; 0 is any number."""
+        return next((layer.num_samples for layer in self._smoothable().values()), 0)
+
+    @num_samples.setter
+    def num_samples(self, value: int) -> None:
+        for layer in self._smoothable().values():
+            layer.num_samples = value
+
+    def reset_lstm_states(self) -> None:
+        """Let all LSTM layers start at zero; SLSTM layers forget their history."""
+        for layer in self._recurrent().values():
+            layer.reset_state()
+
+    def get_lstm_states(self, time_step: int = -1) -> dict[Place, FlatState]:
+        """Return the states of all LSTM layers that have one, by layer index.
+
+        Layers inside blocks go by the path that their keys in state dicts have: `"main.1.0"`.
+
+        Args:
+            time_step: -1 for the state after the last step (its posterior, once backward ran);
+                t >= 0 for the smoothed state of SLSTM layers at step t.
+        """
+        if time_step >= 0:
+            layers = self._smoothable().items()
+            return {n: layer.smoothed_state(time_step).lists() for n, layer in layers}
+        states = {n: layer.state for n, layer in self._recurrent().items()}
+        return {n: state.lists() for n, state in states.items() if state is not None}
+
+    def carried_lstm_states(self) -> dict[Place, FlatState]:
+        """Return the states that the next call starts from; layers that start at zero have none."""
+        states = {n: layer.carried for n, layer in self._recurrent().items()}
+        return {n: state.lists() for n, state in states.items() if state is not None}
+
+    def set_lstm_states(self, states: Mapping[Any, FlatState]) -> None:
+        """Let the next call start from these states, as `get_lstm_states` gives them."""
+        layers = self._recurrent()
+        for n in states:
+            if n not in layers:
+                raise PartitionError.because(
+                    f"the state of layer {n}",
+                    f"LSTM layers are {list(layers)}",
+                    None,
+                    "the keys that get_lstm_states() gives",
+                )
+        read = {n: layers[n].read_state(parts, n) for n, parts in states.items()}
+        for n, state in read.items():
+            layers[n].set_state(state)
+
+    def lstm_histories(self) -> dict[Place, dict[str, Tensor]]:
+        """Return what SLSTM layers remember for the smoother, by layer index."""
+        return {n: layer.history_tensors() for n, layer in self._smoothable().items()}
+
+    def set_lstm_histories(self, histories: Mapping[Any, dict[str, Tensor]]) -> None:
+        """Let SLSTM layers remember what `lstm_histories` gave."""
+        for n, layer in self._smoothable().items():
+            if n in histories:
+                layer.set_history(histories[n])
+
+    @torch.no_grad()
+    def smoother(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Smooth all time steps since the last reset; return the net's output at each, flat.
+
+        Afterwards histories are empty and states zero; `get_lstm_states(t)` has the smoothed ones.
+        """
+        layers = self._smoothable()
+        steps = {n: len(layer.history) for n, layer in layers.items()}
+        if not layers or not all(steps.values()):
+            raise PartitionError.because(
+                "smoother()",
+                f"{len(layers)} SLSTM layers with {list(steps.values())} time steps",
+                None,
+                "SLSTM layers, and forward, update, backward, step for each time step before",
+            )
+        behind = _behind_the_last(self.layers)
+        smoothed = [layer.smooth() for layer in layers.values()][-1]
+        self._remembers = False  # there is no step left to go back through
+        with self._all_or_nothing(keep=False):
+            self.eval()
+            out = forward_through(behind, Moments(smoothed[0], smoothed[1]))
+        self._smoothed = (to_array(out.mean), to_array(out.spread()))
+        return self.get_outputs_smoother()
+
+    def get_outputs_smoother(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return what the last `smoother()` returned."""
+        if self._smoothed is None:
+            raise PartitionError.because(
+                "get_outputs_smoother()", "smoother() has not run yet", None, "net.smoother()"
+            )
+        mean, var = self._smoothed
+        return mean.copy(), var.copy()
+
+    # What a net tells about itself.
+
+    def infos(self) -> list[str]:
+        """Return the infos of all plain layers."""
+        return [layer.get_layer_info() for _, layer in self._leaves]
+
+    def get_layer_stack_info(self) -> str:
+        """Return the info of each layer, each line ended."""
+        return "".join(f"{layer.get_layer_info()}\n" for layer in self.layers)
+
+    def get_neg_var_w_counter(self) -> dict[str, int]:
+        """Return how many weight variances of each layer the last step floored."""
+        counts: dict[str, int] = {}
+        leaves = [(key, layer) for key, layer in self._leaves if layer.params is not None]
+        for (key, layer), count in zip(leaves, self._arena.floored.tolist(), strict=True):
+            info, place = layer.get_layer_info(), key.partition(".")[2]
+            counts[f"{info}_{place}" if info in counts else info] = count
+        return counts
+
+    def get_norm_mean_var(self) -> dict[str, NormValues]:
+        """Return running and batch statistics of batch norms, by info and index of the layer.
+
+        Each of mu_ra, var_ra, mu_batch, var_batch is a list with one inner list per norm layer.
+        """
+        found: dict[str, NormValues] = {}
+        for n, layer in enumerate(self.layers):
+            norms = [leaf for _, leaf in layer.leaves("") if isinstance(leaf, BatchNorm2d)]
+            if norms:
+                found[f"{layer.get_layer_info()}_{n}"] = (
+                    [to_array(norm.running_mean).tolist() for norm in norms],
+                    [to_array(norm.running_var).tolist() for norm in norms],
+                    [to_array(norm.batch_mean).tolist() for norm in norms],
+                    [to_array(norm.batch_var).tolist() for norm in norms],
+                )
+        return found
+
+    def get_attention_scores(self) -> dict[int, tuple[Output, Output]]:
+        """Return mean and variance of the last attention scores, `[B, heads, T, T]`, by layer."""
+        return {
+            n: (layer.scores[0].cpu().numpy().copy(), layer.scores[1].cpu().numpy().copy())
+            for n, layer in enumerate(self.layers)
+            if isinstance(layer, MultiheadAttention) and layer.scores is not None
+        }
+
+    @contextlib.contextmanager
+    def trace(self, *, show: bool = True) -> Iterator[Trace]:
+        """Watch the steps inside: which layers are pushed to their limits, which collapse.
+
+        Args:
+            show: whether to print the table at the end.
+        """
+        names = [key for key, layer in self._leaves if layer.params is not None]
+        trace = self._trace = Trace(names, [0.0] * len(names), [0] * len(names))
+        try:
+            yield trace
+        finally:
+            self._trace = None
+            if show:
+                print(trace.table())
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__}("]
+        for n, layer in enumerate(self.layers):
+            lines += _tree(f"({n})", layer, 1)
+        lines.append(f")  {self.num_parameters():,} parameters, each a mean and a variance")
+        return "\n".join(lines)
+
+
+def not_a_number(where: str, found: str) -> UnisonoError:
+    """Return the error of a net that has met a NaN."""
+    return PartitionError.because(
+        f"{where} of a net in which a NaN has come up",
+        found,
+        None,
+        "standardise inputs and targets; net.double() if numbers grow large; load an earlier state "
+        "if parameters hold it",
+    )
+
+
+def _has_nan_deltas(leaf: BaseLayer) -> bool:
+    return leaf.params is not None and nan_in(*leaf.params.deltas)
+
 
 def _of_deltas(key: str, leaf: BaseLayer) -> str:
     return f"layer {key}, {leaf.get_layer_info()}: its deltas hold a NaN"
+
+
+def _with_inner(layers: Sequence[BaseLayer]) -> list[BaseLayer]:
+    """Return every layer: blocks, and what is in them."""
+    return [inner for layer in layers for inner in (layer, *_with_inner(layer.children()))]
+
+
+def _place(key: str) -> Place:
+    """Return where the layer with that key of a state dict stands."""
+    path = key.partition(".")[2]
+    return int(path) if path.isdigit() else path
+
+
+def _behind_the_last(layers: Sequence[BaseLayer]) -> list[BaseLayer]:
+    """Return the layers that the output of the last SLSTM goes through."""
+    last = max(
+        n
+        for n, layer in enumerate(layers)
+        if any(isinstance(leaf, SLSTM) for _, leaf in layer.leaves(""))
+    )
+    layer, rest = layers[last], list(layers[last + 1 :])
+    if isinstance(layer, LayerBlock):
+        return _behind_the_last(layer.layers) + rest
+    if not isinstance(layer, SLSTM):
+        raise PartitionError.because(
+            "smoother()",
+            f"the last SLSTM is a branch of {layer.get_layer_info()}",
+            "what the other branch added at each time step is not known any more",
+            "an SLSTM behind the block, or SLSTM layers in a row",
+        )
+    return rest
+
+
+def _tree(label: str, layer: BaseLayer, depth: int) -> list[str]:
+    size = f"  -> {layer.output_size}" if layer.output_size else ""
+    lines = [f"{'  ' * depth}{label} {layer.get_layer_info()}{size}"]
+    for n, child in enumerate(layer.children()):
+        lines += _tree(f"({n})", child, depth + 1)
+    return lines

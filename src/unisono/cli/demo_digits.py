@@ -86,7 +86,7 @@ def _run(name: str, on: str, ranks: int, epochs: int, threads: int) -> tuple[Out
     """Train on `ranks` ranks with a record; return what rank 0 did, and the directory."""
     from unisono.launch import run
     from unisono.train.recording import launching
-    from unisono.train.recording.facts import begin_run
+    from unisono.train.recording.directory import begin_run
 
     directory, started_ns = begin_run(name)
     function = functools.partial(train, epochs, threads)

@@ -29,7 +29,7 @@ from unisono.errors import PartitionError, PlatformError, Requeue, UnisonoError
 from unisono.topology import Partition
 from unisono.train import Report, current_run, log, record, span
 from unisono.train.recording.directory import make_run_directory
-from unisono.train.recording.tee import _Tee
+from unisono.train.recording.run import _Tee
 from unisono.train.report.data import RecordedRun, report_data
 
 

@@ -74,9 +74,9 @@ def test_lines_that_are_cut_off_or_no_such_lines_are_left_out(tmp_path):
     good = line(0, 1.0, loss=math.inf)
     text = "\n".join(json.dumps(found) for found in (*wrong, good, line(2, None)))
     path.write_text(text + '\n{"step": 1, "t"')
-    assert metrics.read_lines(path) == [good]
-    assert metrics.merge({0: metrics.read_lines(path)}).steps == [0]
-    assert metrics.read_lines(tmp_path / "none") == []
+    assert metrics.LineReader(path).read_new().lines == [good]
+    assert metrics.merge({0: metrics.LineReader(path).read_new().lines}).steps == [0]
+    assert metrics.LineReader(tmp_path / "none").read_new().lines == []
 
 
 def test_lines_are_read_once_each_while_they_are_written(tmp_path):

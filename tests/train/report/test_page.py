@@ -13,10 +13,15 @@ import pytest
 from unisono.cli import main
 from unisono.errors import PlatformError
 from unisono.train import build_report
-from unisono.train.report.averaging import averaging_table
-from unisono.train.report.data import RecordedRun, log_tail, report_data, thinned
+from unisono.train.report.building import write_tensorboard
+from unisono.train.report.data import (
+    RecordedRun,
+    averaging_table,
+    log_tail,
+    report_data,
+    thinned,
+)
 from unisono.train.report.metrics import Series
-from unisono.train.report.tensorboard import write_tensorboard
 
 SECTIONS = ("metrics", "throughput", "communication", "timeline", "layout", "facts", "logs")
 

@@ -8,7 +8,7 @@ import pytest
 
 import unisono
 from unisono.train.report import timeline
-from unisono.train.report.standing import judge, patience_s, place_of
+from unisono.train.report.live import judge, patience_s, place_of
 
 
 def event(begin, end, *, wait=0, op="all_reduce"):

@@ -1,6 +1,4 @@
-"""Checkpoints: what one is made of (`parts*.py`, `tree.py`), who writes which piece of it
-(`arrangement.py`), how files appear whole or not at all (`folder.py`, `saving.py`, `reading.py`).
-"""
+"""Checkpoints: what one is made of, who writes which piece of it, and how it appears whole."""
 
 from __future__ import annotations
 

@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import shutil
+import socket
+import time
 import warnings
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from unisono.comm import Communicator
 from unisono.comm.machine import own_card
-from unisono.errors import CheckpointError, Requeue
+from unisono.errors import CheckpointError, Requeue, compress_ranks
 from unisono.nn import Shard
 from unisono.train.checkpoint import folder
-from unisono.train.checkpoint.arrangement import arrange
-from unisono.train.checkpoint.blocks import copied, held, is_empty, is_leaf, packed, shard_of
-from unisono.train.checkpoint.fitting import check_fits, parts_to_restore
 from unisono.train.checkpoint.folder import Manifest, Saved
-from unisono.train.checkpoint.parts import Part, parts_of
-from unisono.train.checkpoint.planners import SavePlanner, save_plans, stored_name
-from unisono.train.checkpoint.random_states import random_states, seed_from, set_random_states
-from unisono.train.checkpoint.reading import Reading
-from unisono.train.checkpoint.saving import Background, Order, advice, commit, write
-from unisono.train.checkpoint.together import (
-    check,
-    check_equal,
-    shared_directory,
-    together,
-    words,
+from unisono.train.checkpoint.parts import (
+    Part,
+    parts_of,
+    random_states,
+    seed_from,
+    set_random_states,
 )
-from unisono.train.checkpoint.tree import put_together, taken_apart
+from unisono.train.checkpoint.pieces import (
+    SavePlanner,
+    arrange,
+    copied,
+    held,
+    is_empty,
+    is_leaf,
+    packed,
+    put_together,
+    save_plans,
+    shard_of,
+    stored_name,
+    taken_apart,
+)
+from unisono.train.checkpoint.reading import Reading, parts_to_restore
+from unisono.train.checkpoint.saving import Background, Order, advice, as_text, commit, write
 
 __all__ = ["Checkpoint", "Restored"]
 
+T = TypeVar("T")
 _RANDOM, _VALUES = "~random", "~values"
+_SHARED_S = 5.0
+"""How long a network file system may take to show a file to other hosts."""
 
 
 @dataclass(frozen=True)
@@ -118,28 +131,23 @@ class Checkpoint:
         self.comm = Communicator.of(comm)
         self.asynchronous = asynchronous
         self.keep, self.keep_best = keep, keep_best
-        self._check_alike(keep=keep, keep_best=keep_best, asynchronous=asynchronous)
+        settings = {"keep": keep, "keep_best": keep_best, "asynchronous": asynchronous}
+        everybody = self.comm.all_gather_object(settings)
+        for name in settings:
+            values = [theirs[name] for theirs in everybody]
+            _check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
         if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise CheckpointError.because(
-                f"Checkpoint(keep={keep!r})", "not a number of checkpoints", None, "keep=3, or None"
-            )
+            asked = f"Checkpoint(keep={keep!r})"
+            raise CheckpointError.because(asked, "not an integer >= 1", None, "keep=3, or None")
         if keep_best not in (None, "min", "max"):
-            raise CheckpointError.because(
-                f"Checkpoint(keep_best={keep_best!r})", None, None, 'keep_best="min", or "max"'
-            )
-        self._token = shared_directory(self.comm, self.directory)
+            asked = f"Checkpoint(keep_best={keep_best!r})"
+            raise CheckpointError.because(asked, None, None, 'keep_best="min", or "max"')
+        self._token = _shared_directory(self.comm, self.directory)
         self._cards = self.comm.all_gather_object(own_card())
         self._saves = 0
         self._under_way: Background | None = None
 
-    def _check_alike(self, **settings: object) -> None:
-        """Raise on all ranks if they were given different settings. Collective."""
-        everybody = self.comm.all_gather_object(settings)
-        for name in settings:
-            values = [theirs[name] for theirs in everybody]
-            check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
-
-    # -- what is there --------------------------------------------------------------------------
+    # What is there.
 
     @property
     def steps(self) -> list[int]:
@@ -157,7 +165,7 @@ class Checkpoint:
         found = folder.best_of(folder.saved_in(self.directory), self.keep_best)
         return None if found is None else found.step
 
-    # -- saving ---------------------------------------------------------------------------------
+    # Saving.
 
     def save(self, step: int, /, *, metric: float | None = None, **objects: Any) -> None:
         """Save everything that is named, and the random states of all ranks. Collective.
@@ -175,13 +183,15 @@ class Checkpoint:
         asked = f"Checkpoint.save({step!r})"
         pieces, kinds, space, problem = self._captured(objects)
         mine = {name: held(piece, compare=self.comm.size > 1) for name, piece in pieces.items()}
-        everybody = self.comm.all_gather_object((step, metric, kinds, words(problem), mine, space))
+        everybody = self.comm.all_gather_object(
+            (step, metric, kinds, as_text(problem), mine, space)
+        )
         steps, metrics, names, problems, everything, (space, *_) = zip(*everybody, strict=True)
-        check(asked, problems, problem)
-        check_equal(asked, "step", steps, "count steps alike on all ranks")
+        _check(asked, problems, problem)
+        _check_equal(asked, "step", steps, "count steps alike on all ranks")
         hint = "one number for all: comm.all_reduce(loss, 'mean').item()"
-        check_equal(asked, "metric", [str(metric) for metric in metrics], hint)
-        check_equal(asked, "objects", names, "name the same objects on all ranks")
+        _check_equal(asked, "metric", [str(metric) for metric in metrics], hint)
+        _check_equal(asked, "objects", names, "name the same objects on all ranks")
         if not isinstance(step, int) or step < 0:
             raise CheckpointError.because(asked, "not the number of a step", None, "save(100, ...)")
         try:
@@ -208,28 +218,31 @@ class Checkpoint:
         partial = self.directory / f"{folder.PARTIAL}{self._token}-{self._saves}"
         if self.comm.rank == 0:  # of killed runs, and of a rank that came too late to a failed save
             folder.sweep(self.directory, partial.name)
-        self._carry_out(
-            Order(
-                rank=self.comm.rank,
+        order = Order(
+            rank=self.comm.rank,
+            ranks=self.comm.size,
+            partial=partial,
+            plans=plans,
+            contents=contents,
+            planner=SavePlanner(to_write),
+            manifest=Manifest(
+                step=step,
+                sequence=0,
                 ranks=self.comm.size,
-                partial=partial,
-                plans=plans,
-                contents=contents,
-                planner=SavePlanner(to_write),
-                manifest=Manifest(
-                    step=step,
-                    sequence=0,
-                    ranks=self.comm.size,
-                    parts=kinds,
-                    versions=arrangement.versions,
-                    metric=metric,
-                ),
-                keep=self.keep,
-                best=self.keep_best,
-                timeout_s=self.comm.timeout_s,
-                cards=self._cards,
-            )
+                parts=kinds,
+                versions=arrangement.versions,
+                metric=metric,
+            ),
+            keep=self.keep,
+            best=self.keep_best,
+            timeout_s=self.comm.timeout_s,
+            cards=self._cards,
         )
+        if self.asynchronous:
+            self._under_way = Background(order)
+            return
+        outcomes = self.comm.gather_object(write(order))
+        self._conclude(order, None if outcomes is None else commit(order, outcomes))
 
     def wait(self) -> None:
         """Wait for a save in the background; raises on all ranks if it failed. Collective.
@@ -241,7 +254,7 @@ class Checkpoint:
             return
         outcomes = self.comm.gather_object(job.written())
         job.join(outcomes)
-        self._conclude(f"Checkpoint.save({job.order.manifest.step})", job.error)
+        self._conclude(job.order, job.error)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -278,22 +291,15 @@ class Checkpoint:
             return {}, {}, 0, error
         return pieces, kinds, space, None
 
-    def _carry_out(self, order: Order) -> None:
-        if self.asynchronous:
-            self._under_way = Background(order)
-            return
-        outcomes = self.comm.gather_object(write(order))
-        error = None if outcomes is None else commit(order, outcomes)
-        self._conclude(f"Checkpoint.save({order.manifest.step})", error)
-
-    def _conclude(self, asked: str, error: str | None) -> None:
+    def _conclude(self, order: Order, error: str | None) -> None:
         """Let all ranks know how rank 0 fared."""
         verdict = self.comm.broadcast_object(error)
         if verdict is not None:
+            asked = f"Checkpoint.save({order.manifest.step})"
             before = "the checkpoints before it are untouched"
             raise CheckpointError.because(asked, verdict, before, advice(verdict))
 
-    # -- restoring ------------------------------------------------------------------------------
+    # Restoring.
 
     def restore(
         self,
@@ -321,39 +327,36 @@ class Checkpoint:
             *self.comm.all_gather_object((step, dict.fromkeys(objects))), strict=True
         )
         asked = f"Checkpoint.restore({'' if step is None else step})"
-        check_equal(asked, "step", steps, "the same step on all ranks, or restore() for the latest")
-        check_equal(asked, "objects", names, "name the same objects on all ranks")
+        _check_equal(
+            asked, "step", steps, "the same step on all ranks, or restore() for the latest"
+        )
+        _check_equal(asked, "objects", names, "name the same objects on all ranks")
         saved = self._chosen(step)
         if saved is None:
             return None
         asked = f"Checkpoint.restore() of step {saved.step}, saved on {saved.manifest.ranks} ranks"
-        parts = together(self.comm, asked, lambda: parts_to_restore(saved, objects, partial))
+        parts = _together(self.comm, asked, lambda: parts_to_restore(saved, objects, partial))
         same = saved.manifest.ranks == self.comm.size
         as_rank = self.comm.rank if same else 0
-        reading = together(self.comm, asked, lambda: Reading(saved, as_rank))
-        together(self.comm, asked, lambda: check_fits(reading, parts))
-        trees = together(self.comm, asked, lambda: reading.trees({**parts, _VALUES: None}))
-        before = together(self.comm, asked, lambda: _remembered(parts))
+        reading = _together(self.comm, asked, lambda: Reading(saved, as_rank))
+        _together(self.comm, asked, lambda: reading.check_fits(parts))
+        trees = _together(self.comm, asked, lambda: reading.trees({**parts, _VALUES: None}))
+        before = _together(self.comm, asked, lambda: _remembered(parts))
         problem: BaseException | None = None
         try:
-            self._apply(parts, trees, same, saved, random_states)
+            for name, part in parts.items():
+                part.apply(trees[name], same_ranks=same)
+            if random_states:
+                self._restore_random(saved)
         except Exception as error:
             problem = error
-        problems = self.comm.all_gather_object(words(problem))
+        problems = self.comm.all_gather_object(as_text(problem))
         if any(problems):  # on whichever rank: all go back to what they had
             lost = self.comm.all_gather_object(_take_back(parts, before))
             odd = ", ".join(dict.fromkeys(name for names in lost for name in names))
             but = f", but {odd} would not take its state of before" if odd else ""
-            check(f"{asked}: all objects are as they were{but}", problems, problem)
+            _check(f"{asked}: all objects are as they were{but}", problems, problem)
         return Restored(saved.step, saved.path, saved.manifest.ranks, trees[_VALUES])
-
-    def _apply(
-        self, parts: Mapping[str, Part], trees: dict[str, Any], same: bool, saved: Saved, rng: bool
-    ) -> None:
-        for name, part in parts.items():
-            part.apply(trees[name], same_ranks=same)
-        if rng:
-            self._restore_random(saved)
 
     def _restore_random(self, saved: Saved) -> None:
         """Go on with the states of this rank; a rank that is new gets a stream of its own.
@@ -413,15 +416,12 @@ def _remembered(parts: Mapping[str, Part]) -> dict[str, Any]:
         rest, leaves = taken_apart(part.capture(), is_leaf)
         with suppress(Exception):  # what cannot be copied is kept as it is
             rest = copy.deepcopy(rest)
-        own = {path: _own_block(leaf) for path, leaf in leaves.values()}
+        own = {
+            path: (leaf.tensor if isinstance(leaf, Shard) else leaf).detach().clone()
+            for path, leaf in leaves.values()
+        }
         before[name] = put_together(rest, own)
     return before
-
-
-def _own_block(leaf: Any) -> Any:
-    """Return a copy of a tensor, or of this rank's block of it, as `Part.apply` takes it."""
-    tensor = leaf.tensor if isinstance(leaf, Shard) else leaf
-    return tensor.detach().clone()
 
 
 def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str]:
@@ -434,3 +434,77 @@ def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str
             refused.append(name)
     set_random_states(before[_RANDOM])
     return refused
+
+
+# What ranks do or refuse together: an error on one of them becomes the same error on all.
+
+
+def _together(comm: Communicator, asked: str, action: Callable[[], T]) -> T:
+    """Do something local on all ranks; if it fails on one, all raise. Collective."""
+    result: T | None = None
+    problem: BaseException | None = None
+    try:
+        result = action()
+    except Exception as error:
+        problem = error
+    _check(asked, comm.all_gather_object(as_text(problem)), problem)
+    return cast("T", result)
+
+
+def _check(asked: str, problems: Sequence[str | None], mine: BaseException | None) -> None:
+    """Raise if a rank has a problem; `mine` is the own one."""
+    failed = [rank for rank, text in enumerate(problems) if text]
+    if isinstance(mine, CheckpointError):
+        raise mine
+    if failed:
+        text = f"{problems[failed[0]]}"
+        raise CheckpointError.because(
+            asked, f"rank {failed[0]}: {text}", f"ranks: {compress_ranks(failed)}", advice(text)
+        ) from mine
+
+
+def _check_equal(asked: str, what: str, values: Sequence[Any], hint: str) -> None:
+    """Raise if ranks do not agree on something."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise CheckpointError.because(
+                asked,
+                f"rank 0 has {what} {_short(values[0])}, rank {rank} has {_short(value)}",
+                None,
+                hint,
+            )
+
+
+def _short(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, dict) else repr(value)
+
+
+def _shared_directory(comm: Communicator, directory: Path) -> str:
+    """Make a directory, check that all ranks see it, return a token of this run. Collective."""
+    asked = f"Checkpoint({str(directory)!r})"
+    token = comm.broadcast_object(secrets.token_hex(6))
+    sign = directory / f".seen-{token}"
+
+    def make() -> None:
+        if comm.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            sign.touch()
+
+    _together(comm, asked, make)
+    end = time.monotonic() + _SHARED_S
+    while not (seen := sign.exists()) and time.monotonic() < end:
+        time.sleep(0.05)
+    everybody = comm.all_gather_object((seen, str(directory), socket.gethostname()))
+    if comm.rank == 0:
+        sign.unlink(missing_ok=True)
+    blind = [rank for rank, (sees, _, _) in enumerate(everybody) if not sees]
+    if blind:
+        _, place, host = everybody[blind[0]]
+        raise CheckpointError.because(
+            asked,
+            f"rank {blind[0]} on {host} looks into {place} and does not see what rank 0 on "
+            f"{everybody[0][2]} writes into {everybody[0][1]}",
+            f"ranks without the directory: {compress_ranks(blind)}",
+            "a directory on a file system that all hosts share, the same on all ranks",
+        )
+    return token

@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from unisono.data_parallel import DASO, DataParallel
+from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
 from unisono.errors import CheckpointError
-from unisono.nn import Shard
-from unisono.train.checkpoint.blocks import is_leaf, shape_of
-from unisono.train.checkpoint.module_part import ModulePart, compared
-from unisono.train.checkpoint.optimizer_part import DasoPart, OptimizerPart
-from unisono.train.checkpoint.tree import Path, taken_apart
+from unisono.nn import Shard, state_dict_mode
+from unisono.train.checkpoint.pieces import (
+    Path,
+    empty_like,
+    is_leaf,
+    put_together,
+    shape_of,
+    taken_apart,
+)
 
 Shapes = Mapping[Path, tuple[int, ...]]
 """Shapes of the tensors in a saved state, by path."""
+_COMPILED = "_orig_mod."
+"""What torch.compile puts into names."""
 
 
-class Part(Protocol):
-    """One object of a checkpoint. All methods are local."""
+class Part:
+    """One object of a checkpoint: a state had by one call and taken back by another. Local.
 
-    kind: str
-    """What it is, for messages."""
-
-    def capture(self) -> Any:
-        """Return the state as a tree of plain values, tensors and `Shard`s; nothing is copied."""
-        ...
-
-    def problems(self, rest: Any, shapes: Shapes) -> list[str]:
-        """Return why a saved state does not fit, before anything is changed."""
-        ...
-
-    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
-        """Return where a saved tensor goes, block and tensor; None: the whole of it, anywhere."""
-        ...
-
-    def apply(self, tree: Any, *, same_ranks: bool) -> None:
-        """Take a state back; `same_ranks`: it is from this rank of equally many."""
-        ...
-
-
-class ValuePart:
-    """A state that is had by one call and taken back by another."""
+    Args:
+        kind: what it is, for messages.
+        capture: returns the state as a tree of plain values, tensors and `Shard`s; copies nothing.
+        take: takes a state back.
+    """
 
     def __init__(
         self, kind: str, capture: Callable[[], Any], take: Callable[[Any], object]
@@ -55,18 +49,19 @@ class ValuePart:
         self._take = take
 
     def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
-        """Whoever takes the state knows best."""
+        """Return why a saved state does not fit, before anything is changed."""
         return []
 
-    def place(self, path: Path, shape: tuple[int, ...]) -> None:
-        """Every rank takes whole tensors."""
+    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:  # noqa: ARG002
+        """Return where a saved tensor goes, block and tensor; None: the whole of it, anywhere."""
+        return None
 
     def apply(self, tree: Any, *, same_ranks: bool) -> None:  # noqa: ARG002
-        """Give the state back."""
+        """Take a state back; `same_ranks`: it is from this rank of equally many."""
         self._take(tree)
 
 
-class RankPart(ValuePart):
+class RankPart(Part):
     """A state that means something only to the same rank among equally many."""
 
     def apply(self, tree: Any, *, same_ranks: bool) -> None:
@@ -75,7 +70,166 @@ class RankPart(ValuePart):
             self._take(tree)
 
 
-class NetPart(ValuePart):
+class ModulePart(Part):
+    """A module: data-parallel, distributed layers, FSDP2, DTensor, or plain."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = _inside(module)
+        super().__init__(type(self.module).__name__, lambda: self.state, self._load)
+        with state_dict_mode("sharded"):
+            state = self.module.state_dict()
+        self._own_names = {name.replace(_COMPILED, ""): name for name in state}
+        self.state: dict[str, Any] = {name.replace(_COMPILED, ""): state[name] for name in state}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters under the names of the state."""
+        return {name.replace(_COMPILED, ""): p for name, p in self.module.named_parameters()}
+
+    def problems(self, rest: Any, shapes: Shapes) -> list[str]:
+        """Compare names and shapes."""
+        saved = dict.fromkeys(rest, "an object") | {p[0]: list(s) for p, s in shapes.items()}
+        here = {
+            name: list(shape_of(value)) if is_leaf(value) else "an object"
+            for name, value in self.state.items()
+        }
+        return compared(saved, here)
+
+    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
+        """Return memory for this rank's block."""
+        return block_for(self.state.get(path[0]), shape)
+
+    def _load(self, tree: dict[str, Any]) -> None:
+        self.module.load_state_dict({self._own_names[name]: v for name, v in tree.items()})
+
+
+class OptimizerPart(Part):
+    """A torch optimizer, or a `DataParallelOptimizer` around one.
+
+    Args:
+        optimizer: the optimizer.
+        modules: modules of the same checkpoint, which give names to its parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: Mapping[str, ModulePart]) -> None:
+        is_ours = isinstance(optimizer, DataParallelOptimizer)
+        kind = type(optimizer.torch_optimizer if is_ours else optimizer).__name__
+        super().__init__(kind, self._state, self._load)
+        self._optimizer = optimizer
+        known: dict[int, tuple[str, Any]] = {}
+        for name, part in modules.items():
+            for path, parameter in part.named_parameters().items():
+                known.setdefault(id(parameter), (f"{name}.{path}", part.state.get(path)))
+        self._groups: list[list[str]] = []
+        self._blocks: dict[str, Any] = {}
+        """Parameter as the state of its module has it: says how it is cut."""
+        for group in optimizer.param_groups:
+            self._groups.append([])
+            for parameter in group["params"]:
+                name, block = known.get(
+                    id(parameter), (f"parameter {len(self._blocks)}", parameter)
+                )
+                self._groups[-1].append(name)
+                self._blocks[name] = block
+
+    def _state(self) -> dict[str, Any]:
+        """Return state and hyper-parameters by names of parameters."""
+        saved = self._optimizer.state_dict()
+        names = {
+            index: name
+            for group, mine in zip(saved["param_groups"], self._groups, strict=True)
+            for index, name in zip(group["params"], mine, strict=True)
+        }
+        state = {
+            names.get(index, index): {k: self._cut(v, names.get(index)) for k, v in values.items()}
+            for index, values in saved["state"].items()
+        }
+        groups = [
+            {**group, "params": mine}
+            for group, mine in zip(saved["param_groups"], self._groups, strict=True)
+        ]
+        return {"kind": self.kind, "state": state, "groups": groups}
+
+    def _cut(self, value: Any, name: str | None) -> Any:
+        """Return a value of the state as the block that it is, if its parameter is one."""
+        block = self._blocks.get(name or "")
+        if not isinstance(value, Tensor) or not isinstance(block, Shard):
+            return value
+        if value.shape == block.tensor.shape:
+            return Shard(value, block.global_shape, block.offsets)
+        return value
+
+    def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
+        """Compare the kind of optimizer and the parameters of its groups."""
+        kind = rest.get("kind", "DASO")
+        if kind != self.kind:
+            return [f"{kind} in the checkpoint, {self.kind} here"]
+        saved = [group["params"] for group in rest["groups"]]
+        if len(saved) != len(self._groups):
+            return [f"{len(saved)} parameter groups in the checkpoint, {len(self._groups)} here"]
+        told: list[str] = []
+        for i, (there, here) in enumerate(zip(saved, self._groups, strict=True)):
+            if set(there) != set(here):
+                odd = sorted(set(there) ^ set(here))
+                told.append(
+                    f"group {i}: {len(there)} parameters in the checkpoint, {len(here)} here, "
+                    f"differing in {', '.join(odd[:4])}{', ...' if len(odd) > 4 else ''}"
+                )
+        return told
+
+    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
+        """Return memory for the own block of a value that is cut as its parameter is."""
+        if len(path) < 2 or path[0] != "state":
+            return None
+        return block_for(self._blocks.get(path[1]), shape)
+
+    def _load(self, tree: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(self.in_torch_form(tree))
+
+    def in_torch_form(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return a captured state as `load_state_dict` of the optimizer wants it."""
+        index = {name: i for i, name in enumerate(n for group in self._groups for n in group)}
+        return {
+            "state": {index.get(name, name): value for name, value in tree["state"].items()},
+            "param_groups": [
+                {**group, "params": [index[name] for name in mine]}
+                for group, mine in zip(tree["groups"], self._groups, strict=True)
+            ],
+        }
+
+
+class DasoPart(Part):
+    """DASO: its local optimizer as any optimizer; schedule and what is in flight for each rank."""
+
+    def __init__(self, daso: DASO, modules: Mapping[str, ModulePart]) -> None:
+        self._daso = daso
+        self._local = OptimizerPart(daso.local_optimizer, modules)
+        super().__init__(f"DASO of {self._local.kind}", self._state, self._load)
+
+    def _state(self) -> dict[str, Any]:
+        return {**self._daso.state_dict(), "local_optimizer": self._local.capture()}
+
+    def problems(self, rest: Any, shapes: Shapes) -> list[str]:
+        """Compare the local optimizers."""
+        if "local_optimizer" not in rest:
+            return [f"no DASO in the checkpoint, {self.kind} here"]
+        inner = {path[1:]: shape for path, shape in shapes.items() if path[0] == "local_optimizer"}
+        return self._local.problems(rest["local_optimizer"], inner)
+
+    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
+        """Return memory as the local optimizer does."""
+        return self._local.place(path[1:], shape) if path[0] == "local_optimizer" else None
+
+    def _load(self, tree: dict[str, Any]) -> None:
+        """Load the state; DASO itself leaves out what another rank had in flight."""
+        device = self._daso.params_ref[0].device
+        local = self._local.in_torch_form(tree["local_optimizer"])
+        rest = {name: value for name, value in tree.items() if name != "local_optimizer"}
+        rest, tensors = taken_apart(rest, lambda value: isinstance(value, Tensor))
+        moved = put_together(rest, {path: tensor.to(device) for path, tensor in tensors.values()})
+        self._daso.load_state_dict({**moved, "local_optimizer": local})
+
+
+class NetPart(Part):
     """A Bayesian net: parameters, running values and recurrent states."""
 
     def __init__(self, net: Any) -> None:
@@ -142,7 +296,7 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
     if isinstance(value, torch.optim.Optimizer):
         return OptimizerPart(value, modules)
     if isinstance(value, torch.Generator):
-        return ValuePart("generator", value.get_state, value.set_state)
+        return Part("generator", value.get_state, value.set_state)
     if isinstance(value, torch.utils.data.DataLoader):
         raise CheckpointError.because(
             f"{name}=DataLoader",
@@ -156,11 +310,9 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
     if callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     ):
-        return ValuePart(type(value).__name__, value.state_dict, value.load_state_dict)
+        return Part(type(value).__name__, value.state_dict, value.load_state_dict)
     if callable(getattr(value, "set_epoch", None)) and hasattr(value, "epoch"):
-        return ValuePart(
-            type(value).__name__, lambda: _epoch_of(value), lambda s: _set_epoch(value, s)
-        )
+        return Part(type(value).__name__, lambda: _epoch_of(value), lambda s: _set_epoch(value, s))
     return None
 
 
@@ -172,3 +324,60 @@ def _set_epoch(sampler: Any, state: dict[str, Any]) -> None:
     if state["seed"] is not None:
         sampler.seed = state["seed"]
     sampler.set_epoch(state["epoch"])
+
+
+def compared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Say in what two tables of shapes differ."""
+    told = [f"{name}: not in the checkpoint" for name in here if name not in saved]
+    told += [f"{name}: only in the checkpoint" for name in saved if name not in here]
+    other = [name for name in here if name in saved and saved[name] != here[name]]
+    return told + [f"{name}: {saved[name]} in the checkpoint, {here[name]} here" for name in other]
+
+
+def block_for(like: Any, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
+    """Return memory for a block that lies where `like`, of a whole of this shape, lies."""
+    if isinstance(like, Shard | DTensor) and shape_of(like) == tuple(shape):
+        return empty_like(like)
+    return None
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers that only add ways to train it."""
+    while True:
+        if isinstance(module, DataParallel):
+            module.finalize()
+        if isinstance(module, DataParallel | DataParallelMultiGPU | DistributedDataParallel):
+            module = module.module
+        elif isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
+            module = compiled
+        else:
+            return module
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this rank's generators."""
+    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if uses_cuda else None,
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put the generators into states that `random_states` gave."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+
+
+def seed_from(states: dict[str, Any], rank: int) -> None:
+    """Seed the generators of a rank that did not exist when the states were saved."""
+    text = states["torch"].numpy().tobytes() + str(rank).encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    torch.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)

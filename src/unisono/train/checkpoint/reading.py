@@ -9,11 +9,14 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from unisono.errors import CheckpointError
 from unisono.nn import Shard
 from unisono.train.checkpoint.folder import Saved
-from unisono.train.checkpoint.parts import Part
-from unisono.train.checkpoint.planners import LoadPlanner, stored_name
-from unisono.train.checkpoint.tree import Path, put_together
+from unisono.train.checkpoint.parts import Part, parts_of
+from unisono.train.checkpoint.pieces import LoadPlanner, Path, put_together, stored_name
+
+_SHOWN = 8
+"""Lines of a list of differences."""
 
 
 class Reading:
@@ -32,15 +35,19 @@ class Reading:
         self._reader.set_up_storage_reader(self._contents, is_coordinator=True)
         self._rests: dict[str, dict[str, Any]] = {}
 
-    def problems(self, parts: Mapping[str, Part]) -> dict[str, list[str]]:
-        """Return for each part why it does not fit, if so."""
-        found: dict[str, list[str]] = {}
+    def check_fits(self, parts: Mapping[str, Part]) -> None:
+        """Raise if a part is not what was saved."""
         for name, part in parts.items():
             rest = self._rest(name)
             shapes = {path: self._shape(key) for key, path in rest["tensors"].items()}
-            if told := part.problems(rest["tree"], shapes):
-                found[name] = told
-        return found
+            if problems := part.problems(rest["tree"], shapes):
+                more = f"\nand {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+                raise CheckpointError.because(
+                    f"Checkpoint.restore({name}=...) into {part.kind}: what was saved does not fit",
+                    "\n".join(problems[:_SHOWN]) + more,
+                    None,
+                    f"build {name} as it was when it was saved",
+                )
 
     def trees(self, parts: Mapping[str, Part | None]) -> dict[str, Any]:
         """Return the states, in memory of their own; a part that is None takes whole tensors."""
@@ -85,3 +92,35 @@ class Reading:
     def _read(self, wanted: dict[str, Any]) -> None:
         planner = LoadPlanner(wanted, self._contents)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) -> dict[str, Part]:
+    """Return the objects as parts, or say which names do not fit the checkpoint. Local."""
+    parts, values = parts_of(objects)
+    there = saved.manifest.parts
+    asked = f"Checkpoint.restore({', '.join(f'{name}=' for name in objects)})"
+    held = ", ".join(f"{n} ({kind})" for n, kind in there.items()) or "no object"
+    found = f"step {saved.step} holds {held}"
+    if values:
+        name = next(iter(values))
+        raise CheckpointError.because(
+            asked,
+            f"{name} is a plain value, {type(values[name]).__name__}",
+            None,
+            f"restored = checkpoint.restore(...); then restored[{name!r}]",
+        )
+    # Parts with a "~" are made by us, for objects that may be wrapped differently now.
+    unknown = [name for name in parts if name not in there and "~" not in name]
+    if unknown:
+        raise CheckpointError.because(
+            asked, found, f"nothing under {', '.join(unknown)}", "the names that save() was given"
+        )
+    left_out = [name for name in there if name not in parts and "~" not in name]
+    if left_out and not partial:
+        raise CheckpointError.because(
+            asked,
+            found,
+            f"not asked for: {', '.join(left_out)}",
+            f"restore(..., {left_out[0]}=...), or partial=True to leave them as they are",
+        )
+    return {name: part for name, part in parts.items() if name in there}

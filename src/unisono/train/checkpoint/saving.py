@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from unisono.comm.machine import is_card_dead
+from unisono.errors import CheckpointError
 from unisono.launch.leaving import add_work, remove_work
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest
-from unisono.train.checkpoint.planners import SavePlanner
+from unisono.train.checkpoint.pieces import SavePlanner
 
 _OUTCOME = "outcome-"
 _POLL_S = 0.02
@@ -111,7 +112,7 @@ def write(order: Order) -> Outcome:
         results = writer.write_data(plan, order.planner).value() if plan.items else []
         return Outcome(None, results, folder.checked_files(order.partial, f"__{order.rank}_"))
     except Exception as error:
-        return Outcome(error=f"rank {order.rank}: {told(error)}")
+        return Outcome(error=f"rank {order.rank}: {as_text(error)}")
 
 
 def commit(order: Order, outcomes: Sequence[Outcome]) -> str | None:
@@ -134,20 +135,24 @@ def commit(order: Order, outcomes: Sequence[Outcome]) -> str | None:
             folder.remove(path)
     except Exception as error:
         folder.remove(order.partial)  # a full disk is not made fuller by what does not count
-        return f"rank 0: {told(error)}"
+        return f"rank 0: {as_text(error)}"
     return None
 
 
-def told(error: BaseException) -> str:
-    """Return an error as a line, with what to do about a full disk."""
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+def as_text(problem: BaseException | None) -> str | None:
+    """Return a problem as text that can travel, with what to do about a full disk."""
+    if problem is None:
+        return None
+    if isinstance(problem, CheckpointError):
+        return str(problem)
+    text = f"{type(problem).__name__}: {problem}"
+    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{text} (the disk is full: remove files, or keep fewer checkpoints)"
     return text
 
 
 def advice(text: str) -> str | None:
-    """Return what to type against a problem that `told` has put into words."""
+    """Return what to type against a problem that `as_text` has told."""
     for words, hint in _ADVICE.items():
         if any(word in text for word in words):
             return hint
@@ -216,7 +221,7 @@ class Background:
             else:
                 _leave_outcome(order, self.outcome)
         except Exception as error:
-            self.error = f"rank {order.rank}: {told(error)}"
+            self.error = f"rank {order.rank}: {as_text(error)}"
 
     def _outcomes(self) -> Sequence[Outcome]:
         """Return the outcomes of all ranks, from their files or from the foreground."""

@@ -69,7 +69,7 @@ def into_directory(
     request: Request, name: str, *, has_command: bool = True
 ) -> tuple[Request, Path]:
     """Return the request with its ranks recording, and the directory that they write to."""
-    from unisono.train.recording.facts import begin_run
+    from unisono.train.recording.directory import begin_run
 
     directory, started_ns = begin_run(name, has_command=has_command)
     wrapper = functools.partial(call_in_rank, directory, started_ns)

@@ -16,7 +16,7 @@ from typing import Any
 from unisono.comm.health import trace as averaging_costs
 from unisono.comm.health import trace as tracing
 from unisono.errors import Requeue, UnisonoError
-from unisono.train.recording.facts import begin_run
+from unisono.train.recording.directory import begin_run
 from unisono.train.recording.run import Run
 
 __all__ = ["call_recorded", "current_run", "log", "record", "span"]

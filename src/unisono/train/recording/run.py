@@ -14,23 +14,23 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from unisono.comm.health.trace import CostLedger, Recorder
-from unisono.data_parallel.nonblocking import only_observes
+from unisono.comm.call import Call
+from unisono.comm.groups import store_of_world
+from unisono.comm.health.trace import CostLedger, Recorder, clock_offset_ns
+from unisono.data_parallel.partial_step import only_observes
 from unisono.environment import detect
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.launch.here import here
 from unisono.topology.decompose import split_cuts
 from unisono.train.recording import directory as directories
-from unisono.train.recording.clocks import zero_of_run
-from unisono.train.recording.summing import SummingRecorder
-from unisono.train.recording.tee import OutputCopy
 
 if TYPE_CHECKING:
     from unisono.topology.fanout import Layout
@@ -41,6 +41,90 @@ KEPT_SPANS = 5_000
 LARGEST_STEP = 2**53
 """Beyond it the numbers of a page, which are floats, have gaps."""
 KEPT_MARKS = 2_000
+KEPT_EVENTS = 10_000
+"""Collectives of a rank that are kept in full, in small worlds; sums are over all."""
+KEPT_IN_WORLD = 200_000
+"""The same, of all ranks together."""
+
+
+class SummingRecorder(Recorder):
+    """Adds up every collective of this process, so that a long run needs no more memory."""
+
+    def __init__(self, before: Recorder | None, ranks: int = 1) -> None:
+        super().__init__()
+        self._raw = deque(maxlen=max(500, min(KEPT_EVENTS, KEPT_IN_WORLD // ranks)))
+        self.before = before
+        """What recorded before; it goes on, and is put back at the end."""
+        self._sums: dict[tuple[str, str], list[int]] = {}
+        self.blocked_ns = 0
+        """Time this rank spent in collectives; of asynchronous ones only the wait counts."""
+        self.wait_ns = 0
+        """The part of it that was waiting for other ranks."""
+
+    def add(self, call: Call, rank: int) -> None:
+        """Take down a call that has just ended."""
+        now = time.perf_counter_ns()
+        self._raw.append((call, rank, now))
+        took = now - call.t_start
+        blocked = call.wait_ns if call.is_async else took
+        self.blocked_ns += blocked
+        self.wait_ns += min(call.wait_ns, blocked)
+        sums = self._sums.setdefault((call.op, call._site or ""), [0, 0, 0, 0])
+        sums[0] += 1
+        sums[1] += call.sent + call.received
+        sums[2] += blocked
+        sums[3] += min(call.wait_ns, blocked)
+        if self.before is not None:
+            self.before.add(call, rank)
+
+    def sums(self) -> list[dict[str, Any]]:
+        """Return calls, bytes and times for each operation and source line."""
+        names = ("calls", "bytes", "blocked_ns", "wait_ns")
+        return [
+            {"op": op, "site": site, **dict(zip(names, values, strict=True))}
+            for (op, site), values in list(self._sums.items())
+        ]
+
+
+class _Tee:
+    """A text stream that passes everything on and keeps a copy."""
+
+    def __init__(self, stream: TextIO, fd: int) -> None:
+        self._stream = stream
+        self._fd = fd
+
+    def write(self, text: str) -> int:
+        """Pass `text` on; a full disk must not break the program that prints."""
+        with suppress(OSError):
+            os.write(self._fd, text.encode(errors="backslashreplace"))
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_stream":  # not there yet, as while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+
+class OutputCopy:
+    """Copies `sys.stdout` and `sys.stderr` to a file until closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._before = sys.stdout, sys.stderr
+        self._mine = tuple(_Tee(stream, self._fd) for stream in self._before)
+        sys.stdout, sys.stderr = self._mine
+
+    def write(self, text: str) -> None:
+        """Put a line into the file alone."""
+        with suppress(OSError):
+            os.write(self._fd, text.encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        """Put the streams back, unless somebody has put others in their place."""
+        for name, mine, before in zip(("stdout", "stderr"), self._mine, self._before, strict=True):
+            if getattr(sys, name) is mine:
+                setattr(sys, name, before)
+        os.close(self._fd)
 
 
 class Run:
@@ -56,7 +140,7 @@ class Run:
         self.rank, self._size = _place()
         self.recorder = SummingRecorder(before, self._size)
         self.costs = CostLedger()
-        self._zero_ns = zero_of_run(started_ns)
+        self._zero_ns = _zero_of_run(started_ns)
         self._attempt = int(os.environ.get("UNISONO_RESTART", "0"))
         self._buffer: list[tuple[int, int, int, int, dict[str, Any]]] = []
         self._flushed_ns = 0
@@ -311,3 +395,27 @@ def _short(value: Any) -> str:
 def _plain(value: Any) -> Any:
     """Return what JSON can write: numbers and texts as they are, else the text of it."""
     return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
+
+
+def _zero_of_run(started_ns: int) -> int:
+    """Return the reading of this process's `perf_counter_ns` at the moment the run began.
+
+    Ranks of one host share that counter. Over several hosts it is collective over the world: rank 0
+    is asked for its time, as clocks of hosts differ by more than a collective takes.
+
+    Args:
+        started_ns: the moment, as `time.time_ns` of the host that began the run.
+    """
+    own = time.perf_counter_ns() - (time.time_ns() - started_ns)
+    whole, environment = store_of_world(), detect()
+    if whole is None or environment.nodes == 1:
+        return own
+    rank, size = environment.rank, environment.size
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    store = PrefixStore("unisono/record", whole)
+    store = PrefixStore(str((store.add("round", 1) - 1) // size), store)
+    if rank == 0:
+        store.set("zero", str(own))
+    offset = clock_offset_ns(store, rank, size)
+    return own if rank == 0 else int(store.get("zero")) - offset

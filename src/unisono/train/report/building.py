@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import html
+import importlib.util
+import json
+import math
+import shutil
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from unisono import trace_file
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics
 from unisono.train.report.data import RecordedRun, report_data
-from unisono.train.report.page import page
-from unisono.train.report.tensorboard import write_tensorboard
 
 __all__ = ["Report", "build_report", "finish"]
 
@@ -92,3 +96,65 @@ def finish(directory: Path, against: Sequence[Path] = ()) -> Path:
     path = directory / directories.REPORT
     directories.write_private(path, page(data["name"], "report.js", data))
     return path
+
+
+def write_tensorboard(directory: Path, run: RecordedRun) -> bool:
+    """Write all metrics as scalars below `directory`; return whether TensorBoard is installed.
+
+    What an earlier report wrote there is replaced, so that no curve is drawn twice.
+    """
+    if importlib.util.find_spec("tensorboard") is None or not run.merged.series:
+        return False
+    from torch.utils.tensorboard import SummaryWriter
+
+    shutil.rmtree(directory, ignore_errors=True)
+    began = run.config.get("started_ns", 0) / 1e9
+    with SummaryWriter(str(directory)) as writer:
+        for name, series in run.merged.series.items():
+            for step, seconds, value in zip(series.steps, series.seconds, series.mean, strict=True):
+                if math.isfinite(value):
+                    writer.add_scalar(name, value, step, walltime=began + seconds)
+    return True
+
+
+def page(title: str, script: str, data: dict[str, Any]) -> str:
+    """Return a whole page: our style and scripts, and `data` for them."""
+    # "</" would end the script element, "<!--" would hide its end.
+    body = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return _PAGE.format(
+        title=html.escape(title),
+        style=_asset("style.css"),
+        charts=_asset("charts.js"),
+        script=_asset(script),
+        data=body,
+    )
+
+
+def _asset(name: str) -> str:
+    return (resources.files("unisono.train.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; connect-src 'self'; \
+style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{title} · unisono</title>
+<style>
+{style}</style>
+</head>
+<body>
+<noscript>This page draws its figures with the script inside it; please allow scripts.</noscript>
+<main id="page"></main>
+<script type="application/json" id="data">{data}</script>
+<script>
+{charts}
+{script}</script>
+</body>
+</html>
+"""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics, timeline
-from unisono.train.report.averaging import averaging_table
 
 POINTS = 800
 """Points of a curve; longer ones are thinned, the band keeps their extremes."""
 LOG_BYTES = 20_000
 """Bytes from the end of each rank's log."""
 LOGS_SHOWN = 64
+_PLACE = ("rank", "host", "device", "pid", "threads", "status", "peak_mb")
+"""What is shown of each rank."""
 _CONSEQUENCES = ("RankFailed", "RankTimeout", "Stopped")
 """Types of errors that only say that another rank went away."""
 
@@ -87,6 +88,11 @@ class RecordedRun:
         return f"rank {told[0][0]}: {told[0][1]}" if told else ""
 
     @property
+    def attempts(self) -> int:
+        """How often the run was started."""
+        return max((part["attempt"] for part in self.parts), default=0) + 1
+
+    @property
     def seconds(self) -> float:
         """From the moment the first rank began to the last sign of life of any rank."""
         ends = [part["ended_s"] - self.began_s for part in self.parts if "ended_s" in part]
@@ -95,35 +101,63 @@ class RecordedRun:
 
 def report_data(run: RecordedRun, against: Sequence[RecordedRun] = ()) -> dict[str, Any]:
     """Return everything that the page of a run shows; `against` are drawn beside it."""
-    unit, at, rates = metrics.throughput(run.stepping)
-    logged = [line["t"] for line in run.lines.get(0, ()) if line["a"] == _attempt(run)]
+    attempt = run.parts[0]["attempt"] if run.parts else 0
+    logged = [line["t"] for line in run.lines.get(0, ()) if line["a"] == attempt]
     return {
-        "name": run.config.get("name", run.directory.name),
+        **_compared(run),
         "status": run.status,
         "trouble": run.trouble,
         "started": run.config.get("started", ""),
         "command": " ".join(run.config.get("command", ())),
         "seconds": run.seconds,
-        "ranks": len(run.parts),
-        "attempts": _attempts(run),
-        "threads": _threads(run),
+        "attempts": run.attempts,
         "steps": len(run.stepping.steps),
-        "metrics": curves(run.merged),
-        "throughput": {"unit": unit, "steps": at, "values": _finite(rates)},
-        "rate": metrics.overall_throughput(run.stepping),
-        "shares": timeline.shares(run.parts, run.lines),
         "calls": timeline.call_table(run.parts),
         "averaging": averaging_table(run.parts),
         "timeline": timeline.build(run.parts, logged),
         "layouts": run.parts[0].get("layouts", []) if run.parts else [],
-        "places": [_place_of(part) for part in run.parts],
+        "places": [{name: part.get(name) for name in _PLACE} for part in run.parts],
         "facts": fact_tables(run),
         "logs": [
             {"rank": rank, "text": log_tail(directories.log_path(run.directory, rank))}
             for rank in directories.ranks_in(run.directory)[:LOGS_SHOWN]
         ],
-        "against": [_other(other) for other in against],
+        "against": [_compared(other) for other in against],
     }
+
+
+def _compared(run: RecordedRun) -> dict[str, Any]:
+    """Return what is drawn of a run and of those beside it."""
+    unit, at, rates = metrics.throughput(run.stepping)
+    return {
+        "name": run.config.get("name", run.directory.name),
+        "ranks": len(run.parts),
+        "threads": run.parts[0].get("threads") if run.parts else None,
+        "metrics": curves(run.merged),
+        "throughput": {"unit": unit, "steps": at, "values": _finite(rates)},
+        "rate": metrics.overall_throughput(run.stepping),
+        "shares": timeline.shares(run.parts, run.lines),
+    }
+
+
+def averaging_table(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what averaging gradients cost: a row for each rank and module whose it averaged.
+
+    Shares are of the time that the rank was recorded.
+    """
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        seconds = part["ended_s"] - part["began_s"] if "ended_s" in part else 0.0
+        for costs in part.get("averaging", ()):
+            steps, row = max(1, costs["steps"]), {"rank": part["rank"]}
+            row |= {name: costs[name] for name in ("module", "ranks", "steps", "buckets")}
+            row["bytes_per_step"] = round(costs["bytes"] / steps)
+            for when in ("backward", "forward"):
+                waited = costs[f"wait_{when}_s"]
+                row[f"{when}_s_per_step"] = waited / steps
+                row[f"{when}_share"] = waited / seconds if seconds > 0 else 0.0
+            rows.append(row)
+    return rows
 
 
 def curves(merged: metrics.Metrics) -> list[dict[str, Any]]:
@@ -170,7 +204,7 @@ def fact_tables(run: RecordedRun) -> dict[str, dict[str, str]]:
         "devices": ", ".join(sorted({part["device"] for part in run.parts})),
         "backend": str(first.get("backend", "")),
         "threads of a rank": str(first.get("threads", "")),
-        "attempts": str(_attempts(run)),
+        "attempts": str(run.attempts),
         "started": config.get("started", ""),
         "command": " ".join(config.get("command", ())),
         "directory": config.get("directory", ""),
@@ -195,36 +229,6 @@ def log_tail(path: Path, limit: int = LOG_BYTES) -> str:
         return ""
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     return "\n".join(lines).strip("\n")
-
-
-def _other(run: RecordedRun) -> dict[str, Any]:
-    unit, at, rates = metrics.throughput(run.stepping)
-    return {
-        "name": run.config.get("name", run.directory.name),
-        "ranks": len(run.parts),
-        "threads": _threads(run),
-        "metrics": curves(run.merged),
-        "throughput": {"unit": unit, "steps": at, "values": _finite(rates)},
-        "rate": metrics.overall_throughput(run.stepping),
-        "shares": timeline.shares(run.parts, run.lines),
-    }
-
-
-def _place_of(part: dict[str, Any]) -> dict[str, Any]:
-    kept = ("rank", "host", "device", "pid", "threads", "status", "peak_mb")
-    return {name: part.get(name) for name in kept}
-
-
-def _threads(run: RecordedRun) -> int | None:
-    return run.parts[0].get("threads") if run.parts else None
-
-
-def _attempts(run: RecordedRun) -> int:
-    return max((part["attempt"] for part in run.parts), default=0) + 1
-
-
-def _attempt(run: RecordedRun) -> int:
-    return run.parts[0]["attempt"] if run.parts else 0
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

@@ -1,28 +1,47 @@
-"""A page that shows a job while it runs: progress, the state of each rank, where it stands."""
+"""A page that shows a job while it runs: progress, the state of each rank, where it stands.
+
+Its small web server is for one reader: this host alone, and only with the token in the address.
+Requests that were meant for another host name are refused, so that no page elsewhere can read it.
+"""
 
 from __future__ import annotations
 
+import hmac
+import json
+import re
 import secrets
+import statistics
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.launch.job import ENDS
+from unisono.launch.stacks import outside_collectives, user_line
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics, timeline
+from unisono.train.report.building import page
 from unisono.train.report.data import RecordedRun, curves, log_tail
-from unisono.train.report.page import page
-from unisono.train.report.serving import LocalServer
-from unisono.train.report.standing import judge, patience_s, place_of
 
 ASK_EVERY_S = 3.0
 """Shortest time between two questions for stacks."""
 LAST_LOOK_S = 2.0
 """How long an ended job is still shown to a page that looks at it."""
 _LOG_BYTES = 4_000
+QUIET_S = 5.0
+"""A rank of which nothing was heard for so long is asked where it stands."""
+QUIET_STEPS = 5.0
+"""The same, in steps: slow steps are no reason to worry."""
+START_S = 60.0
+"""So long a rank may load data and build its model before it first logs."""
+_VERB = re.compile(r'comm/(?:collectives|messages)\.py", line \d+ in (?P<verb>[a-z]\w+)')
+_TORCH = re.compile(r'torch/distributed/\S+\.py", line \d+ in (?P<verb>[a-z]\w+)')
 
 
 class Watched(Protocol):
@@ -160,3 +179,103 @@ class LiveView:
 
 def _patience_s(run: RecordedRun, rank: int) -> float:
     return patience_s([line["t"] for line in run.lines.get(rank, ())[-50:]])
+
+
+def patience_s(times: Sequence[float]) -> float:
+    """Return how long a rank may be quiet that logged at these seconds."""
+    took = [b - a for a, b in pairwise(times[-50:])]
+    return max(QUIET_S, QUIET_STEPS * statistics.median(took)) if took else QUIET_S
+
+
+def place_of(stack: str) -> str:
+    """Return where a rank stands in one line: `waits in all_reduce, train.py:31 in step`."""
+    line = user_line(stack)
+    calls = [found["verb"] for found in _VERB.finditer(stack)]
+    calls = calls or [v for f in _TORCH.finditer(stack) if (v := f["verb"]) != "wrapper"]
+    return f"waits in {calls[-1].rstrip('_')}, {line}" if calls else f"at {line}"
+
+
+def judge(
+    quiet_s: float, patience: float, rank: int, stacks: Mapping[int, str], *, has_logged: bool
+) -> str:
+    """Return `running`, `starting`, `waiting` (for others) or `stalled` for a rank not ended."""
+    if quiet_s <= patience or not stacks:
+        return "running"
+    if rank in stacks and rank not in outside_collectives(stacks):
+        return "waiting"
+    return "stalled" if has_logged or quiet_s > START_S else "starting"
+
+
+class LocalServer(ThreadingHTTPServer):
+    """Answers on the loopback interface only; closing it waits for requests under way."""
+
+    daemon_threads = False
+
+    def __init__(
+        self, token: str, show: Callable[[], str], state: Callable[..., dict[str, Any]]
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.token = token
+        self.show = show
+        self.state = state
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that was closed while we answered is no event; anything else is told."""
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request. Everything without the right token and host gets the same refusal."""
+
+    server: Any
+    timeout = 2.0
+    server_version = "unisono"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer a request for the page or for the state."""
+        path, _, query = self.path.partition("?")
+        _, token, *rest = f"{path}/".split("/")
+        if not self._is_for_us() or not hmac.compare_digest(
+            token.encode(errors="replace"), self.server.token.encode()
+        ):
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "forbidden\n")
+        elif rest[0] == "state":
+            state = self.server.state(asks=query == "ask")
+            self._answer(HTTPStatus.OK, "application/json", json.dumps(_without_nan(state)))
+        elif rest[0] == "":
+            self._answer(HTTPStatus.OK, "text/html", self.server.show())
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "nothing here\n")
+
+    def _is_for_us(self) -> bool:
+        """Whether the request names this host: a page of another name may not read us."""
+        port = self.server.server_port
+        return self.headers.get("Host") in (f"127.0.0.1:{port}", f"localhost:{port}")
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        # A notebook of this host may show the page; no other site may.
+        near = "http://127.0.0.1:* http://localhost:*"
+        self.send_header("Content-Security-Policy", f"frame-ancestors {near}")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing: the console belongs to the ranks."""
+
+
+def _without_nan(value: Any) -> Any:
+    """Return `value` with None for what JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and value - value != 0 else value

@@ -1,4 +1,4 @@
-"""What ranks have logged, put together: one value a step, the mean over ranks. Pure.
+"""What ranks have logged, put together: one value per step, the mean over ranks. Pure.
 
 A line is `{"step": 3, "t": 1.25, "a": 0, "v": {"loss": 0.5}, ...}`; later attempts and later lines
 of a rank replace earlier ones of the same step.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,27 +72,17 @@ def _is_line(found: Any) -> bool:
     """Return whether all that is read from a line later is there, and of its kind."""
     try:
         step = found["step"]
-        numbers = [
-            found["t"],
-            found["a"],
-            found["blocked_s"],
-            found["wait_s"],
-            *found["v"].values(),
-        ]
+        numbers = [found[name] for name in ("t", "a", "blocked_s", "wait_s")]
+        numbers += found["v"].values()
     except (TypeError, KeyError, AttributeError):
         return False
     return type(step) is int and all(isinstance(n, (int, float)) for n in numbers)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of one rank; those that are cut off or no such lines are left out."""
-    return LineReader(path).read_new().lines
-
-
 def merge(
     lines_of_ranks: Mapping[int, Iterable[Mapping[str, Any]]], began_s: float = 0.0
 ) -> Metrics:
-    """Put the lines of all ranks together, one value a step and metric; time is from `began_s`."""
+    """Put the lines of all ranks together, one value per step and metric, from `began_s` on."""
     values: dict[str, dict[int, dict[int, float]]] = {}
     when: dict[int, dict[int, tuple[int, float]]] = {}
     for rank, lines in lines_of_ranks.items():
@@ -120,7 +110,7 @@ def merge(
 
 
 def write_csv(path: Path, metrics: Metrics) -> None:
-    """Write one row a step: step, seconds, then every metric; empty where it was not logged."""
+    """Write one row per step: step, seconds, then every metric; empty where it was not logged."""
     columns = {name: dict(zip(s.steps, s.mean, strict=True)) for name, s in metrics.series.items()}
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -131,16 +121,12 @@ def write_csv(path: Path, metrics: Metrics) -> None:
 
 
 def throughput(metrics: Metrics, points: int = 120) -> tuple[str, list[int], list[float]]:
-    """Return the unit, and at some steps how much was done a second since the one before.
+    """Return the unit, and at some steps how much was done per second since the one before.
 
     Samples where they were logged, else steps. Neighbouring steps are taken together, so that a
     long run gives about `points` values.
     """
-    counted = metrics.series.get(SAMPLES)
-    unit = f"{SAMPLES}/s" if counted is not None else "steps/s"
-    source = counted or metrics
-    steps, seconds = source.steps, source.seconds
-    amounts: Sequence[float] = counted.mean if counted else [1.0] * len(steps)
+    steps, seconds, amounts = _amounts(metrics)
     at: list[int] = []
     rates: list[float] = []
     stride = max(1, math.ceil((len(steps) - 1) / points))
@@ -150,14 +136,20 @@ def throughput(metrics: Metrics, points: int = 120) -> tuple[str, list[int], lis
         if elapsed > 0:
             at.append(steps[end])
             rates.append(sum(amounts[begin + 1 : end + 1]) / elapsed)
-    return unit, at, rates
+    return f"{SAMPLES}/s" if SAMPLES in metrics.series else "steps/s", at, rates
 
 
 def overall_throughput(metrics: Metrics) -> float | None:
-    """Return samples (or steps) a second from the first logged step to the last."""
-    counted = metrics.series.get(SAMPLES)
-    seconds = counted.seconds if counted else metrics.seconds
-    amounts: Sequence[float] = counted.mean if counted else [1.0] * len(seconds)
+    """Return samples (or steps) per second from the first logged step to the last."""
+    _, seconds, amounts = _amounts(metrics)
     if len(seconds) < 2 or seconds[-1] <= seconds[0]:
         return None
     return sum(amounts[1:]) / (seconds[-1] - seconds[0])
+
+
+def _amounts(metrics: Metrics) -> tuple[list[int], list[float], list[float]]:
+    """Return steps, when they ended, and how much was done in each."""
+    counted = metrics.series.get(SAMPLES)
+    if counted is None:
+        return metrics.steps, metrics.seconds, [1.0] * len(metrics.steps)
+    return counted.steps, counted.seconds, counted.mean

@@ -1,0 +1,1 @@
+"""The layers of Bayesian nets, one kind per file."""

@@ -1,0 +1,71 @@
+"""Who writes what: every block is written once, and every rank gets back what it had."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.train.checkpoint.pieces import Held, arrange, put_together, taken_apart
+
+
+def block(place, content, *, of=6, size=3):
+    return Held(((of,), "float32"), (place,), (size,), 4 * size, str(content).encode())
+
+
+@given(
+    contents=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=2), min_size=1, max_size=4),
+    lacking=st.sets(st.integers(0, 7)),
+)
+def test_every_rank_finds_its_own_block_in_its_version(contents, lacking):
+    # A mesh of replicas x 2 blocks; `contents` says what each replica has at each place.
+    held = [
+        {} if 2 * row + place in lacking else {"w": block(3 * place, replica[place])}
+        for row, replica in enumerate(contents)
+        for place in range(2)
+    ]
+    arrangement = arrange(held)
+    versions = arrangement.versions.get("w", [0] * len(held))
+    stored = {}
+    for rank, writes in enumerate(arrangement.writes):
+        for name, version in writes:
+            mine = held[rank][name]
+            assert (version, mine.offsets) not in stored, "written twice"
+            stored[version, mine.offsets] = mine.digest
+    for rank, have in enumerate(held):
+        if have:
+            assert stored[versions[rank], have["w"].offsets] == have["w"].digest
+    places = {have["w"].offsets for have in held if have}
+    for version in {version for version, _ in stored}:
+        assert {offsets for v, offsets in stored if v == version} == places, "a version is whole"
+
+
+def test_equal_tensors_are_shared_out_by_size():
+    held = [{f"p{i}": block(0, i, of=3) for i in range(8)} for _ in range(4)]
+    arrangement = arrange(held)
+    assert [len(writes) for writes in arrangement.writes] == [2, 2, 2, 2]
+    assert arrangement.versions == {}
+
+
+def test_ranks_with_tensors_of_other_shapes_have_versions_of_their_own():
+    held = [{"x": block(0, 1, of=3)}, {"x": block(0, 1, of=3)}, {"x": block(0, 1, of=2, size=2)}]
+    arrangement = arrange(held)
+    assert arrangement.versions == {"x": [0, 0, 1]}
+
+
+@given(
+    st.recursive(
+        st.one_of(st.integers(), st.text(), st.builds(np.array, st.integers(0, 9)), st.none()),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.tuples(inner, inner),
+            st.dictionaries(st.sampled_from(["a", "b", "a.b", 0, "0"]), inner, max_size=4),
+        ),
+        max_leaves=12,
+    )
+)
+def test_a_tree_that_is_taken_apart_goes_together_again(tree):
+    rest, leaves = taken_apart(tree, lambda value: isinstance(value, np.ndarray))
+    again = put_together(rest, dict(leaves.values()))
+    assert repr(again) == repr(tree)
+    assert all(not isinstance(path, str) for path, _ in leaves.values())
