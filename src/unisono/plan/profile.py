@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from unisono.bayes import OutputUpdater, Sequential
 from unisono.errors import PartitionError
 from unisono.graph_parallel import GraphPartition
-from unisono.nn.plan_report import rehearsed
-from unisono.nn.rehearsal import on_paper
+from unisono.nn.distribute.report import rehearsed
+from unisono.nn.distribute.traffic import on_paper
 from unisono.plan.layers import measured_layers, nbytes, sent_buckets
 from unisono.plan.subject import GraphInput, Subject
 from unisono.plan.workload import (
