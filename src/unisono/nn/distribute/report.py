@@ -43,8 +43,8 @@ def plan_report(
 
     Layers stand in the order in which one forward calls them, with what that forward sends; a
     collective is named in the column of halos, and its bytes are this rank's contribution. Besides,
-    each chain of layers, or layer outside of one, sends a word of a few bytes by which ranks agree
-    that no shape has changed. Local; no world is needed.
+    each chain of layers, or layer outside of one, sends some 300 bytes by which ranks agree on what
+    they hold. Local; no world is needed.
 
     Args:
         net: an ordinary network, or one made by `distribute`.
