@@ -18,7 +18,7 @@ from unisono.compat.distdl.utilities import tensor_decomposition as decompositio
 from unisono.compat.distdl.utilities import torch as structures
 from unisono.compat.distdl.utilities.index_tricks import cartesian_index_c, cartesian_index_f
 from unisono.compat.distdl.utilities.misc import Bunch, DummyContext
-from unisono.nn.structure import current_mode
+from unisono.nn.agreement import current_mode
 
 
 def test_the_packages_of_distdl_hold_every_layer_that_we_have():

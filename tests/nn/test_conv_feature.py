@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.nn.conv_feature import DistributedFeatureConv1d, DistributedFeatureConv2d
+from unisono.nn.layers.conv import DistributedFeatureConv1d, DistributedFeatureConv2d
 from unisono.topology import Partition
 
 CASES = [

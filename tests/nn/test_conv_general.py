@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
+from unisono import nn as g
 from unisono.errors import PartitionError
-from unisono.nn import conv_general as g
 from unisono.topology import Partition
 
 

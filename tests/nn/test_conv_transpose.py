@@ -8,7 +8,7 @@ from torch import nn
 
 import unisono
 from unisono.errors import PartitionError
-from unisono.nn.conv_transpose import (
+from unisono.nn.layers.conv_transpose import (
     DistributedFeatureConvTranspose1d,
     DistributedFeatureConvTranspose2d,
 )

@@ -10,8 +10,8 @@ from torch import nn
 
 import unisono
 from unisono.errors import PartitionError
-from unisono.nn.embedding import DistributedEmbedding
-from unisono.nn.upsampling import DistributedUpsample, Interpolate
+from unisono.nn.layers.embedding import DistributedEmbedding
+from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
 from unisono.testing import check_parity
 from unisono.topology import Partition
 

@@ -8,10 +8,14 @@ from torch.nn import functional as F
 
 import unisono
 from unisono.errors import PartitionError
-from unisono.nn.conv import DistributedConv1d, DistributedConv2d
-from unisono.nn.conv_feature import DistributedFeatureConv1d
-from unisono.nn.conv_general import DistributedChannelConv2d, DistributedGeneralConv2d
-from unisono.nn.halo_layers import DistributedPad, HaloExchange
+from unisono.nn.layers.conv import (
+    DistributedChannelConv2d,
+    DistributedConv1d,
+    DistributedConv2d,
+    DistributedFeatureConv1d,
+    DistributedGeneralConv2d,
+)
+from unisono.nn.layers.halo import DistributedPad, HaloExchange
 from unisono.testing import check_parity
 from unisono.topology import Partition
 
@@ -64,7 +68,7 @@ def test_the_selector_takes_the_general_layer_for_space():
 
 def test_padding_arguments_that_make_no_sense_are_refused():
     P = Partition([1, 1])
-    with pytest.raises(PartitionError, match="modes"):
+    with pytest.raises(PartitionError, match="'constant', 'reflect'"):
         DistributedPad(P, (1, 1), "mirror")
     with pytest.raises(PartitionError, match="3 numbers"):
         DistributedPad(P, (1, 1, 1))

@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import unisono
+from unisono import nn as linear
 from unisono.errors import PartitionError
-from unisono.nn import linear
 from unisono.topology import Partition
 
 

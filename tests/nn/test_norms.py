@@ -8,10 +8,9 @@ from torch import nn
 
 import unisono
 from unisono.errors import PartitionError
-from unisono.nn.batch_norm import DistributedBatchNorm
 from unisono.nn.distribute import distribute
-from unisono.nn.instance_norm import DistributedInstanceNorm
-from unisono.nn.layer_norm import DistributedLayerNorm
+from unisono.nn.layers.batch_norm import DistributedBatchNorm
+from unisono.nn.layers.norm import DistributedInstanceNorm, DistributedLayerNorm
 from unisono.topology import Partition
 
 

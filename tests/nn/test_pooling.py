@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import unisono
+from unisono import nn as p
 from unisono.errors import PartitionError
-from unisono.nn import pooling as p
 from unisono.testing import check_parity
 from unisono.topology import Partition
 

@@ -190,7 +190,7 @@ def test_words_that_are_none_of_the_legal_ones():
     refused(lambda: unn.DistributedUpsample(P, mode="cubist", size=3), "'nearest'", "'linear'")
     refused(lambda: unn.DistributedUpsample(P), "neither", "exactly one")
     refused(lambda: unn.DistributedUpsample(P, 3, 2.0), "both", "exactly one")
-    refused(lambda: unn.DistributedEmbedding(P, 3, 3, split="rows"), '"dim", "vocab"')
+    refused(lambda: unn.DistributedEmbedding(P, 3, 3, split="rows"), "'dim', 'vocab'")
     refused(lambda: unn.structure_check("sometimes"), "'always', 'on_change', 'off'")
     refused(lambda: unn.state_dict_mode("some").__enter__(), "full, sharded, local")
 

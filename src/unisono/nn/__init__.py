@@ -7,57 +7,61 @@ the result. Built on `Module`, which sets layers up lazily, together, and never 
 from __future__ import annotations
 
 from unisono.nn import functional
-from unisono.nn.batch_norm import DistributedBatchNorm
-from unisono.nn.class_loss import DistributedCrossEntropyLoss, DistributedNLLLoss
-from unisono.nn.conv import DistributedConv1d, DistributedConv2d, DistributedConv3d
-from unisono.nn.conv_feature import (
-    DistributedFeatureConv1d,
-    DistributedFeatureConv2d,
-    DistributedFeatureConv3d,
-)
-from unisono.nn.conv_general import (
+from unisono.nn.agreement import structure_check
+from unisono.nn.distribute import DistributedSequential, distribute, plan_report
+from unisono.nn.gradients import clip_grad_norm_
+from unisono.nn.layers.batch_norm import DistributedBatchNorm
+from unisono.nn.layers.conv import (
     DistributedChannelConv1d,
     DistributedChannelConv2d,
     DistributedChannelConv3d,
+    DistributedConv1d,
+    DistributedConv2d,
+    DistributedConv3d,
+    DistributedFeatureConv1d,
+    DistributedFeatureConv2d,
+    DistributedFeatureConv3d,
     DistributedGeneralConv1d,
     DistributedGeneralConv2d,
     DistributedGeneralConv3d,
 )
-from unisono.nn.conv_transpose import (
+from unisono.nn.layers.conv_transpose import (
     DistributedFeatureConvTranspose1d,
     DistributedFeatureConvTranspose2d,
     DistributedFeatureConvTranspose3d,
 )
-from unisono.nn.distribute import DistributedSequential, distribute
-from unisono.nn.embedding import DistributedEmbedding
-from unisono.nn.gradient_norm import clip_grad_norm_
-from unisono.nn.group_norm import DistributedGroupNorm
-from unisono.nn.halo_layers import DistributedPad, HaloExchange
-from unisono.nn.instance_norm import DistributedInstanceNorm
-from unisono.nn.layer_norm import DistributedLayerNorm
-from unisono.nn.linear import (
+from unisono.nn.layers.embedding import DistributedEmbedding
+from unisono.nn.layers.halo import DistributedPad, HaloExchange
+from unisono.nn.layers.linear import (
     DistributedLinear,
     DistributedLinearAllGather,
     DistributedLinearReduceScatter,
 )
-from unisono.nn.loss import (
+from unisono.nn.layers.loss import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
+    DistributedCrossEntropyLoss,
     DistributedKLDivLoss,
     DistributedL1Loss,
     DistributedMSELoss,
+    DistributedNLLLoss,
     DistributedPoissonNLLLoss,
 )
-from unisono.nn.module import Module
-from unisono.nn.movement import (
+from unisono.nn.layers.movement import (
     AllGather,
     AllSumReduce,
     Broadcast,
+    DistributedTranspose,
     ReduceScatter,
+    Repartition,
     SumReduce,
 )
-from unisono.nn.plan_report import plan_report
-from unisono.nn.pooling import (
+from unisono.nn.layers.norm import (
+    DistributedGroupNorm,
+    DistributedInstanceNorm,
+    DistributedLayerNorm,
+)
+from unisono.nn.layers.pooling import (
     DistributedAvgPool1d,
     DistributedAvgPool2d,
     DistributedAvgPool3d,
@@ -65,10 +69,9 @@ from unisono.nn.pooling import (
     DistributedMaxPool2d,
     DistributedMaxPool3d,
 )
-from unisono.nn.repartition import DistributedTranspose, Repartition
+from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
+from unisono.nn.module import Module
 from unisono.nn.state import Shard, check_replicas, full_state_dict, no_sync, state_dict_mode
-from unisono.nn.structure import structure_check
-from unisono.nn.upsampling import DistributedUpsample, Interpolate
 
 __all__ = [
     "AllGather",

@@ -1,209 +1,364 @@
-"""How the ranks of a layer agree on a call: one word, on its way while the call goes on.
+"""How the ranks of a layer agree on a call: one record from each, gathered before anything else.
 
-The word is the maximum over ranks of four numbers: has some input changed or gone wrong, does some
-rank need gradients, and is grad mode alike. A layer asks when it is called and needs the answer
-before it uses what other ranks have sent.
+A rank sees only its own block. So each call begins with one small all-gather of what every rank
+holds: shapes, dtypes and devices of its inputs, whose gradients it needs, whether its input is bad.
+All ranks then know the same and decide alike: go on with the current plan, make another, or raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from unisono import errors
 from unisono.comm import Communicator
-from unisono.comm.perform import Pending
-from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, name_ranks
-from unisono.nn.structure import current_mode
+from unisono.comm.blocks import pack_shape, unpack_shape
+from unisono.errors import (
+    CollectiveMismatch,
+    PartitionError,
+    UnisonoError,
+    name_ranks,
+)
+from unisono.expect import expect_choice
+from unisono.topology import Partition
 
-SAME, CHANGED, BAD = 0, 1, 2
+Mode = Literal["always", "on_change", "off"]
+_MODES: tuple[str, ...] = get_args(Mode)
+_DEVICES = ("cpu", "cuda", "mps", "meta")
 NO_GRAD, PARAMETERS, INPUTS = 0, 1, 2
 """Whose gradients are needed: nobody's, only parameters', inputs' too."""
+Cuts = tuple[tuple[int, ...], ...]
+"""For each dim, the cuts of a tensor's blocks."""
 
-MOST_NOTES = 9
-"""In shared memory groups up to this size write notes; larger ones meet."""
 
-Word = tuple[int, int, int, int]
-"""Level, whose gradients, grad mode, minus grad mode."""
-Sent = Pending[Tensor] | Pending[list[tuple[int, ...]]]
-"""A word under way: the maximum over ranks, or the words of all."""
+class structure_check:
+    """Say how layers notice that a shape has changed: at once, or for a `with` block.
+
+    `"always"` (default): ranks agree in every forward, so a change that only some ranks see is
+    planned anew on all. `"off"`: nothing is asked, and the first plan is final. `"on_change"` is
+    another word for "always": agreeing has become too cheap to have a mode between the two.
+
+    >>> with structure_check("off"):
+    ...     current_mode()
+    'off'
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        global _mode
+        self._before: Mode | None = _mode
+        _mode = _checked(mode)
+
+    def __enter__(self) -> None:
+        """The mode is set already."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        global _mode
+        _mode = self._before
+
+
+def current_mode() -> Mode:
+    """Return the mode in force: set by `structure_check`, else `UNISONO_STRUCTURE_CHECK`."""
+    if _mode is not None:
+        return _mode
+    outside = os.environ.get("UNISONO_STRUCTURE_CHECK")
+    return "always" if outside is None else _checked(outside)
+
+
+def _checked(mode: str) -> Mode:
+    return cast("Mode", expect_choice("structure_check", mode, _MODES, error=PartitionError))
+
+
+_mode: Mode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a plan depends on in one tensor of one rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, x: Tensor) -> Structure:
+        """Return the structure of a tensor."""
+        return cls(tuple(x.shape), x.dtype, x.device.type)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+    def packed(self) -> tuple[int, ...]:
+        """Return it as a fixed number of ints."""
+        return (*pack_shape(self.shape, self.dtype), _DEVICES.index(self.device))
+
+    @classmethod
+    def unpacked(cls, record: Sequence[int]) -> Structure:
+        """Undo `packed`."""
+        return cls(*unpack_shape(record[:-1]), _DEVICES[record[-1]])
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """What all ranks of a layer know of this call."""
+class Table:
+    """The structures of one input on all ranks of a layer."""
 
-    changed: bool
-    """Some rank's input has another structure than the current plan."""
+    ranks: tuple[int, ...]
+    """Ranks of the root communicator, ascending."""
+    entries: tuple[Structure, ...]
+
+    def of(self, rank: int) -> Structure:
+        """Return the structure on a rank of the root communicator."""
+        return self.entries[self.ranks.index(rank)]
+
+    def shapes(self, partition: Partition) -> list[tuple[int, ...]]:
+        """Return the shapes of the blocks of a partition, row-major."""
+        return [self.of(rank).shape for rank in partition.ranks]
+
+    def dtype(self, partition: Partition) -> torch.dtype:
+        """Return the one dtype of the blocks of a partition."""
+        found = {rank: self.of(rank).dtype for rank in partition.ranks}
+        first = found[partition.ranks[0]]
+        if any(dtype != first for dtype in found.values()):
+            raise CollectiveMismatch.because(
+                f"blocks of {partition!r}",
+                "\n".join(f"rank {rank}: {dtype}" for rank, dtype in found.items()),
+                "their dtypes differ",
+                f"x.to({first}) on every rank",
+            )
+        return first
+
+    def cuts(self, partition: Partition) -> Cuts:
+        """Return the cuts of the blocks of a partition; they must form a grid."""
+        shapes = self.shapes(partition)
+        wrong = next((shape for shape in shapes if len(shape) != partition.dim), None)
+        if wrong is not None:
+            raise PartitionError.because(
+                f"a block of shape {list(wrong)} on {partition!r}",
+                self._listed(partition),
+                f"{len(wrong)} tensor dims, {partition.dim} partition dims",
+                "one partition size for each tensor dim; write 1 where a dim is not split",
+            )
+        cuts: list[tuple[int, ...]] = []
+        for dim, parts in enumerate(partition.shape):
+            sizes: list[int | None] = [None] * parts
+            for place, shape in enumerate(shapes):
+                i = partition.index_of(place)[dim]
+                if sizes[i] is None:
+                    sizes[i] = shape[dim]
+                elif sizes[i] != shape[dim]:
+                    raise PartitionError.because(
+                        f"blocks of {partition!r}",
+                        self._listed(partition),
+                        f"dim {dim}, index {i}: {sizes[i]} and {shape[dim]} points",
+                        "ranks with the same index in a dim must hold equally much of it",
+                    )
+            at = [0]
+            for size in sizes:
+                at.append(at[-1] + cast("int", size))
+            cuts.append(tuple(at))
+        return tuple(cuts)
+
+    def global_shape(self, partition: Partition) -> tuple[int, ...]:
+        """Return the shape of the whole tensor that the blocks of a partition make up."""
+        return tuple(own[-1] for own in self.cuts(partition))
+
+    def _listed(self, partition: Partition) -> str:
+        return "\n".join(
+            f"rank {rank}: {list(shape)}"
+            for rank, shape in zip(partition.ranks, self.shapes(partition), strict=True)
+        )
+
+
+# A record: _HEAD numbers, then the structures of up to _MOST_INPUTS tensors.
+_BAD, _MODE, _ARGUMENTS, _COUNT, _GRAD_ON, _GRADIENTS, _HEAD = range(7)
+_FIELDS = len(Structure((), torch.float32, "cpu").packed())
+_MOST_INPUTS = 2
+_ALIKE = {
+    _MODE: ("structure_check mode", "structure_check(...) alike on every rank"),
+    _ARGUMENTS: ("arguments of the layer", "build the layer alike on every rank"),
+    _COUNT: ("number of inputs", "call it with as many tensors on every rank"),
+}
+"""Fields that must be equal on all ranks: what they are, and what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What all ranks of a layer know of a call."""
+
+    tables: tuple[Table, ...]
+    """One for each input."""
     gradients: int
     """`NO_GRAD`, `PARAMETERS` or `INPUTS`, the most that some rank needs."""
 
 
-class Question:
-    """What one rank asks the others in a call.
+class Meetings:
+    """The calls of one layer, as its ranks agree on them.
 
-    Args:
-        comm: all ranks of the layer.
-        word: own word.
-        problem: an error this rank has found in its input.
-        is_sent: whether the word goes on its way at once; else it waits for `answer`, or travels
-            inside a message of the layer (`settle`).
+    Where everybody says what it said in the call before, the answer is the same `Agreement`.
     """
 
-    def __init__(
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._record: list[int] = []
+        self._heard: list[tuple[int, ...]] = []
+        self._structures: tuple[Structure, ...] = ()
+        self._agreement: Agreement | None = None
+
+    def agree(
         self,
         comm: Communicator | None,
-        word: Word,
+        ranks: tuple[int, ...],
+        structures: tuple[Structure, ...],
+        gradients: int,
         problem: UnisonoError | None,
-        *,
-        is_sent: bool,
-    ) -> None:
-        self.comm = comm
-        self.word = word
-        self._problem = problem
-        self._answer: Agreement | None = None
-        self._sent: Sent | None = None
-        if comm is not None and is_sent:
-            self._sent = _send(comm, word)
+        arguments: Callable[[], tuple[object, ...]],
+    ) -> Agreement:
+        """Return what all ranks agree on. Collective over `comm` unless the check is off.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether other ranks have still to be heard."""
-        return self._answer is None
+        Args:
+            comm: all ranks of the layer; None for one rank alone.
+            ranks: for each rank of `comm`, its rank in the root communicator.
+            structures: of the own inputs.
+            gradients: whose gradients this rank needs.
+            problem: an error that this rank has found in its input.
+            arguments: gives name and description of the layer, equal on all ranks.
 
-    @property
-    def is_inner(self) -> bool:
-        """Whether an enclosing chain asks for this layer: no word of its own is to travel."""
-        return False
-
-    @property
-    def stands_in(self) -> bool:
-        """Whether this rank can take part in the current plan with zeros only."""
-        return self.word[0] != SAME
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether this rank's own input is bad: the answer will raise."""
-        return self._problem is not None
-
-    def answer(self) -> Agreement:
-        """Return what all ranks agree on; raise alike on all if one has a problem."""
-        if self._answer is None and self.comm is not None:
-            heard = _meet(self.comm, self.word) if self._sent is None else self._sent.wait()
-            if isinstance(heard, Tensor):
-                self.settle(heard.tolist())
-            else:
-                self.settle([max(column) for column in zip(*heard, strict=True)])
-        return self._settled()
-
-    def settle(self, heard: list[int]) -> Agreement:
-        """Take the maximum over ranks of their words, however it came."""
-        top, gradients, on, off = heard
-        if top == BAD:
-            raise_together(self.comm, self._problem)
-        if on != -off:
-            refuse_mixed_grad_mode(self.comm, self.word[2])
-        self._answer = Agreement(top != SAME, gradients)
-        return self._answer
-
-    def _settled(self) -> Agreement:
-        if self._answer is None:
-            raise PartitionError("a layer's question was asked of nobody")
-        return self._answer
+        Raises:
+            UnisonoError: the problem of some rank, on all ranks.
+            CollectiveMismatch: ranks differ in arguments, check mode, grad mode, or number of
+                inputs.
+        """
+        mode = current_mode()
+        known = self._agreement
+        if known is not None and mode == "off":
+            if problem is not None:
+                raise problem
+            if structures != self._structures:
+                raise final_plan(arguments()[0], listed(self._structures), listed(structures))
+            needed = INPUTS if torch.is_grad_enabled() else NO_GRAD  # nobody tells about others
+            return replace(known, gradients=gradients if comm is None else needed)
+        key = (structures, gradients, torch.is_grad_enabled(), mode)
+        if problem is not None or key != self._key:
+            problem = problem or _too_many(structures, arguments)
+            self._record = _record(structures, gradients, problem, arguments)
+            self._key = key if problem is None else ()
+        heard = [tuple(self._record)] if comm is None else comm.all_gather_ints(self._record)
+        if known is None or heard != self._heard:
+            if any(record[_BAD] for record in heard):
+                raise_together(comm, problem)
+            if comm is not None:
+                _check_alike(comm, heard, arguments)
+                refuse_mixed_grad_mode(comm, [record[_GRAD_ON] for record in heard])
+            known = self._agreement = _agreed(ranks, heard)
+            self._heard = heard
+            self._structures = structures
+        return known
 
 
-def _send(
-    comm: Communicator, word: Word
-) -> Pending[Tensor] | Pending[list[tuple[int, ...]]] | None:
-    """Send a word on its way behind the caller's back; None where that would need a thread.
-
-    In shared memory a reduction would; but notes are simply there when they are wanted, so that
-    nobody has to be met.
-    """
-    if comm.backend == "gloo":
-        return comm.start.all_reduce_(torch.tensor(word, dtype=torch.int32), "max")
-    if comm.backend == "shm" and comm.size <= MOST_NOTES:
-        return comm.post_ints(word)
-    return None
-
-
-def _meet(comm: Communicator, word: Word) -> Tensor | list[tuple[int, ...]]:
-    """Hear all ranks now; in shared memory notes cost less than a maximum of tensors."""
-    if comm.backend == "shm" and comm.size <= MOST_NOTES:
-        return comm.post_ints(word).wait()
-    return comm.all_reduce_(torch.tensor(word, dtype=torch.int32), "max")
-
-
-class _Inner(Question):
-    """The question of a layer inside a chain that has asked for all of its layers."""
-
-    def __init__(self, chain: Question, changed: bool, problem: UnisonoError | None) -> None:
-        super().__init__(None, (CHANGED if changed else SAME, 0, 0, 0), problem, is_sent=False)
-        self._chain = chain
-        if not chain.is_open:
-            self.answer()
-
-    @property
-    def is_inner(self) -> bool:
-        """Always."""
-        return True
-
-    def answer(self) -> Agreement:
-        """Return the chain's answer; what this rank alone sees counts too."""
-        if self._problem is not None:
-            raise self._problem
-        agreed = self._chain.answer()
-        self._answer = Agreement(agreed.changed or self.stands_in, agreed.gradients)
-        return self._answer
-
-
-class _Chain:
-    """The question of an enclosing chain, which speaks for the layers inside it."""
-
-    current: Question | None = None
-
-
-@contextmanager
-def chained(question: Question) -> Iterator[None]:
-    """Let the layers called inside take this question as theirs."""
-    before, _Chain.current = _Chain.current, question
-    try:
-        yield
-        question.answer()
-    finally:
-        _Chain.current = before
-
-
-def ask(
-    comm: Communicator | None,
-    *,
-    changed: bool,
+def _record(
+    structures: tuple[Structure, ...],
     gradients: int,
     problem: UnisonoError | None,
-    is_sent: bool = True,
-) -> Question:
-    """Ask all ranks of `comm` about this call. Collective over `comm` in mode "always".
+    arguments: Callable[[], tuple[object, ...]],
+) -> list[int]:
+    digest = hashlib.blake2b(repr(arguments()).encode(), digest_size=7).digest()
+    record = [0] * (_HEAD + _MOST_INPUTS * _FIELDS)
+    record[:_HEAD] = (
+        int(problem is not None),
+        _MODES.index(current_mode()),
+        int.from_bytes(digest),
+        len(structures),
+        int(torch.is_grad_enabled()),
+        gradients,
+    )
+    for i, structure in enumerate(structures[:_MOST_INPUTS]):
+        record[_HEAD + i * _FIELDS : _HEAD + (i + 1) * _FIELDS] = structure.packed()
+    return record
 
-    The question is answered at once, and a problem raised, where nobody else is to be heard: one
-    rank alone, another mode, or a chain that has its answer.
-    """
-    if _Chain.current is not None:
-        return _Inner(_Chain.current, changed, problem)
-    grad_on = int(torch.is_grad_enabled())
-    if comm is not None and current_mode() == "always":
-        level = BAD if problem is not None else CHANGED if changed else SAME
-        return Question(comm, (level, gradients, grad_on, -grad_on), problem, is_sent=is_sent)
-    if problem is not None:
-        raise problem
-    if comm is not None:
-        gradients = INPUTS if grad_on else NO_GRAD  # nobody tells what the others need
-    question = Question(None, (int(changed), gradients, grad_on, -grad_on), None, is_sent=False)
-    question.settle(list(question.word))
-    return question
+
+def final_plan(layer: object, before: str, after: str) -> UnisonoError:
+    """Return the error of a changed input where the first plan is final."""
+    return CollectiveMismatch.because(
+        f"{layer} with structure_check off",
+        f"{before} -> {after}",
+        "the first plan is final",
+        'unisono.nn.structure_check("always")',
+    )
+
+
+def listed(structures: Sequence[Structure]) -> str:
+    """Return structures as a message shows them."""
+    return ", ".join(map(str, structures))
+
+
+def _too_many(
+    structures: tuple[Structure, ...], arguments: Callable[[], tuple[object, ...]]
+) -> UnisonoError | None:
+    if len(structures) <= _MOST_INPUTS:
+        return None
+    return PartitionError.because(
+        f"forward of {arguments()[0]}",
+        f"{len(structures)} tensors",
+        f"{len(structures)} > {_MOST_INPUTS}",
+    )
+
+
+def _agreed(ranks: tuple[int, ...], heard: Sequence[tuple[int, ...]]) -> Agreement:
+    tables: list[Table] = []
+    for i in range(heard[0][_COUNT]):
+        start = _HEAD + i * _FIELDS
+        entries = (Structure.unpacked(record[start : start + _FIELDS]) for record in heard)
+        tables.append(Table(ranks, tuple(entries)))
+    return Agreement(tuple(tables), max(record[_GRADIENTS] for record in heard))
+
+
+def _check_alike(
+    comm: Communicator,
+    heard: Sequence[tuple[int, ...]],
+    arguments: Callable[[], tuple[object, ...]],
+) -> None:
+    for number, (name, hint) in _ALIKE.items():
+        values = [record[number] for record in heard]
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if not odd:
+            continue
+        said = [f"{value} tensor{'s' * (value != 1)}" for value in values]
+        if number == _MODE:
+            said = [_MODES[value] for value in values]
+        elif number == _ARGUMENTS:
+            said = comm.all_gather_object(repr(arguments()))
+        raise CollectiveMismatch.because(
+            f"set-up of {arguments()[0]}",
+            "\n".join(f"rank {comm.ranks[rank]}: {said[rank]}" for rank in (0, odd[0])),
+            f"{name}: not equal on {name_ranks([comm.ranks[rank] for rank in odd])}",
+            hint,
+        )
+
+
+def refuse_mixed_grad_mode(comm: Communicator, grad_on: Sequence[int]) -> None:
+    """Raise if some ranks are in grad mode and others are not, naming them."""
+    if len(set(grad_on)) == 1:
+        return
+    with_grad = [rank for rank, on in zip(comm.ranks, grad_on, strict=True) if on]
+    without = [rank for rank, on in zip(comm.ranks, grad_on, strict=True) if not on]
+    raise CollectiveMismatch.because(
+        "a distributed layer called in different grad modes",
+        f"grad on: {name_ranks(with_grad)}; off: {name_ranks(without)}",
+        None,
+        "torch.no_grad() on all ranks or on none",
+    )
 
 
 def raise_together(comm: Communicator | None, problem: UnisonoError | None) -> None:
@@ -215,7 +370,7 @@ def raise_together(comm: Communicator | None, problem: UnisonoError | None) -> N
     said = comm.all_gather_object(
         None if problem is None else (type(problem).__name__, str(problem))
     )
-    at = next((rank for rank, word in enumerate(said) if word is not None), None)
+    at = next((rank for rank, told in enumerate(said) if told is not None), None)
     if at is None:
         return
     if problem is not None and at == comm.rank:
@@ -225,15 +380,61 @@ def raise_together(comm: Communicator | None, problem: UnisonoError | None) -> N
     raise kind(f"{text}\n  on rank {comm.ranks[at]}, so the call is refused on all ranks")
 
 
-def refuse_mixed_grad_mode(comm: Communicator | None, grad_on: int) -> None:
-    """Raise on all ranks, naming those with and without grad mode. Collective."""
-    modes = [(grad_on,)] if comm is None else comm.all_gather_ints([grad_on])
-    ranks = (0,) if comm is None else comm.ranks
-    with_grad = [rank for rank, (on,) in zip(ranks, modes, strict=True) if on]
-    without = [rank for rank, (on,) in zip(ranks, modes, strict=True) if not on]
-    raise CollectiveMismatch.because(
-        "a distributed layer called in different grad modes",
-        f"grad on: {name_ranks(with_grad)}; off: {name_ranks(without)}",
-        None,
-        "torch.no_grad() on all ranks or on none",
-    )
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call of a layer inside a chain."""
+
+    layer: object
+    structures: tuple[Structure, ...]
+    """Of its own inputs."""
+    tables: tuple[Table, ...]
+    """Of those of all ranks."""
+    plan: Any
+
+
+@dataclass(eq=False)
+class Chain:
+    """The calls of a chain of layers with one kind of input: it agrees for all of them.
+
+    What the layers inside get follows from the chain's input. So the first call lets every layer
+    agree and notes the outcome; later ones find it here, in the same order.
+    """
+
+    gradients: int = NO_GRAD
+    """Whose gradients some rank needs in this call."""
+    steps: list[Step] = field(default_factory=list)
+    is_known: bool = False
+    """Whether the steps have been noted in a call before."""
+    at: int = 0
+
+    def next_step(self, layer: object, structures: tuple[Structure, ...]) -> Step | None:
+        """Return what a layer did in this call of it; None if it has to agree by itself."""
+        self.at += 1
+        if not self.is_known or self.at > len(self.steps):
+            return None
+        step = self.steps[self.at - 1]
+        return step if step.layer is layer and step.structures == structures else None
+
+    def note(self, step: Step) -> None:
+        """Keep the call of the layer that has asked last."""
+        self.steps[self.at - 1 : self.at] = [step]
+
+
+_chain: Chain | None = None
+
+
+def current_chain() -> Chain | None:
+    """Return the chain that is being called, if any."""
+    return _chain
+
+
+@contextmanager
+def calling(chain: Chain) -> Iterator[None]:
+    """Let the layers called inside take part in a chain's call."""
+    global _chain
+    before, _chain, chain.at = _chain, chain, 0
+    try:
+        yield
+        chain.is_known = True
+    finally:
+        _chain = before

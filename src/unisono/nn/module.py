@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.comm.torch.private import runs_uncompiled
-from unisono.errors import CollectiveMismatch, UnisonoError
-from unisono.nn.agreement import INPUTS, NO_GRAD, PARAMETERS, Question, ask
-from unisono.nn.notices import Notices
-from unisono.nn.structure import current_mode
+from unisono.nn.agreement import (
+    Chain,
+    current_chain,
+    current_mode,
+    final_plan,
+    refuse_mixed_grad_mode,
+)
 from unisono.topology import Partition
 
 __all__ = ["Module"]
@@ -38,11 +41,11 @@ class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._distdl_is_setup = False
-        self._gradients = NO_GRAD
         self._agreeing: Communicator | None = None
-        self._notices: Notices | None = None
+        """All ranks of the layer, known once set up; None when there is nobody else."""
+        self._chain: Chain | None = None
+        """The calls of a chain of layers for which it was set up."""
         self.register_forward_pre_hook(_before_forward, with_kwargs=True)
-        self.register_forward_hook(_check_notices)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep `torch.compile` out of the forward of every layer."""
@@ -68,11 +71,19 @@ class Module(nn.Module):
     def _distdl_module_requires_reset(self, input: tuple[Any, ...]) -> bool:
         """Return whether to set up now: the same answer on all ranks."""
         if not self._distdl_is_setup:
-            self._gradients = self._wanted_gradients(input)
             return True
-        agreement = self._ask(input).answer()
-        self._gradients = agreement.gradients
-        return agreement.changed
+        changed = self._distdl_input_changed(input)
+        mode = current_mode()
+        if mode == "off" and changed:
+            raise final_plan(type(self).__name__, "no shapes", _shapes(input))
+        chain = current_chain()
+        if chain is not None:
+            return changed or self._chain is not chain
+        if self._agreeing is None or mode == "off":
+            return changed
+        heard = self._agreeing.all_gather_ints([changed, torch.is_grad_enabled()])
+        refuse_mixed_grad_mode(self._agreeing, [on for _, on in heard])
+        return any(changed for changed, _ in heard)
 
     @staticmethod
     @runs_uncompiled
@@ -86,51 +97,11 @@ class Module(nn.Module):
         if self._distdl_is_setup:
             self._distdl_module_teardown(input)
             self._distdl_is_setup = False
-        self._agreeing = self._control()
+        if self._agreeing is None:
+            self._agreeing = self._control()
+        self._chain = current_chain()
         self._distdl_module_setup(input)
         self._distdl_is_setup = True
-
-    def _ask(self, input: tuple[Any, ...], *, is_sent: bool = True) -> Question:
-        """Ask the other ranks about this call; in mode "on_change" only if this rank must."""
-        changed = self._distdl_input_changed(input)
-        mode = current_mode()
-        if mode == "off" and changed:
-            raise CollectiveMismatch.because(
-                f"{type(self).__name__} with structure_check off",
-                f"{self._described(None)} -> {self._described(input)}",
-                "the first plan is final",
-                'unisono.nn.structure_check("always")',
-            )
-        if mode == "on_change" and self._agreeing is not None:
-            if self._notices is None:
-                self._notices = Notices(self._agreeing, self)
-            self._notices.begin(self, input, changed=changed)
-        return ask(
-            self._agreeing,
-            changed=changed,
-            gradients=self._wanted_gradients(input),
-            problem=self._problem_of(input),
-            is_sent=is_sent,
-        )
-
-    def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:  # noqa: ARG002
-        """Return what is wrong with this rank's input, as far as this rank can tell. Local."""
-        return None
-
-    def _stand_in(self) -> None:
-        """Take part once in what the other ranks do by the current plan, with zeros."""
-
-    def _described(self, input: tuple[Any, ...] | None) -> str:
-        """Return the shapes of an input, or of the input that the layer was set up for."""
-        return "no shapes" if input is None else _shapes(input)
-
-    def _wanted_gradients(self, input: tuple[Any, ...]) -> int:
-        """Return whose gradients this rank's call needs."""
-        if not torch.is_grad_enabled():
-            return NO_GRAD
-        if any(isinstance(x, Tensor) and x.requires_grad for x in input):
-            return INPUTS
-        return PARAMETERS if any(p.requires_grad for p in self.parameters()) else NO_GRAD
 
     def _members(self) -> tuple[int, ...]:
         """Return the ranks of all partitions, ascending, in the root communicator."""
@@ -160,8 +131,7 @@ class Module(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to the ranks of this world: a copy is set up when called."""
         state = self.__dict__.copy()
-        state |= {"_distdl_is_setup": False, "_agreeing": None, "_notices": None}
-        return state
+        return state | {"_distdl_is_setup": False, "_agreeing": None, "_chain": None}
 
 
 @runs_uncompiled
@@ -178,12 +148,6 @@ def _before_forward(
     other = other if isinstance(other, tuple) else (other,)
     count = len(other) - len(named)
     return other[:count], dict(zip(named, other[count:], strict=True))
-
-
-@runs_uncompiled
-def _check_notices(module: nn.Module, input: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
-    if isinstance(module, Module) and module._notices is not None:
-        module._notices.check()
 
 
 def _in_order(

@@ -11,15 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
+from unisono.expect import expect_choice
 from unisono.operators import SumToReplicated
-from unisono.operators.partitioned import FanPlan, fan_plan, spread
+from unisono.operators.partitioned import fan_plan, spread
 from unisono.operators.plans import GroupPlan
 from unisono.topology import Partition
 from unisono.topology.fanout import Group
@@ -61,11 +62,8 @@ def nothing(shape: Sequence[int]) -> Holding:
 
 def check_weights(weights: str) -> Weights:
     """Return the way weights are held, or say which there are."""
-    if weights not in ("replicated", "root"):
-        raise PartitionError.because(
-            f"weights={weights!r}", 'ways: "replicated", "root"', None, 'weights="replicated"'
-        )
-    return cast("Weights", weights)
+    known = get_args(Weights)
+    return cast("Weights", expect_choice("weights", weights, known, error=PartitionError))
 
 
 def held_by(users: Partition | None, weights: Weights, used: Holding) -> Holding:
@@ -154,19 +152,14 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: GroupPlan, *held: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = plan
-        ctx.shapes = [(tuple(x.shape), x.dtype, x.device) for x in held]
-        return tuple(x.view_as(x) for x in held)
+        return tuple([x.view_as(x) for x in held])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        filled = [
-            torch.zeros(shape, dtype=dtype, device=device) if g is None else g
-            for g, (shape, dtype, device) in zip(grads, ctx.shapes, strict=True)
-        ]
-        flat = torch.cat([g.reshape(-1) for g in filled])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat = torch.cat([g.reshape(-1) for g in grads])
         total = SumToReplicated.apply_in_backward(flat, ctx.plan)
-        parts = total.split([g.numel() for g in filled])
-        return None, *(part.view(g.shape) for part, g in zip(parts, filled, strict=True))
+        parts = total.split([g.numel() for g in grads])
+        return None, *[part.view(g.shape) for part, g in zip(parts, grads, strict=True)]
 
 
 def summed_gradients(comm: Communicator, *held: Tensor) -> tuple[Tensor, ...]:
@@ -179,41 +172,21 @@ def summed_gradients(comm: Communicator, *held: Tensor) -> tuple[Tensor, ...]:
     return _SumGradients.apply(GroupPlan(comm), *held)
 
 
-def from_root(plan: FanPlan, shapes: Sequence[tuple[int, ...]], *held: Tensor) -> list[Tensor]:
-    """Return the root's tensors on every rank, moved in one message; gradients are summed there.
+def from_first(
+    users: Partition, shapes: Sequence[tuple[int, ...]], held: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the tensors of the first rank of `users` on all of them, moved in one message.
+
+    Gradients are summed on that rank.
 
     Args:
-        plan: whose root holds them, for one flat block.
-        shapes: of the tensors on the root.
-        held: own tensors: the values on the root, without elements elsewhere.
+        users: the ranks.
+        shapes: of the tensors on the first rank.
+        held: own tensors; without elements on other ranks.
     """
+    count = sum(math.prod(shape) for shape in shapes)
+    group = Group(users.ranks[0], users.ranks, users.ranks)
+    plan = fan_plan([group], users.root, [(count,)], held[0].dtype)
     flat = torch.cat([x.reshape(-1) for x in held])
     parts = spread(flat, plan).split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def replicated_or_root(
-    partition: Partition,
-    weights: Weights,
-    shapes: Sequence[tuple[int, ...]],
-    held: Sequence[Tensor],
-    *,
-    sums: bool = True,
-) -> list[Tensor]:
-    """Return whole parameters on every rank of `partition`, wherever they are held.
-
-    Gradients are summed over the partition: on every rank, or on its first one.
-
-    Args:
-        partition: the ranks that use the parameters.
-        weights: how they are held.
-        shapes: of the whole parameters.
-        held: own tensors.
-        sums: False leaves gradients of replicated parameters local.
-    """
-    if weights == "replicated" or partition.size == 1:
-        return list(summed_gradients(partition.comm, *held) if sums else held)
-    count = sum(math.prod(shape) for shape in shapes)
-    group = Group(partition.ranks[0], partition.ranks, partition.ranks)
-    plan = fan_plan([group], partition.root, [(count,)], held[0].dtype)
-    return from_root(plan, shapes, *held)

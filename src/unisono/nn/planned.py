@@ -1,73 +1,80 @@
 """`PlannedModule`: a layer whose every message follows from a plan, and plans from shapes alone.
 
-Set-up gathers one table of shapes; `_make_plan` turns it into what this rank does. Plans are frozen
-and kept: going back to known shapes costs the table only, and a backward uses the plan of its own
-forward whatever was called since.
+Before each call ranks agree on what they hold; `_make_plan` turns that into what this rank does.
+Plans are frozen and kept: going back to known shapes costs nothing, and a backward uses the plan of
+its own forward whatever was called since.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError, an
-from unisono.nn.agreement import INPUTS, NO_GRAD, Agreement, Question
+from unisono.nn.agreement import (
+    INPUTS,
+    NO_GRAD,
+    PARAMETERS,
+    Cuts,
+    Meetings,
+    Step,
+    Structure,
+    Table,
+    current_chain,
+)
 from unisono.nn.module import Module
-from unisono.nn.structure import Structure, Table
-from unisono.nn.tables import gather_tables
 from unisono.operators import attach
-from unisono.operators.halo import HaloExchange, HaloOnGroup, start_window
+from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.linear import identity
-from unisono.operators.plans import Flight
-from unisono.topology.halo import HaloPlan
+from unisono.operators.partitioned import FanPlan, collect
+from unisono.topology import Partition, halo
+from unisono.topology.decompose import split_cuts
+from unisono.topology.halo import WindowOf
+from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.window import Segment
 
 P = TypeVar("P")
 KEPT_PLANS = 8
-
-
-class Droppable(Protocol):
-    """Something started by a plan that may turn out to be old."""
-
-    def drop(self) -> None:
-        """End it without using what it brings."""
-        ...
-
-
-F = TypeVar("F", bound=Droppable)
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 class PlannedModule(Module, Generic[P]):
     """Base of unisono's own layers.
 
     A subclass has `_describe` (arguments that must be equal on all ranks), `_make_plan` (pure: the
-    same table gives every rank its part of one plan) and `forward`, which carries out `self._plan`
+    same tables give every rank its part of one plan) and `forward`, which carries out `self._plan`
     on inputs that went through `self._tied`.
     """
 
-    _word_travels: ClassVar[Literal["before", "beside", "behind", "inside"]] = "before"
-    """When ranks agree on a call: before it; beside its first messages, which `forward` starts
-    through `_under_way` and computes meanwhile; behind them, where there is nothing to compute; or
-    inside its first collective (`_take_question`)."""
     _plan: P
 
     def __init__(self) -> None:
         super().__init__()
+        self._meetings = Meetings()
+        self._agreed: tuple[Table, ...] = ()
+        """What all ranks hold in this call."""
+        self._tables: tuple[Table, ...] = ()
+        """What they held when the current plan was made."""
         self._structures: tuple[Structure, ...] = ()
+        """What this rank held then."""
         self._plans: OrderedDict[tuple[Table, ...], P] = OrderedDict()
-        self._question: Question | None = None
+        self._gradients = NO_GRAD
+        """Whose gradients some rank needs in this call."""
         self._exchange: HaloOnGroup | None = None
         """What `_halo` gave for the current plan."""
         self._comm: Communicator | None = None
-        """The root of the partitions, kept from set-up."""
+        """The root of the partitions, kept from the first call; likewise what follows."""
+        self._ranks: tuple[int, ...] = ()
         self._takes_part = False
-        """Whether this rank is in any of the layer's partitions; known once set up."""
+        """Whether this rank is in any of the layer's partitions."""
         self._setups = 0
         """How often set-up has run."""
 
@@ -79,116 +86,107 @@ class PlannedModule(Module, Generic[P]):
     def _make_plan(self, tables: Sequence[Table]) -> P:
         """Return what this rank does for inputs of these structures."""
 
+    def _halo(self) -> HaloOnGroup | None:
+        """Return the exchange with which the current plan begins; None for none."""
+        return None
+
     def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:
-        wrong = [x for x in input if not isinstance(x, Tensor)]
+        """Return what is wrong with this rank's input, as far as this rank can tell. Local."""
+        found: str | None = None if input else "nothing"
+        for x in input:
+            if not isinstance(x, Tensor):
+                found = "None" if x is None else an(type(x).__name__)
+                break
+            if x.device.type == "meta" and self._agreeing is not None:
+                found = "a tensor on meta, without data to send"
         expected = len(self._structures) if self._distdl_is_setup else len(input)
-        is_hollow = self._agreeing is not None and any(
-            x.device.type == "meta" for x in input if isinstance(x, Tensor)
-        )
-        if input and not wrong and not is_hollow and len(input) == expected:
+        if found is None and len(input) != expected:
+            found = f"{len(input)} tensors, {expected} expected"
+        if found is None:
             return None
-        found = f"{len(input)} tensors, {expected} expected" if input else "nothing"
-        if is_hollow:
-            found = "a tensor on meta, without data to send"
-        if wrong:
-            found = "None" if wrong[0] is None else an(type(wrong[0]).__name__)
         return PartitionError.because(
             f"forward of {type(self).__name__}", found, None, "call it with tensors"
         )
 
-    def _distdl_module_requires_reset(self, input: tuple[Any, ...]) -> bool:
-        if self._word_travels == "before" or not self._distdl_is_setup:
-            return super()._distdl_module_requires_reset(input)
-        question = self._ask(input, is_sent=self._sends_its_word_first)
-        if question.is_open and (self._word_travels != "inside" or not question.is_inner):
-            self._question = question
-            if question.is_refused:  # forward may not even be callable; all ranks raise
-                self._stand_in()
-            return False
-        self._gradients = question.answer().gradients
-        return question.answer().changed
-
-    @property
-    def _sends_its_word_first(self) -> bool:
-        """Whether the word is on its way while messages are posted; gloo has threads for it."""
-        if self._word_travels == "behind":
-            return self._agreeing is not None and self._agreeing.backend == "gloo"
-        return self._word_travels == "beside"
+    def _wanted_gradients(self, input: tuple[Any, ...]) -> int:
+        """Return whose gradients this rank's call needs."""
+        if not torch.is_grad_enabled():
+            return NO_GRAD
+        for x in input:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return INPUTS
+        for p in self.parameters():
+            if p.requires_grad:
+                return PARAMETERS
+        return NO_GRAD
 
     def _distdl_input_changed(self, input: tuple[Any, ...]) -> bool:
         return _structures(input) != self._structures
 
-    def _distdl_module_setup(self, input: tuple[Any, ...]) -> None:
+    def _distdl_module_requires_reset(self, input: tuple[Any, ...]) -> bool:
+        if not self._distdl_is_setup:
+            self._find_ranks()
+        structures = _structures(input)
         problem = self._problem_of(input)
-        self._comm = root = self._root()
-        members = self._members()
-        self._takes_part = root is not None and root.rank in members
         if not self._takes_part:
             if problem is not None:
                 raise problem
-            self._structures = _structures(input)
-            return
-        tables, self._gradients = gather_tables(
+            return not self._distdl_is_setup or structures != self._structures
+        chain = current_chain()
+        step = None if chain is None else chain.next_step(self, structures)
+        if chain is not None and step is not None:
+            if problem is not None:
+                raise problem
+            self._gradients = chain.gradients
+            if step.tables is not self._tables:
+                self._use(step.tables, structures, step.plan)
+            return False
+        agreement = self._meetings.agree(
             self._agreeing,
-            [x for x in input if isinstance(x, Tensor)],
-            (type(self).__name__, *self._describe()),
-            problem,
+            self._ranks,
+            structures,
             self._wanted_gradients(input),
-            members,
+            problem,
+            self._named_arguments,
         )
+        self._gradients = agreement.gradients
+        self._agreed = agreement.tables
+        if not self._distdl_is_setup or agreement.tables != self._tables:
+            return True
+        if chain is not None:
+            chain.note(Step(self, structures, self._tables, self._plan))
+        return False
+
+    def _find_ranks(self) -> None:
+        self._comm = self._root()
+        self._ranks = self._members()
+        self._takes_part = self._comm is not None and self._comm.rank in self._ranks
+        self._agreeing = self._control()
+
+    def _named_arguments(self) -> tuple[object, ...]:
+        return (type(self).__name__, *self._describe())
+
+    def _distdl_module_setup(self, input: tuple[Any, ...]) -> None:
+        structures = _structures(input)
+        if not self._takes_part:
+            self._structures = structures
+            return
         self._setups += 1
-        key = tuple(tables)
+        key = self._agreed
         if key not in self._plans:
-            self._plans[key] = self._make_plan(tables)
+            self._plans[key] = self._make_plan(key)
             while len(self._plans) > KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        self._plan = self._plans[key]
-        self._structures = _structures(input)
+        self._use(key, structures, self._plans[key])
+        chain = current_chain()
+        if chain is not None:
+            chain.note(Step(self, structures, key, self._plan))
+
+    def _use(self, tables: tuple[Table, ...], structures: tuple[Structure, ...], plan: P) -> None:
+        """Carry out this plan from now on."""
+        self._tables, self._structures, self._plan = tables, structures, plan
         self._exchange = self._halo()
-
-    def _take_question(self) -> Question | None:
-        """Return the question of this call if it is still open; the caller sees to its answer."""
-        question, self._question = self._question, None
-        return question
-
-    def _answer_first(self, input: tuple[Tensor, ...]) -> None:
-        """Hear the other ranks before going on, where the word has not travelled otherwise."""
-        question = self._take_question()
-        if question is not None:
-            self._heeded(question.answer(), input)
-
-    def _under_way(self, start: Callable[[bool], F], input: tuple[Tensor, ...]) -> F:
-        """Start a call by the current plan while ranks agree on it; start anew if they do not.
-
-        Args:
-            start: posts the first messages of `self._plan`, with zeros if its argument is False:
-                this rank's input fits another plan only, but the others may expect messages.
-            input: of the call.
-        """
-        question = self._take_question()
-        if question is None:
-            return start(True)
-        flight = start(not question.stands_in)
-        try:
-            agreement = question.answer()
-        except BaseException:
-            flight.drop()
-            raise
-        if agreement.changed:
-            flight.drop()
-        return start(True) if self._heeded(agreement, input) else flight
-
-    def _heeded(self, agreement: Agreement, input: tuple[Tensor, ...]) -> bool:
-        """Act on what ranks have agreed on; return whether the plan is another one now."""
-        self._gradients = agreement.gradients
-        if agreement.changed:
-            self._set_up(input)
-        return agreement.changed
-
-    def _halo(self) -> HaloOnGroup | None:
-        """Return the exchange with which the current plan begins; None for none."""
-        return None
 
     def _on_ranks(self, plan: HaloPlan, ranks: tuple[int, ...] | None) -> HaloOnGroup | None:
         """Return an exchange between ranks of the root; None where there is nothing to do."""
@@ -196,23 +194,12 @@ class PlannedModule(Module, Generic[P]):
             return None
         return HaloOnGroup(self._comm, plan, ranks, plan.fill)
 
-    def _window(self, x: Tensor) -> Tensor:
-        """Return the own window by `_halo`, tied to the graph; messages go before agreement."""
-        flight = self._under_way(lambda fits: self._start_window(x if fits else None), (x,))
-        return self._finish_window(self._tied(x), flight)
-
-    def _start_window(self, x: Tensor | None) -> Flight:
-        """Post the messages of `_halo`, of zeros for None."""
+    def _window(self, x: Tensor, *, least: int = NO_GRAD + 1) -> Tensor:
+        """Return the own window by `_halo`, tied to the graph as `_tied` does."""
+        tied = self._tied(x, least=least)
         if self._exchange is None:
-            return Flight()
-        given = None if x is None else x.detach()
-        return start_window(given, self._exchange, self._structures[0].dtype)
-
-    def _finish_window(self, x: Tensor, flight: Flight) -> Tensor:
-        """Return the own window once the messages are there."""
-        if self._exchange is None:
-            return identity(x)
-        return HaloExchange.apply(x, replace(self._exchange, flight=flight))
+            return identity(tied)
+        return HaloExchange.apply(tied, self._exchange)
 
     def _tied(self, x: Tensor, *, least: int = NO_GRAD + 1) -> Tensor:
         """Return `x` as part of the graph wherever some rank needs gradients.
@@ -237,25 +224,14 @@ class PlannedModule(Module, Generic[P]):
         rows = zero_volume(x, preserve_batch=preserve_batch)[:-1]
         return self._tied(x.reshape(*rows, -1)[..., :0])
 
-    def _nothing(self, number: int = 0) -> Tensor:
-        """Return zeros like the input for which the current plan was made."""
-        s = self._structures[number]
-        return torch.zeros(s.shape, dtype=s.dtype, device=s.device)
-
-    @torch.no_grad()
-    def _stand_in(self) -> None:
-        self.forward(*(self._nothing(number) for number in range(len(self._structures))))
-
-    def _described(self, input: tuple[Any, ...] | None) -> str:
-        found = self._structures if input is None else _structures(input)
-        return ", ".join(f"{list(s.shape)} {str(s.dtype).removeprefix('torch.')}" for s in found)
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave the plans behind: they are made anew where the copy is called."""
         state = super().__getstate__()
         state.pop("_plan", None)
         return state | {
+            "_meetings": Meetings(),
             "_plans": OrderedDict(),
+            "_tables": (),
             "_structures": (),
             "_comm": None,
             "_exchange": None,
@@ -263,9 +239,70 @@ class PlannedModule(Module, Generic[P]):
 
 
 def _structures(input: tuple[Any, ...]) -> tuple[Structure, ...]:
-    return tuple(Structure.of(x) for x in input if isinstance(x, Tensor))
+    return tuple([Structure.of(x) for x in input if isinstance(x, Tensor)])
 
 
 def zero_volume(x: Tensor, *, preserve_batch: bool = True) -> tuple[int, ...]:
     """Return the shape of what a rank outside of the destination gets."""
     return (x.shape[0], 0) if preserve_batch and x.dim() > 0 else (0,)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return 16-bit values as float32: sums and statistics need the digits."""
+    return x.float() if x.dtype in _NARROW else x
+
+
+def is_plain(x: object) -> bool:
+    """Whether nothing but ordinary autograd looks on: no autocast, no transform, no tracing."""
+    return (
+        isinstance(x, Tensor)
+        and x.is_floating_point()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def index_in(partition: Partition) -> tuple[int, ...]:
+    """Return the own place in a partition, for ranks that make plans: they are part of it."""
+    index = partition.index
+    if index is None:
+        raise PartitionError(f"{partition!r} has no place for this rank")
+    return index
+
+
+def block_windows(cuts: Sequence[int]) -> WindowOf:
+    """Return, for the rank at each index of a dim, the window that is its block of `cuts`."""
+
+    def window(i: int) -> tuple[Segment, ...]:
+        size = cuts[i + 1] - cuts[i]
+        return (Segment((0, size), (cuts[i], cuts[i + 1]), "copy"),) if size else ()
+
+    return window
+
+
+def balanced_in(cuts: Cuts, dim: int) -> Cuts:
+    """Return the cuts with balanced blocks in one dim."""
+    dim %= len(cuts)
+    balanced = tuple(split_cuts(cuts[dim][-1], len(cuts[dim]) - 1))
+    return (*cuts[:dim], balanced, *cuts[dim + 1 :])
+
+
+def recut(before: Cuts, after: Cuts, index: Sequence[int]) -> HaloPlan:
+    """Return the plan that moves points from blocks of some cuts to those of others."""
+    shares = [(own[i], own[i + 1]) for own, i in zip(after, index, strict=True)]
+    return halo.plan_windows(before, index, [block_windows(own) for own in after], shares)
+
+
+def collect_products(x: Tensor, plan: FanPlan) -> Tensor:
+    """Return on each root the sum of its peers' products. Collective over the fans of the plan.
+
+    Args:
+        x: own product; a tensor without elements on a rank that computes none.
+        plan: made for the dtype of the factors; under autocast, products have another.
+    """
+    device = x.device.type
+    if plan.dtype in (torch.float32, *_NARROW) and torch.is_autocast_enabled(device):
+        plan = replace(plan, dtype=torch.get_autocast_dtype(device))
+    return collect(x.to(plan.dtype), plan)

@@ -20,8 +20,17 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, RankTimeout, an
 from unisono.nn.module import Module
-from unisono.nn.parameters import Holding, whole
+from unisono.nn.parameters import (
+    Holding,
+    Weights,
+    draw_weight_and_bias,
+    from_first,
+    nothing,
+    summed_gradients,
+    whole,
+)
 from unisono.nn.planned import PlannedModule
+from unisono.topology import Partition
 
 P = TypeVar("P")
 StateMode = Literal["full", "sharded", "local"]
@@ -42,10 +51,13 @@ torch.serialization.add_safe_globals([Shard])  # torch.load takes files with not
 class HoldingModule(PlannedModule[P]):
     """A layer with parameters or buffers of which a rank may hold only a block."""
 
+    weights: Weights = "replicated"
+
     def __init__(self) -> None:
         super().__init__()
         self._holdings: dict[str, Holding] = {}
         self._replicated: dict[str, bool] = {}
+        self._user_comms: dict[str, Communicator] = {}
         self._sums_gradients = True
         _living.add(self)
 
@@ -54,14 +66,109 @@ class HoldingModule(PlannedModule[P]):
         super().__setstate__(state)
         _living.add(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_user_comms": {}}
+
     def _hold(self, name: str, holding: Holding, *, replicated: bool) -> None:
         """Note what this rank holds of a parameter; `replicated`: all ranks have it whole."""
         self._holdings[name] = holding
         self._replicated[name] = replicated
 
-    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
+    def _draw(
+        self,
+        comm: Communicator | None,
+        weight: Holding,
+        bias: Holding | None,
+        *,
+        replicated: bool = False,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        """Draw the own blocks of weight and bias, as the layer of the global size would."""
+        w, b = draw_weight_and_bias(comm, weight, bias, dtype=dtype, device=device)
+        self.register_parameter("weight", w)
+        self.register_parameter("bias", b)
+        self._hold("weight", weight, replicated=replicated)
+        if bias is not None:
+            self._hold("bias", bias, replicated=replicated)
+
+    def _draw_whole(
+        self,
+        P_x: Partition,
+        weight: tuple[int, ...],
+        bias: tuple[int, ...] | None,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        """Draw weight and bias that all ranks of a partition use whole."""
+        holds = P_x.active and (self.weights == "replicated" or P_x.rank == 0)
+        held = whole if holds else nothing
+        self._draw(
+            P_x.comm if P_x.active else None,
+            held(weight),
+            None if bias is None else held(bias),
+            replicated=self.weights == "replicated" and P_x.size == P_x.root.size,
+            dtype=dtype,
+            device=device,
+        )
+
+    def _hold_affine(
+        self,
+        stored: Holding,
+        *,
+        affine: bool,
+        bias: bool,
+        replicated: bool,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        """Make the scale (ones) and the shift (zeros) of a norm, as far as it has them."""
+        ones = torch.ones(stored.shape, dtype=dtype, device=device)
+        self.register_parameter("weight", nn.Parameter(ones) if affine else None)
+        shift = nn.Parameter(torch.zeros_like(ones)) if affine and bias else None
+        self.register_parameter("bias", shift)
+        for name in ("weight", "bias"):
+            self._hold(name, stored, replicated=replicated)
+
+    def _users(self, name: str) -> Partition | None:
+        """Return the ranks that use this rank's block of a parameter; None on a rank outside."""
+        raise TypeError(f"{type(self).__name__} has no ranks for {name}")
+
+    def _gradient_comm(self, name: str) -> Communicator | None:
         """Return the ranks over which the gradient of a parameter is summed; None for none."""
-        return None
+        if self.weights != "replicated":
+            return None
+        if name not in self._user_comms:
+            users = self._users(name)
+            if users is None:
+                return None
+            self._user_comms[name] = users.comm
+        return self._user_comms[name]
+
+    def _used(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return whole blocks of parameters that the same ranks use, wherever they are held.
+
+        Gradients are summed over these ranks: on all of them, or on the first.
+
+        Args:
+            names: parameters; those that the layer does not have are left out.
+            shapes: of their blocks.
+        """
+        held: list[Tensor] = []
+        for name in names:
+            p = getattr(self, name)
+            if p is not None:
+                held.append(p)
+        if not held:
+            return []
+        if self.weights == "replicated":
+            comm = self._gradient_comm(names[0]) if self._sums_gradients else None
+            return held if comm is None else list(summed_gradients(comm, *held))
+        users = self._users(names[0])
+        if users is None or users.size == 1:
+            return held
+        return from_first(users, shapes[: len(held)], held)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

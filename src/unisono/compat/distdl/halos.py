@@ -26,8 +26,8 @@ from unisono.compat.distdl.layers import Module
 from unisono.compat.distdl.partitions import MPIPartition, check_null_rank, layout_of
 from unisono.compat.distdl.structures import MPIBufferManager, TensorStructure, manager_or_new
 from unisono.errors import PartitionError
+from unisono.nn.agreement import Structure, Table
 from unisono.nn.planned import PlannedModule
-from unisono.nn.structure import Structure, Table
 from unisono.operators.linear import LinearMap, identity
 from unisono.topology import Partition
 from unisono.topology.resample import Taps, resample_taps

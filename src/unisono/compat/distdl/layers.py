@@ -21,9 +21,9 @@ from unisono.compat.distdl.blocks import compute_nd_slice_shape
 from unisono.compat.distdl.partitions import MPIPartition, layout_of
 from unisono.compat.distdl.structures import manager_or_new
 from unisono.errors import PartitionError, explain
-from unisono.nn.conv import choose
-from unisono.nn.linear import SubLinear
-from unisono.nn.structure import Table
+from unisono.nn.agreement import Table
+from unisono.nn.layers.conv import choose
+from unisono.nn.layers.linear import SubLinear
 from unisono.operators import attach
 from unisono.topology import Partition
 from unisono.topology.halo import Box

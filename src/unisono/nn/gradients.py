@@ -1,0 +1,188 @@
+"""Gradients of a split network: clipped by the norm of the whole, summed for ordinary modules.
+
+The norm counts each element once wherever it is held, so all ranks scale by the same factor and
+replicas stay replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm import Communicator
+from unisono.comm.torch.private import runs_uncompiled
+from unisono.errors import PartitionError, UnisonoError
+from unisono.nn.parameters import Holding, summed_gradients
+from unisono.nn.state import HoldingModule, living_layers
+from unisono.topology import Partition
+
+__all__ = ["clip_grad_norm_"]
+
+
+class NonFiniteNorm(UnisonoError, RuntimeError):
+    """A gradient with values that are infinite or not numbers; a `RuntimeError`, as torch's."""
+
+
+def clip_grad_norm_(
+    module_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients down, in place, to a norm of at most `max_norm`; return the norm before.
+
+    Collective over the ranks of the network where some parameter is split. Every rank gets the
+    norm that `torch.nn.utils.clip_grad_norm_` gives for the undivided network. Parameters of
+    ordinary layers count as held by all ranks.
+
+    Args:
+        module_or_parameters: the network, or parameters of it: the same ones, in the same order,
+            on all ranks.
+        max_norm: the largest norm that is left alone.
+        norm_type: p of the p-norm; `math.inf` for the largest magnitude.
+        error_if_nonfinite: raise, on all ranks, where the norm is infinite or not a number.
+    """
+    parameters = _listed(module_or_parameters)
+    if math.isnan(max_norm) or max_norm < 0:
+        raise PartitionError.because(
+            f"clip_grad_norm_(max_norm={max_norm})", None, f"not {max_norm} >= 0", "max_norm=1.0"
+        )
+    total = _total_norm(parameters, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(total.item()):
+        raise NonFiniteNorm.because(
+            "clip_grad_norm_(error_if_nonfinite=True)",
+            f"a gradient of norm {total.item()}",
+            None,
+            "error_if_nonfinite=False, or leave this step out",
+        )
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _listed(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters, each once."""
+    if isinstance(given, Tensor):
+        return [given]
+    found = given.parameters() if isinstance(given, nn.Module) else given
+    return list({id(p): p for p in found}.values())
+
+
+def _total_norm(parameters: Sequence[Tensor], p: float) -> Tensor:
+    """Return the norm of all gradients together: of the norms of blocks, each block once."""
+    if not parameters:
+        return torch.tensor(0.0)
+    dtype = reduce(torch.promote_types, (x.dtype.to_real() for x in parameters))
+    wide = torch.promote_types(dtype, torch.float32)
+    device = parameters[0].device
+    split = _split(parameters)
+    norms = [
+        _norm(x.grad, p).to(wide)
+        for x in parameters
+        if x.grad is not None and x.numel() and id(x) not in split
+    ]
+    roots = {root: None for root, _ in split.values()}
+    for root in roots:
+        held = [(x, split[id(x)][1]) for x in parameters if id(x) in split]
+        mine = [(x, holding) for x, holding in held if split[id(x)][0] == root]
+        norms += _gathered_norms(mine, root, p, wide)
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), p).to(dtype)
+
+
+def _split(parameters: Sequence[Tensor]) -> dict[int, tuple[Communicator, Holding]]:
+    """Return, by identity, the parameters that not all ranks hold whole, with their ranks."""
+    wanted = {id(x) for x in parameters}
+    found: dict[int, tuple[Communicator, Holding]] = {}
+    for layer in living_layers():
+        for name, x in layer.named_parameters(recurse=False):
+            if id(x) in wanted and name in layer._holdings and not layer._replicated[name]:
+                root = layer._root()
+                if root is not None and root.size > 1:
+                    found[id(x)] = root, layer._holdings[name]
+    return found
+
+
+def _gathered_norms(
+    held: Sequence[tuple[Tensor, Holding]], comm: Communicator, p: float, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the norms of all blocks of these parameters, whoever holds them. Collective."""
+    own = torch.zeros(len(held), dtype=dtype, device=comm.device)
+    record: list[int] = []
+    for i, (x, holding) in enumerate(held):
+        counts = x.grad is not None and x.numel() > 0
+        record += [*holding.start, *holding.shape, int(counts)]
+        if counts and x.grad is not None:
+            own[i] = _norm(x.grad, p)
+    records = comm.all_gather_ints(record)
+    rows = comm.all_gather(own[None], 0, [1] * comm.size)
+    norms: list[Tensor] = []
+    at = 0
+    for i, (_, holding) in enumerate(held):
+        after = at + 2 * len(holding.shape) + 1
+        blocks: dict[tuple[int, ...], int] = {}
+        for rank, said in enumerate(records):
+            if said[after - 1]:
+                blocks.setdefault(tuple(said[at : after - 1]), rank)
+        norms += [rows[rank, i] for rank in blocks.values()]
+        at = after
+    return norms
+
+
+def _norm(grad: Tensor, p: float) -> Tensor:
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.linalg.vector_norm(values.detach(), p)
+
+
+def sum_gradients(module: nn.Module, partition: Partition, *, deep: bool = True) -> None:
+    """Let a module's backward sum the gradients of its parameters over a partition.
+
+    Args:
+        module: an ordinary module that each rank runs on points of its own.
+        partition: the ranks that hold its parameters.
+        deep: parameters of all modules inside too; layers that sum by themselves are left alone.
+    """
+    hooks = _StandIns(partition, deep)
+    if any(True for _ in hooks.held(module)):
+        module.register_forward_pre_hook(hooks.begin)
+        module.register_forward_hook(hooks.end, always_call=True)
+
+
+@dataclass(frozen=True)
+class _StandIns:
+    partition: Partition
+    deep: bool
+
+    def held(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Yield the parameters, each with its owner and its name there."""
+        for owner in module.modules() if self.deep else (module,):
+            if not isinstance(owner, HoldingModule):
+                for name, p in owner._parameters.items():
+                    if p is not None:
+                        yield owner, name, p
+
+    @runs_uncompiled
+    def begin(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
+        """Put the stand-ins where attributes are looked up first."""
+        if not self.partition.active:
+            return
+        held = list(self.held(module))
+        summed = summed_gradients(self.partition.comm, *(p for _, _, p in held))
+        for (owner, name, _), value in zip(held, summed, strict=True):
+            owner.__dict__[name] = value
+            if isinstance(owner, nn.RNNBase):
+                owner._flat_weights[owner._flat_weights_names.index(name)] = value
+
+    @runs_uncompiled
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        """Take them away; called after an error too."""
+        for owner, name, p in self.held(module):
+            owner.__dict__.pop(name, None)
+            if isinstance(owner, nn.RNNBase):
+                owner._flat_weights[owner._flat_weights_names.index(name)] = p

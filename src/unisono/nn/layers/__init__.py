@@ -1,0 +1,1 @@
+"""The layers of `unisono.nn`, one file for each kind."""

@@ -1,0 +1,644 @@
+"""`DistributedConv1d/2d/3d`: convolutions split in batch and space, and in channels too.
+
+Split in space (and batch) alone, a rank gets halos from its neighbours and convolves its share.
+Split in channels too, the input lies on `P_x`, blocks of the weight on `P_w`, the output on `P_y`:
+each rank of `P_w` gets the windows of its input channels, convolves them with its block, and sums
+over input channels meet on `P_y`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import PartitionError
+from unisono.nn.agreement import INPUTS, Cuts, Table
+from unisono.nn.layers.conv_space import (
+    ConvInSpace,
+    ConvSettings,
+    Overlap,
+    Size,
+    SpacePlan,
+    check_channels,
+    check_space,
+    conv_settings,
+    empty_output,
+)
+from unisono.nn.module import Module
+from unisono.nn.parameters import Holding, Weights, check_weights, nothing
+from unisono.nn.planned import collect_products, index_in, is_plain
+from unisono.nn.state import HoldingModule
+from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.partitioned import FanPlan, fan_plan, spread
+from unisono.topology import Partition, halo
+from unisono.topology.cover import Cover, cover
+from unisono.topology.decompose import Interval, block
+from unisono.topology.fanout import broadcast_groups, reduce_groups
+from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
+
+__all__ = [
+    "DistributedChannelConv1d",
+    "DistributedChannelConv2d",
+    "DistributedChannelConv3d",
+    "DistributedConv1d",
+    "DistributedConv2d",
+    "DistributedConv3d",
+    "DistributedFeatureConv1d",
+    "DistributedFeatureConv2d",
+    "DistributedFeatureConv3d",
+    "DistributedGeneralConv1d",
+    "DistributedGeneralConv2d",
+    "DistributedGeneralConv3d",
+]
+
+P = TypeVar("P")
+
+
+MOST_PATCHED = 1 / 16
+"""With `overlap="auto"`, patches may give at most this share of the outputs, ..."""
+LEAST_WORK = 1 << 26
+"""... and the convolution must have this many multiplications."""
+
+
+class ConvBase(HoldingModule[P]):
+    """A convolution of a tensor `(N, C, ...)` that is split over ranks."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    dims: ClassVar[int]
+    P_x: Partition
+
+    def _settle(
+        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size,
+        padding: Size | str, padding_mode: str, dilation: Size, groups: int, bias: bool,
+        overlap: Overlap, weights: Weights,
+    ) -> None:  # fmt: skip
+        """Take the arguments that all convolutions have."""
+        name = type(self).__name__
+        self.settings: ConvSettings = conv_settings(
+            name, self.dims, in_channels, out_channels, kernel_size, stride, padding,
+            padding_mode, dilation, groups,
+        )  # fmt: skip
+        if overlap not in ("auto", True, False):
+            raise PartitionError(f'{name}(overlap={overlap!r})\n  HINT: "auto", True or False')
+        s = self.settings
+        self.in_channels, self.out_channels, self.groups = s.in_channels, s.out_channels, s.groups
+        self.kernel_size, self.stride, self.dilation = s.kernel_size, s.stride, s.dilation
+        self.padding_mode = s.padding_mode
+        self.padding = padding if isinstance(padding, str) else _as_torch(s.padding)
+        """As torch has it: a word, or one int a dim; pairs if the two sides of a dim differ."""
+        self.overlap: Overlap = overlap
+        self.weights: Weights = check_weights(weights)
+        self.use_bias = bias
+
+    def _halo_at(self, cuts: Cuts, index: Sequence[int]) -> HaloPlan:
+        s = self.settings
+        return halo.plan(
+            cuts, index, s.kernel_size, s.stride, s.padding, s.dilation, s.padding_mode
+        )
+
+    def _cuts(self, tables: Sequence[Table]) -> Cuts:
+        """Return the cuts of the input, one dtype and the right number of channels given."""
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        check_channels(type(self).__name__, self.in_channels, cuts)
+        return cuts
+
+    def _space_plan(self, cuts: Cuts) -> SpacePlan:
+        s = self.settings
+        plan = self._halo_at(cuts, index_in(self.P_x))
+        found = cover(plan, s.kernel_size, s.stride, s.dilation, s.padding)
+        if found is not None and not self._splits(plan, found):
+            found = None
+        return SpacePlan(s, HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0), found)
+
+    def _splits(self, plan: HaloPlan, found: Cover) -> bool:
+        """Whether to convolve the own block while messages travel, by the rule of "auto".
+
+        Without patches it saves the window and costs nothing. With them it must be worth it: the
+        window's copy saved and the wait hidden, against a few small convolutions more.
+        """
+        if self.overlap != "auto":
+            return self.overlap
+        if not found.is_whole or not found.patches:
+            return found.is_whole
+        s = self.settings
+        taps = math.prod(s.kernel_size) * s.out_channels // s.groups
+        is_large = math.prod(plan.output_shape) * taps >= LEAST_WORK
+        return is_large and found.patched_share <= MOST_PATCHED
+
+    def _in_space(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
+        """Return the own share of a convolution that is split in space alone."""
+        if is_plain(x):
+            return ConvInSpace.apply(self._tied(x, least=INPUTS), weight, bias, plan)
+        window = self._window(x, least=INPUTS)
+        shape = plan.output_shape(weight)
+        if 0 in shape:
+            return empty_output(window, weight, bias, shape)
+        return self.settings.convolved(window, weight, bias)
+
+
+def _as_torch(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...] | tuple[tuple[int, int], ...]:
+    if any(left != right for left, right in pairs):
+        return tuple(pairs)
+    return tuple(left for left, _right in pairs)
+
+
+class _FeatureConv(ConvBase[SpacePlan]):
+    """A convolution whose input and output are split in batch and space, not in channels."""
+
+    def __init__(
+        self,
+        P_x: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        padding_mode: str = "zeros",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        overlap: Overlap = "auto",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        super().__init__()
+        check_space(type(self).__name__, P_x, self.dims)
+        self.P_x = P_x
+        self._settle(
+            in_channels, out_channels, kernel_size, stride, padding, padding_mode, dilation,
+            groups, bias, overlap, weights,
+        )  # fmt: skip
+        shape = self._shape = self.settings.weight_shape
+        self._draw_whole(P_x, shape, shape[:1] if bias else None, dtype=dtype, device=device)
+
+    def _users(self, name: str) -> Partition | None:  # noqa: ARG002
+        return self.P_x if self.P_x.active else None
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.settings, self.use_bias, self.weights)
+
+    def _make_plan(self, tables: Sequence[Table]) -> SpacePlan:
+        return self._space_plan(self._cuts(tables))
+
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan.exchange.halo, self.P_x.ranks)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's balanced share of the convolution."""
+        if not self._takes_part:
+            return self._outside(input)
+        weight, *bias = self._used(("weight", "bias"), (self._shape, self._shape[:1]))
+        return self._in_space(input, weight, bias[0] if bias else None, self._plan)
+
+
+class DistributedFeatureConv1d(_FeatureConv):
+    """`torch.nn.Conv1d` of a tensor `(N, C, L)` split in N and L."""
+
+    dims = 1
+
+
+class DistributedFeatureConv2d(_FeatureConv):
+    """`torch.nn.Conv2d` of a tensor `(N, C, H, W)` split in N, H and W."""
+
+    dims = 2
+
+
+class DistributedFeatureConv3d(_FeatureConv):
+    """`torch.nn.Conv3d` of a tensor `(N, C, D, H, W)` split in N, D, H and W."""
+
+    dims = 3
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The channels of one place of the grid."""
+
+    outs: Interval
+    """Output channels."""
+    depth: Interval
+    """Range of the weight's dim 1."""
+    ins: Interval
+    """Input channels that the output channels read."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Output channels that are one ordinary convolution: whole groups, or a part of one."""
+
+    outs: Interval
+    """Counted from the first own output channel."""
+    ins: Interval
+    """Counted from the first own input channel."""
+    groups: int
+
+
+def weight_grid(
+    name: str, dims: int, P_x: Partition, P_y: Partition, P_w: Partition, groups: int
+) -> Partition:
+    """Return `P_w` as batch, output channels, input channels, space; refuse what does not fit."""
+    P_x.check_same_root(P_y)
+    P_x.check_same_root(P_w)
+    shapes = f"P_x {list(P_x.shape)}, P_y {list(P_y.shape)}, P_w {list(P_w.shape)}"
+    if P_x.dim != dims + 2 or P_y.dim != dims + 2:
+        raise PartitionError.because(
+            name,
+            shapes,
+            f"P_x and P_y have {P_x.dim} and {P_y.dim} dims, a tensor has {dims + 2}",
+            "batch, channels and space in both",
+        )
+    batch, ins, *space = P_x.shape
+    outs = P_y.shape[1]
+    if P_y.shape[0] != batch or list(P_y.shape[2:]) != space:
+        raise PartitionError.because(
+            name,
+            shapes,
+            f"batch and space differ: {[batch, *space]} and {[P_y.shape[0], *P_y.shape[2:]]}",
+            "P_x and P_y may differ in dim 1 only",
+        )
+    wanted = (batch, outs, 1 if groups > 1 else ins, *space)
+    short = wanted[1:] if batch == 1 else wanted
+    if P_w.shape not in (wanted, short):
+        extra = f" (groups={groups} takes 1 in input channels)" if groups > 1 else ""
+        raise PartitionError.because(
+            name, shapes, f"P_w must be {list(short)}{extra}", f"Partition({list(short)})"
+        )
+    return P_w.reshape(wanted)
+
+
+def channels_at(settings: ConvSettings, grid: Partition, index: Sequence[int]) -> Channels:
+    """Return the channels of the place at `index` of the grid."""
+    outs = block(settings.out_channels, grid.shape[1], index[1])
+    per_out, per_in = _per_group(settings)
+    depth = block(per_in, grid.shape[2], index[2])
+    if settings.groups == 1:
+        return Channels(outs, depth, depth)
+    c0, c1 = outs
+    ins = (c0 // per_out * per_in, -(-c1 // per_out) * per_in) if c0 < c1 else (0, 0)
+    return Channels(outs, depth, ins)
+
+
+def runs_of(settings: ConvSettings, own: Channels) -> list[Run]:
+    """Return up to three runs that make up the own output channels: cut group, whole ones, cut."""
+    per_out, per_in = _per_group(settings)
+    c0, c1 = own.outs
+    first, last = -(-c0 // per_out), c1 // per_out
+    cuts = [c0, c1] if first > last else sorted({c0, first * per_out, last * per_out, c1})
+    runs: list[Run] = []
+    for low, high in itertools.pairwise(cuts):
+        groups = max(1, (high - low) // per_out)
+        start = low // per_out * per_in - own.ins[0]
+        runs.append(Run((low - c0, high - c0), (start, start + groups * per_in), groups))
+    return runs
+
+
+def fetch_plan(
+    settings: ConvSettings,
+    grid: Partition,
+    P_x: Partition,
+    windows: Mapping[int, HaloPlan],
+    given: tuple[int, ...],
+) -> HaloPlan:
+    """Return how this rank gets, and gives away, the channels that groups need.
+
+    Args:
+        settings: of the convolution.
+        grid: the weight grid.
+        P_x: partition of the input.
+        windows: for each rank of `P_x`, its window.
+        given: shape of this rank's input.
+    """
+    me = P_x.root.rank
+    sends: list[Message] = []
+    recvs: list[Message] = []
+    local: tuple[Piece, ...] = ()
+    own_shape = windows[me].window_shape if me in windows else given
+    own_window: tuple[int, ...] = (0,)
+    for place, reader in enumerate(grid.ranks):
+        index = grid.index_of(place)
+        first, last = channels_at(settings, grid, index).ins
+        for owner_index in range(P_x.shape[1]):
+            owner = P_x.ranks[P_x.rank_at((index[0], owner_index, *index[3:]))]
+            shape = windows[owner].window_shape
+            start, stop = block(settings.in_channels, P_x.shape[1], owner_index)
+            if reader == me:
+                own_window = (shape[0], last - first, *shape[2:])
+            low, high = max(start, first), min(stop, last)
+            if low >= high or 0 in shape or me not in (owner, reader):
+                continue
+            piece = _channel_piece(owner, shape, (low - start, high - start), low - first)
+            if owner == reader:
+                local = (piece,)
+            elif me == owner:
+                sends.append(Message(reader, (piece,)))
+            else:
+                recvs.append(Message(owner, (piece,)))
+    dims = settings.dims + 2
+    return HaloPlan(
+        rank=me,
+        index=(0,) * dims,
+        own=tuple((0, n) for n in own_shape),
+        needed=(),
+        window_shape=own_window,
+        output_shape=(),
+        output_start=(),
+        segments=((),) * len(own_window),
+        local=local,
+        sends=tuple(sorted(sends, key=lambda m: m.peer)),
+        recvs=tuple(sorted(recvs, key=lambda m: m.peer)),
+        interior=((0, 0),) * dims,
+    )
+
+
+def _per_group(settings: ConvSettings) -> tuple[int, int]:
+    return settings.out_channels // settings.groups, settings.in_channels // settings.groups
+
+
+def _channel_piece(owner: int, shape: Sequence[int], channels: Interval, at: int) -> Piece:
+    """Return a range of channels of a window, whole in the other dims."""
+    full: list[Interval] = [(0, n) for n in shape]
+    source: Box = (full[0], channels, *full[2:])
+    dest: Box = (full[0], (at, at + channels[1] - channels[0]), *full[2:])
+    return Piece(owner, source, dest, ("copy",) * len(full))
+
+
+@dataclass(frozen=True)
+class _GeneralPlan:
+    """What one rank does: fill a window, pass it on, convolve, add up."""
+
+    window: HaloPlan | None
+    """On a rank of `P_x`."""
+    to_weights: FanPlan | None
+    """Windows from `P_x` to `P_w`; None where channels of groups are fetched instead."""
+    fetch: HaloPlan | None
+    """With groups: channels of the windows that this rank of `P_w` needs."""
+    to_outputs: FanPlan
+    """Partial sums from `P_w` to `P_y`."""
+    partial_shape: tuple[int, ...]
+    """Shape of the local convolution on a rank of `P_w`."""
+
+
+class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
+    """Where only space and batch are split, its plan is that of the spatial convolution."""
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        P_w: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        padding_mode: str = "zeros",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        overlap: Overlap = "auto",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        super().__init__()
+        self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
+        self._settle(
+            in_channels, out_channels, kernel_size, stride, padding, padding_mode, dilation,
+            groups, bias, overlap, weights,
+        )  # fmt: skip
+        self._grid = weight_grid(type(self).__name__, self.dims, P_x, P_y, P_w, groups)
+        self._is_spatial = (
+            P_x.ranks == P_y.ranks == P_w.ranks and self._grid.shape[1] == P_x.shape[1] == 1
+        )
+        self._index: tuple[int, ...] | None = None
+        """Own place in the grid: batch, output channels, input channels, space."""
+        if P_w.active:
+            self._index = self._grid.index_of(self._grid.ranks.index(P_w.root.rank))
+        self._channels = (
+            None if self._index is None else channels_at(self.settings, self._grid, self._index)
+        )
+        weight, own_bias = self._own_blocks()
+        self.stores_bias = own_bias is not None and 0 not in own_bias.shape
+        self.receives_bias = bias and self._index is not None and self._index[2] == 0
+        self._draw(self._control(), weight, own_bias, dtype=dtype, device=device)
+
+    def _own_blocks(self) -> tuple[Holding, Holding | None]:
+        """Return which blocks of weight and bias this rank holds."""
+        shape, index = self.settings.weight_shape, self._index
+        own, own_bias = nothing(shape), nothing(shape[:1])
+        if index is not None and self._channels is not None:
+            (c0, c1), (k0, k1) = self._channels.outs, self._channels.depth
+            self._shape = (c1 - c0, k1 - k0, *self.settings.kernel_size)
+            if self.weights == "replicated" or not any((index[0], *index[3:])):
+                own = Holding(shape, (c0, k0, *(0,) * self.dims), self._shape)
+                if index[2] == 0:
+                    own_bias = Holding(shape[:1], (c0,), (c1 - c0,))
+        return own, own_bias if self.use_bias else None
+
+    def _users(self, name: str) -> Partition | None:  # noqa: ARG002
+        if self._index is None:
+            return None
+        axes = (0, *range(3, self._grid.dim))
+        return self._grid.sub(axes, rank=self._grid.ranks.index(self.P_w.root.rank))
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.P_y, self.P_w, self.settings, self.use_bias, self.weights)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _GeneralPlan | SpacePlan:
+        cuts = self._cuts(tables)
+        if self._is_spatial:
+            return self._space_plan(cuts)
+        (table,) = tables
+        dtype = table.dtype(self.P_x)
+        root = self.P_x.root
+        batch, outs, _ins, *space = self._grid.shape
+        few_x = self.P_x.reshape((batch, 1, self.P_x.shape[1], *space))
+        few_y = self.P_y.reshape((batch, outs, 1, *space))
+        windows = {
+            rank: self._halo_at(cuts, self.P_x.index_of(place))
+            for place, rank in enumerate(self.P_x.ranks)
+        }
+        mine = table.of(root.rank).shape
+        fetch, to_weights = None, None
+        if self.settings.groups > 1:
+            fetch = fetch_plan(self.settings, self._grid, self.P_x, windows, mine)
+        else:
+            groups = broadcast_groups(few_x, self._grid)
+            shapes = [windows[group.root].window_shape for group in groups]
+            to_weights = fan_plan(groups, root, shapes, dtype)
+        partials = {
+            rank: self._partial_shape(windows, place) for place, rank in enumerate(self._grid.ranks)
+        }
+        sums = reduce_groups(self._grid, few_y)
+        to_outputs = fan_plan(
+            sums,
+            root,
+            [partials[group.peers[0]] for group in sums],
+            dtype,
+            empty=(mine[0], 0) if mine else (0,),
+        )
+        return _GeneralPlan(
+            windows.get(root.rank), to_weights, fetch, to_outputs, partials.get(root.rank, (0,))
+        )
+
+    def _partial_shape(self, windows: dict[int, HaloPlan], place: int) -> tuple[int, ...]:
+        index = self._grid.index_of(place)
+        source = self.P_x.rank_at((index[0], 0, *index[3:]))
+        share = windows[self.P_x.ranks[source]].output_shape
+        c0, c1 = channels_at(self.settings, self._grid, index).outs
+        return (share[0], c1 - c0, *share[2:])
+
+    def _halo(self) -> HaloOnGroup | None:
+        plan = self._plan
+        window = plan.exchange.halo if isinstance(plan, SpacePlan) else plan.window
+        return None if window is None else self._on_ranks(window, self.P_x.ranks)
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        names = ("weight", "bias") if self.receives_bias else ("weight",)
+        weight, *bias = self._used(names, (self._shape, self._shape[:1]))
+        return weight, bias[0] if bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's balanced share of the convolution on `P_y`."""
+        if not self._takes_part:
+            return self._outside(input)
+        plan = self._plan
+        if isinstance(plan, SpacePlan):
+            return self._in_space(input, *self._weight_and_bias(), plan)
+        held = self._window(input)
+        if plan.to_weights is not None:
+            held = spread(held, plan.to_weights)
+        elif plan.fetch is not None:
+            if held.numel() == 0:  # a rank without a block may not know the dtype of the data
+                held = held.to(plan.to_outputs.dtype)
+            held = HaloExchange.apply(held, HaloOnGroup(self.P_x.root, plan.fetch, None, 0.0))
+        if self._channels is not None:
+            held = self._convolved(held, plan.partial_shape, self._channels)
+        return collect_products(held, plan.to_outputs)
+
+    def _convolved(self, window: Tensor, shape: tuple[int, ...], own: Channels) -> Tensor:
+        """Convolve with the own weight block; groups that a rank border cuts, one by one."""
+        weight, bias = self._weight_and_bias()
+        if 0 in shape or 0 in weight.shape:
+            y = empty_output(window, weight, bias, shape)
+            return y if bias is None else y + bias.reshape(1, -1, *(1,) * self.dims)
+        if self.settings.groups == 1:
+            return self.settings.convolved(window, weight, bias)
+        parts: list[Tensor] = []
+        for run in runs_of(self.settings, own):
+            rows = slice(*run.outs)
+            part = window.narrow(1, run.ins[0], run.ins[1] - run.ins[0])
+            shift = None if bias is None else bias[rows]
+            parts.append(self.settings.convolved(part, weight[rows], shift, groups=run.groups))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+class DistributedGeneralConv1d(_GeneralConv):
+    """`torch.nn.Conv1d` of a tensor split in batch, channels and length."""
+
+    dims = 1
+
+
+class DistributedGeneralConv2d(_GeneralConv):
+    """`torch.nn.Conv2d` of a tensor split in batch, channels and space."""
+
+    dims = 2
+
+
+class DistributedGeneralConv3d(_GeneralConv):
+    """`torch.nn.Conv3d` of a tensor split in batch, channels and space."""
+
+    dims = 3
+
+
+class DistributedChannelConv1d(_GeneralConv):
+    """`torch.nn.Conv1d` of a tensor split in channels."""
+
+    dims = 1
+
+
+class DistributedChannelConv2d(_GeneralConv):
+    """`torch.nn.Conv2d` of a tensor split in channels."""
+
+    dims = 2
+
+
+class DistributedChannelConv3d(_GeneralConv):
+    """`torch.nn.Conv3d` of a tensor split in channels."""
+
+    dims = 3
+
+
+_KINDS: dict[int, tuple[Callable[..., Module], ...]] = {
+    1: (DistributedFeatureConv1d, DistributedChannelConv1d, DistributedGeneralConv1d),
+    2: (DistributedFeatureConv2d, DistributedChannelConv2d, DistributedGeneralConv2d),
+    3: (DistributedFeatureConv3d, DistributedChannelConv3d, DistributedGeneralConv3d),
+}
+
+
+def choose(
+    dims: int,
+    kinds: Sequence[Callable[..., Module]],
+    P_x: Partition,
+    P_y: Partition | None,
+    P_w: Partition | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Module:
+    """Return one of three kinds (feature, channel, general), made with the partitions it takes."""
+    feature, channel, general = kinds
+    if P_y is None and P_w is None:
+        return feature(P_x, *args, **kwargs)
+    if P_y is None or P_w is None:
+        raise PartitionError.because(
+            f"DistributedConv{dims}d",
+            f"P_x={P_x!r}, P_y={P_y!r}, P_w={P_w!r}",
+            "P_x alone, or all three",
+            "leave P_y and P_w out, or give both",
+        )
+    is_unsplit = math.prod(P_x.shape[2:]) == math.prod(P_y.shape[2:]) == 1
+    return (channel if is_unsplit else general)(P_x, P_y, P_w, *args, **kwargs)
+
+
+def DistributedConv1d(
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Module:
+    """Return the 1-d convolution for these partitions: feature, channel or general."""
+    return choose(1, _KINDS[1], P_x, P_y, P_w, args, kwargs)
+
+
+def DistributedConv2d(
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Module:
+    """Return the 2-d convolution for these partitions: feature, channel or general."""
+    return choose(2, _KINDS[2], P_x, P_y, P_w, args, kwargs)
+
+
+def DistributedConv3d(
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Module:
+    """Return the 3-d convolution for these partitions: feature, channel or general."""
+    return choose(3, _KINDS[3], P_x, P_y, P_w, args, kwargs)

@@ -1,0 +1,394 @@
+"""A convolution split in space, as one autograd function: own block in, own share out.
+
+With a cover, the own block is convolved while messages travel, and patches add what they bring; in
+the backward the gradients of other ranks' points are sent first, and the own are computed while
+they travel. Without one, a window with padding and halos is filled and convolved whole. Which way a
+rank goes is its own affair: messages and graph are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unisono.errors import PartitionError
+from unisono.expect import expect_choice
+from unisono.nn.agreement import Cuts
+from unisono.operators.flight import Flight
+from unisono.operators.halo import (
+    HaloAdd,
+    HaloExchange,
+    HaloOnGroup,
+    arrived,
+    gathered,
+    place,
+    post,
+    start_exchange,
+)
+from unisono.topology import Partition
+from unisono.topology.cover import Cover, Patch
+from unisono.topology.halo_plan import Box
+from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
+
+Overlap = Literal["auto"] | bool
+Size = int | Sequence[int]
+_KERNELS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@dataclass(frozen=True)
+class ConvSettings:
+    """A convolution of the whole tensor."""
+
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+
+    @property
+    def dims(self) -> int:
+        """Number of spatial dims."""
+        return len(self.kernel_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of torch's weight."""
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    def convolved(
+        self,
+        window: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        groups: int | None = None,
+        padding: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """Return the convolution of a window that holds its padding already, or all but zeros."""
+        return _KERNELS[self.dims](
+            window,
+            weight,
+            bias,
+            stride=self.stride,
+            padding=0 if padding is None else padding,
+            dilation=self.dilation,
+            groups=self.groups if groups is None else groups,
+        )
+
+    def gradients(
+        self,
+        dy: Tensor,
+        window: Tensor,
+        weight: Tensor,
+        wanted: tuple[bool, bool, bool],
+        padding: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of window, weight and bias that are wanted. Not differentiable."""
+        none = (0,) * self.dims
+        return torch.ops.aten.convolution_backward(
+            dy, window, weight, [weight.shape[0]], self.stride,
+            none if padding is None else padding, self.dilation, False, none, self.groups, wanted,
+        )  # fmt: skip
+
+
+def check_space(name: str, P_x: Partition, dims: int) -> None:
+    """Raise unless a partition splits a tensor of `dims` spatial dims in batch and space alone."""
+    if P_x.dim != dims + 2 or P_x.shape[1] != 1:
+        raise PartitionError.because(
+            f"{name} on {P_x!r}",
+            f"{P_x.dim} dims, {P_x.shape[1] if P_x.dim > 1 else '?'} in channels",
+            f"needs {dims + 2} dims with 1 in dim 1",
+            f"Partition([1, 1, {', '.join(['2'] * dims)}])",
+        )
+
+
+def check_channels(name: str, wanted: int, cuts: Cuts) -> None:
+    """Raise unless an input has as many channels as a convolution was made for."""
+    found = cuts[1][-1]
+    if found != wanted:
+        raise PartitionError.because(
+            f"{name}(in_channels={wanted})",
+            f"an input of global shape {[own[-1] for own in cuts]}",
+            f"{found} channels != {wanted}",
+            f"in_channels={found}",
+        )
+
+
+def conv_settings(
+    name: str,
+    dims: int,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Size,
+    stride: Size,
+    padding: Size | str,
+    padding_mode: str,
+    dilation: Size,
+    groups: int,
+) -> ConvSettings:
+    """Return the settings for `dims` spatial dims; refuse what torch would refuse."""
+    kernel = per_dim(kernel_size, dims, "kernel_size")
+    strides = per_dim(stride, dims, "stride")
+    dilations = per_dim(dilation, dims, "dilation")
+    expect_choice("padding_mode", padding_mode, PADDING_MODES, error=PartitionError)
+    for what, count in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if count < 1 or groups < 1 or count % groups:
+            raise PartitionError.because(
+                f"{name}({what}={count}, groups={groups})",
+                "channels must be a positive multiple of groups",
+                f"{count} / {groups} = {count / groups:g}" if groups else None,
+                "groups=1",
+            )
+    pads = padding_pairs(
+        cast("int | str | Sequence[int | tuple[int, int]]", padding), kernel, strides, dilations
+    )
+    return ConvSettings(
+        index(in_channels), index(out_channels), kernel, strides, pads, dilations, index(groups),
+        padding_mode,
+    )  # fmt: skip
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of own block, weight and bias."""
+
+
+@dataclass(frozen=True)
+class SpacePlan:
+    """How one rank convolves its share in space."""
+
+    settings: ConvSettings
+    exchange: HaloOnGroup
+    cover: Cover | None
+    """The pass over the own block and its patches; None: all of it from a window."""
+
+    def output_shape(self, weight: Tensor) -> tuple[int, ...]:
+        """Return the shape of the own share."""
+        batch, _, *space = self.exchange.halo.output_shape
+        return (batch, weight.shape[0], *space)
+
+
+class ConvInSpace(torch.autograd.Function):
+    """Own block, parameters -> own share of the output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan
+    ) -> Tensor:
+        """Convolve the own block while messages travel, or all of the window after them."""
+        flight = start_exchange(x, plan.exchange, x.dtype)
+        window = None
+        if plan.cover is not None:
+            main = _main_pass(plan.settings, plan.cover, x, weight, bias)
+            received = flight.take()
+            y = _patched(plan, plan.cover, x, weight, bias, main, received)
+        else:
+            received = flight.take()
+            landed = replace(plan.exchange, flight=Flight(landed=received))
+            is_copy = plan.exchange.halo.is_identity
+            window = x if is_copy else HaloExchange.kernel(x, landed)
+            shape = plan.output_shape(weight)
+            y = x.new_empty(shape) if 0 in shape else plan.settings.convolved(window, weight, bias)
+        ctx.plan, ctx.peers = plan, tuple(received)
+        ctx.save_for_backward(x, weight, bias, window, *received.values())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of own block, weight and bias."""
+        plan: SpacePlan = ctx.plan
+        x, weight, bias, window, *values = ctx.saved_tensors
+        received = dict(zip(ctx.peers, values, strict=True))
+        if torch.is_grad_enabled():
+            return *_composed(plan, grads[0], (x, weight, bias), received), None
+        wanted = ctx.needs_input_grad[:3]
+        if plan.cover is not None:
+            found = _found(plan, received)
+            return *_by_patches(plan, plan.cover, grads[0], x, weight, found, wanted), None
+        return *_by_window(plan, grads[0], window, weight, wanted), None
+
+
+def _main_pass(
+    settings: ConvSettings, cover: Cover, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """Return the convolution of what needs no other rank."""
+    if not cover.has_main:
+        return None
+    return settings.convolved(x[_in_space(cover.view)], weight, bias, padding=cover.padding)
+
+
+def _patched(
+    plan: SpacePlan,
+    cover: Cover,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    main: Tensor | None,
+    received: dict[int, Tensor],
+) -> Tensor:
+    """Return the main pass with what the patches add to it."""
+    if cover.is_whole and main is not None:
+        y = main
+    else:
+        y = x.new_empty(plan.output_shape(weight))
+        if main is not None:
+            y[_in_space(cover.output)] = main
+    found = _found(plan, received)
+    for patch in cover.patches:
+        window = _window(patch, x, found)
+        part = plan.settings.convolved(window, weight, None if cover.is_whole else bias)
+        target = y[_in_space(patch.output)]
+        _ = target.add_(part) if cover.is_whole else target.copy_(part)
+    return y
+
+
+def _by_window(
+    plan: SpacePlan, dy: Tensor, window: Tensor, weight: Tensor, wanted: Sequence[bool]
+) -> Gradients:
+    """Return the gradients of a convolution of a whole window."""
+    if 0 in plan.output_shape(weight):
+        dw, db = torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
+        dwindow = torch.zeros_like(window)
+    else:
+        mask = (wanted[0], wanted[1], wanted[2])
+        dwindow, dw, db = plan.settings.gradients(dy, window, weight, mask)
+    if not wanted[0] or dwindow is None:
+        return None, dw, db if wanted[2] else None
+    is_copy = plan.exchange.halo.is_identity
+    dx = dwindow if is_copy else HaloAdd.kernel(dwindow, plan.exchange)
+    return dx, dw, db if wanted[2] else None
+
+
+def _by_patches(
+    plan: SpacePlan,
+    cover: Cover,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    found: Sequence[Sequence[Tensor]],
+    wanted: Sequence[bool],
+) -> Gradients:
+    """Return the gradients; those of other ranks' points travel while the own are computed."""
+    settings, exchange = plan.settings, plan.exchange
+    needs_x, needs_w, needs_b = wanted
+    home = [[torch.zeros_like(part) for part in parts] for parts in found] if needs_x else []
+    kept: list[tuple[Box, Tensor]] = []
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    db: Tensor | None = None
+    for patch in cover.patches:
+        mask = (needs_x, needs_w, needs_b and not cover.is_whole)
+        window = _window(patch, x, found)
+        g, w, b = settings.gradients(dy[_in_space(patch.output)], window, weight, mask)
+        dw, db = _plus(dw, w), _plus(db, b)
+        if g is not None:
+            kept += [(piece.source, gathered(g, piece)) for piece in patch.local]
+            for came in patch.received:
+                target = home[came.message][came.number]
+                target[came.piece.source_slices] += gathered(g, came.piece)
+    flight = Flight()
+    if needs_x:
+        packed = [torch.cat([part.reshape(-1) for part in parts]) for parts in home]
+        sends = list(zip(exchange.halo.recvs, packed, strict=True))
+        flight = post(exchange, sends, exchange.halo.sends, x.dtype)
+    if cover.has_main:
+        mask = (needs_x, needs_w, needs_b)
+        part = dy if cover.is_whole else dy[_in_space(cover.output)]
+        view = x[_in_space(cover.view)]
+        dx, w, b = settings.gradients(part, view, weight, mask, cover.padding)
+        dw, db = _plus(w, dw), _plus(b, db)
+    if needs_x:
+        dx = _on_block(dx, cover, x)
+        for box, values in kept:
+            dx[_slices(box)] += values
+        for message, parts in arrived(exchange, flight, exchange.halo.sends):
+            for piece, values in zip(message.pieces, parts, strict=True):
+                dx[piece.source_slices] += values
+    return dx, dw, db
+
+
+def _composed(
+    plan: SpacePlan,
+    dy: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    received: dict[int, Tensor],
+) -> list[Tensor | None]:
+    """Return the gradients as functions that can be differentiated again.
+
+    The window is made anew from what arrived in the forward; its own backward sends as ever.
+    """
+    x, weight, bias = inputs
+    held = [t for t in inputs if t is not None and t.requires_grad]
+    with torch.enable_grad():
+        window = x
+        if not plan.exchange.halo.is_identity:
+            landed = replace(plan.exchange, flight=Flight(landed=received))
+            window = HaloExchange.apply(x, landed)
+        shape = plan.output_shape(weight)
+        if 0 in shape:
+            y = empty_output(window, weight, bias, shape)
+        else:
+            y = plan.settings.convolved(window, weight, bias)
+    found = iter(torch.autograd.grad(y, held, dy, create_graph=True, allow_unused=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+
+
+def empty_output(
+    window: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]
+) -> Tensor:
+    """Return a share without elements that runs the backwards which other ranks' shares run.
+
+    As with a convolution, every gradient depends on window and weight: second derivatives send
+    what they send elsewhere.
+    """
+    tie = (window.sum() + weight.sum()).square() * 0
+    if bias is not None:
+        tie = tie + bias.sum() * 0
+    return tie.expand(shape)
+
+
+def _found(plan: SpacePlan, received: dict[int, Tensor]) -> list[list[Tensor]]:
+    """Return what has arrived: the pieces of each message."""
+    halo = plan.exchange.halo
+    return [parts for _, parts in arrived(plan.exchange, Flight(landed=received), halo.recvs)]
+
+
+def _window(patch: Patch, x: Tensor, found: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the window of a patch: own points and what has arrived, zeros elsewhere."""
+    window = x.new_zeros(patch.window_shape)
+    for piece in patch.local:
+        place(window, piece, x[piece.source_slices])
+    for came in patch.received:
+        values = found[came.message][came.number]
+        place(window, came.piece, values[came.piece.source_slices])
+    return window
+
+
+def _on_block(dx: Tensor | None, cover: Cover, x: Tensor) -> Tensor:
+    """Return the gradient of the main pass on the whole own block."""
+    if dx is not None and dx.shape == x.shape:
+        return dx
+    whole = torch.zeros_like(x)
+    if dx is not None:
+        whole[_in_space(cover.view)] = dx
+    return whole
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a.add_(b)
+
+
+def _in_space(box: Box) -> tuple[slice, ...]:
+    return (slice(None), slice(None), *_slices(box))
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)

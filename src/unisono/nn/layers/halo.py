@@ -1,0 +1,180 @@
+"""`HaloExchange` and `DistributedPad`: the windows and the padding of split tensors as layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from unisono.errors import PartitionError
+from unisono.expect import expect_choice
+from unisono.nn.agreement import Cuts, Table
+from unisono.nn.layers.conv_space import Size
+from unisono.nn.planned import PlannedModule, block_windows, index_in
+from unisono.operators.halo import HaloOnGroup
+from unisono.topology import Partition, halo
+from unisono.topology.decompose import split_cuts
+from unisono.topology.halo import HaloPlan
+from unisono.topology.window import Segment, check_window, window
+
+__all__ = ["DistributedPad", "HaloExchange"]
+
+_PAD_MODES = {
+    "constant": "zeros",
+    "reflect": "reflect",
+    "replicate": "replicate",
+    "circular": "circular",
+}
+
+
+class _Windowed(PlannedModule[HaloPlan]):
+    """A layer that fills a window from the blocks under it."""
+
+    P_x: Partition
+
+    def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
+        raise TypeError(f"{type(self).__name__} has no plan for {cuts} at {index}")
+
+    def _make_plan(self, tables: Sequence[Table]) -> HaloPlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        return self._plan_at(table.cuts(self.P_x), index_in(self.P_x))
+
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan, self.P_x.ranks)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the own window."""
+        return self._window(input) if self._takes_part else self._outside(input)
+
+
+class HaloExchange(_Windowed):
+    """Give each rank the points that its share of a convolution or stencil reads.
+
+    Args:
+        P_x: partition of the input.
+        kernel_size: one int for each of the last dims, or one for all dims.
+        stride: as in a convolution; likewise `padding`, `dilation`, `padding_mode`.
+        fill: the constant of mode "zeros".
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: int | str | Sequence[int | tuple[int, int]] = 0,
+        dilation: Size = 1,
+        padding_mode: str = "zeros",
+        fill: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.P_x = P_x
+        self.kernel_size = kernel_size
+        self.stride = stride
+        self.padding = padding
+        self.dilation = dilation
+        self.padding_mode = padding_mode
+        self.fill = fill
+
+    @classmethod
+    def from_widths(
+        cls,
+        P_x: Partition,
+        widths: Sequence[tuple[int, int]],
+        padding_mode: str = "zeros",
+        fill: float = 0.0,
+    ) -> HaloExchange:
+        """Return the layer that gives each balanced block `(left, right)` more points a dim."""
+        sizes = [left + right + 1 for left, right in widths]
+        return cls(P_x, sizes, 1, [(left, right) for left, right in widths], 1, padding_mode, fill)
+
+    def _describe(self) -> tuple[object, ...]:
+        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return (self.P_x, *sizes, self.padding_mode, self.fill)
+
+    def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
+        return halo.plan(
+            cuts, index, self.kernel_size, self.stride, self.padding, self.dilation,
+            self.padding_mode, self.fill,
+        )  # fmt: skip
+
+
+class DistributedPad(_Windowed):
+    """`torch.nn.functional.pad` of a split tensor.
+
+    Args:
+        P_x: partition of the input.
+        padding: `(left, right)` of the last dim, then of the one before it, as in `F.pad`.
+        mode: "constant", "reflect", "replicate" or "circular".
+        value: the constant.
+        balance: give every rank its balanced block of the padded tensor. Otherwise the ranks at
+            the ends grow and all others keep what they have.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        padding: Sequence[int],
+        mode: str = "constant",
+        value: float = 0.0,
+        balance: bool = False,
+    ) -> None:
+        super().__init__()
+        expect_choice("mode", mode, _PAD_MODES, error=PartitionError)
+        if len(padding) % 2 or len(padding) > 2 * P_x.dim:
+            raise PartitionError.because(
+                f"DistributedPad(padding={list(padding)})",
+                f"{P_x!r}",
+                f"{len(padding)} numbers for {P_x.dim} dims",
+                "two for each padded dim, from the last dim on",
+            )
+        self.P_x = P_x
+        self.padding = tuple(map(int, padding))
+        self.mode = mode
+        self.value = value
+        self.balance = balance
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.padding, self.mode, self.value, self.balance)
+
+    def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
+        mode = _PAD_MODES[self.mode]
+        windows: list[halo.WindowOf] = []
+        shares: list[tuple[int, int]] = []
+        for dim, own in enumerate(cuts):
+            at = 2 * (len(cuts) - 1 - dim)
+            left, right = self.padding[at : at + 2] if at < len(self.padding) else (0, 0)
+            x = own[-1]
+            if mode != "zeros":
+                check_window(x, 1, 1, left, right, 1, mode, dim=dim)
+            elif x + left + right < 0:
+                raise PartitionError.because(
+                    f"DistributedPad(padding={list(self.padding)})",
+                    f"{x} points in dim {dim}",
+                    f"{x} + {left} + {right} < 0",
+                    "cut off less",
+                )
+            after = self._cuts_after(own, left, right)
+            kept = left == right == 0
+            windows.append(
+                block_windows(after) if kept else _padded_windows(after, x, left, right, mode)
+            )
+            shares.append((after[index[dim]], after[index[dim] + 1]))
+        return halo.plan_windows(cuts, index, windows, shares, fill=self.value)
+
+    def _cuts_after(self, own: Sequence[int], left: int, right: int) -> tuple[int, ...]:
+        total = own[-1] + left + right
+        if self.balance:
+            return split_cuts(total, len(own) - 1)
+        inner = (min(max(cut + left, 0), total) for cut in own[1:-1])
+        return (0, *inner, total)
+
+
+def _padded_windows(
+    after: Sequence[int], x: int, left: int, right: int, mode: str
+) -> halo.WindowOf:
+    def segments(i: int) -> tuple[Segment, ...]:
+        return window(after[i], after[i + 1], x, 1, 1, left, max(right, 0), 1, mode)
+
+    return segments

@@ -1,0 +1,571 @@
+"""Linear layers split over ranks: a grid of weight blocks, or one axis of ranks.
+
+`DistributedLinear` has input, weight and output on three partitions. `DistributedLinearAllGather`
+(column-parallel) and `DistributedLinearReduceScatter` (row-parallel) are the halves of a wide MLP;
+in their backward, messages travel while this rank multiplies. In shared memory, where the copying
+is ours, everything is done in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unisono.comm import Communicator
+from unisono.comm.perform import Pending
+from unisono.errors import PartitionError
+from unisono.expect import expect_int
+from unisono.nn.agreement import Cuts, Table
+from unisono.nn.parameters import Holding, Weights, check_weights, held_by, nothing, whole
+from unisono.nn.planned import balanced_in, collect_products, is_plain, recut
+from unisono.nn.state import HoldingModule
+from unisono.operators import AllGather, ReduceScatter
+from unisono.operators.halo import HaloOnGroup
+from unisono.operators.partitioned import FanPlan, fan_plan, spread
+from unisono.operators.plans import BlockPlan
+from unisono.topology import Partition
+from unisono.topology.decompose import block, split_sizes
+from unisono.topology.fanout import broadcast_groups, reduce_groups
+from unisono.topology.halo_plan import HaloPlan
+
+__all__ = ["DistributedLinear", "DistributedLinearAllGather", "DistributedLinearReduceScatter"]
+
+
+@dataclass(frozen=True)
+class SubLinear:
+    """The local part of a distributed linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class _GridPlan:
+    balance: HaloPlan | None
+    """Moves features to balanced blocks, where the input's are not; on a rank of `P_x`."""
+    to_weights: FanPlan
+    to_outputs: FanPlan
+
+
+class DistributedLinear(HoldingModule[_GridPlan]):
+    """`torch.nn.Linear` with input, weight and output split over three partitions.
+
+    Args:
+        P_x: partition of the input `[*, in_features]`; its last dim splits the features.
+        P_y: partition of the output, the same but for its last dim.
+        P_w: partition of the weight, `[out, in]` blocks; with a leading batch dim if `P_x` has one.
+        in_features: of the whole layer; likewise `out_features`.
+        bias: held where the input features begin.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        P_w: Partition,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        super().__init__()
+        _check_features(in_features, out_features)
+        self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
+        self.in_features, self.out_features = in_features, out_features
+        self.weights: Weights = check_weights(weights)
+        self.use_bias = bias
+        self._grid = _linear_grid(P_x, P_y, P_w)
+        shape = (out_features, in_features)
+        own: Holding = nothing(shape)
+        own_bias: Holding = nothing(shape[:1])
+        self._shape: tuple[int, ...] | None = None
+        """Of the weight block that this rank multiplies with; None outside of the grid."""
+        self._adds_bias = False
+        me = self._grid.root.rank
+        if me in self._grid.ranks:
+            index = self._grid.index_of(self._grid.ranks.index(me))
+            (c0, c1), (k0, k1) = self._blocks(index)
+            self._shape = (c1 - c0, k1 - k0)
+            self._adds_bias = index[2] == 0
+            if weights == "replicated" or index[0] == 0:
+                own = Holding(shape, (c0, k0), self._shape)
+                if self._adds_bias:
+                    own_bias = Holding(shape[:1], (c0,), (c1 - c0,))
+        self._draw(self._control(), own, own_bias if bias else None, dtype=dtype, device=device)
+
+    @property
+    def sublinear(self) -> SubLinear:
+        """The local weight block and bias."""
+        return SubLinear(self.weight, self.bias)
+
+    def _blocks(self, index: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        _, outs, ins = self._grid.shape
+        return block(self.out_features, outs, index[1]), block(self.in_features, ins, index[2])
+
+    def _describe(self) -> tuple[object, ...]:
+        counts = (self.in_features, self.out_features, self.use_bias, self.weights)
+        return (self.P_x, self.P_y, self.P_w, *counts)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _GridPlan:
+        (table,) = tables
+        dtype = table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        _check_width("DistributedLinear", cuts, self.in_features)
+        batch, outs, _ = self._grid.shape
+        root = self.P_x.root
+        few_x = self.P_x.reshape((batch, 1, self.P_x.shape[-1]))
+        few_y = self.P_y.reshape((batch, outs, 1))
+        shapes = {
+            rank: _balanced_shape(cuts, self.P_x, place)
+            for place, rank in enumerate(self.P_x.ranks)
+        }
+        sources = broadcast_groups(few_x, self._grid)
+        partials: dict[int, tuple[int, ...]] = {}
+        for group in sources:
+            for reader in group.peers:
+                (c0, c1), _ = self._blocks(self._grid.index_of(self._grid.ranks.index(reader)))
+                partials[reader] = (*shapes[group.root][:-1], c1 - c0)
+        sums = reduce_groups(self._grid, few_y)
+        mine = table.of(root.rank).shape
+        index = self.P_x.index
+        return _GridPlan(
+            None if index is None else recut(cuts, balanced_in(cuts, -1), index),
+            fan_plan(sources, root, [shapes[group.root] for group in sources], dtype),
+            fan_plan(
+                sums,
+                root,
+                [partials[group.peers[0]] for group in sums],
+                dtype,
+                empty=(*mine[:1], 0),
+            ),
+        )
+
+    def _users(self, name: str) -> Partition | None:  # noqa: ARG002
+        if self._shape is None:
+            return None
+        return self._grid.sub(0, rank=self._grid.ranks.index(self._grid.root.rank))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's block of the output on `P_y`."""
+        if not self._takes_part:
+            return self._outside(input)
+        held = spread(self._window(input), self._plan.to_weights)
+        if self._shape is not None:
+            names = ("weight", "bias") if self._adds_bias else ("weight",)
+            held = F.linear(held, *self._used(names, (self._shape, self._shape[:1])))
+        return collect_products(held, self._plan.to_outputs)
+
+    def _halo(self) -> HaloOnGroup | None:
+        balance = self._plan.balance
+        return None if balance is None else self._on_ranks(balance, self.P_x.ranks)
+
+
+def _linear_grid(P_x: Partition, P_y: Partition, P_w: Partition) -> Partition:
+    """Return `P_w` as batch, output features, input features; refuse what does not fit."""
+    P_x.check_same_root(P_y)
+    P_x.check_same_root(P_w)
+    lead = math.prod(P_x.shape[:-1])
+    ins, outs = P_x.shape[-1], P_y.shape[-1]
+    shapes = f"P_x {list(P_x.shape)}, P_y {list(P_y.shape)}, P_w {list(P_w.shape)}"
+    if P_x.shape[:-1] != P_y.shape[:-1]:
+        raise PartitionError.because(
+            "DistributedLinear",
+            shapes,
+            f"{list(P_x.shape[:-1])} != {list(P_y.shape[:-1])} before the last dim",
+            "P_x and P_y may differ in their last dim only",
+        )
+    fitting = [(lead, outs, ins), (*P_x.shape[:-1], outs, ins)]
+    if lead == 1:
+        fitting.insert(0, (outs, ins))
+    if P_w.shape not in fitting:
+        raise PartitionError.because(
+            "DistributedLinear",
+            shapes,
+            f"P_w must be {list(fitting[0])}",
+            f"Partition({list(fitting[0])})",
+        )
+    return P_w.reshape((lead, outs, ins))
+
+
+def _balanced_shape(cuts: Cuts, P_x: Partition, place: int) -> tuple[int, ...]:
+    """Return the shape of a block of `P_x` whose features are balanced."""
+    index = P_x.index_of(place)
+    lead = [own[i + 1] - own[i] for own, i in zip(cuts[:-1], index[:-1], strict=True)]
+    start, stop = block(cuts[-1][-1], P_x.shape[-1], index[-1])
+    return (*lead, stop - start)
+
+
+@dataclass(frozen=True)
+class _AxisPlan(BlockPlan):
+    balance: HaloPlan | None = None
+    """Moves input features to balanced blocks, those of the weight; None where they are."""
+
+
+class _OneAxisLinear(HoldingModule[_AxisPlan]):
+    """What the column- and row-parallel layers share: one axis of ranks, blocks of one dim."""
+
+    def __init__(
+        self, P_x: Partition, P_y: Partition, split: Partition, in_features: int, out_features: int,
+        weights: Weights,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _check_features(in_features, out_features)
+        self.P_x, self.P_y = P_x, P_y
+        self._P = split
+        """The one whose last axis splits the features."""
+        other = P_x if split is P_y else P_y
+        self._dim = _moved_dim(type(self).__name__, split, other)
+        self.in_features, self.out_features = in_features, out_features
+        self.weights: Weights = check_weights(weights)
+
+    def _take_blocks(
+        self,
+        own: Holding,
+        own_bias: Holding | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Draw the blocks of weight and bias that this rank uses, and keep those it holds."""
+        self.use_bias = own_bias is not None
+        self._blocks = {"weight": own.shape}
+        own = held_by(self._users("weight"), self.weights, own)
+        if own_bias is not None:
+            self._blocks["bias"] = own_bias.shape
+            own_bias = held_by(self._users("bias"), self.weights, own_bias)
+        self._draw(self._control(), own, own_bias, dtype=dtype, device=device)
+
+    def _own_share(self, count: int) -> tuple[int, int] | None:
+        """Return the own range of `count` features; None on a rank outside."""
+        if self._P.index is None:
+            return None
+        return block(count, self._P.shape[-1], self._P.index[-1])
+
+    def _describe(self) -> tuple[object, ...]:
+        features = (self.in_features, self.out_features, self.use_bias, self.weights)
+        return (self.P_x, self.P_y, *features)
+
+    def _users(self, name: str) -> Partition | None:  # noqa: ARG002
+        """Return the ranks that use this rank's block of a parameter: same place on the axis."""
+        return self._P.sub(tuple(range(self._P.dim - 1))) if self._P.active else None
+
+    def _axis(self) -> Communicator:
+        """Return the ranks along the feature axis."""
+        return self._P.sub(self._P.dim - 1).comm
+
+    def _blocks_of(self, *names: str) -> list[Tensor]:
+        """Return the blocks of parameters that the same ranks use, in one message."""
+        return self._used(names, [self._blocks[name] for name in names])
+
+
+class DistributedLinearAllGather(_OneAxisLinear):
+    """Column-parallel linear: the input is gathered, each rank computes its output features.
+
+    Args:
+        P_y: partition of the output; its last dim splits the output features.
+        in_features: of the whole layer; likewise `out_features`.
+        bias: one block a rank.
+        P_x: partition of the input, if its second-last dim is split instead of its features.
+        weights: "replicated", or "root": of the ranks that use a block, the first alone holds it.
+    """
+
+    def __init__(
+        self,
+        P_y: Partition,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        P_x: Partition | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        given = P_y if P_x is None else P_x
+        super().__init__(given, P_y, P_y, in_features, out_features, weights)
+        shape = (out_features, in_features)
+        own, own_bias = nothing(shape), nothing(shape[:1])
+        share = self._own_share(out_features)
+        if share is not None:
+            size = share[1] - share[0]
+            own = Holding(shape, (share[0], 0), (size, in_features))
+            own_bias = Holding(shape[:1], (share[0],), (size,))
+        self._take_blocks(own, own_bias if bias else None, device, dtype)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        _check_width("DistributedLinearAllGather", cuts, self.in_features)
+        sizes = tuple(b - a for a, b in pairwise(cuts[self._dim]))
+        return _AxisPlan(self._axis(), self._dim, sizes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `[*, out_features / ranks]`."""
+        if not self._takes_part:
+            return self._outside(input)
+        plan = self._plan
+        tied = self._tied(input)
+        weight, *bias = self._blocks_of(*self._blocks)
+        if plan.comm.size == 1:
+            return F.linear(tied, weight, *bias)
+        if is_plain(input):
+            return _Columns.apply(tied, weight, bias[0] if bias else None, plan)
+        return F.linear(AllGather.apply(tied, plan), weight, *bias)
+
+
+class DistributedLinearReduceScatter(_OneAxisLinear):
+    """Row-parallel linear: each rank multiplies its input features, sums are cut into blocks.
+
+    Args:
+        P_x: partition of the input; its last dim splits the input features.
+        in_features: of the whole layer; likewise `out_features`.
+        bias: added once, after the sum.
+        P_y: partition of the output, if its second-last dim is to be split instead of its features.
+        weights: "replicated", or "root": of the ranks that use a block, the first alone holds it.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        P_y: Partition | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        given = P_x if P_y is None else P_y
+        super().__init__(P_x, given, P_x, in_features, out_features, weights)
+        shape = (out_features, in_features)
+        own, own_bias = nothing(shape), nothing(shape[:1])
+        share, outs = self._own_share(in_features), self._own_share(out_features)
+        if share is not None and outs is not None:
+            own = Holding(shape, (0, share[0]), (out_features, share[1] - share[0]))
+            own_bias = whole(shape[:1])
+            if self._splits_output:
+                own_bias = Holding(shape[:1], (outs[0],), (outs[1] - outs[0],))
+        self._take_blocks(own, own_bias if bias else None, device, dtype)
+
+    @property
+    def _splits_output(self) -> bool:
+        return self._dim == self.P_x.dim - 1
+
+    def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        _check_width("DistributedLinearReduceScatter", cuts, self.in_features)
+        balanced, index = balanced_in(cuts, -1), self.P_x.index
+        comm = self._axis()
+        length = self.out_features if self._splits_output else cuts[self._dim][-1]
+        sizes = split_sizes(length, comm.size)
+        is_balanced = balanced == tuple(map(tuple, cuts))
+        balance = None if is_balanced or index is None else recut(cuts, balanced, index)
+        return _AxisPlan(comm, self._dim, sizes, balance=balance)
+
+    def _halo(self) -> HaloOnGroup | None:
+        balance = self._plan.balance
+        return None if balance is None else self._on_ranks(balance, self.P_x.ranks)
+
+    def _users(self, name: str) -> Partition | None:
+        if name == "bias" and not self._splits_output:  # each rank adds the whole of it
+            return self.P_x if self.P_x.active else None
+        return super()._users(name)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's block of the sum, with the bias added once."""
+        if not self._takes_part:
+            return self._outside(input)
+        if self._splits_output:
+            weight, *bias = self._blocks_of(*self._blocks)
+        else:
+            (weight,) = self._blocks_of("weight")
+            bias = self._blocks_of("bias") if self.use_bias else []
+        held = self._window(input)
+        if self._plan.comm.size == 1:
+            y = F.linear(held, weight)
+        elif is_plain(input):
+            y = _Rows.apply(held, weight, self._plan)
+        else:
+            y = ReduceScatter.apply(F.linear(held, weight), self._plan)
+        return y + bias[0].to(y.dtype) if bias else y
+
+
+def _moved_dim(name: str, split: Partition, other: Partition) -> int:
+    """Return the tensor dim that is gathered or scattered: the last, or the one before it."""
+    if split == other:
+        return split.dim - 1
+    expected = (*split.shape[:-2], split.shape[-2] * split.shape[-1], 1) if split.dim > 1 else ()
+    if split.ranks != other.ranks or split.dim < 2 or split.shape[-2] != 1:
+        raise PartitionError.because(
+            name,
+            f"{split!r} and {other!r}",
+            "both partitions hold the same ranks, one splits the last dim, one the second-last",
+            f"Partition({list(expected) or [1, 2]})",
+        )
+    if other.shape != expected:
+        raise PartitionError.because(
+            name, f"{split!r} and {other!r}", None, f"Partition({list(expected)})"
+        )
+    return split.dim - 2
+
+
+def _check_features(in_features: int, out_features: int) -> None:
+    expect_int("in_features", in_features, 1, error=PartitionError)
+    expect_int("out_features", out_features, 1, error=PartitionError)
+
+
+def _check_width(name: str, cuts: Cuts, in_features: int) -> None:
+    """Raise unless the input's last dim has `in_features` points in all."""
+    if cuts[-1][-1] != in_features:
+        raise PartitionError.because(
+            f"{name}(in_features={in_features})",
+            f"an input of global shape {[own[-1] for own in cuts]}",
+            f"{cuts[-1][-1]} features != {in_features}",
+            f"in_features={cuts[-1][-1]}",
+        )
+
+
+def _travels_by_itself(plan: BlockPlan) -> bool:
+    """Whether messages move while this rank computes, without a thread of ours."""
+    return plan.comm.backend != "shm"
+
+
+class _Columns(torch.autograd.Function):
+    """Own block of the input, weight, bias -> own output features."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: BlockPlan
+    ) -> Tensor:
+        """Join the blocks and multiply."""
+        ctx.plan = plan
+        joined = plan.comm.all_gather(x, plan.dim, plan.sizes)
+        ctx.save_for_backward(x, weight, bias, joined)
+        return F.linear(joined, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of own block, weight and bias."""
+        x, weight, bias, joined = ctx.saved_tensors
+        plan: BlockPlan = ctx.plan
+        (dy,) = grads
+        if torch.is_grad_enabled():
+
+            def again() -> Tensor:
+                return F.linear(AllGather.apply(x, replace(plan, landed=joined)), weight, bias)
+
+            return *_composed(again, (x, weight, bias), dy), None
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        pending: Pending[Tensor] | None = None
+        dx: Tensor | None = None
+        if needs_x:
+            summands = dy @ weight
+            if _travels_by_itself(plan):
+                pending = plan.comm.start.reduce_scatter(summands, plan.dim, plan.sizes)
+            else:
+                dx = plan.comm.reduce_scatter(summands, plan.dim, plan.sizes)
+        dw = _outer(dy, joined, needs_w)
+        db = _matrix(dy).sum(0) if needs_b else None
+        return dx if pending is None else pending.wait(), dw, db, None
+
+
+class _Rows(torch.autograd.Function):
+    """Own input features, weight -> own block of the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: BlockPlan) -> Tensor:
+        """Multiply and sum."""
+        y = plan.comm.reduce_scatter(F.linear(x, weight), plan.dim, plan.sizes)
+        ctx.plan = plan
+        ctx.save_for_backward(x, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of own input features and weight."""
+        x, weight = ctx.saved_tensors
+        plan: BlockPlan = ctx.plan
+        (dy,) = grads
+        if torch.is_grad_enabled():
+            nothing = torch.zeros_like(dy)  # of the sum itself only the gradient is wanted
+
+            def again() -> Tensor:
+                summands = F.linear(x, weight)
+                return ReduceScatter.apply(summands, replace(plan, landed=nothing))
+
+            return *_composed(again, (x, weight), dy), None
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        if not (needs_x or needs_w):
+            return None, None, None
+        if not _travels_by_itself(plan) or plan.dim != dy.dim() - 1:
+            whole = plan.comm.all_gather(dy, plan.dim, plan.sizes)
+            return _product(whole, weight, needs_x), _outer(whole, x, needs_w), None
+        return *_by_blocks(dy, x, weight, plan, needs_x, needs_w), None
+
+
+def _by_blocks(
+    dy: Tensor, x: Tensor, weight: Tensor, plan: BlockPlan, needs_x: bool, needs_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Multiply the own output features while those of other ranks travel, then the others."""
+    pending = _gather(dy, plan)
+    ends = list(accumulate(plan.sizes))
+    stop = ends[plan.comm.rank]
+    start = stop - plan.sizes[plan.comm.rank]
+    dx = _product(dy, weight[start:stop], needs_x)
+    dw = torch.empty_like(weight) if needs_w else None
+    if dw is not None:
+        torch.mm(_matrix(dy).T, _matrix(x), out=dw[start:stop])
+    whole = pending.wait()
+    for a, b in ((0, start), (stop, ends[-1])):
+        if a == b:
+            continue
+        part = _matrix(whole[..., a:b])
+        if dx is not None:
+            _matrix(dx).addmm_(part, weight[a:b])
+        if dw is not None:
+            torch.mm(part.T, _matrix(x), out=dw[a:b])
+    return dx, dw
+
+
+def _gather(x: Tensor, plan: BlockPlan) -> Pending[Tensor]:
+    return plan.comm.start.all_gather(x, plan.dim, plan.sizes)
+
+
+def _product(dy: Tensor, weight: Tensor, needed: bool) -> Tensor | None:
+    return dy @ weight if needed else None
+
+
+def _outer(dy: Tensor, x: Tensor, needed: bool) -> Tensor | None:
+    return _matrix(dy).T @ _matrix(x) if needed else None
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Return all dims but the last as one."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _composed(
+    again: Callable[[], Tensor], inputs: Sequence[Tensor | None], dy: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients as functions that can be differentiated again."""
+    held = [t for t in inputs if t is not None and t.requires_grad]
+    with torch.enable_grad():
+        y = again()
+    found = iter(torch.autograd.grad(y, held, dy, create_graph=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]

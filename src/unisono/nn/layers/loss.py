@@ -1,0 +1,379 @@
+"""Losses of split tensors: the value of the whole, on every rank.
+
+Each rank calls `backward()` once and gets the gradient of its own block, as one process would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unisono.comm import Communicator
+from unisono.errors import PartitionError, UnisonoError
+from unisono.expect import expect_choice
+from unisono.nn.agreement import Table
+from unisono.nn.planned import PlannedModule, wide
+from unisono.operators import sum_to_replicated
+from unisono.topology import Partition
+
+__all__ = [
+    "DistributedBCELoss",
+    "DistributedBCEWithLogitsLoss",
+    "DistributedCrossEntropyLoss",
+    "DistributedKLDivLoss",
+    "DistributedL1Loss",
+    "DistributedMSELoss",
+    "DistributedNLLLoss",
+    "DistributedPoissonNLLLoss",
+]
+
+
+@dataclass(frozen=True)
+class _LossPlan:
+    count: int
+    """Elements of the whole."""
+    batch: int
+    """Samples of the whole."""
+    comm: Communicator
+    """Ranks that hold other elements."""
+
+
+class _Loss(PlannedModule[_LossPlan]):
+    """A loss that is a sum over elements."""
+
+    _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
+
+    def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
+        super().__init__()
+        expect_choice("reduction", reduction, self._valid_reductions, error=PartitionError)
+        self.P_x = P_x
+        self.reduction = reduction
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.reduction, *self._options())
+
+    def _options(self) -> tuple[object, ...]:
+        """Return further arguments that must be equal on all ranks."""
+        return ()
+
+    def _make_plan(self, tables: Sequence[Table]) -> _LossPlan:
+        shape = tables[0].global_shape(self.P_x)
+        for table in tables:
+            table.dtype(self.P_x)
+            if table.cuts(self.P_x) != tables[0].cuts(self.P_x):
+                raise PartitionError.because(
+                    type(self).__name__,
+                    f"input of {list(shape)}, target of {list(table.global_shape(self.P_x))}",
+                    "their blocks differ",
+                    "cut the target like the input",
+                )
+        count, batch = torch.Size(shape).numel(), shape[0] if shape else 1
+        return _LossPlan(count, batch, self.P_x.comm)
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each element."""
+        raise TypeError(f"{type(self).__name__} has no loss for {x.shape}, {target.shape}")
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of the whole tensors; with reduction "none" that of the own block."""
+        if not self._takes_part:
+            return self._outside(input).sum()
+        elements = self._elements(self._tied(input), target)
+        if self.reduction == "none":
+            return elements
+        total = sum_to_replicated(summed(elements), comm=self._plan.comm)
+        if self.reduction != "sum":
+            total = total / (self._plan.count if self.reduction == "mean" else self._plan.batch)
+        return total.to(elements.dtype)
+
+
+def summed(elements: Tensor) -> Tensor:
+    """Return the sum of elements; that of 16-bit ones in float32, where their mean is finite."""
+    is_short = elements.dtype in (torch.float16, torch.bfloat16)
+    return elements.sum(dtype=torch.float32 if is_short else None)
+
+
+class DistributedL1Loss(_Loss):
+    """`torch.nn.L1Loss` of split tensors."""
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.l1_loss(x, target, reduction="none")
+
+
+class DistributedMSELoss(_Loss):
+    """`torch.nn.MSELoss` of split tensors."""
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(x, target, reduction="none")
+
+
+class DistributedPoissonNLLLoss(_Loss):
+    """`torch.nn.PoissonNLLLoss` of split tensors."""
+
+    def __init__(
+        self,
+        P_x: Partition,
+        log_input: bool = True,
+        full: bool = False,
+        eps: float = 1e-8,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(P_x, reduction)
+        self.log_input = log_input
+        self.full = full
+        self.eps = eps
+
+    def _options(self) -> tuple[object, ...]:
+        return (self.log_input, self.full, self.eps)
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.poisson_nll_loss(
+            x, target, log_input=self.log_input, full=self.full, eps=self.eps, reduction="none"
+        )
+
+
+class _WeightedLoss(_Loss):
+    """A loss with a weight that is broadcast over the own block."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self, P_x: Partition, weight: Tensor | None = None, reduction: str = "mean"
+    ) -> None:
+        super().__init__(P_x, reduction)
+        self.register_buffer("weight", weight)
+
+    def _options(self) -> tuple[object, ...]:
+        return (self.weight is None,)
+
+
+class DistributedBCELoss(_WeightedLoss):
+    """`torch.nn.BCELoss` of split tensors; `weight` fits the own block."""
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy(x, target, self.weight, reduction="none")
+
+
+class DistributedBCEWithLogitsLoss(_WeightedLoss):
+    """`torch.nn.BCEWithLogitsLoss` of split tensors; the weights fit the own block."""
+
+    pos_weight: Tensor | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        pos_weight: Tensor | None = None,
+    ) -> None:
+        super().__init__(P_x, weight, reduction)
+        self.register_buffer("pos_weight", pos_weight)
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(
+            x, target, self.weight, reduction="none", pos_weight=self.pos_weight
+        )
+
+
+class DistributedKLDivLoss(_Loss):
+    """`torch.nn.KLDivLoss` of split tensors."""
+
+    _valid_reductions = ("none", "mean", "sum", "batchmean")
+
+    def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__(P_x, reduction)
+        self.log_target = log_target
+
+    def _options(self) -> tuple[object, ...]:
+        return (self.log_target,)
+
+    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.kl_div(x, target, reduction="none", log_target=self.log_target)
+
+
+@dataclass(frozen=True)
+class _ClassPlan(_LossPlan):
+    """`count` is that of the classes, `comm` the ranks that hold other positions."""
+
+    start: int
+    """First own class."""
+    class_comm: Communicator
+    """Ranks that hold other classes of the same positions."""
+
+
+class DistributedNLLLoss(_WeightedLoss):
+    """`torch.nn.NLLLoss` of split tensors; dim 1 (the classes) may be split too.
+
+    Args:
+        P_x: partition of the input `(N, C, ...)`.
+        weight: one weight for each class of the whole.
+        ignore_index: target that does not count.
+        reduction: "none", "mean" (over the weights of what counts) or "sum".
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(P_x, weight, reduction)
+        if P_x.dim < 2:
+            raise PartitionError.because(
+                f"{type(self).__name__} on {P_x!r}",
+                f"{P_x.dim} dims",
+                "needs 2 or more",
+                "Partition([2, 1]): batch, classes",
+            )
+        self.ignore_index = ignore_index
+
+    def _options(self) -> tuple[object, ...]:
+        return (self.weight is None, self.ignore_index)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _ClassPlan:
+        tables[0].dtype(self.P_x)
+        cuts = tables[0].cuts(self.P_x)
+        for rank in self.P_x.ranks:
+            shape = tables[0].of(rank).shape
+            target = tables[1].of(rank).shape
+            if (shape[0], *shape[2:]) != target:
+                raise PartitionError.because(
+                    type(self).__name__,
+                    f"rank {rank}: input of {list(shape)}, target of {list(target)}",
+                    f"{[shape[0], *shape[2:]]} != {list(target)}",
+                    "the target has the input's blocks without the class dim",
+                )
+        index = self.P_x.index
+        start = cuts[1][index[1]] if index is not None else 0
+        others = self.P_x.sub(tuple(d for d in range(self.P_x.dim) if d != 1)).comm
+        return _ClassPlan(cuts[1][-1], cuts[0][-1], others, start, self.P_x.sub(1).comm)
+
+    @property
+    def _classes(self) -> _ClassPlan:
+        return cast("_ClassPlan", self._plan)
+
+    def _normaliser(self, x: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return the logarithm to subtract at each position, a value all class ranks share."""
+        return None
+
+    def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:
+        problem = super()._problem_of(input)
+        if problem is None and len(input) > 1 and self.P_x.active:
+            # Where classes are split, their number is known once ranks have met: see `forward`.
+            classes = input[0].shape[1] if self.P_x.shape[1] == 1 and input[0].dim() > 1 else None
+            problem = self._stray_target(input[1], classes)
+        return problem
+
+    def _stray_target(self, target: Tensor, classes: int | None) -> UnisonoError | None:
+        """Return the error for a target that is no class, if there is one."""
+        if target.dtype.is_floating_point or target.is_meta:
+            return None
+        counted = target[target != self.ignore_index]
+        low, high = counted.aminmax() if counted.numel() else (0, 0)
+        if low >= 0 and (classes is None or high < classes):
+            return None
+        return PartitionError.because(
+            f"{type(self).__name__} with targets from {int(low)} to {int(high)}",
+            f"{'?' if classes is None else classes} classes",
+            f"{int(low)} < 0" if low < 0 else f"{int(high)} >= {classes}",
+            f"targets from 0 on, or ignore_index={int(low if low < 0 else high)}",
+        )
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of the whole tensors; with reduction "none" one value a position."""
+        if not self._takes_part:
+            return self._outside(input).sum()
+        if self.P_x.shape[1] > 1 and (stray := self._stray_target(target, self._plan.count)):
+            raise stray
+        tied = self._tied(input)
+        losses, weights = self._positions(tied, target, self._normaliser(tied))
+        is_cast = torch.is_autocast_enabled(input.device.type)  # then torch's losses are in float32
+        dtype = wide(input[:0]).dtype if is_cast else input.dtype
+        if self.reduction == "none":
+            return losses.to(dtype)
+        comm = self._plan.comm
+        total = sum_to_replicated(summed(losses), comm=comm)
+        if self.reduction == "mean":
+            total = total / comm.all_reduce(summed(weights))
+        return total.to(dtype)
+
+    def _positions(
+        self, x: Tensor, target: Tensor, normaliser: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss and weight of each position, equal on all ranks that share it."""
+        picked = self._picked(-x, target, self._classes.start)
+        if normaliser is not None:
+            picked = picked + normaliser
+        counted = target != self.ignore_index
+        weights = counted.to(picked.dtype)
+        if self.weight is not None:
+            weights = weights * self.weight.to(picked)[target.masked_fill(~counted, 0)]
+        return torch.where(weights != 0, picked * weights, torch.zeros_like(picked)), weights
+
+    def _picked(self, values: Tensor, target: Tensor, start: int) -> Tensor:
+        """Return the value at the target class, from whichever rank holds it."""
+        here = (target >= start) & (target < start + values.shape[1])
+        if values.shape[1] == 0:
+            own = values.sum(1)
+        else:
+            local = (target - start).clamp(0, values.shape[1] - 1)
+            own = values.gather(1, local.unsqueeze(1)).squeeze(1)
+            own = torch.where(here, own, torch.zeros_like(own))
+        return sum_to_replicated(own, comm=self._classes.class_comm)
+
+
+class DistributedCrossEntropyLoss(DistributedNLLLoss):
+    """`torch.nn.CrossEntropyLoss` of split tensors; dim 1 (the classes) may be split too.
+
+    Arguments as `DistributedNLLLoss`; `label_smoothing` as in torch.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(P_x, weight, ignore_index, reduction)
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise PartitionError.because(
+                f"label_smoothing={label_smoothing}", None, f"not 0 <= {label_smoothing} <= 1"
+            )
+        self.label_smoothing = label_smoothing
+
+    def _options(self) -> tuple[object, ...]:
+        return (*super()._options(), self.label_smoothing)
+
+    def _normaliser(self, x: Tensor) -> Tensor:
+        x = wide(x)
+        classes = self._classes.class_comm
+        if classes.size == 1:
+            return x.logsumexp(1)
+        lowest = torch.finfo(x.dtype).min
+        own = x.detach().amax(1) if x.shape[1] else x.new_full((x.shape[0], *x.shape[2:]), lowest)
+        top = classes.all_reduce(own, "max")
+        total = sum_to_replicated((x - top.unsqueeze(1)).exp().sum(1), comm=classes)
+        return top + total.log()
+
+    def _positions(
+        self, x: Tensor, target: Tensor, normaliser: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        losses, weights = super()._positions(x, target, normaliser)
+        if self.label_smoothing == 0.0 or normaliser is None:
+            return losses, weights
+        x = wide(x)
+        start, classes = self._classes.start, self._plan.count
+        every = x.new_ones(classes) if self.weight is None else self.weight.to(x)
+        own = every[start : start + x.shape[1]].reshape(1, -1, *(1,) * (x.dim() - 2))
+        spread = sum_to_replicated((-x * own).sum(1), comm=self._classes.class_comm)
+        spread = (spread + every.sum() * normaliser) * (target != self.ignore_index)
+        smooth = self.label_smoothing
+        return (1 - smooth) * losses + smooth / classes * spread, weights

@@ -1,0 +1,464 @@
+"""The layers that only move data: between partitions, over axes, between layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.errors import PartitionError, an
+from unisono.nn.agreement import Cuts, Table
+from unisono.nn.planned import PlannedModule, zero_volume
+from unisono.operators import AllGather as GatherMap
+from unisono.operators import ReduceScatter as ScatterMap
+from unisono.operators import Repartition as RepartitionMap
+from unisono.operators import all_sum_reduce
+from unisono.operators.linear import identity
+from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
+from unisono.operators.plans import BlockPlan
+from unisono.operators.repartition import RepartitionOnGroup
+from unisono.operators.staging import Stage, Staging, starts_for
+from unisono.topology import Partition
+from unisono.topology.decompose import split_sizes
+from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
+from unisono.topology.overlap import OverlapPlan, repartition_plan
+from unisono.topology.window import as_int
+
+__all__ = [
+    "AllGather",
+    "AllSumReduce",
+    "Broadcast",
+    "DistributedTranspose",
+    "ReduceScatter",
+    "Repartition",
+    "SumReduce",
+]
+
+
+class _Between(PlannedModule[FanPlan]):
+    """What `Broadcast` and `SumReduce` share: who talks to whom between two partitions."""
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        transpose_src: bool = False,
+        transpose_dest: bool = False,
+        preserve_batch: bool = True,
+    ) -> None:
+        super().__init__()
+        self.P_x = P_x
+        self.P_y = P_y
+        self.transpose_src = transpose_src
+        self.transpose_dest = transpose_dest
+        self.preserve_batch = preserve_batch
+        self._groups()  # shapes that do not fit are refused here
+
+    def _groups(self) -> list[Group]:
+        raise TypeError("made by its subclasses")
+
+    def _describe(self) -> tuple[object, ...]:
+        flags = (self.transpose_src, self.transpose_dest, self.preserve_batch)
+        return (self.P_x, self.P_y, *flags)
+
+    def _plan_of(self, table: Table, shapes: list[tuple[int, ...]]) -> FanPlan:
+        mine = table.of(self.P_x.root.rank).shape
+        batch = mine[:1] if self.preserve_batch and mine else ()
+        return fan_plan(
+            self._groups(),
+            self.P_x.root,
+            shapes,
+            table.dtype(self.P_x),
+            empty=(*batch, 0),
+        )
+
+
+class Broadcast(_Between):
+    """Give each rank of `P_y` the block of `P_x` that belongs to its place; gradients are summed.
+
+    Args:
+        P_x: partition of the input.
+        P_y: partition of the output; dims where `P_x` has one rank are spread over it.
+        transpose_src: read indices in `P_x` backwards; likewise `transpose_dest`.
+        preserve_batch: a rank outside of `P_y` gets shape `(B, 0)` with the batch size of its
+            input, instead of `(0,)`.
+    """
+
+    def _groups(self) -> list[Group]:
+        return broadcast_groups(self.P_x, self.P_y, self.transpose_src, self.transpose_dest)
+
+    def _make_plan(self, tables: Sequence[Table]) -> FanPlan:
+        (table,) = tables
+        return self._plan_of(table, [table.of(group.root).shape for group in self._groups()])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's block on `P_y`."""
+        if not self._takes_part:
+            return self._outside(input, preserve_batch=self.preserve_batch)
+        return spread(self._tied(input), self._plan)
+
+
+class SumReduce(_Between):
+    """Sum on each rank of `P_y` the blocks of `P_x` that belong to its place; the adjoint of
+    `Broadcast`. Arguments as there.
+    """
+
+    def _groups(self) -> list[Group]:
+        return reduce_groups(self.P_x, self.P_y, self.transpose_src, self.transpose_dest)
+
+    def _make_plan(self, tables: Sequence[Table]) -> FanPlan:
+        (table,) = tables
+        shapes: list[tuple[int, ...]] = []
+        for group in self._groups():
+            found = {rank: table.of(rank).shape for rank in group.peers}
+            first = found[group.peers[0]]
+            if any(shape != first for shape in found.values()):
+                raise PartitionError.because(
+                    f"sum of blocks on rank {group.root}",
+                    "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
+                    "their shapes differ",
+                    "blocks that are summed must be equal in shape",
+                )
+            shapes.append(first)
+        return self._plan_of(table, shapes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's sum on `P_y`."""
+        if not self._takes_part:
+            return self._outside(input, preserve_batch=self.preserve_batch)
+        return collect(self._tied(input), self._plan)
+
+
+class AllSumReduce(PlannedModule[Communicator]):
+    """Sum over the ranks that share the index outside `axes_reduce`; gradients likewise.
+
+    Args:
+        P_x: partition of the input.
+        axes_reduce: axes of the partition to sum over, or
+        axes_keep: those not to sum over. Exactly one of the two.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        axes_reduce: int | Sequence[int] | None = None,
+        axes_keep: int | Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.P_x = P_x
+        self.axes = reduced_axes(P_x, axes_reduce, axes_keep, "axes_reduce")
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.axes)
+
+    def _make_plan(self, tables: Sequence[Table]) -> Communicator:
+        (table,) = tables
+        table.dtype(self.P_x)
+        for place in range(self.P_x.size):
+            group = self.P_x.sub(self.axes, rank=place)
+            found = {rank: table.of(rank).shape for rank in group.ranks}
+            if len(set(found.values())) > 1:
+                raise PartitionError.because(
+                    f"AllSumReduce over axes {list(self.axes)} of {self.P_x!r}",
+                    "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
+                    "their shapes differ",
+                    "blocks that are summed must be equal in shape",
+                )
+        return self.P_x.sub(self.axes).comm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the sum, on every rank of the group."""
+        if not self._takes_part:
+            return self._outside(input)
+        return all_sum_reduce(self._tied(input), comm=self._plan)
+
+
+class AllGather(PlannedModule[BlockPlan]):
+    """Join the blocks along one axis, on every rank; gradients are summed, each rank keeps its own.
+
+    Args:
+        P_x: partition of the input.
+        axes_all_gather: the axis, which is also the tensor dim; or
+        axes_keep: all other axes. Exactly one of the two.
+        scale_backward: axis, or slice of axes: the gradient is divided by their number of ranks.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        axes_all_gather: int | Sequence[int] | None = None,
+        axes_keep: int | Sequence[int] | None = None,
+        scale_backward: int | slice | None = None,
+    ) -> None:
+        super().__init__()
+        self.P_x = P_x
+        self.axis = one_axis(P_x, axes_all_gather, axes_keep, "axes_all_gather")
+        if scale_backward is not None and not isinstance(scale_backward, slice):
+            scale_backward = chosen_axis(P_x, scale_backward, "scale_backward")
+        self.scale_backward = scale_backward
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.axis, self.scale_backward)
+
+    def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)[self.axis]
+        sizes = tuple(b - a for a, b in pairwise(cuts))
+        return BlockPlan(self.P_x.sub(self.axis).comm, self.axis, sizes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the joined tensor."""
+        if not self._takes_part:
+            return self._outside(input)
+        y = (
+            GatherMap.apply(self._tied(input), self._plan)
+            if self._plan.comm.size > 1
+            else identity(input)
+        )
+        workers = _workers(self.P_x, self.scale_backward)
+        return y if workers == 1 else _ScaleGradient.apply(y, workers)
+
+
+class ReduceScatter(PlannedModule[BlockPlan]):
+    """Sum over one axis and keep the balanced block; gradients are joined.
+
+    Args:
+        P_x: partition of the input, whole in the dim of the axis.
+        axes_reduce_scatter: the axis, which is also the tensor dim; or
+        axes_keep: all other axes. Exactly one of the two.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        axes_reduce_scatter: int | Sequence[int] | None = None,
+        axes_keep: int | Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.P_x = P_x
+        self.axis = one_axis(P_x, axes_reduce_scatter, axes_keep, "axes_reduce_scatter")
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.axis)
+
+    def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
+        (table,) = tables
+        table.dtype(self.P_x)
+        for place in range(self.P_x.size):
+            group = self.P_x.sub(self.axis, rank=place)
+            found = {rank: table.of(rank).shape for rank in group.ranks}
+            if len(set(found.values())) > 1:
+                raise PartitionError.because(
+                    f"ReduceScatter over axis {self.axis} of {self.P_x!r}",
+                    "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
+                    "their shapes differ",
+                    "each rank of the axis brings the whole tensor",
+                )
+            lacking = next((rank for rank in group.ranks if len(found[rank]) <= self.axis), None)
+            if lacking is not None:
+                dims = len(found[lacking])
+                raise PartitionError.because(
+                    f"ReduceScatter over axis {self.axis} of {self.P_x!r}",
+                    f"rank {lacking}: {list(found[lacking])}",
+                    f"no dim {self.axis} in a tensor of {dims} dims: {self.axis} >= {dims}",
+                    f"a tensor of {self.P_x.dim} dims",
+                )
+        whole = table.of(self.P_x.root.rank).shape
+        comm = self.P_x.sub(self.axis).comm
+        return BlockPlan(comm, self.axis, split_sizes(whole[self.axis], comm.size))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's block of the sum."""
+        if not self._takes_part:
+            return self._outside(input)
+        if self._plan.comm.size == 1:
+            return identity(input)
+        return ScatterMap.apply(self._tied(input), self._plan)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What one rank does in a repartition, and the dtype of the data."""
+
+    comm: Communicator
+    overlap: OverlapPlan
+    dtype: torch.dtype
+    stage: Stage | None
+    """Shared memory for large blocks, where all ranks have one host."""
+
+
+class Repartition(PlannedModule[_Moved]):
+    """Move a tensor from the blocks of one partition to the balanced blocks of another.
+
+    Args:
+        P_x: partition of the input; blocks may be of any size.
+        P_y: partition of the output, with as many dims.
+        preserve_batch: a rank outside of `P_y` gets shape `(B, 0)` instead of `(0,)`.
+    """
+
+    def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True) -> None:
+        super().__init__()
+        if P_x.dim != P_y.dim:
+            raise PartitionError.because(
+                f"Repartition from {P_x!r} to {P_y!r}",
+                f"{P_x.dim} and {P_y.dim} dims",
+                f"{P_x.dim} != {P_y.dim}",
+                "partitions of equal length; write 1 where a dim is not split",
+            )
+        P_x.check_same_root(P_y)
+        self.P_x = P_x
+        self.P_y = P_y
+        self.preserve_batch = preserve_batch
+        self._staging: Staging | None = None
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.P_y, self.preserve_batch)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _Moved:
+        (table,) = tables
+        cuts = table.cuts(self.P_x)
+        dtype = table.dtype(self.P_x)
+        root = self.P_x.root
+        stage = self._stage_for(cuts, dtype)
+        return _Moved(root, self._overlap_of(root.rank, cuts), dtype, stage)
+
+    def _overlap_of(self, rank: int, cuts: Cuts) -> OverlapPlan:
+        return repartition_plan(cuts, self.P_x.ranks, self.P_y.shape, self.P_y.ranks, rank)
+
+    def _stage_for(self, cuts: Cuts, dtype: torch.dtype) -> Stage | None:
+        """Return shared memory to hand blocks over in, if there is any. Collective."""
+        comm = self._agreeing
+        if comm is None or self.P_x == self.P_y:
+            return None
+        before = prod(max(b - a for a, b in pairwise(own)) for own in cuts)
+        after = prod(-(-own[-1] // n) for own, n in zip(cuts, self.P_y.shape, strict=True))
+        nbytes = max(before, after) * dtype.itemsize
+        if self._staging is None or self._staging.nbytes < nbytes:
+            self._staging = Staging.of(comm, nbytes)
+        if self._staging is None:
+            return None
+        me = self.P_x.root.rank
+        own = self._overlap_of(me, cuts)
+        plans = {move.peer: self._overlap_of(move.peer, cuts) for move in (*own.sends, *own.recvs)}
+        return Stage(
+            self._staging,
+            {rank: place for place, rank in enumerate(self._members())},
+            starts_for(me, {rank: plan.sends for rank, plan in plans.items()}),
+            starts_for(me, {rank: plan.recvs for rank, plan in plans.items()}),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the shared memory behind."""
+        return super().__getstate__() | {"_staging": None}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's block on `P_y`."""
+        if not self._takes_part:
+            return self._outside(input, preserve_batch=self.preserve_batch)
+        plan = self._plan
+        overlap = plan.overlap
+        if overlap.is_identity and input.dtype == plan.dtype and plan.stage is None:
+            return identity(input)
+        after = overlap.dest_shape
+        if after is None:
+            after = zero_volume(input, preserve_batch=self.preserve_batch)
+        on_group = RepartitionOnGroup(
+            plan.comm, overlap, tuple(input.shape), after, stage=plan.stage
+        )
+        return RepartitionMap.apply(self._tied(input.to(plan.dtype)), on_group)
+
+
+DistributedTranspose = Repartition
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, with its gradient divided."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, workers: int) -> Tensor:
+        ctx.workers = workers
+        return identity(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad / ctx.workers, None
+
+
+def _workers(partition: Partition, axes: int | slice | None) -> int:
+    if axes is None:
+        return 1
+    chosen = partition.shape[axes] if isinstance(axes, slice) else (partition.shape[axes],)
+    return prod(chosen)
+
+
+def reduced_axes(
+    partition: Partition,
+    axes: int | Sequence[int] | None,
+    keep: int | Sequence[int] | None,
+    name: str,
+) -> tuple[int, ...]:
+    """Return the axes meant by exactly one of `axes` and `keep`, ascending."""
+    if (axes is None) == (keep is None):
+        given = "both" if axes is not None else "neither"
+        raise PartitionError.because(
+            f"{name} and axes_keep on {partition!r}",
+            f"{given} given ({name}={axes}, axes_keep={keep})",
+            None,
+            f"give one of them, e.g. {name}=(0,)",
+        )
+    chosen = _as_axes(partition, axes if axes is not None else keep, name)
+    if axes is not None:
+        return chosen
+    return tuple(axis for axis in range(partition.dim) if axis not in chosen)
+
+
+def one_axis(
+    partition: Partition,
+    axes: int | Sequence[int] | None,
+    keep: int | Sequence[int] | None,
+    name: str,
+) -> int:
+    """Return the single axis meant by exactly one of `axes` and `keep`."""
+    chosen = reduced_axes(partition, axes, keep, name)
+    if len(chosen) != 1:
+        raise PartitionError.because(
+            f"{name} on {partition!r}",
+            f"axes {list(chosen)}",
+            f"{len(chosen)} != 1",
+            f"one axis, e.g. {name}=0",
+        )
+    return chosen[0]
+
+
+def chosen_axis(partition: Partition, axis: int, name: str) -> int:
+    """Return one axis of a partition, counted from its front."""
+    if as_int(axis) is None:
+        raise PartitionError.because(
+            f"{name}={axis!r} on {partition!r}",
+            an(type(axis).__name__),
+            None,
+            f"an axis from 0 to {partition.dim - 1}, or a slice of them",
+        )
+    return _as_axes(partition, axis, name)[0]
+
+
+def _as_axes(partition: Partition, axes: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
+    one = None if axes is None else as_int(axes)
+    given = (one,) if one is not None else tuple(cast("Sequence[int] | None", axes) or ())
+    turned = tuple(axis + partition.dim if axis < 0 else axis for axis in given)
+    for axis in turned:
+        if not 0 <= axis < partition.dim:
+            raise PartitionError.because(
+                f"{name}={list(given)} on {partition!r}",
+                f"{partition.dim} dims",
+                f"not 0 <= {axis} < {partition.dim}",
+                f"axes from 0 to {partition.dim - 1}",
+            )
+    return tuple(sorted(set(turned)))

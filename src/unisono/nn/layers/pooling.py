@@ -1,0 +1,333 @@
+"""Pooling split in space and batch: halos from neighbours, then torch's pooling; or one mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unisono.comm import Communicator
+from unisono.errors import PartitionError
+from unisono.nn.agreement import Table
+from unisono.nn.planned import PlannedModule, index_in
+from unisono.operators import sum_to_replicated
+from unisono.operators.halo import HaloOnGroup
+from unisono.topology import Partition, halo
+from unisono.topology.halo import HaloPlan
+from unisono.topology.window import check_pool, per_dim, pool_counts
+
+__all__ = [
+    "DistributedAvgPool1d",
+    "DistributedAvgPool2d",
+    "DistributedAvgPool3d",
+    "DistributedMaxPool1d",
+    "DistributedMaxPool2d",
+    "DistributedMaxPool3d",
+]
+
+Size = int | Sequence[int]
+_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVG: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+@dataclass(frozen=True)
+class _PoolPlan:
+    halo: HaloPlan
+    global_space: tuple[int, ...]
+    """Spatial sizes of the whole input."""
+
+
+class _Pool(PlannedModule[_PoolPlan]):
+    """What the pooling layers share."""
+
+    dims: ClassVar[int]
+    ceil_mode: bool
+
+    def __init__(
+        self, P_x: Partition, kernel_size: Size, stride: Size | None, padding: Size, dilation: Size
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if P_x.dim != self.dims + 2:
+            raise PartitionError.because(
+                f"{name} on {P_x!r}",
+                f"{P_x.dim} dims",
+                f"needs {self.dims + 2}",
+                f"Partition([1, 1, {', '.join(['2'] * self.dims)}])",
+            )
+        self.P_x = P_x
+        self.kernel_size = per_dim(kernel_size, self.dims, "kernel_size")
+        self.stride = per_dim(kernel_size if stride is None else stride, self.dims, "stride")
+        self.padding = per_dim(padding, self.dims, "padding")
+        self.dilation = per_dim(dilation, self.dims, "dilation")
+        for dim, (k, p, d) in enumerate(
+            zip(self.kernel_size, self.padding, self.dilation, strict=True)
+        ):
+            check_pool(k, p, d, dim=dim)
+
+    def _describe(self) -> tuple[object, ...]:
+        sizes = (self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
+        return (self.P_x, *sizes)
+
+    def _window_fill(self, dtype: torch.dtype) -> float:
+        """Return what stands on padding."""
+        raise TypeError(f"{type(self).__name__} has no value for padding of {dtype}")
+
+    def _make_plan(self, tables: Sequence[Table]) -> _PoolPlan:
+        (table,) = tables
+        cuts = table.cuts(self.P_x)
+        plan = halo.plan(
+            cuts, index_in(self.P_x), self.kernel_size, self.stride, self.padding, self.dilation,
+            fill=self._window_fill(table.dtype(self.P_x)), ceil_mode=self.ceil_mode,
+        )  # fmt: skip
+        return _PoolPlan(plan, tuple(own[-1] for own in cuts[2:]))
+
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan.halo, self.P_x.ranks)
+
+
+class _MaxPool(_Pool):
+    def __init__(
+        self,
+        P_x: Partition,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
+        dilation: Size = 1,
+        return_indices: bool = False,
+        ceil_mode: bool = False,
+    ) -> None:
+        super().__init__(P_x, kernel_size, stride, padding, dilation)
+        self.return_indices = return_indices
+        self.ceil_mode = ceil_mode
+
+    def _window_fill(self, dtype: torch.dtype) -> float:
+        return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return this rank's share; with `return_indices` also flat indices in the whole image."""
+        x = input
+        if not self._takes_part:
+            outside = self._outside(x)
+            return (outside, outside.long()) if self.return_indices else outside
+        window = self._window(x)
+        plan = self._plan.halo
+        if 0 in plan.output_shape:
+            empty = _tied_empty(window, plan.output_shape)
+            return (empty, empty.long()) if self.return_indices else empty
+        pooled, indices = _MAX[self.dims](
+            window, self.kernel_size, self.stride, 0, self.dilation, return_indices=True
+        )
+        if plan.has_fill and (self.return_indices or pooled.requires_grad):
+            pooled, indices = self._off_padding(window, pooled, indices)
+        return (pooled, self._global_indices(indices)) if self.return_indices else pooled
+
+    def _off_padding(
+        self, window: Tensor, pooled: Tensor, indices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Give what padding has won to the first point of the tensor, as torch does.
+
+        Padding wins only where all points are as low as it is; values stay, gradients move.
+        """
+        low = pooled == self._plan.halo.fill
+        if not bool(low.any()):
+            return pooled, indices
+        first, exists = self._first_points(indices.device)
+        low = low & exists
+        indices = torch.where(low, first, indices)
+        points = window.flatten(2).gather(2, indices.flatten(2)).reshape(pooled.shape)
+        return torch.where(low, points, pooled), indices
+
+    def _first_points(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the first point of the tensor under each output, flat in the window, if any."""
+        plan = self._plan.halo
+        first = torch.zeros((1,) * self.dims, dtype=torch.int64, device=device)
+        exists = torch.ones_like(first, dtype=torch.bool)
+        for i in range(self.dims):
+            y0, count = plan.output_start[i + 2], plan.output_shape[i + 2]
+            begin = torch.arange(y0, y0 + count, device=device) * self.stride[i] - self.padding[i]
+            steps = -(begin.clamp(max=0) // self.dilation[i])  # rounded up
+            point = begin + steps * self.dilation[i]
+            shape = [1] * self.dims
+            shape[i] = -1
+            exists = exists & (point < self._plan.global_space[i]).reshape(shape)
+            place = point - (y0 * self.stride[i] - self.padding[i])
+            first = first * plan.window_shape[i + 2] + place.reshape(shape)
+        return first, exists
+
+    def _global_indices(self, indices: Tensor) -> Tensor:
+        """Turn flat indices in the window into flat indices in the whole image."""
+        plan, sizes = self._plan.halo, self._plan.global_space
+        total = torch.zeros_like(indices)
+        rest = indices
+        weight = 1
+        for i in reversed(range(self.dims)):
+            width = plan.window_shape[i + 2]
+            first = plan.output_start[i + 2] * self.stride[i] - self.padding[i]
+            total += (rest % width + first) * weight
+            rest = rest // width
+            weight *= sizes[i]
+        return total
+
+
+class _AvgPool(_Pool):
+    def __init__(
+        self,
+        P_x: Partition,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> None:
+        super().__init__(P_x, kernel_size, stride, padding, 1)
+        self.ceil_mode = ceil_mode
+        self.count_include_pad = count_include_pad
+        self.divisor_override = divisor_override
+        if divisor_override == 0:
+            raise PartitionError.because(
+                f"{type(self).__name__}(divisor_override=0)", hint="a number other than 0, or None"
+            )
+
+    def _describe(self) -> tuple[object, ...]:
+        return (*super()._describe(), self.count_include_pad, self.divisor_override)
+
+    def _window_fill(self, dtype: torch.dtype) -> float:
+        if not dtype.is_floating_point and dtype != torch.int64:
+            raise PartitionError.because(
+                f"{type(self).__name__} of {dtype}",
+                "averages are of floating dtypes, or of int64 and rounded towards 0",
+                None,
+                "x.float()",
+            )
+        return 0.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's share of the averages."""
+        x = input
+        if not self._takes_part:
+            return self._outside(x)
+        window = self._window(x)
+        plan = self._plan.halo
+        if 0 in plan.output_shape:
+            return _tied_empty(window, plan.output_shape)
+        average = _AVG[self.dims]
+        if self.divisor_override is not None:
+            sized = {"divisor_override": self.divisor_override}
+            return average(window, self.kernel_size, self.stride, **sized)
+        counts, full = self._counts(), math.prod(self.kernel_size)
+        if bool((counts == full).all()):
+            return average(window, self.kernel_size, self.stride)
+        if not window.is_floating_point():
+            sums = self._integer_sums(window)
+            return torch.div(sums, counts.to(sums), rounding_mode="trunc")
+        means = average(window, self.kernel_size, self.stride)
+        return means * (full / counts).to(means)
+
+    def _integer_sums(self, window: Tensor) -> Tensor:
+        if self.dims > 1:  # lines have no divisor of their own
+            sized = {"divisor_override": 1}
+            return _AVG[self.dims](window, self.kernel_size, self.stride, **sized)
+        kernel, stride = (1, *self.kernel_size), (1, *self.stride)
+        return F.avg_pool2d(window.unsqueeze(2), kernel, stride, divisor_override=1).squeeze(2)
+
+    def _counts(self) -> Tensor:
+        """Return the number of points under each output of this rank's share."""
+        plan = self._plan.halo
+        counts = torch.ones((1,) * self.dims, dtype=torch.int64)
+        for i in range(self.dims):
+            start = plan.output_start[i + 2]
+            own = pool_counts(
+                start, start + plan.output_shape[i + 2], self._plan.global_space[i],
+                self.kernel_size[i], self.stride[i], self.padding[i],
+                count_include_pad=self.count_include_pad,
+            )  # fmt: skip
+            shape = [1] * self.dims
+            shape[i] = -1
+            counts = counts * torch.tensor(own).reshape(shape)
+        return counts
+
+
+def _tied_empty(window: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a share without elements that still runs the window's backward."""
+    zero = window.sum() * 0 if window.numel() else window.sum()
+    return zero.expand(tuple(shape))
+
+
+class DistributedMaxPool1d(_MaxPool):
+    """`torch.nn.MaxPool1d` of a split tensor `(N, C, L)`."""
+
+    dims = 1
+
+
+class DistributedMaxPool2d(_MaxPool):
+    """`torch.nn.MaxPool2d` of a split tensor `(N, C, H, W)`."""
+
+    dims = 2
+
+
+class DistributedMaxPool3d(_MaxPool):
+    """`torch.nn.MaxPool3d` of a split tensor `(N, C, D, H, W)`."""
+
+    dims = 3
+
+
+class DistributedAvgPool1d(_AvgPool):
+    """`torch.nn.AvgPool1d` of a split tensor `(N, C, L)`."""
+
+    dims = 1
+
+    def __init__(
+        self,
+        P_x: Partition,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+    ) -> None:
+        super().__init__(P_x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+
+
+class DistributedAvgPool2d(_AvgPool):
+    """`torch.nn.AvgPool2d` of a split tensor `(N, C, H, W)`."""
+
+    dims = 2
+
+
+class DistributedAvgPool3d(_AvgPool):
+    """`torch.nn.AvgPool3d` of a split tensor `(N, C, D, H, W)`."""
+
+    dims = 3
+
+
+class GlobalAvgPool(PlannedModule[tuple[Communicator, int]]):
+    """`torch.nn.AdaptiveAvgPool1d/2d/3d(1)` of a split tensor `(N, C, ...)`.
+
+    The result `(N, C, 1, ...)` is whole in space and counts once; it stays split in the batch.
+    """
+
+    def __init__(self, P_x: Partition) -> None:
+        super().__init__()
+        self.P_x = P_x
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x,)
+
+    def _make_plan(self, tables: Sequence[Table]) -> tuple[Communicator, int]:
+        space = tuple(range(2, self.P_x.dim))
+        return self.P_x.sub(space).comm, math.prod(tables[0].global_shape(self.P_x)[2:])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the mean over space."""
+        if not self._takes_part:
+            return self._outside(input)
+        comm, points = self._plan
+        own = self._tied(input).sum(tuple(range(2, input.dim())), keepdim=True)
+        return sum_to_replicated(own, comm=comm) / points

@@ -1,0 +1,279 @@
+"""Upsampling of split tensors: the points under each share, then sums of two or four taps a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PartitionError
+from unisono.nn.agreement import Table
+from unisono.nn.planned import PlannedModule, block_windows, index_in
+from unisono.operators.halo import HaloOnGroup
+from unisono.topology import Partition, halo
+from unisono.topology.decompose import block, split_cuts
+from unisono.topology.halo import HaloPlan
+from unisono.topology.resample import resample_length, resample_taps, resample_window
+from unisono.topology.window import Segment
+
+__all__ = ["DistributedUpsample", "Interpolate"]
+
+_MODES = {
+    "nearest": "nearest",
+    "nearest-exact": "nearest-exact",
+    "linear": "linear",
+    "bilinear": "linear",
+    "trilinear": "linear",
+    "bicubic": "cubic",
+}
+_DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Which points of a window make each output of one dim, and their weights."""
+
+    points: tuple[tuple[int, ...], ...]
+    """For each tap, its position in the window for every output."""
+    weights: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class _UpsamplePlan:
+    halo: HaloPlan
+    taps: tuple[Taps, ...]
+    """For each spatial dim."""
+
+
+class DistributedUpsample(PlannedModule[_UpsamplePlan]):
+    """`torch.nn.Upsample` of a tensor `(N, C, ...)` split in any dims.
+
+    Args:
+        P_x: partition of the input.
+        size: spatial sizes of the whole output, or
+        scale_factor: by how much each spatial dim grows. Exactly one of the two.
+        mode: nearest, nearest-exact, linear, bilinear, trilinear, bicubic.
+        align_corners: as in torch; not for the nearest modes.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        size: int | Sequence[int] | None = None,
+        scale_factor: float | Sequence[float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+    ) -> None:
+        super().__init__()
+        space = P_x.dim - 2
+        if (size is None) == (scale_factor is None):
+            raise PartitionError.because(
+                f"DistributedUpsample(size={size}, scale_factor={scale_factor})",
+                "both" if size is not None else "neither",
+                "exactly one of size and scale_factor",
+                "scale_factor=2",
+            )
+        if mode not in _MODES or _DIMS.get(mode, space) != space:
+            fitting = [name for name in _MODES if _DIMS.get(name, space) == space]
+            raise PartitionError.because(
+                f"DistributedUpsample(mode={mode!r})",
+                f"{space} spatial dims: {', '.join(map(repr, fitting))}",
+                None,
+                f"mode={fitting[-1]!r}",
+            )
+        if align_corners is not None and mode.startswith("nearest"):
+            raise PartitionError.because(
+                f"DistributedUpsample(mode={mode!r}, align_corners={align_corners})",
+                "align_corners is for linear and cubic modes",
+                None,
+                "align_corners=None",
+            )
+        self.P_x = P_x
+        self.mode = mode
+        self.align_corners = align_corners
+        self.size = _each(size, space, "size")
+        self.scale_factor = _each(scale_factor, space, "scale_factor")
+
+    def _describe(self) -> tuple[object, ...]:
+        return (self.P_x, self.size, self.scale_factor, self.mode, self.align_corners)
+
+    def _make_plan(self, tables: Sequence[Table]) -> _UpsamplePlan:
+        (table,) = tables
+        _check_dtype(type(self).__name__, self.mode, table.dtype(self.P_x))
+        double = table.dtype(self.P_x) == torch.float64
+        cuts = table.cuts(self.P_x)
+        index = index_in(self.P_x)
+        windows: list[halo.WindowOf] = []
+        shares: list[tuple[int, int]] = []
+        taps: list[Taps] = []
+        for dim, own in enumerate(cuts):
+            x, parts, i = own[-1], self.P_x.shape[dim], index[dim]
+            if dim < 2:
+                windows.append(block_windows(split_cuts(x, parts)))
+                shares.append(block(x, parts, i))
+                continue
+            scale = None if self.scale_factor is None else self.scale_factor[dim - 2]
+            size = None if self.size is None else int(self.size[dim - 2])
+            y = resample_length(x, size=size, scale=scale)
+            mode, aligned = _MODES[self.mode], bool(self.align_corners)
+            windows.append(_resampled(x, y, parts, mode, scale, aligned, double))
+            shares.append(block(y, parts, i))
+            first = windows[-1](i)
+            start = first[0].source[0] if first else 0
+            taps.append(taps_of(*shares[-1], x, y, start, mode, scale, aligned, double))
+        return _UpsamplePlan(halo.plan_windows(cuts, index, windows, shares), tuple(taps))
+
+    def _halo(self) -> HaloOnGroup | None:
+        return self._on_ranks(self._plan.halo, self.P_x.ranks)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's balanced share of the upsampled tensor."""
+        if not self._takes_part:
+            return self._outside(input)
+        return resampled(self._window(input), self._plan.taps)
+
+
+class Interpolate(torch.nn.Module):
+    """The local part of an upsampling: own inputs to own outputs, without communication.
+
+    Args:
+        x_local_start: where the own input begins in the whole one, for each dim; `x_local_stop`
+            where it ends, `x_global_shape` the whole sizes; likewise for the output `y`.
+        scale_factor: the factor, if it was given; None for the ratio of the sizes.
+        mode: as `DistributedUpsample`.
+        align_corners: as in torch.
+    """
+
+    def __init__(
+        self,
+        x_local_start: Sequence[int],
+        x_local_stop: Sequence[int],
+        x_global_shape: Sequence[int],
+        y_local_start: Sequence[int],
+        y_local_stop: Sequence[int],
+        y_global_shape: Sequence[int],
+        scale_factor: float | Sequence[float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool = False,
+    ) -> None:
+        super().__init__()
+        self._mode = mode
+        scales = _each(scale_factor, len(x_global_shape) - 2, "scale_factor")
+        dims = range(2, len(x_global_shape))
+        self._held = [(x_local_start[at], x_local_stop[at]) for at in dims]
+        self._given = [(y_local_start[at], y_local_stop[at]) for at in dims]
+        self._taps, self._taps_double = (
+            tuple(
+                taps_of(
+                    y_local_start[at], y_local_stop[at], x_global_shape[at], y_global_shape[at],
+                    x_local_start[at], _MODES.get(mode, mode),
+                    None if scales is None else scales[at - 2], align_corners, double,
+                )
+                for at in dims
+            )
+            for double in (False, True)
+        )  # fmt: skip
+        self._check(self._taps)
+
+    def _check(self, taps: Sequence[Taps]) -> None:
+        """Raise if an output needs a point that is not among the own ones."""
+        for i, ((x0, x1), (y0, y1), own) in enumerate(
+            zip(self._held, self._given, taps, strict=True)
+        ):
+            outside = [p for tap in own.points for p in tap if not 0 <= p < x1 - x0]
+            if outside:
+                raise PartitionError.because(
+                    f"Interpolate of points [{x0}, {x1})",
+                    f"outputs [{y0}, {y1}) of dim {i + 2}",
+                    f"needs point {outside[0] + x0}",
+                    "give it all points under its outputs, as DistributedUpsample does",
+                )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the own outputs."""
+        x = input
+        _check_dtype(type(self).__name__, self._mode, x.dtype)
+        if x.dtype != torch.float64:
+            return resampled(x, self._taps)
+        self._check(self._taps_double)  # the nearest point may be another one
+        return resampled(x, self._taps_double)
+
+
+def taps_of(
+    y0: int,
+    y1: int,
+    x: int,
+    y: int,
+    start: int,
+    mode: str,
+    scale: float | None,
+    align_corners: bool,
+    double: bool,
+) -> Taps:
+    """Return the taps of outputs `[y0, y1)` of one dim, for a window that begins at `start`."""
+    found = [
+        resample_taps(j, x, y, mode, scale=scale, align_corners=align_corners, double=double)
+        for j in range(y0, y1)
+    ]
+    count = len(found[0].points) if found else 1
+    return Taps(
+        tuple(tuple(t.points[k] - start for t in found) for k in range(count)),
+        tuple(tuple(t.weights[k] for t in found) for k in range(count)),
+    )
+
+
+def resampled(window: Tensor, taps: Sequence[Taps]) -> Tensor:
+    """Return the weighted sums of taps, one spatial dim after the other."""
+    y = window
+    for i, own in enumerate(taps):
+        dim = i + 2
+        shape = [1] * y.dim()
+        shape[dim] = -1
+        total: Tensor | None = None
+        for points, weights in zip(own.points, own.weights, strict=True):
+            part = y.index_select(dim, torch.tensor(points, dtype=torch.long, device=y.device))
+            if len(own.points) > 1:
+                part = part * torch.tensor(weights, dtype=y.dtype, device=y.device).view(shape)
+            total = part if total is None else total + part
+        y = y if total is None else total
+    return y
+
+
+def _check_dtype(name: str, mode: str, dtype: torch.dtype) -> None:
+    """Raise for values that have no weighted sums: only the nearest modes copy points."""
+    if dtype.is_floating_point or dtype.is_complex or mode.startswith("nearest"):
+        return
+    raise PartitionError.because(
+        f"{name}(mode={mode!r}) of {dtype}",
+        "weights between 0 and 1",
+        "integers have no weighted sums",
+        'x.float(), or mode="nearest"',
+    )
+
+
+def _each(value: object, count: int, name: str) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * count
+    if len(values) != count:
+        raise PartitionError.because(
+            f"DistributedUpsample({name}={list(values)})",
+            f"{count} spatial dims",
+            f"{len(values)} != {count}",
+            f"one number, or {count} of them",
+        )
+    return values  # type: ignore[return-value]
+
+
+def _resampled(
+    x: int, y: int, parts: int, mode: str, scale: float | None, align_corners: bool, double: bool
+) -> halo.WindowOf:
+    def window(i: int) -> tuple[Segment, ...]:
+        share = block(y, parts, i)
+        return resample_window(
+            *share, x, y, mode, scale=scale, align_corners=align_corners, double=double
+        )
+
+    return window
