@@ -37,8 +37,7 @@ from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import split_cuts
-from unisono.topology.halo import WindowOf
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan, WindowOf
 from unisono.topology.window import Segment
 
 P = TypeVar("P")

@@ -29,8 +29,8 @@ from unisono.nn.agreement import (
 )
 from unisono.nn.planned import KEPT_PLANS, PlannedModule
 from unisono.operators import Repartition
+from unisono.operators.gather import concat_replicated, slice_replicated
 from unisono.operators.repartition import RepartitionOnGroup
-from unisono.operators.slice import concat_replicated, slice_replicated
 from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
 from unisono.topology.overlap import OverlapPlan, overlaps

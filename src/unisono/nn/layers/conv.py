@@ -40,7 +40,7 @@ from unisono.topology import Partition, halo
 from unisono.topology.cover import Cover, cover
 from unisono.topology.decompose import Interval, block
 from unisono.topology.fanout import broadcast_groups, reduce_groups
-from unisono.topology.halo_plan import Box, HaloPlan, Message, Piece
+from unisono.topology.halo import Box, HaloPlan, Message, Piece
 
 __all__ = [
     "DistributedChannelConv1d",

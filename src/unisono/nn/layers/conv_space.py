@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Cuts
-from unisono.operators.flight import Flight
 from unisono.operators.halo import (
     HaloAdd,
     HaloExchange,
@@ -31,9 +30,10 @@ from unisono.operators.halo import (
     post,
     start_exchange,
 )
+from unisono.operators.plans import Flight
 from unisono.topology import Partition
 from unisono.topology.cover import Cover, Patch
-from unisono.topology.halo_plan import Box
+from unisono.topology.halo import Box
 from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
 
 Overlap = Literal["auto"] | bool

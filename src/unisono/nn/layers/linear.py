@@ -27,13 +27,13 @@ from unisono.nn.parameters import Holding, Weights, check_weights, held_by, noth
 from unisono.nn.planned import balanced_in, collect_products, is_plain, recut
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
+from unisono.operators.gather import BlockPlan
 from unisono.operators.halo import HaloOnGroup
 from unisono.operators.partitioned import FanPlan, fan_plan, spread
-from unisono.operators.plans import BlockPlan
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_sizes
 from unisono.topology.fanout import broadcast_groups, reduce_groups
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 
 __all__ = ["DistributedLinear", "DistributedLinearAllGather", "DistributedLinearReduceScatter"]
 

@@ -19,11 +19,10 @@ from unisono.operators import AllGather as GatherMap
 from unisono.operators import ReduceScatter as ScatterMap
 from unisono.operators import Repartition as RepartitionMap
 from unisono.operators import all_sum_reduce
+from unisono.operators.gather import BlockPlan
 from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
-from unisono.operators.plans import BlockPlan
-from unisono.operators.repartition import RepartitionOnGroup
-from unisono.operators.staging import Stage, Staging, starts_for
+from unisono.operators.repartition import RepartitionOnGroup, Stage, Staging, starts_for
 from unisono.topology import Partition
 from unisono.topology.decompose import split_sizes
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups

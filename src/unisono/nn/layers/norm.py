@@ -25,7 +25,7 @@ from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.repartition import RepartitionOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts
-from unisono.topology.halo_plan import HaloPlan
+from unisono.topology.halo import HaloPlan
 from unisono.topology.overlap import OverlapPlan, overlaps
 from unisono.topology.window import as_int
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from unisono.comm.call import Call
 from unisono.comm.groups import store_of_world
 from unisono.comm.health.trace import CostLedger, Recorder, clock_offset_ns
-from unisono.data_parallel.partial_step import only_observes
+from unisono.data_parallel.nonblocking import only_observes
 from unisono.environment import detect
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.launch.here import here
