@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import unisono
-from unisono.launch import local, server, warm
+from unisono.launch import server, warm
+from unisono.launch.places import local
 from unisono.testing.leaks import Holdings
 
 QUIET = unisono.Logs(console="none")

@@ -19,7 +19,7 @@ from typing import Any
 
 import unisono
 from unisono.cores import usable_cores
-from unisono.launch.accelerators import visible_gpus
+from unisono.launch.devices import visible_gpus
 from unisono.train.recording import directory as directories
 
 _PACKAGES = ("torch", "numpy", "mpi4py", "submitit")

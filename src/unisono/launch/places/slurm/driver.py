@@ -1,6 +1,6 @@
 """The process of the batch script: one `srun` for each attempt, until there is an end.
 
-    python -m unisono.launch.slurm.driver DIRECTORY
+    python -m unisono.launch.places.slurm.driver DIRECTORY
 
 Also run beside a launcher that is inside an allocation already (`--in-allocation`), and ends with
 it if that waits (`--tied`). What came of it is in `end.json`; how far it got is in
@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from unisono.errors import PlatformError
-from unisono.launch import file_outcome, job_files, rank_files, restarting
+from unisono.launch import job_files, rank_files
+from unisono.launch.attempts import announcement, pause_s, too_many_requeues
 from unisono.launch.job_files import write_private
 from unisono.launch.oversight import Ending, Oversight
+from unisono.launch.places.remote import Plan, headline
+from unisono.launch.places.slurm.cluster import call, show_job
+from unisono.launch.places.slurm.script import srun_command
 from unisono.launch.rank_files import CANCEL
-from unisono.launch.remote_plan import Plan
-from unisono.launch.slurm.commands import call, show_job
-from unisono.launch.slurm.steps import srun_command
 
 PROGRESS = "progress.json"
 END = "end.json"
@@ -144,11 +145,11 @@ class Driver:
     def _may_try_again(self, ending: Ending) -> bool:
         """Note why it failed, and wait before the next attempt if there is one."""
         causes = self._progress.causes
-        line = file_outcome.headline(self._dir, self._plan.ranks, ending)
+        line = headline(self._dir, self._plan.ranks, ending)
         causes.append(f"attempt {ending.attempt}: {line}")
         if len(causes) > self._plan.max_restarts or not ending.was_ready:
             return False
-        line = restarting.announcement(
+        line = announcement(
             line,
             attempts=self._progress.attempt + 1,
             limit=1 + self._plan.max_restarts + self._progress.requeues,
@@ -156,7 +157,7 @@ class Driver:
         )
         self._progress.announced.append(line)
         self._note("running")
-        end = time.monotonic() + restarting.pause_s(len(causes))
+        end = time.monotonic() + pause_s(len(causes))
         while time.monotonic() < end:
             if (self._dir / CANCEL).exists():
                 return False
@@ -170,12 +171,7 @@ class Driver:
         progress, limit = self._progress, self._plan.max_requeues
         progress.requeues += 1
         if progress.requeues > limit:
-            return self._end(
-                ending,
-                f"the function asked to be started again {progress.requeues} times\n"
-                f"  {progress.requeues} requeues > max_requeues={limit}\n"
-                "HINT: Platform(max_requeues=...) if that is as it should be",
-            )
+            return self._end(ending, too_many_requeues(progress.requeues, limit))
         self._note("requeued")
         if not self._is_batch:
             return None

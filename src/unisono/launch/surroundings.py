@@ -35,8 +35,8 @@ _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The launcher's surroundings at the moment of a run."""
+class Surroundings:
+    """Those of the launcher at the moment of a run."""
 
     environment: dict[str, str]
     """Variables common to all ranks."""
@@ -54,7 +54,7 @@ class Setting:
     """Text of code that is in no file, by the name that its frames have."""
 
     @classmethod
-    def now(cls, environment: Mapping[str, str]) -> Setting:
+    def now(cls, environment: Mapping[str, str]) -> Surroundings:
         """Return the surroundings of this process, with `environment` as variables."""
         directory = None
         with suppress(OSError):

@@ -1,6 +1,6 @@
 """The parent of one rank on some host: started there by `srun` or `mpiexec`, once for each rank.
 
-    python -m unisono.launch.minder DIRECTORY ATTEMPT
+    python -m unisono.launch.places.agent DIRECTORY ATTEMPT
 
 It turns what the rank says and how it ends, SIGKILL included, into files of the job's directory,
 passes signals on, and obeys the orders it finds there. It unpickles nothing of the user's.
@@ -35,10 +35,10 @@ from unisono.launch.messages import (
     Returned,
     Standing,
 )
+from unisono.launch.places.remote import Plan
 from unisono.launch.process import SpawnedRank, read_available, spawn_rank
 from unisono.launch.rank_files import CANCEL, PAYLOAD, Orders, RankState
-from unisono.launch.remote_plan import Plan
-from unisono.launch.setting import MISLEADING
+from unisono.launch.surroundings import MISLEADING
 
 COLLECT_S = 0.25
 """How long a rank that failed stays, so that the others can learn of it."""
@@ -52,7 +52,7 @@ _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
 
 
-class Minder(Listener):
+class Agent(Listener):
     """Watches over one rank from its start to its end."""
 
     def __init__(self, directory: Path, attempt: int, plan: Plan, place: Environment) -> None:
@@ -358,7 +358,7 @@ def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformEr
 
 
 def main() -> int:
-    """Be the minder that the command line and the environment describe."""
+    """Be the agent that the command line and the environment describe."""
     directory, attempt = Path(sys.argv[1]), int(sys.argv[2])
     place = detect({name: value for name, value in os.environ.items() if name not in _OF_OTHERS})
     try:
@@ -367,7 +367,7 @@ def main() -> int:
         plan.check_versions()
     except PlatformError as error:
         return _refuse(directory, attempt, place, error)
-    return Minder(directory, attempt, plan, place).run()
+    return Agent(directory, attempt, plan, place).run()
 
 
 if __name__ == "__main__":

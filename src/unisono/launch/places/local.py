@@ -15,8 +15,8 @@ from unisono.launch.parcel import Parcel
 from unisono.launch.platform import Platform
 from unisono.launch.process import ForkedRank, Pipes, RankProcess, ServerGone, spawn_rank
 from unisono.launch.rank import Job, payload_file
-from unisono.launch.setting import MISLEADING
 from unisono.launch.supervise import Outcome, Supervisor
+from unisono.launch.surroundings import MISLEADING
 from unisono.launch.warm import get_server, shutdown, why_not
 
 _ANSWER_S = 120.0
