@@ -231,10 +231,12 @@ def test_a_job_that_was_done_is_not_done_again(tmp_path):
 
     tmp_path.chmod(0o700)
     job_files.write_state(tmp_path, {"plan": plan_of().as_json()})
-    job_files.write_private(tmp_path / driver.DONE, b"")
+    done = Ending(state="done", attempt=0, was_ready=True, start_s=0.1, wall_s=0.1, exit_code=0)
+    driver.Progress(attempt=0, state="running", ending=done).write(tmp_path)
     words = [sys.executable, "-m", "unisono.launch.places.slurm.driver", str(tmp_path)]
     assert subprocess.run(words, timeout=60, check=False).returncode == 0
-    assert not (tmp_path / driver.PROGRESS).exists()
+    found = driver.Progress.read(tmp_path)
+    assert (found.attempt, found.ending) == (0, done)
 
 
 def test_orders_are_read_once_and_only_whole(tmp_path):
@@ -343,7 +345,7 @@ def test_files_of_another_user_or_for_others_or_links_are_not_read(tmp_path):
         result.chmod(0o600)
         os.chown(result, 12345, -1)
         with pytest.raises(PlatformError, match="owner 12345"):
-            remote.read_results(tmp_path, 1, ending("done"), platform="slurm", threads=1)
+            remote.read_outcome(tmp_path, 1, ending("done"))
 
 
 def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):

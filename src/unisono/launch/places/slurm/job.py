@@ -14,7 +14,7 @@ from unisono.launch.job import ENDS, Job, State
 from unisono.launch.oversight import ask_for_stacks
 from unisono.launch.places.remote import read_error, read_outcome
 from unisono.launch.places.slurm import cluster
-from unisono.launch.places.slurm.driver import PROGRESS, End, Progress
+from unisono.launch.places.slurm.driver import PROGRESS, Progress
 from unisono.launch.rank_files import CANCEL
 from unisono.launch.results import Results
 
@@ -67,10 +67,10 @@ class SlurmJob(Job):
         """Return how it stands; as its reason why it waits, in the scheduler's words."""
         progress = Progress.read(self.dir)
         attempt = max(0, progress.attempt)
-        if (end := End.read(self.dir)) is not None:
+        if (ending := progress.ending) is not None:
             self._let_go()
-            name = end.ending.state if end.ending.state in ENDS and not end.message else "failed"
-            words = end.message or (end.causes or ("",))[-1]
+            name = ending.state if ending.state in ENDS and not progress.message else "failed"
+            words = progress.message or (progress.causes or [""])[-1]
             return State(name, attempt, "" if name == "done" else words.split("\n")[0])
         if self._end_by_scheduler is not None:
             return State(self._end_by_scheduler[0], attempt, self._end_by_scheduler[1])
@@ -90,25 +90,25 @@ class SlurmJob(Job):
         return self._gone(_ENDS.get(state, "failed"), attempt, f"{state}: {reason}", limit_s)
 
     def _results(self) -> Results[Any]:
-        end, state = End.read(self.dir), self._look()
+        state, progress = self._look(), Progress.read(self.dir)
         if state.name == "cancelled":
             raise JobCancelled(f"job {self.id} was cancelled ({state.reason})", job_id=self.id)
-        if end is None:
+        if (ending := progress.ending) is None:
             raise self._error_by_scheduler()
-        if end.message:
-            raise RankFailed(end.message, job_dir=str(self.dir), attempt=end.ending.attempt)
-        if end.ending.state == "done":
+        if progress.message:
+            raise RankFailed(progress.message, job_dir=str(self.dir), attempt=ending.attempt)
+        if ending.state == "done":
             return results_of(
-                read_outcome(self.dir, self.ranks, end.ending),
+                read_outcome(self.dir, self.ranks, ending),
                 place="slurm",
                 threads=int(self._entry["threads"]),
-                attempt=end.ending.attempt,
+                attempt=ending.attempt,
                 job_dir=self.dir,
                 is_kept=True,
             )
-        error = read_error(self.dir, self.ranks, end.ending)
-        if len(end.causes) > 1:
-            error.add_note("\n".join(end.causes))
+        error = read_error(self.dir, self.ranks, ending)
+        if len(progress.causes) > 1:
+            error.add_note("\n".join(progress.causes))
         raise error
 
     def _scheduler(self) -> tuple[str, str] | None:
