@@ -289,12 +289,13 @@ def test_the_words_for_open_mpi_and_for_mpich(tmp_path, monkeypatch):
     assert (found.flavour, found.version) == ("openmpi", "mpiexec (Open MPI) 5.0.8")
     start = [path, "-n", "4", "--allow-run-as-root", "--bind-to", "none"]
     assert mpi.command(found, platform, {}) == [*start, "--oversubscribe", "-v"]
-    platform.n_nodes, platform.env = 2, {"MINE": "1"}
+    platform = platform.but(n_nodes=2, env={"MINE": "1"})
     variables = {"UNISONO_TRACE": "t", "MINE": "1", "HOME": "/root"}
     words = mpi.command(found, platform, variables)
     assert words == [*start, "--map-by", "ppr:2:node", "-x", "MINE", "-x", "UNISONO_TRACE", "-v"]
 
-    platform.mpiexec = fake_mpiexec(tmp_path, "HYDRA build details:\n    Version:  4.2")
+    other = fake_mpiexec(tmp_path, "HYDRA build details:\n    Version:  4.2")
+    platform = platform.but(mpiexec=other)
     found = find_mpiexec(platform)
     assert found.flavour == "mpich"
     assert mpi.command(found, platform, {}) == [path, "-n", "4", "-ppn", "2", "-v"]
@@ -312,7 +313,7 @@ def test_mpiexec_is_sought_in_order_and_named_when_it_is_not_there(tmp_path, mon
     monkeypatch.setenv("MPIEXEC", "/nowhere/mpiexec")
     with pytest.raises(PlatformError, match="MPIEXEC names /nowhere/mpiexec"):
         find_mpiexec(platform)
-    platform.mpiexec = beside
+    platform = platform.but(mpiexec=beside)
     assert find_mpiexec(platform).path == beside
     Path(beside).write_text("#!/bin/sh\necho libpmix.so is missing >&2; exit 127\n")
     with pytest.raises(PlatformError, match=r"libpmix\.so is missing"):

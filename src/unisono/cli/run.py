@@ -271,20 +271,19 @@ def _pairs(words: Sequence[str], usage: str) -> list[tuple[str, str]]:
 
 def _function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
     """Return what each rank calls, and whether it is a whole script."""
-    function, is_script = _plain_function(args)
-    if args.compat:
-        return functools.partial(call_served, args.compat, function), is_script
-    return function, is_script
-
-
-def _plain_function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
+    is_script = True
     if args.module is not None:
         targets.find_source(args.module, f"unisono run -m {args.module}")
-        return functools.partial(targets.run_module, args.module, args.forwarded), True
-    if ":" in args.target and not args.target.endswith(".py"):
-        return targets.named_call(args.target, *parse_words(args.forwarded)), False
-    path = targets.check_script(args.target)
-    return functools.partial(targets.run_script, path, args.forwarded), True
+        function = functools.partial(targets.run_module, args.module, args.forwarded)
+    elif ":" in args.target and not args.target.endswith(".py"):
+        function = targets.named_call(args.target, *parse_words(args.forwarded))
+        is_script = False
+    else:
+        path = targets.check_script(args.target)
+        function = functools.partial(targets.run_script, path, args.forwarded)
+    if args.compat:
+        function = functools.partial(call_served, args.compat, function)
+    return function, is_script
 
 
 def parse_words(words: Sequence[str]) -> tuple[list[object], dict[str, object]]:

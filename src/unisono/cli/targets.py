@@ -7,6 +7,7 @@ arguments before anything starts; what ranks call is at the end of this file.
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import functools
 import importlib
@@ -123,7 +124,17 @@ def _check(
         )
     is_plain = isinstance(node, ast.FunctionDef) and node in tree.body and not node.decorator_list
     if isinstance(node, ast.FunctionDef) and is_plain and not rest:
-        _check_arguments(asked, _signature(node.args), function, args, kwargs)
+        signature = _signature(node.args)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            text = str(signature).replace("=Ellipsis", "=...")
+            raise PlatformError.because(
+                f"{asked} calls {function}{text}",
+                f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
+                str(error),
+                f"{asked} -- 3 lr=0.1, with the arguments of the function behind --",
+            ) from None
 
 
 def _names(tree: ast.Module) -> dict[str | None, ast.AST]:
@@ -148,48 +159,19 @@ def _names(tree: ast.Module) -> dict[str | None, ast.AST]:
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature that a function with these arguments has; defaults are not known."""
-    parameter = inspect.Parameter
-    plain = [*arguments.posonlyargs, *arguments.args]
-    required = len(plain) - len(arguments.defaults)
-    found: list[inspect.Parameter] = []
-    for number, argument in enumerate(plain):
-        is_first = number < len(arguments.posonlyargs)
-        kind = parameter.POSITIONAL_ONLY if is_first else parameter.POSITIONAL_OR_KEYWORD
-        found.append(_parameter(argument.arg, kind, has_default=number >= required))
-    if arguments.vararg is not None:
-        found.append(_parameter(arguments.vararg.arg, parameter.VAR_POSITIONAL))
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        kind = parameter.KEYWORD_ONLY
-        found.append(_parameter(argument.arg, kind, has_default=default is not None))
-    if arguments.kwarg is not None:
-        found.append(_parameter(arguments.kwarg.arg, parameter.VAR_KEYWORD))
-    return inspect.Signature(found)
+    """Return the signature that a function with these arguments has; defaults are not known.
 
-
-def _parameter(
-    name: str, kind: inspect._ParameterKind, *, has_default: bool = False
-) -> inspect.Parameter:
-    return inspect.Parameter(name, kind, default=... if has_default else inspect.Parameter.empty)
-
-
-def _check_arguments(
-    asked: str,
-    signature: inspect.Signature,
-    function: str,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-) -> None:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        text = str(signature).replace("=Ellipsis", "=...")
-        raise PlatformError.because(
-            f"{asked} calls {function}{text}",
-            f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
-            str(error),
-            f"{asked} -- 3 lr=0.1, with the arguments of the function behind --",
-        ) from None
+    Nothing of the user's is run: the function that is looked at has no annotations, and `...` for
+    every default.
+    """
+    lone = copy.deepcopy(arguments)
+    for node in ast.walk(lone):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    lone.defaults = [ast.Constant(...) for _ in lone.defaults]
+    lone.kw_defaults = [value and ast.Constant(...) for value in lone.kw_defaults]
+    twin = ast.fix_missing_locations(ast.Expression(ast.Lambda(lone, ast.Constant(None))))
+    return inspect.signature(eval(compile(twin, "<signature>", "eval")))
 
 
 def check_script(path: str) -> str:

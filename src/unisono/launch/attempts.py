@@ -22,14 +22,14 @@ from unisono.launch.conventions import Convention
 from unisono.launch.devices import Device
 from unisono.launch.logs import SHOW_ALL_UP_TO
 from unisono.launch.parcel import Parcel
-from unisono.launch.places.local import common_variables, run_local
+from unisono.launch.places.local import run_local
 from unisono.launch.places.mpi import run_mpi
 from unisono.launch.platform import Platform
 from unisono.launch.rank import Job as RankJob
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.supervise import Outcome, Watch, tail
-from unisono.launch.surroundings import Surroundings
+from unisono.launch.surroundings import Surroundings, common_variables
 from unisono.launch.terminal import stdin_rank
 
 LONGEST_PAUSE_S = 30.0
@@ -71,12 +71,16 @@ class Attempts:
                 "logs=unisono.Logs(console='all')",
                 file=sys.stderr,
             )
+        threads, more = request.platform.cpus_per_rank, request.platform.env
+        variables = common_variables(os.environ, threads=threads, more=more)
+        if (width := console.width()) is not None:
+            variables |= {"COLUMNS": str(width), "LINES": "24"}
         job = RankJob(
             argv=list(sys.argv),
             call=self.call,
             convention=self.convention,
             platform=travelling(request.platform),
-            setting=Surroundings.now(common_variables(os.environ, request.platform, console)),
+            setting=Surroundings.now(variables),
             is_script=request.is_script,
         )
         run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local

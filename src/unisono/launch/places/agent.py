@@ -38,7 +38,7 @@ from unisono.launch.messages import (
 from unisono.launch.places.remote import Plan
 from unisono.launch.process import SpawnedRank, read_available, spawn_rank
 from unisono.launch.rank_files import CANCEL, PAYLOAD, Orders, RankState
-from unisono.launch.surroundings import MISLEADING
+from unisono.launch.surroundings import MISLEADING, common_variables, rank_variables
 
 COLLECT_S = 0.25
 """How long a rank that failed stays, so that the others can learn of it."""
@@ -78,10 +78,7 @@ class Agent(Listener):
         """Stay until the rank has ended; return the exit code that tells the starter how."""
         rank, began = self._rank, time.monotonic()
         while rank.is_running and not rank.is_bad and self._stop_reason is None:
-            self._step(rank_files.pause_s(time.monotonic() - began))
-            self._heed_signals()
-            self._heed_orders()
-            self._look_for_launcher()
+            self._listen_for(rank_files.pause_s(time.monotonic() - began))
             if self._is_dismissed:
                 self._step_until(lambda: not rank.is_running, LEAVE_S)
                 self._wait_for_work()
@@ -115,10 +112,14 @@ class Agent(Listener):
             and self._stop_reason is None
             and time.monotonic() < self._interrupted_until
         ):
-            self._step(0.05)
-            self._heed_signals()
-            self._heed_orders()
-            self._look_for_launcher()
+            self._listen_for(0.05)
+
+    def _listen_for(self, seconds: float) -> None:
+        """Take what comes from the rank, and what it or we are told."""
+        self._step(seconds)
+        self._heed_signals()
+        self._heed_orders()
+        self._look_for_launcher()
 
     def _was_ended_by_starter(self) -> bool:
         """Whether the rank was killed after another had failed: that is how starters clean up.
@@ -139,20 +140,9 @@ class Agent(Listener):
         for number in self._heeded:
             signal.signal(number, lambda n, _frame: self._signals.append(n))
         self._listen(read, lambda: read_available(read) != b"")
-        variables = {
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "OMP_NUM_THREADS": str(self._plan.cpus_per_rank),
-            **{name: value for name, value in os.environ.items() if name not in MISLEADING},
-            **self._plan.env,
-            "RANK": str(place.rank),
-            "WORLD_SIZE": str(place.size),
-            "LOCAL_RANK": str(place.local_rank),
-            "LOCAL_WORLD_SIZE": str(place.local_size),
-            "NODE_RANK": str(place.node),
-            "UNISONO_RUN_ID": self._plan.run_id,
-            "UNISONO_JOB_DIR": str(self._dir),
-            "UNISONO_RESTART": str(self._state.attempt),
-        }
+        plan = self._plan
+        variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=plan.env)
+        variables |= rank_variables(place, plan.run_id, self._dir, self._state.attempt)
         job_files.check_ours(self._dir / PAYLOAD)
         payload_fd = os.open(self._dir / PAYLOAD, os.O_RDONLY | os.O_NOFOLLOW)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._heeded)
@@ -163,7 +153,10 @@ class Agent(Listener):
                 payload_fd=payload_fd,
                 env=variables,
                 job_dir=self._dir,
-                kept_fds=_descriptors_of_mpi(),
+                # By these an MPI library in the rank talks to who started it.
+                kept_fds=(int(os.environ["PMI_FD"]),)
+                if os.environ.get("PMI_FD", "").isdigit()
+                else (),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -327,12 +320,6 @@ class Agent(Listener):
         self._state.state = state
         self._state.at.setdefault(state, time.time())
         rank_files.write_state(self._dir, self._state)
-
-
-def _descriptors_of_mpi() -> tuple[int, ...]:
-    """Return the descriptors by which an MPI library in the rank talks to who started it."""
-    text = os.environ.get("PMI_FD", "")
-    return (int(text),) if text.isdigit() else ()
 
 
 def _size(path: Path) -> int:
