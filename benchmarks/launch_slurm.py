@@ -23,7 +23,7 @@ import torch
 
 import unisono
 from unisono.errors import PlatformError
-from unisono.launch.slurm import commands
+from unisono.launch.places.slurm.cluster import partitions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import Row, markdown, publish
@@ -49,7 +49,7 @@ def reference() -> None:
 def cluster() -> Iterator[None]:
     """Use a cluster that is there, or one of our own."""
     try:
-        commands.partitions(timeout_s=10.0)
+        partitions(timeout_s=10.0)
     except PlatformError as error:
         if not CLUSTER.exists():
             sys.exit(f"this benchmark needs a SLURM cluster: {error}")

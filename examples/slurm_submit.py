@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.launch.slurm import commands
+from unisono.launch.places.slurm import cluster
 
 os.environ.setdefault("UNISONO_CONFIG", str(Path(__file__).with_name("unisono.toml")))
 
@@ -52,7 +52,7 @@ def train(folder, steps):
 
 def has_cluster():
     try:
-        return bool(commands.partitions(timeout_s=10.0))
+        return bool(cluster.partitions(timeout_s=10.0))
     except unisono.errors.PlatformError:
         return False
 

@@ -15,10 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 import unisono
-from unisono.cli import doctor, doctor_mpi, main
-from unisono.cli.outcome import exit_code_of
+from unisono.cli import doctor, main
+from unisono.cli.outcome import as_typed, exit_code_of
 from unisono.cli.run import _setting, parse_words
-from unisono.cli.wording import as_typed
 from unisono.errors import PlatformError
 
 SCRIPT = """
@@ -562,15 +561,15 @@ def test_an_mpiexec_of_another_mpi_than_mpi4py_is_a_warning(monkeypatch, tmp_pat
     other.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.8'\n")
     other.chmod(0o755)
     monkeypatch.setenv("MPIEXEC", str(other))
-    monkeypatch.setattr(doctor_mpi, "_library_of_mpi4py", lambda: "MPICH Version: 5.0")
-    check = doctor_mpi.check_mpi()
+    monkeypatch.setattr(doctor, "_library_of_mpi4py", lambda: "MPICH Version: 5.0")
+    check = doctor.check_mpi()
     assert (check.status, check.found.endswith("but mpi4py uses mpich")) == ("warn", True)
     monkeypatch.setenv("MPIEXEC", "/nowhere/mpiexec")
-    check = doctor_mpi.check_mpi()
+    check = doctor.check_mpi()
     assert (check.status, "unset MPIEXEC" in check.fix) == ("warn", True)
     monkeypatch.delenv("MPIEXEC")
-    monkeypatch.setattr("unisono.launch.mpiexec.shutil.which", lambda _path: None)
-    assert doctor_mpi.check_mpi().status == "skip"
+    monkeypatch.setattr("unisono.launch.places.mpi.shutil.which", lambda _path: None)
+    assert doctor.check_mpi().status == "skip"
 
 
 def test_shared_memory_of_the_killed_is_counted_and_that_in_use_is_not(monkeypatch, tmp_path):

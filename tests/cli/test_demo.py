@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from unisono.cli import demo, demo_digits, main
+from unisono.cli import demo, main
 
 
 @pytest.mark.timeout(240)
@@ -44,9 +44,9 @@ def test_commands_to_try_are_shown_as_this_shell_finds_them(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     monkeypatch.setenv("PATH", "/nowhere")
-    assert demo_digits._command() == ".venv/bin/unisono"
+    assert demo._command() == ".venv/bin/unisono"
     monkeypatch.setenv("PATH", str(program.parent))
-    assert demo_digits._command() == "unisono"
+    assert demo._command() == "unisono"
 
 
 def test_the_demo_without_scikit_learn_says_what_to_install(monkeypatch, capsys):

@@ -151,3 +151,20 @@ def test_bench_runs_a_script_and_tells_when_it_broke(tmp_path, monkeypatch, caps
         ("good", "0.5")
     ]
     assert "bad ended with 3" in captured.err
+
+
+def test_topo_writes_its_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "grid.svg"
+    words = ["--mesh", "2x2", "--shape", "8x6", "--kernel", "3x3", "--image", str(path)]
+    assert main(["topo", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 3" in shown
+    assert shown.endswith(f"written to {path}\n")
+    assert ">rank 3</text>" in path.read_text()
+
+
+@pytest.mark.parametrize("words", [["--image", "a.png"], ["--mesh", "2", "--image", "a.gif"]])
+def test_topo_refuses_images_it_cannot_draw(words, capsys):
+    assert main(["topo", *words]) != 0
+    assert "HINT" in capsys.readouterr().err

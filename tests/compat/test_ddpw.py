@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 
 import pytest
@@ -11,6 +12,7 @@ from unisono.compat.ddpw import Device, Platform, Wrapper, wrapper
 from unisono.compat.ddpw import functional as DF
 from unisono.compat.ddpw.io import IO
 from unisono.compat.ddpw.wrapper import setup
+from unisono.errors import PlatformError
 
 # As printed on the first page of the library's documentation; the import line alone is ours.
 FIRST_SNIPPET = """\
@@ -67,6 +69,19 @@ def test_the_first_snippet_prints_from_every_rank(printed):
 def test_the_decorator_snippet_runs_when_called(printed):
     body = SECOND_SNIPPET + "\nprint('returned', list(run(1, b=2)))\n"
     assert "returned [None, None]" in printed(body)
+
+
+def test_old_names_of_fields_are_understood_and_fields_can_be_set():
+    platform = Platform(device="gpu", n_gpus=2, n_cpus=3, ram=8)
+    assert (platform.world_size, platform.cpus_per_rank, platform.mem_per_node) == (2, 3, 8)
+    platform.check()  # the CPUs are those of a rank, so nothing has to be divided
+    twin = pickle.loads(pickle.dumps(platform))
+    assert (twin, twin.cpus_per_rank, twin.n_cpus) == (platform, 3, 3)
+    platform.n_gpus, platform.ram, platform.device = 4, 16, "cpu"
+    assert (platform.world_size, platform.ram, platform.device) == (4, 16, Device.CPU)
+    assert Platform(device="gpu", n_gpus_per_node=2, n_cpus_per_node=4).cpus_per_rank == 2
+    with pytest.raises(PlatformError, match="n_gpus is an old name of n_gpus_per_node"):
+        Platform(n_gpus=2, n_gpus_per_node=3)
 
 
 def test_the_present_spelling_gets_ranks_group_and_platform():

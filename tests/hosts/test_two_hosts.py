@@ -15,7 +15,7 @@ import pytest
 
 import unisono
 from unisono.errors import PlatformError
-from unisono.launch.mpiexec import find_mpiexec
+from unisono.launch.places.mpi import find_mpiexec
 
 SCRIPT = """
 import json, os, socket

@@ -9,18 +9,18 @@ import unisono
 from unisono.comm import lifecycle as start
 from unisono.environment import Environment
 from unisono.errors import PlatformError
-from unisono.launch import accelerators, functional
-from unisono.launch.configuration import read_configuration
+from unisono.launch import devices, functional
 from unisono.launch.entering import enter_world
 from unisono.launch.here import set_here
-from unisono.launch.places import resolve
+from unisono.launch.request import resolve
+from unisono.launch.settings import read_configuration
 
 QUIET = unisono.Logs(console="none")
 
 
 def gpus(monkeypatch, count, *, is_rank=False):
     """Make this process believe that it sees `count` GPUs."""
-    monkeypatch.setattr(accelerators, "visible_gpus", lambda: count)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if is_rank:
         monkeypatch.setenv("LOCAL_RANK", "0")
@@ -110,11 +110,11 @@ def test_the_device_is_set_before_the_group_is_made(monkeypatch):
 
 
 def test_a_machine_without_an_apple_gpu_says_so(monkeypatch):
-    monkeypatch.setattr(accelerators, "has_mps", lambda: False)
+    monkeypatch.setattr(devices, "has_mps", lambda: False)
     with pytest.raises(PlatformError, match="no Apple GPU") as caught:
         unisono.run(print, on="mps")
     assert "HINT" in str(caught.value)
-    monkeypatch.setattr(accelerators, "has_mps", lambda: True)
+    monkeypatch.setattr(devices, "has_mps", lambda: True)
     word, platform = place("mps")
     assert (word, platform.world_size, platform.torch_device(0).type) == ("mps", 1, "mps")
 
@@ -159,7 +159,7 @@ def test_a_module_is_moved_to_the_gpu_of_its_rank_and_synchronised():
 
 
 @pytest.mark.mps
-@pytest.mark.skipif(not accelerators.has_mps(), reason="no Apple GPU")
+@pytest.mark.skipif(not devices.has_mps(), reason="no Apple GPU")
 def test_one_rank_works_on_the_apple_gpu():
     def work():
         comm = unisono.world()

@@ -12,8 +12,7 @@ import torch
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
-from unisono.launch import Job, dry_run, job_files, registry, simulate_preemption
-from unisono.launch.attached_job import AttachedJob
+from unisono.launch import Job, dry_run, job_files, simulate_preemption
 
 QUIET = unisono.Logs(console="none")
 
@@ -49,7 +48,7 @@ def test_a_running_job_shows_its_stacks_and_is_cancelled_from_another_process(tm
     wait_for(lambda: all(job.logs(rank).count("\n") == 3 for rank in range(2)))
     assert job.status() == "running"
     assert job.logs(0, tail=2) == "b\nc\n"
-    other = AttachedJob(job.dir)  # as another process would have it
+    other = Job(job.dir)  # as another process would have it
     for handle in (job, other):
         stacks = handle.stacks()
         assert sorted(stacks) == [0, 1]
@@ -74,11 +73,11 @@ def test_a_job_without_a_directory_to_keep_can_be_cancelled_from_both_sides(monk
     for side in (0, 1):
         job = unisono.submit(sleepy, on="cpu", ranks=1)
         monkeypatch.chdir(tmp_path)  # its id is enough, wherever one is
-        handles = job, AttachedJob(registry.directories()[job.id])
+        handles = job, Job(job_files.directories()[job.id])
         handles[side].cancel()
         assert job.wait(30)
         assert not job.dir.exists()
-        assert job.id not in registry.directories()
+        assert job.id not in job_files.directories()
         assert job.status() == "cancelled"
         with pytest.raises(JobCancelled if side else PlatformError):
             handles[1].result()
@@ -88,16 +87,16 @@ def test_ids_are_found_by_a_unique_part_and_forgotten_when_their_directory_is(tm
     for job in ("train-1234", "train-5678"):
         (tmp_path / job).mkdir()
         job_files.write_state(tmp_path / job, {"id": job, "ranks": 1})
-        registry.remember(job, tmp_path / job)
+        job_files.remember(job, tmp_path / job)
     assert Job.attach("5678").id == "train-5678"
     with pytest.raises(PlatformError, match="2 jobs with that in their names"):
         Job.attach("train")
     (tmp_path / "train-1234" / "job.json").unlink()
-    assert list(registry.directories()) == ["train-5678"]
-    link = registry.folder() / "train-1234"
+    assert list(job_files.directories()) == ["train-5678"]
+    link = job_files.folder() / "train-1234"
     assert link.is_symlink()  # it may be on another host
     os.utime(link, (0, 0), follow_symlinks=False)
-    registry.directories()
+    job_files.directories()
     assert not link.is_symlink()
 
 

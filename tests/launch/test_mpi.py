@@ -18,9 +18,9 @@ import torch
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout, RemoteError
-from unisono.launch import mpiexec
-from unisono.launch.attached_job import AttachedJob
-from unisono.launch.mpiexec import find_mpiexec
+from unisono.launch import Job
+from unisono.launch.places import mpi
+from unisono.launch.places.mpi import find_mpiexec
 
 QUIET = unisono.Logs(console="none")
 AT_ONCE_S = 8.0  # two seconds are promised; a loaded machine may take longer
@@ -181,7 +181,7 @@ def test_a_job_under_mpiexec_shows_its_stacks_and_can_be_cancelled(program, tmp_
 
     job = unisono.submit(sleepy, on="mpi", logs=tmp_path)
     wait_until(lambda: all("here" in job.logs(rank) for rank in range(2)))
-    other = AttachedJob(job.dir)
+    other = Job(job.dir)
     for handle in (job, other):
         stacks = handle.stacks()
         assert sorted(stacks) == [0, 1]
@@ -282,26 +282,27 @@ def fake_mpiexec(tmp_path, version):
 
 
 def test_the_words_for_open_mpi_and_for_mpich(tmp_path, monkeypatch):
-    monkeypatch.setattr(mpiexec.os, "getuid", lambda: 0)
+    monkeypatch.setattr(mpi.os, "getuid", lambda: 0)
     path = fake_mpiexec(tmp_path, "mpiexec (Open MPI) 5.0.8")
     platform = unisono.Platform(device="mpi", ranks=4, mpiexec=path, mpiexec_args=("-v",))
     found = find_mpiexec(platform)
     assert (found.flavour, found.version) == ("openmpi", "mpiexec (Open MPI) 5.0.8")
     start = [path, "-n", "4", "--allow-run-as-root", "--bind-to", "none"]
-    assert mpiexec.command(found, platform, {}) == [*start, "--oversubscribe", "-v"]
-    platform.n_nodes, platform.env = 2, {"MINE": "1"}
+    assert mpi.command(found, platform, {}) == [*start, "--oversubscribe", "-v"]
+    platform = platform.but(n_nodes=2, env={"MINE": "1"})
     variables = {"UNISONO_TRACE": "t", "MINE": "1", "HOME": "/root"}
-    words = mpiexec.command(found, platform, variables)
+    words = mpi.command(found, platform, variables)
     assert words == [*start, "--map-by", "ppr:2:node", "-x", "MINE", "-x", "UNISONO_TRACE", "-v"]
 
-    platform.mpiexec = fake_mpiexec(tmp_path, "HYDRA build details:\n    Version:  4.2")
+    other = fake_mpiexec(tmp_path, "HYDRA build details:\n    Version:  4.2")
+    platform = platform.but(mpiexec=other)
     found = find_mpiexec(platform)
     assert found.flavour == "mpich"
-    assert mpiexec.command(found, platform, {}) == [path, "-n", "4", "-ppn", "2", "-v"]
+    assert mpi.command(found, platform, {}) == [path, "-n", "4", "-ppn", "2", "-v"]
 
 
 def test_mpiexec_is_sought_in_order_and_named_when_it_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(mpiexec.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     monkeypatch.delenv("MPIEXEC", raising=False)
     platform = unisono.Platform(device="mpi", ranks=2)
@@ -312,7 +313,7 @@ def test_mpiexec_is_sought_in_order_and_named_when_it_is_not_there(tmp_path, mon
     monkeypatch.setenv("MPIEXEC", "/nowhere/mpiexec")
     with pytest.raises(PlatformError, match="MPIEXEC names /nowhere/mpiexec"):
         find_mpiexec(platform)
-    platform.mpiexec = beside
+    platform = platform.but(mpiexec=beside)
     assert find_mpiexec(platform).path == beside
     Path(beside).write_text("#!/bin/sh\necho libpmix.so is missing >&2; exit 127\n")
     with pytest.raises(PlatformError, match=r"libpmix\.so is missing"):
@@ -327,7 +328,7 @@ def test_mpiexec_is_sought_in_order_and_named_when_it_is_not_there(tmp_path, mon
 
 
 def test_what_another_mpiexec_said_does_not_reach_ours():
-    kept = mpiexec.clean_environment({"PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "HOME": "/"})
+    kept = mpi.clean_environment({"PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "HOME": "/"})
     assert kept == {"HOME": "/"}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import socket
+from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -12,23 +14,21 @@ import unisono
 from unisono.comm import backends
 from unisono.cores import usable_cores
 from unisono.errors import MissingExtra, PlatformError
-from unisono.launch import IO, Device, Platform, platform_checks
-from unisono.launch.accelerators import gpu_index
+from unisono.launch import IO, Device, Platform, platform
+from unisono.launch.devices import gpu_index
 
 
 @pytest.mark.parametrize(
     ("fields", "per_node", "world", "cpus"),
     [
         ({"device": "cpu", "n_gpus_per_node": 2}, 2, 2, None),
-        ({"device": "cpu", "n_gpus": 4}, 4, 4, None),
         ({"device": "cpu", "n_cpus_per_node": 3}, 3, 3, 1),
         ({"device": "cpu"}, 1, 1, None),
         ({"device": "cpu", "ranks": 6}, 6, 6, None),
         ({"device": "cpu", "ranks": 2, "n_cpus_per_node": 8}, 2, 2, 4),
-        ({"device": "gpu", "n_gpus": 2, "n_cpus": 2}, 2, 2, 2),
         ({"device": "gpu", "n_gpus_per_node": 2, "n_cpus_per_node": 4}, 2, 2, 2),
         ({"device": "gpu"}, 1, 1, None),
-        ({"device": "slurm", "n_nodes": 2, "n_gpus": 3}, 3, 6, 1),
+        ({"device": "slurm", "n_nodes": 2, "n_gpus_per_node": 3}, 3, 6, 1),
         ({"device": "slurm", "n_nodes": 2, "n_gpus_per_node": 0}, 1, 2, 1),
         ({"device": "slurm", "n_nodes": 2, "ranks": 8}, 4, 8, 1),
         ({"device": "mps"}, 1, 1, None),
@@ -44,29 +44,32 @@ def test_sizes_follow_from_the_fields_that_were_given(fields, per_node, world, c
 def test_the_order_of_fields_and_their_defaults_are_those_of_ddpw():
     platform = Platform("job", "CUDA", "part", 1, 2, 4, 16)
     assert (platform.name, platform.device, platform.partition) == ("job", Device.GPU, "part")
-    assert (platform.n_gpus, platform.n_cpus, platform.ram) == (2, 4, 16)
+    assert (platform.n_gpus_per_node, platform.n_cpus_per_node) == (2, 4)
     plain = Platform()
-    assert (plain.name, plain.device, plain.seed, plain.ram) == ("ddpw", Device.GPU, 1889, 32)
+    assert (plain.name, plain.device, plain.seed) == ("ddpw", Device.GPU, 1889)
+    assert plain.mem_per_node == 32
     assert plain.ipc_groups == []
     assert not plain.is_explicit("device")
     assert platform.is_explicit("partition")
 
 
-def test_old_names_are_writable_and_what_is_set_later_counts_as_given():
+def test_a_platform_does_not_change_and_what_another_one_changes_counts_as_given():
     platform = Platform(device="cpu")
-    platform.n_gpus = 3
-    platform.ram = 8
-    assert (platform.n_gpus_per_node, platform.mem_per_node, platform.world_size) == (3, 8, 3)
-    platform.device = "gpu"
-    assert platform.device is Device.GPU
+    with pytest.raises(FrozenInstanceError):
+        platform.ranks = 3
+    other = platform.but(n_gpus_per_node=3, device="gpu")
+    assert (other.device, other.world_size) == (Device.GPU, 3)
+    assert other.is_explicit("n_gpus_per_node")
+    assert not platform.is_explicit("n_gpus_per_node")
+    assert list(inspect.signature(Platform).parameters)[:3] == ["name", "device", "partition"]
 
 
 def test_copies_and_pickles_keep_what_was_given():
-    platform = Platform(device="cpu", n_cpus=3, ipc_groups=[[0], [1, 2]])
-    for twin in (platform.copy(), copy.deepcopy(platform), pickle.loads(pickle.dumps(platform))):
+    platform = Platform(device="cpu", n_cpus_per_node=3, ipc_groups=[[0], [1, 2]])
+    for twin in (platform.but(), copy.deepcopy(platform), pickle.loads(pickle.dumps(platform))):
         assert twin == platform
         assert twin.world_size == 3
-    twin = platform.copy()
+    twin = platform.but()
     twin.ipc_groups[0].append(9)
     assert platform.ipc_groups == [[0], [1, 2]]
 
@@ -75,9 +78,8 @@ def test_copies_and_pickles_keep_what_was_given():
     ("make", "words"),
     [
         (lambda: Platform(device="gqu"), ["'gqu'", "'cpu', 'gpu', 'slurm'", "did you mean"]),
-        (lambda: Platform(n_gpu=2), ["n_gpu=", "n_gpus_per_node", "did you mean n_gpus"]),
-        (lambda: Platform(n_gpus=2, n_gpus_per_node=3), ["n_gpus=2", "n_gpus_per_node=3"]),
-        (lambda: Platform(device="cpu", ranks=0).validate(), ["ranks=0", "1 or more"]),
+        (lambda: Platform(n_gpu=2), ["n_gpu=", "n_gpus_per_node", "did you mean n_gpus_per_node"]),
+        (lambda: Platform(device="cpu", ranks=0).validate(), ["ranks=0", "not an integer >= 1"]),
         (lambda: Platform(device="cpu", ranks=2.0).validate(), ["ranks=2.0"]),
         (
             lambda: Platform(device="slurm", ranks=7, n_nodes=2).validate(),
@@ -111,18 +113,21 @@ def test_copies_and_pickles_keep_what_was_given():
         (lambda: Platform(device="cpu", stack_signal="SIGFOO").validate(), ["SIGFOO"]),
         (
             lambda: Platform(device="cpu", env="x").validate(),
-            ["env='x'", "a str, where a table of words", 'HINT: env={"NAME": "value"}'],
+            ["env='x'", "str, not a table of strings", "HINT: env={'NAME': 'value'}"],
         ),
-        (lambda: Platform(device="cpu", env={"A": 1}).validate(), ["env={'A': 1}", "words"]),
+        (
+            lambda: Platform(device="cpu", env={"A": 1}).validate(),
+            ["env={'A': 1}", "not a table of strings"],
+        ),
         (
             lambda: Platform(device="mpi", mpiexec_args="-hosts n1,n2").validate(),
-            ["a list of words", "HINT: mpiexec_args=['-hosts', 'n1,n2']"],
+            ["a list of strings", "HINT: mpiexec_args=['-hosts', 'n1,n2']"],
         ),
         (
             lambda: Platform(device="slurm", slurm_additional_parameters="a=b").validate(),
-            ["where a table is needed"],
+            ["not a table"],
         ),
-        (lambda: Platform(device="cpu", oversubscribe="no").validate(), ["yes or no"]),
+        (lambda: Platform(device="cpu", oversubscribe="no").validate(), ["not True or False"]),
         (lambda: Platform(device="slurm", timeout_min=0).validate(), ["timeout_min=0", "minutes"]),
         (
             lambda: Platform(device="slurm", n_gpus_per_node=3, ranks=2).validate(),
@@ -176,7 +181,7 @@ def test_the_printed_table_shows_where_ranks_meet_only_if_they_do(capsys, monkey
 
 
 def test_a_backend_that_ranks_could_not_use_is_refused_before_any_is_started(monkeypatch):
-    assert platform_checks.BACKENDS == backends.NAMES
+    assert platform.BACKENDS == backends.NAMES
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(MissingExtra, match="unisono\\[mpi\\]"):
         unisono.run(print, on=Platform(device="cpu", backend="mpi"))

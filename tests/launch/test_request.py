@@ -41,9 +41,9 @@ def nothing_may_start(monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("unisono.launch.local.spawn_rank", refuse)
+    monkeypatch.setattr("unisono.launch.places.local.spawn_rank", refuse)
     monkeypatch.setattr("unisono.launch.warm.WarmServer", refuse)
-    launching = sys.modules["unisono.launch.run"]
+    launching = sys.modules["unisono.launch.api"]
     monkeypatch.setattr(launching, "prepare", lambda _method: None)  # that is no rank yet
 
 
@@ -54,17 +54,23 @@ def nothing_may_start(monkeypatch):
         (lambda: unisono.run(train, 1, on="gpu"), ["0 GPUs visible", 'on="cpu", ranks=1']),
         (lambda: unisono.run(train, 1, on="cuda", ranks=3), ["3 ranks > 0 GPUs", "CUDA_VISIBLE"]),
         (lambda: unisono.run(train, 1, on=unisono.Device.MPS), ["no Apple GPU", 'device="cpu"']),
-        (lambda: unisono.run(train, 1, ranks=0), ["ranks=0", "1 or more"]),
+        (lambda: unisono.run(train, 1, ranks=0), ["ranks=0", "not an integer >= 1"]),
         (lambda: unisono.run(train, 1, ranks=-2), ["ranks=-2"]),
-        (lambda: unisono.run(train, 1, ranks=2.0), ["ranks=2.0", "whole number"]),
+        (lambda: unisono.run(train, 1, ranks=2.0), ["ranks=2.0", "float, not an integer"]),
         (lambda: unisono.run(train, 1, ranks=True), ["ranks=True"]),
         (lambda: unisono.run(train, 1, on="inline", ranks=2), ["2 ranks > 1 process"]),
         (lambda: unisono.run(train, 1, nodes=2), ["nodes=2", "torchrun"]),
         (lambda: unisono.run(train, 1, timeout_s=0), ["timeout_s=0"]),
-        (lambda: unisono.run(train, 1, timeout_s="1h"), ["timeout_s='1h'", "no time in seconds"]),
+        (
+            lambda: unisono.run(train, 1, timeout_s="1h"),
+            ["timeout_s='1h'", "not a number"],
+        ),
         (lambda: unisono.run(train, 1, timeout_s=float("nan")), ["timeout_s=nan"]),
         (lambda: unisono.run(train, 1, max_restarts=-1), ["max_restarts=-1"]),
-        (lambda: unisono.run(train, 1, max_restarts=1.5), ["max_restarts=1.5", "whole number"]),
+        (
+            lambda: unisono.run(train, 1, max_restarts=1.5),
+            ["max_restarts=1.5", "integer"],
+        ),
         (lambda: unisono.run(train), ["train(cfg, lr=0.1)", "missing a required argument"]),
         (lambda: unisono.run(train, 1, momentum=2), ["unexpected keyword", "momentum"]),
         (lambda: unisono.run(needs_ranks, ranks=2), ["functools.partial(needs_ranks, ranks="]),

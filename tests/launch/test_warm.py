@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import unisono
-from unisono.launch import local, server, warm
+from unisono.launch import server, warm
+from unisono.launch.places import local
 from unisono.testing.leaks import Holdings
 
 QUIET = unisono.Logs(console="none")
@@ -60,7 +61,7 @@ def test_a_rank_told_to_stop_in_its_first_moments_does_not_take_the_server_along
 def test_a_fresh_interpreter_is_taken_where_a_fork_would_be_unsound(reason, monkeypatch):
     platform = unisono.Platform(device="cpu", ranks=1)
     if reason == "asked for":
-        platform.spawn_method = "spawn"
+        platform = platform.but(spawn_method="spawn")
     elif reason == "CUDA here":
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     else:
@@ -103,7 +104,7 @@ def test_a_seed_is_the_same_in_every_run_and_its_own_on_every_rank():
     )
     assert first == second
     assert first[0] != first[1]
-    platform.seed_per_rank = False
+    platform = platform.but(seed_per_rank=False)
     shared = unisono.run(lambda: torch.rand(1).item(), on=platform, logs=QUIET)
     assert shared[0] == shared[1] == first[0]
 

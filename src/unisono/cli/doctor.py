@@ -11,16 +11,17 @@ import importlib.util
 import json
 import os
 import platform
+import secrets
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-from unisono.cli import doctor_mpi, doctor_slurm
-from unisono.cli.check import Check
-from unisono.cli.wording import as_typed
+from unisono.cli.outcome import as_typed
 from unisono.errors import PlatformError
 
 MIN_SHM_MB = 64
@@ -33,6 +34,16 @@ _EXTRAS = {
     "plot": "matplotlib",
     "tensorboard": "tensorboard",
 }
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, what was found, and what to do about it."""
+
+    name: str
+    status: Literal["ok", "warn", "FAIL", "skip"]
+    found: str
+    fix: str = ""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,8 +63,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def execute(args: argparse.Namespace) -> int:
     """Run all checks, print them as they end, and return 1 if one failed."""
     if args.on not in (None, "auto"):
-        from unisono.launch.configuration import read_configuration
-        from unisono.launch.places import known_place
+        from unisono.launch.request import known_place
+        from unisono.launch.settings import read_configuration
 
         known_place(args.on, read_configuration())
     checks: list[Check] = []
@@ -261,6 +272,101 @@ def check_launchers() -> Check:
     return Check("launchers", "ok" if found else "skip", ", ".join(found) or "none on PATH")
 
 
+def check_mpi() -> Check:
+    """An mpiexec is there, and of the same MPI as mpi4py."""
+    from unisono.comm.engines.mpi.library import unavailable
+    from unisono.launch.places.mpi import find_mpiexec
+    from unisono.launch.platform import Platform
+
+    try:
+        mpiexec = find_mpiexec(Platform(device="mpi"))
+    except PlatformError as error:
+        found = str(error).splitlines()[1].strip().removeprefix("found: ")
+        if "MPIEXEC" in os.environ:
+            fix = "unset MPIEXEC, or MPIEXEC=/path/of/an/mpiexec"
+            return Check("mpi", "warn", found, fix)
+        return Check("mpi", "skip", found, 'pip install "unisono[mpi]" mpich, if you need --on mpi')
+    found = f"{mpiexec.version} at {mpiexec.path}"
+    if (why := unavailable()) is not None:
+        return Check("mpi", "ok", f'{found}; backend="mpi" is not there: {why}')
+    theirs = "openmpi" if "Open MPI" in _library_of_mpi4py() else "mpich"
+    if theirs != mpiexec.flavour:
+        found += f", but mpi4py uses {theirs}"
+        return Check("mpi", "warn", found, "MPIEXEC=... with the mpiexec of that MPI")
+    return Check("mpi", "ok", f"{found}; mpi4py uses the same")
+
+
+def _library_of_mpi4py() -> str:
+    """Ask in a process of its own which library mpi4py loads; here that would start MPI."""
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    code += "print(MPI.Get_library_version())"
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+def check_slurm() -> Check:
+    """Whether jobs can be submitted from here."""
+    from unisono.launch.places.slurm import cluster
+
+    missing = cluster.missing_programs()
+    if len(missing) == len(cluster.PROGRAMS):
+        return Check("slurm", "skip", "not on this machine", "a login node, to use a cluster")
+    if missing:
+        fix = "apt install slurm-client, or a login node of the cluster"
+        return Check("slurm", "FAIL", f"no {', '.join(missing)}", fix)
+    try:
+        known = cluster.partitions(timeout_s=10.0)
+    except PlatformError as error:
+        words = [line.strip() for line in str(error).splitlines() if "HINT:" not in line]
+        found = f"programs are there, but no cluster answers ({words[-1]})"
+        fix = (
+            "to use one: SLURM_CONF=/path/of/slurm.conf, and scontrol ping to see whether it is up"
+        )
+        return Check("slurm", "warn", found, fix)
+    names = [
+        f"{p.name}{' (default)' if p.is_default else ''}: {p.nodes} nodes, {p.limit}" for p in known
+    ]
+    return Check("slurm", "ok", "; ".join(names))
+
+
+def check_preemption() -> Check:
+    """Whether the cluster lets a job save its work and start again."""
+    from unisono.launch.places.slurm import cluster
+
+    settings = cluster.configuration()
+    may_requeue = settings.get("JobRequeue", "1") == "1"
+    preempts = settings.get("PreemptMode", "OFF") != "OFF"
+    sends = "preempt_send_user_signal" in settings.get("SlurmctldParameters", "")
+    found = f"requeue {'allowed' if may_requeue else 'off'}, pre-emption " + (
+        "off" if not preempts else "by USR2" if sends else "by TERM"
+    )
+    if not may_requeue:
+        fix = "jobs ask for it themselves (--requeue); ask the administrators for JobRequeue=1"
+        return Check("requeue", "warn", found, fix)
+    return Check("requeue", "ok", found)
+
+
+def check_shared_directory() -> Check:
+    """Whether a node sees the directory from which jobs are submitted."""
+    from unisono.launch.places.slurm import cluster
+
+    directory = Path(".unisono").absolute()
+    was_there = directory.exists()
+    probe = directory / f"probe-{os.getpid()}-{secrets.token_hex(4)}"
+    probe.mkdir(mode=0o700, parents=True)
+    try:
+        words = ("srun", "--immediate=30", "--ntasks=1", "--time=1", "ls", "-d", str(probe))
+        seen = cluster.call(*words, check=False, timeout_s=60.0)
+    finally:
+        probe.rmdir()
+        if not was_there:
+            directory.rmdir()
+    if str(probe) in seen:
+        return Check("shared", "ok", f"a node sees {directory.parent}")
+    fix = "logs= with a directory that all nodes share; sinfo shows whether a node is free"
+    return Check("shared", "warn", f"no node has answered for {directory.parent}", fix)
+
+
 def check_extras() -> Check:
     """Which extras of unisono are installed."""
     there = {extra: importlib.util.find_spec(name) is not None for extra, name in _EXTRAS.items()}
@@ -272,7 +378,7 @@ def check_extras() -> Check:
 
 def check_settings() -> Check:
     """Which settings are in force, and where each came from."""
-    from unisono.launch.configuration import read_configuration
+    from unisono.launch.settings import read_configuration
 
     configuration = read_configuration()
     found = [f"{n}={s.value!r} ({s.source})" for n, s in configuration.settings.items()]
@@ -341,13 +447,13 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_host_name,
     check_loopback,
     check_launchers,
-    doctor_mpi.check_mpi,
-    doctor_slurm.check_slurm,
+    check_mpi,
+    check_slurm,
     check_extras,
     check_settings,
     check_two_ranks,
 )
 MORE_CHECKS: dict[str, tuple[Callable[[], Check], ...]] = {
-    "slurm": (doctor_slurm.check_preemption, doctor_slurm.check_shared_directory),
+    "slurm": (check_preemption, check_shared_directory),
 }
 """Checks of a place that are run where the user asks for it."""

@@ -62,7 +62,7 @@ def _count(text: str) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     """Print one line a job, the latest last."""
-    from unisono.launch.registry import directories
+    from unisono.launch.job_files import directories
 
     rows = sorted((_row(path) for path in directories().values()), key=lambda r: r["submitted"])
     if args.json:

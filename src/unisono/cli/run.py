@@ -1,4 +1,7 @@
-"""`unisono run`: a script, a module or a function on several ranks."""
+"""`unisono run`: a script, a module or a function on several ranks.
+
+With `--detach` a process of its own supervises the ranks; `--record` and `--watch` keep a record.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ import ast
 import contextlib
 import functools
 import os
+import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.cli import detached, recorded
-from unisono.cli.named import find_source, named_call
+from unisono.cli import targets
 from unisono.compat.libraries import LIBRARIES
 from unisono.compat.serving import call_served, notice, serving
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, RankFailed
 
 if TYPE_CHECKING:
     from unisono.launch.request import Request
+    from unisono.launch.results import Results
 
 _EXAMPLES = """\
 examples:
@@ -32,7 +36,7 @@ What follows the script is for the script; after -- it is so whatever it looks l
 """
 
 _ONLY_AT = {
-    **dict.fromkeys(("partition", "mem_per_node", "ram", "timeout_min", "submitter"), ("slurm",)),
+    **dict.fromkeys(("partition", "mem_per_node", "timeout_min", "submitter"), ("slurm",)),
     **dict.fromkeys(("slurm_additional_parameters", "srun_args"), ("slurm",)),
     **dict.fromkeys(("mpiexec", "mpiexec_args"), ("mpi",)),
     "console_logs": ("slurm", "mpi"),
@@ -104,7 +108,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(args: argparse.Namespace) -> int:
     """Run what the command line asks for."""
-    recorded.settle_words(args)
+    _settle_words(args)
     if args.target is None and args.module is None and args.forwarded:
         args.target, *rest = args.forwarded  # unisono run -- script.py --epochs 3
         args.forwarded = rest[rest[:1] == ["--"] :]
@@ -124,8 +128,8 @@ def execute(args: argparse.Namespace) -> int:
 
 def _execute(args: argparse.Namespace) -> int:
     """Check the request and carry it out, in a process that serves the libraries asked for."""
+    from unisono.launch.api import execute as execute_request
     from unisono.launch.conventions import Convention
-    from unisono.launch.run import execute as execute_request
 
     function, is_script = _function(args)
     if is_script and _starts_its_own_ranks(args):
@@ -137,20 +141,20 @@ def _execute(args: argparse.Namespace) -> int:
     if args.dry_run or args.check:
         return _show(args, request)
     if args.detach and request.place != "slurm":
-        return detached.start(args)
+        return _detach(args)
     _note_missing_gpus(args, request)
-    with recorded.recording(args, request) as (request, directory):
+    with _recording(args, request) as (request, directory):
         if args.detach:
-            return detached.queue(request)
+            return _queue(request)
         if args.supervise:
-            return detached.supervise(request)
+            return _supervise(request)
         print(
             f"unisono: {_count(request.ranks, 'rank')} on {request.place}, "
             f"{_count(request.platform.cpus_per_rank, 'thread')} each",
             file=sys.stderr,
         )
         if args.watch:
-            results = recorded.watched(request, directory)
+            results = _watched(request, directory)
         else:
             results = execute_request(request, Convention())
     if not is_script:
@@ -162,7 +166,7 @@ def _execute(args: argparse.Namespace) -> int:
 
 def _starts_its_own_ranks(args: argparse.Namespace) -> bool:
     """Whether to leave ranks to the script: DDPW's are told to it, unless the command is told."""
-    from unisono.launch.detection import is_in_world
+    from unisono.launch.request import is_in_world
 
     is_told = any(
         getattr(args, name) for name in ("set", "env", "no_detect", "detach", "supervise")
@@ -217,9 +221,7 @@ def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
 
     A world that is there already and UNISONO_FORCE_ON decide the place in the user's stead.
     """
-    from unisono.launch.detection import is_in_world
-
-    if os.environ.get("UNISONO_FORCE_ON") or (request.platform.detect and is_in_world()):
+    if os.environ.get("UNISONO_FORCE_ON") or request.joins_world:
         return
     for name, value in fields.items():
         places = _ONLY_AT.get(name, (request.place,))
@@ -233,13 +235,13 @@ def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
 
 def _show(args: argparse.Namespace, request: Request) -> int:
     """Print the ranks, or that all is well; start nothing."""
-    from unisono.launch.job import describe_request
+    from unisono.launch.api import describe_request
 
     if args.dry_run:
         print(describe_request(request))
         return 0
     if request.place == "slurm":
-        from unisono.launch.slurm.submission import judge_script
+        from unisono.launch.places.slurm.submit import judge_script
 
         print(judge_script(request))
     _note_missing_gpus(args, request)
@@ -269,22 +271,19 @@ def _pairs(words: Sequence[str], usage: str) -> list[tuple[str, str]]:
 
 def _function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
     """Return what each rank calls, and whether it is a whole script."""
-    function, is_script = _plain_function(args)
-    if args.compat:
-        return functools.partial(call_served, args.compat, function), is_script
-    return function, is_script
-
-
-def _plain_function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
-    from unisono.launch import script
-
+    is_script = True
     if args.module is not None:
-        find_source(args.module, f"unisono run -m {args.module}")
-        return functools.partial(script.run_module, args.module, args.forwarded), True
-    if ":" in args.target and not args.target.endswith(".py"):
-        return named_call(args.target, *parse_words(args.forwarded)), False
-    path = script.check_script(args.target)
-    return functools.partial(script.run_script, path, args.forwarded), True
+        targets.find_source(args.module, f"unisono run -m {args.module}")
+        function = functools.partial(targets.run_module, args.module, args.forwarded)
+    elif ":" in args.target and not args.target.endswith(".py"):
+        function = targets.named_call(args.target, *parse_words(args.forwarded))
+        is_script = False
+    else:
+        path = targets.check_script(args.target)
+        function = functools.partial(targets.run_script, path, args.forwarded)
+    if args.compat:
+        function = functools.partial(call_served, args.compat, function)
+    return function, is_script
 
 
 def parse_words(words: Sequence[str]) -> tuple[list[object], dict[str, object]]:
@@ -314,13 +313,13 @@ def _literal(text: str) -> object:
 
 def _setting(name: str, text: str) -> object:
     """Read a value of `--set`: as Python or as TOML writes it; a word as it stands."""
-    from unisono.launch.field_kinds import kind_of
+    from unisono.launch.platform import KINDS
 
     value = _literal(text)
     if value is text:
         with contextlib.suppress(tomllib.TOMLDecodeError):
             value = tomllib.loads(f"value = {text}")["value"]
-    kind = kind_of(name)
+    kind = KINDS.get(name)
     return text if kind is not None and kind.fits(text) and not kind.fits(value) else value
 
 
@@ -335,3 +334,121 @@ def _console(text: str | None) -> Any:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _detach(args: argparse.Namespace) -> int:
+    """Start the supervising process with the same words, and print the id of its job."""
+    from unisono.launch.job_files import LOCAL_JOBS
+
+    cut = args.words.index("--") if "--" in args.words else len(args.words)
+    own = [word for word in args.words[:cut] if word != "--detach"]
+    words = [*own, *args.words[cut:]]
+    logs = [] if args.logs is not None else ["--logs", str(LOCAL_JOBS)]
+    env = {name: value for name, value in os.environ.items() if name != "UNISONO_RUN_ID"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unisono", "run", "--supervise", *logs, *words],
+        env=env,  # so that it does not end with a rank that starts it
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    line = process.stdout.readline() if process.stdout is not None else ""
+    if not line:
+        _, errors = process.communicate()
+        raise RankFailed(f"the job did not start\n{errors}", exit_code=process.returncode)
+    _tell(*line.strip().split(" ", 1))
+    return 0
+
+
+def _queue(request: Request) -> int:
+    """Submit a job of a scheduler, which supervises it, and print its id."""
+    from unisono.launch.api import submit_request
+
+    job = submit_request(request)
+    _tell(job.id, str(job.dir))
+    return 0
+
+
+def _tell(job: str, directory: str) -> None:
+    """Print the id for programs, and for people what to do with it."""
+    print(job, flush=True)
+    text = f"unisono: in {directory}; unisono job logs {job} --follow shows its output"
+    print(text, file=sys.stderr)
+
+
+def _supervise(request: Request) -> int:
+    """Be the supervising process: print the id, let go of the terminal, wait for the end."""
+    from unisono.launch.api import submit_request
+    from unisono.launch.interrupts import signals_of_launcher
+
+    job = submit_request(request)
+    print(job.id, job.dir, flush=True)
+    _let_go()
+    with signals_of_launcher():
+        try:
+            job.wait()
+        except BaseException:
+            job.cancel()
+            raise
+    return 0 if job.status() == "done" else 1
+
+
+def _let_go() -> None:
+    """Give back the pipes to the process that started us; it does not wait for our end."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+def _settle_words(args: argparse.Namespace) -> None:
+    """Give a script back that `--record script.py` took for the name of the run."""
+    if args.record and args.target is None and args.module is None:
+        args.target, args.record = args.record, ""
+    if args.watch and args.record is None:
+        args.record = ""
+
+
+def _recorded_name(args: argparse.Namespace) -> str:
+    """Return the name of the run: as given, else that of the script, module or function."""
+    target = args.module or args.target
+    return args.record or Path(target.replace(":", ".")).name.removesuffix(".py")
+
+
+@contextlib.contextmanager
+def _recording(args: argparse.Namespace, request: Request) -> Iterator[tuple[Request, Path | None]]:
+    """Yield the request with recording ranks if that is asked for; write the report at the end."""
+    if args.record is None:
+        yield request, None
+        return
+    from unisono.train.recording import launching
+
+    name = _recorded_name(args)
+    if request.joins_world:
+        yield launching.in_world(request, name, has_command=not args.no_command), None
+        return
+    request, directory = launching.into_directory(request, name, has_command=not args.no_command)
+    if args.detach:  # to a scheduler: nobody here waits for the end
+        yield request, directory
+        where = launching.near(directory)
+        print(f"unisono: unisono report {where} when it has ended", file=sys.stderr)
+        return
+    try:
+        yield request, directory
+    finally:
+        launching.write_report(directory)
+
+
+def _watched(request: Request, directory: Path | None) -> Results[Any]:
+    """Run a request while a page shows it, and return its results."""
+    from unisono.train.recording import launching
+
+    if request.place == "inline" or directory is None:
+        raise PlatformError.because(
+            "unisono run --watch",
+            "a run in this very process, which is busy with it",
+            hint="--on cpu --ranks 1",
+        )
+    return launching.watched(request, directory)

@@ -67,7 +67,7 @@ def execute(args: argparse.Namespace) -> int:
 def _machine() -> str:
     """Return the facts of this machine, one a line."""
     from unisono.cores import usable_cores
-    from unisono.launch.accelerators import has_mps, visible_gpus
+    from unisono.launch.devices import has_mps, visible_gpus
 
     devices = [f"{n} GPU{'s' if n > 1 else ''}" for n in [visible_gpus()] if n]
     devices += ["MPS"] if has_mps() else []
@@ -83,7 +83,6 @@ def _machine() -> str:
 
 def _ranks(args: argparse.Namespace) -> str:
     """Return the table of ranks that a launch with these options would have."""
-    from unisono.launch.platform_table import rank_table
     from unisono.launch.request import checked_request
 
     open_ones = dict.fromkeys(("timeout_s", "max_restarts", "logs"))
@@ -93,7 +92,7 @@ def _ranks(args: argparse.Namespace) -> str:
     return (
         f"\n{platform.world_size} ranks on {platform.kind.value}, "
         f"{threads} thread{'' if threads == 1 else 's'} each\n"
-        f"{rank_table(platform, socket.gethostname())}"
+        f"{platform.rank_table()}"
     )
 
 

@@ -6,14 +6,14 @@ Starting this package imports neither torch nor numpy.
 
 from __future__ import annotations
 
-from unisono.launch.device import Device
+from unisono.launch.api import dry_run, run, submit
+from unisono.launch.devices import Device
 from unisono.launch.existing import world
 from unisono.launch.io import IO
-from unisono.launch.job import Job, dry_run, submit
+from unisono.launch.job import Job
 from unisono.launch.logs import Logs
 from unisono.launch.platform import Platform
 from unisono.launch.results import Results
-from unisono.launch.run import run
 from unisono.launch.stopping import (
     job_dir,
     requeue,

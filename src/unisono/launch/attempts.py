@@ -1,4 +1,7 @@
-"""A run as a series of attempts: a new one after a failure, or when the function asks for it."""
+"""A run as a series of attempts: a new one after a failure, or when the function asks for it.
+
+On a cluster the same series is run by the driver of the job (`places/slurm/driver.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobCancelled, RankFailed, RankTimeout
-from unisono.launch import job_files, leftovers, restarting
+from unisono.launch import job_files, leftovers
 from unisono.launch.console import Console
 from unisono.launch.conventions import Convention
-from unisono.launch.device import Device
-from unisono.launch.local import common_variables, run_local
+from unisono.launch.devices import Device
 from unisono.launch.logs import SHOW_ALL_UP_TO
-from unisono.launch.mpi import run_mpi
 from unisono.launch.parcel import Parcel
+from unisono.launch.places.local import run_local
+from unisono.launch.places.mpi import run_mpi
 from unisono.launch.platform import Platform
 from unisono.launch.rank import Job as RankJob
 from unisono.launch.request import Request
 from unisono.launch.results import Results
-from unisono.launch.setting import Setting
 from unisono.launch.supervise import Outcome, Watch, tail
+from unisono.launch.surroundings import Surroundings, common_variables
 from unisono.launch.terminal import stdin_rank
+
+LONGEST_PAUSE_S = 30.0
+"""Longest wait before another attempt."""
 
 
 @dataclass(kw_only=True)
@@ -65,12 +71,16 @@ class Attempts:
                 "logs=unisono.Logs(console='all')",
                 file=sys.stderr,
             )
+        threads, more = request.platform.cpus_per_rank, request.platform.env
+        variables = common_variables(os.environ, threads=threads, more=more)
+        if (width := console.width()) is not None:
+            variables |= {"COLUMNS": str(width), "LINES": "24"}
         job = RankJob(
             argv=list(sys.argv),
             call=self.call,
             convention=self.convention,
             platform=travelling(request.platform),
-            setting=Setting.now(common_variables(os.environ, request.platform, console)),
+            setting=Surroundings.now(variables),
             is_script=request.is_script,
         )
         run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local
@@ -93,12 +103,26 @@ class Attempts:
                     if len(causes) > 1:
                         error.add_note("\n".join(causes))
                     raise
-                self._announce(error, failures=len(causes))
-                if self._cancelled.wait(restarting.pause_s(len(causes))):
+                if request.logs.console != "none":
+                    line = announcement(
+                        str(error),
+                        attempts=self.number + 1,
+                        limit=1 + request.max_restarts + self.requeues,
+                        failures=len(causes),
+                    )
+                    print(line, file=sys.stderr, flush=True)
+                if self._cancelled.wait(pause_s(len(causes))):
                     raise self._cancellation() from None
             else:
                 if not outcome.is_requeued:
-                    return _results(outcome, request, self.job_dir, self.number)
+                    return results_of(
+                        outcome,
+                        place=request.place,
+                        threads=request.platform.cpus_per_rank,
+                        attempt=self.number,
+                        job_dir=self.job_dir,
+                        is_kept=request.logs.dir is not None,
+                    )
                 self._count_requeue()
             self.number += 1
 
@@ -124,18 +148,6 @@ class Attempts:
             answered.wait(timeout_s)
         return answer
 
-    def _announce(self, error: RankFailed | RankTimeout, *, failures: int) -> None:
-        """Say on the console why there is another attempt."""
-        if self.request.logs.console == "none":
-            return
-        line = restarting.announcement(
-            str(error),
-            attempts=self.number + 1,
-            limit=1 + self.request.max_restarts + self.requeues,
-            failures=failures,
-        )
-        print(line, file=sys.stderr, flush=True)
-
     def _supervised_by(self, supervisor: Watch) -> None:
         self._supervisor = supervisor
         self._raise_if_cancelled()
@@ -153,21 +165,47 @@ class Attempts:
         limit = self.request.platform.max_requeues
         if self.requeues > limit:
             raise RankFailed(
-                f"the function asked to be started again {self.requeues} times\n"
-                f"  {self.requeues} requeues > max_requeues={limit}\n"
-                "HINT: Platform(max_requeues=...) if that is as it should be",
+                too_many_requeues(self.requeues, limit),
                 job_dir=str(self.job_dir),
                 attempt=self.number,
             )
 
 
+def pause_s(failures: int) -> float:
+    """Return the seconds before the attempt that follows so many failed ones: 1, 2, 4, ...
+
+    >>> [pause_s(failures) for failures in (1, 2, 9)]
+    [1.0, 2.0, 30.0]
+    """
+    return min(LONGEST_PAUSE_S, 2.0 ** (failures - 1))
+
+
+def announcement(cause: str, *, attempts: int, limit: int, failures: int) -> str:
+    """Return the line that says why there is another attempt, and when.
+
+    Args:
+        cause: what went wrong.
+        attempts: how many there were, the failed one included.
+        limit: how many there may be.
+        failures: how many of them failed.
+    """
+    begin = f"attempt {attempts + 1} of {limit} begins in {pause_s(failures):.0f} s"
+    return f"unisono: {cause.splitlines()[0]}; {begin}"
+
+
+def too_many_requeues(requeues: int, limit: int) -> str:
+    """Return the message for a function that asks to be started again and again."""
+    return (
+        f"the function asked to be started again {requeues} times\n"
+        f"  {requeues} requeues > max_requeues={limit}\n"
+        "HINT: Platform(max_requeues=...) if that is as it should be"
+    )
+
+
 def travelling(platform: Platform) -> Platform:
     """Return the platform that ranks get: without functions that belong to the launcher."""
-    twin = platform.copy()
-    twin.upon_finish = twin.upon_error = None
-    if twin.seed_per_rank is None:
-        twin.seed_per_rank = True
-    return twin
+    is_per_rank = platform.seed_per_rank in (None, True)
+    return platform.but(upon_finish=None, upon_error=None, seed_per_rank=is_per_rank)
 
 
 @contextmanager
@@ -207,7 +245,19 @@ def _shared_parent(platform: Platform) -> Path | None:
     return parent
 
 
-def _results(outcome: Outcome, request: Request, job_dir: Path, attempt: int) -> Results[Any]:
+def results_of(
+    outcome: Outcome, *, place: str, threads: int, attempt: int, job_dir: Path, is_kept: bool
+) -> Results[Any]:
+    """Return what the ranks of a successful attempt returned.
+
+    Args:
+        outcome: their values, still pickled.
+        place: where they ran, as `on` says it.
+        threads: of each rank.
+        attempt: number of the attempt.
+        job_dir: directory of the run.
+        is_kept: whether it stays.
+    """
     values: list[Any] = []
     for rank, data in enumerate(outcome.values):
         try:
@@ -215,7 +265,7 @@ def _results(outcome: Outcome, request: Request, job_dir: Path, attempt: int) ->
             data.close()
         except Exception as error:
             raise RankFailed(
-                f"what rank {rank} of {request.ranks} returned cannot be unpickled here\n"
+                f"what rank {rank} of {len(outcome.values)} returned cannot be unpickled here\n"
                 f"{type(error).__name__}: {error}\n"
                 "HINT: return numbers, lists, dicts, arrays or tensors",
                 rank=rank,
@@ -224,11 +274,24 @@ def _results(outcome: Outcome, request: Request, job_dir: Path, attempt: int) ->
     return Results(
         values,
         hosts=outcome.hosts,
-        platform=request.place,
+        platform=place,
         wall_s=outcome.wall_s,
         start_s=outcome.start_s,
         restarts=attempt,
-        threads=request.platform.cpus_per_rank,
-        dir=job_dir if request.logs.dir is not None else None,
-        logs={rank: tail(job_dir / f"rank-{rank}.log") for rank in range(request.ranks)},
+        threads=threads,
+        dir=job_dir if is_kept else None,
+        logs={rank: tail(job_dir / f"rank-{rank}.log") for rank in range(len(values))},
     )
+
+
+@contextmanager
+def telling(platform: Platform) -> Iterator[None]:
+    """Call `upon_finish` after the block, or `upon_error` with what it raised."""
+    try:
+        yield
+    except BaseException as error:
+        if platform.upon_error is not None:
+            platform.upon_error(error)
+        raise
+    if platform.upon_finish is not None:
+        platform.upon_finish()

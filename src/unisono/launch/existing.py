@@ -8,26 +8,40 @@ from __future__ import annotations
 
 import atexit
 import io
+import os
+import secrets
+import shutil
 import socket
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import RankFailed
 from unisono.launch.conventions import Convention
 from unisono.launch.deadline import deadline
-from unisono.launch.device import Device
+from unisono.launch.devices import Device
 from unisono.launch.entering import own_group
 from unisono.launch.here import Here, here
 from unisono.launch.in_process import seeded
+from unisono.launch.job_files import check_ours
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stacks import hide_own_frames, site_of
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from unisono.comm import Communicator
+    from unisono.environment import Environment
+
+MEET_S = 300.0
+"""Longest wait for ranks that the user's own `srun` started to find each other."""
 
 
 def world(*, timeout_s: float | None = None) -> Communicator:
@@ -45,9 +59,7 @@ def world(*, timeout_s: float | None = None) -> Communicator:
 
     if not has_world() and (environment := detect()).is_world:
         if environment.kind == "slurm" and environment.master is None:
-            from unisono.launch.slurm.joining import meeting_in_step
-
-            with meeting_in_step(environment) as (store, environment):
+            with _meeting_in_step(environment) as (store, environment):
                 start_world(environment, store=store)
         else:
             start_world(environment)
@@ -56,6 +68,39 @@ def world(*, timeout_s: float | None = None) -> Communicator:
     comm = communicator.world(timeout_s=timeout_s)
     me = here()
     return comm if me is None or me.device == comm.device else comm.with_device(me.device)
+
+
+@contextmanager
+def _meeting_in_step(environment: Environment) -> Iterator[tuple[dist.Store, Environment]]:
+    """Yield the store of a step, and the environment with its address. Collective over the step.
+
+    They meet through a file of a private directory, which is gone after the block.
+    """
+    from unisono.launch.meeting import meet
+
+    directory = _step_directory(environment)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_ours(directory)
+    nonce = secrets.token_hex(8) if environment.rank == 0 else ""
+    try:
+        store, address = meet(
+            environment, directory / "rendezvous.json", nonce=nonce, timeout_s=MEET_S
+        )
+        yield store, replace(environment, master=address)
+    finally:
+        if environment.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _step_directory(environment: Environment) -> Path:
+    """Return a directory that all ranks of the step see, and no other step uses."""
+    own = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    name = "slurm-" + ".".join(os.environ.get(variable, "0") for variable in own)
+    if environment.job_dir is not None:
+        return environment.job_dir / name
+    if environment.nodes == 1:
+        return Path(tempfile.gettempdir(), f"unisono-{os.getuid()}-{name}")
+    return Path(".unisono", name).absolute()
 
 
 def _leave() -> None:

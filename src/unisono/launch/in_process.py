@@ -17,7 +17,6 @@ from unisono.errors import PlatformError
 from unisono.launch.conventions import Convention, choose_convention
 from unisono.launch.here import Here, here, set_here
 from unisono.launch.platform import Platform
-from unisono.launch.platform_checks import check_platform
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 
@@ -55,8 +54,8 @@ def setup(
     Collective over all ranks of the platform: for more than one, `master_addr` and `master_port`
     say where they meet.
     """
-    platform = platform.copy()
-    check_platform(platform)  # not the port: it is rank 0's, which may have it already
+    platform = platform.but()
+    platform.check()  # not the port: it is rank 0's, which may have it already
     if platform.requires_ipc and (platform.master_addr is None or platform.master_port is None):
         raise PlatformError.because(
             f"setup(..., global_rank={global_rank}) of {platform.world_size} ranks",
@@ -66,7 +65,7 @@ def setup(
         )
     convention = choose_convention(target, args, kwargs)
     if platform.seed_per_rank is None:
-        platform.seed_per_rank = False
+        platform = platform.but(seed_per_rank=False)
     with _as_rank(platform, rank=global_rank, local_rank=local_rank, node=node) as place:
         return convention.call(target, args, kwargs, place)
 
@@ -103,10 +102,10 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
                 port=platform.master_port or 0,
                 timeout_s=platform.start_timeout_s,
             )
-            platform.master_addr = platform.master_addr or "127.0.0.1"
-            platform.master_port = platform.master_port or store.port  # pyright: ignore[reportAttributeAccessIssue]
-            os.environ["MASTER_ADDR"] = platform.master_addr
-            os.environ["MASTER_PORT"] = str(platform.master_port)
+            addr = platform.master_addr or "127.0.0.1"
+            port = platform.master_port or store.port  # pyright: ignore[reportAttributeAccessIssue]
+            platform = platform.but(master_addr=addr, master_port=port)
+            os.environ |= {"MASTER_ADDR": addr, "MASTER_PORT": str(port)}
         os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
         yield enter_world(environment, platform, store=store, name="in-process")
     finally:

@@ -1,33 +1,63 @@
-"""`submit` and `Job`: a run in the background, and the handle on it."""
+"""`Job`: the handle on a run in the background, which is known by the files of its directory.
+
+Whoever supervises the ranks writes how they stand to `job.json`; any process of this user can read
+it there, and leave the order to cancel. `LocalJob` is the handle in the supervising process; that
+of a scheduler's job is in `places/slurm/job.py`.
+"""
 
 from __future__ import annotations
 
+import atexit
+import copy
+import os
+import signal
+import socket
+import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
-from unisono.errors import PlatformError
-from unisono.launch.configuration import say_what_file_decides
+from unisono.errors import (
+    JobCancelled,
+    PlatformError,
+    RankFailed,
+    RankTimeout,
+    RemoteError,
+    UnisonoError,
+)
+from unisono.launch import job_files
+from unisono.launch.attempts import Attempts, job_directory, telling
 from unisono.launch.conventions import Convention
-from unisono.launch.detection import is_in_world
-from unisono.launch.device import Device
-from unisono.launch.logs import Logs
-from unisono.launch.platform import Platform
-from unisono.launch.platform_table import rank_table
-from unisono.launch.request import Request, check_names, checked_request
+from unisono.launch.payload import dump_call
+from unisono.launch.rank_files import CANCEL
+from unisono.launch.request import Request
 from unisono.launch.results import Results
+from unisono.launch.stacks import own_frames_hidden, user_threads
 
-__all__ = ["Job", "dry_run", "submit"]
+__all__ = ["Job"]
 
-POLL_S = 0.1
-"""Seconds between two looks at files."""
 ENDS = ("done", "failed", "timeout", "cancelled")
 """States that do not change any more."""
+POLL_S = 0.1
+"""Seconds between two looks at a log."""
+STACKS_S = 2.0
+"""Longest wait for the stacks of ranks that another process supervises."""
+ORDER_S = 0.2
+"""Seconds between two looks for an order of another process."""
 
 
-class Job(ABC):
+class State(NamedTuple):
+    """How a job stands."""
+
+    name: str
+    attempt: int
+    reason: str
+
+
+class Job:
     """The handle on a run in the background.
 
     Attributes:
@@ -37,53 +67,95 @@ class Job(ABC):
 
     id: str
     dir: Path
+    CANCEL_S = 30.0
+    """Longest wait for the end of a job that was told to end."""
+    _is_cancelled = False
+
+    def __init__(self, directory: Path) -> None:
+        self.dir = directory
+        self._entry = job_files.read_state(directory)
+        self.id = str(self._entry["id"])
 
     @staticmethod
     def attach(id_or_dir: str | Path) -> Job:
         """Return the handle again, in whatever process, from the id or the directory."""
-        from unisono.launch.attached_job import attach
-        from unisono.launch.local_job import running_job
+        for job in list(_running):
+            if job.id == str(id_or_dir) or job.dir == Path(id_or_dir).absolute():
+                return job
+        directory = _find(id_or_dir)
+        if job_files.read_state(directory).get("kind") == "slurm":
+            from unisono.launch.places.slurm.job import SlurmJob
 
-        return running_job(id_or_dir) or attach(id_or_dir)
+            return SlurmJob(directory)
+        return Job(directory)
 
     @property
-    @abstractmethod
     def ranks(self) -> int:
         """Number of ranks."""
+        return int(self._entry["ranks"])
 
     @property
-    @abstractmethod
     def attempt(self) -> int:
         """Number of the present attempt."""
+        return self._look().attempt
 
     @property
-    @abstractmethod
     def reason(self) -> str:
         """Why it is in its state, in one line."""
+        return self._look().reason
 
-    @abstractmethod
     def status(self) -> str:
         """Return `pending`, `running`, `requeued`, `done`, `failed`, `timeout` or `cancelled`."""
-
-    @abstractmethod
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end, whatever it is; return whether it has come in time."""
-
-    @abstractmethod
-    def result(self, timeout_s: float | None = None) -> Results[Any]:
-        """Wait, and return the results or raise what went wrong (`TimeoutError`: not yet)."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """End all ranks. Safe to repeat."""
-
-    @abstractmethod
-    def stacks(self) -> dict[int, str]:
-        """Return where every rank stands; nothing if none runs."""
+        return self._look().name
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
         return self.status() in ENDS
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end, whatever it is; return whether it has come in time."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        pause = 0.05
+        while not self.done():
+            if end is not None and time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(0.5, 1.1 * pause)
+        return True
+
+    def result(self, timeout_s: float | None = None) -> Results[Any]:
+        """Wait, and return the results or raise what went wrong (`TimeoutError`: not yet)."""
+        with own_frames_hidden():
+            if not self.wait(timeout_s):
+                raise TimeoutError(f"job {self.id} has not ended within {timeout_s:g} s")
+            return self._results()
+
+    def cancel(self) -> None:
+        """End all ranks, and stay until they have. Safe to repeat."""
+        if not self.done():
+            job_files.write_private(self.dir / CANCEL, b"")
+            self._is_cancelled = True
+            self.wait(self.CANCEL_S)
+
+    def stacks(self) -> dict[int, str]:
+        """Return where every rank stands; nothing if none runs (here, without a scheduler)."""
+        asked: dict[int, tuple[Path, int]] = {}
+        for path in self.dir.glob("rank-*.pid"):
+            job_files.check_ours(path)
+            pid, start, name = path.read_text().split()
+            if str(job_files.process_start(int(pid))) == start:
+                stack = path.with_suffix(".stack")
+                asked[int(path.stem.removeprefix("rank-"))] = stack, stack.stat().st_size
+                os.kill(int(pid), signal.Signals[name])
+        end = time.monotonic() + STACKS_S
+        texts: dict[int, str] = {}
+        while asked and time.monotonic() < end:
+            before = texts
+            texts = {rank: text for rank, (path, at) in asked.items() if (text := _from(path, at))}
+            if texts == before and len(texts) == len(asked):
+                break
+            time.sleep(POLL_S / 2)
+        return {rank: user_threads(text) for rank, text in texts.items()}
 
     @overload
     def logs(self, rank: int = 0, *, tail: int | None = None) -> str: ...
@@ -108,11 +180,8 @@ class Job(ABC):
             )
         if follow:
             return self._follow(self.dir / f"rank-{rank}.log")
-        text = self._log_text(rank)
-        if tail is None:
-            return text
-        lines = text.splitlines(keepends=True)
-        return "".join(lines[max(0, len(lines) - tail) :])
+        lines = self._log_text(rank).splitlines(keepends=True)
+        return "".join(lines if tail is None else lines[max(0, len(lines) - tail) :])
 
     def _log_text(self, rank: int) -> str:
         path = self.dir / f"rank-{rank}.log"
@@ -135,137 +204,201 @@ class Job(ABC):
                 return
             time.sleep(POLL_S)
 
+    def _look(self) -> State:
+        """Return how it stands; a job whose process was killed has failed."""
+        try:
+            self._entry = job_files.read_state(self.dir)
+        except (OSError, PlatformError):
+            if (self.dir / job_files.STATE).exists():
+                raise
+            # A temporary directory goes with a job that did not fail.
+            self._entry["state"] = "cancelled" if self._is_cancelled else "done"
+        entry = self._entry
+        is_here = entry.get("host", socket.gethostname()) == socket.gethostname()
+        is_over = entry["state"] in ENDS
+        if is_here and not is_over and job_files.process_start(entry["pid"]) != entry["pid_start"]:
+            return State("failed", int(entry["attempt"]), "its process is gone")
+        return State(str(entry["state"]), int(entry["attempt"]), str(entry["reason"]))
+
+    def _results(self) -> Results[Any]:
+        """Return the results of a job that has ended, or raise its error."""
+        reason = self.reason
+        if self._entry["state"] not in ENDS:
+            raise RankFailed(f"job {self.id} failed: {reason}", job_dir=str(self.dir))
+        if not self.dir.is_dir():
+            if self._is_cancelled:
+                raise JobCancelled(f"job {self.id} was cancelled", job_id=self.id)
+            raise PlatformError.because(
+                f"the results of job {self.id}",
+                f"{self.dir} was temporary, and is gone",
+                None,
+                'logs="runs" when it is submitted keeps them',
+            )
+        outcome = job_files.read_outcome(self.dir)
+        if isinstance(outcome, RankFailed):  # the traceback is shown once, here or there
+            text = (outcome.traceback or "").rstrip()
+            raise outcome from (None if text in str(outcome) else RemoteError(text))
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.status()}>"
 
 
-def submit(
-    fn: Callable[..., Any],
-    /,
-    *args: Any,
-    on: str | Device | Platform | None = None,
-    ranks: int | None = None,
-    nodes: int | None = None,
-    timeout_s: float | None = None,
-    max_restarts: int | None = None,
-    logs: str | Path | Logs | None = None,
-    seed: int | None = None,
-    **kwargs: Any,
-) -> Job:
-    """Start what `run` would run, and return at once with a handle on it.
+class LocalJob(Job):
+    """A run that a thread of this process supervises; its ranks end with this process."""
 
-    The parameters are those of `run`, but for `record` and `watch`. A thread of this process
-    supervises the ranks, and they end with it; on `"slurm"` the job is queued, and lives on. Output
-    goes to the logs only, unless `logs` says otherwise.
-
-    Example:
-        >>> import unisono
-        >>> job = unisono.submit(lambda: unisono.world().rank, on="cpu", ranks=2)
-        >>> list(job.result())
-        [0, 1]
-    """
-    check_names(
-        fn,
-        args,
-        on=on,
-        ranks=ranks,
-        nodes=nodes,
-        timeout_s=timeout_s,
-        max_restarts=max_restarts,
-        logs=logs,
-        seed=seed,
-    )
-    if logs is None or not isinstance(logs, Logs):
-        logs = Logs(dir=logs, console="none")
-    request = checked_request(
-        fn,
-        args,
-        kwargs,
-        on=on,
-        ranks=ranks,
-        nodes=nodes,
-        timeout_s=timeout_s,
-        max_restarts=max_restarts,
-        logs=logs,
-        seed=seed,
-    )
-    return submit_request(request)
-
-
-def submit_request(request: Request, convention: Convention | None = None) -> Job:
-    """Start a checked request in the background."""
-    convention = convention or Convention()
-    if is_in_world() or request.place == "inline":
-        raise PlatformError.because(
-            f"unisono.submit({request.name}, ...)",
-            "a run in this very process, which leaves nobody to hold the handle",
-            None,
-            "unisono.run",
+    def __init__(self, request: Request, convention: Convention) -> None:
+        """Start a checked request in the background."""
+        call = dump_call(request.fn, request.args, request.kwargs)
+        with ExitStack() as stack:
+            self.dir = stack.enter_context(job_directory(request))
+            self._stack = stack.pop_all()
+        self.id = self.dir.name
+        self._attempts = Attempts(
+            request=request,
+            call=call,
+            job_dir=self.dir,
+            convention=convention,
+            on_state=self._note,
         )
-    say_what_file_decides(request.decided_by_file)
-    if request.place == "slurm":
-        from unisono.launch.slurm.submission import submit as submit_to_slurm
+        self._outcome: Results[Any] | BaseException | None = None
+        self._ended = threading.Event()
+        self._entry = {
+            "id": self.id,
+            "name": request.name,
+            "ranks": request.ranks,
+            "submitted": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "pid_start": job_files.process_start(os.getpid()),
+        }
+        self._note("pending")
+        job_files.remember(self.id, self.dir)
+        _running.add(self)
+        for target in (self._run, self._heed_order):
+            threading.Thread(target=target, name=f"unisono-job-{self.id}", daemon=True).start()
 
-        return submit_to_slurm(request, convention)
-    from unisono.launch.local_job import start_local_job
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end, whatever it is; return whether it has come in time."""
+        return self._ended.wait(timeout_s)
 
-    return start_local_job(request, convention)
+    def cancel(self) -> None:
+        """End all ranks, and wait until they have."""
+        if not self._ended.is_set():
+            self._attempts.cancel()
+            self._ended.wait()
+
+    def stacks(self) -> dict[int, str]:
+        """Return where every rank stands."""
+        return {} if self._ended.is_set() else self._attempts.stacks()
+
+    def _look(self) -> State:
+        return State(self._entry["state"], self._attempts.number, self._entry["reason"])
+
+    def _results(self) -> Results[Any]:
+        if isinstance(self._outcome, Results):
+            return self._outcome
+        raise self._outcome or RankFailed(f"job {self.id} left no results")
+
+    def _log_text(self, rank: int) -> str:
+        if isinstance(self._outcome, Results):
+            return self._outcome.log(rank)
+        return super()._log_text(rank)
+
+    def _run(self) -> None:
+        end = "failed"
+        try:
+            with self._stack, telling(self._attempts.request.platform):
+                self._outcome = self._attempts.run()
+                end = "done"
+        except JobCancelled as error:
+            self._outcome, end = JobCancelled(str(error), job_id=self.id), "cancelled"
+        except RankTimeout as error:
+            self._outcome, end = error, "timeout"
+        except BaseException as error:
+            self._outcome = error
+        finally:
+            self._note(end)
+            if not self.dir.is_dir():
+                job_files.forget(self.id)
+            _running.discard(self)
+            self._ended.set()
+
+    def _heed_order(self) -> None:
+        """Cancel the run if another process has left the order to."""
+        while not self._ended.wait(ORDER_S):
+            if (self.dir / CANCEL).exists():
+                self._attempts.cancel()
+                return
+
+    def _note(self, state: str) -> None:
+        """Note how the job stands, for this process and, in files, for others."""
+        is_error = isinstance(self._outcome, BaseException)
+        reason = str(self._outcome).splitlines()[0] if is_error else ""
+        self._entry |= {"state": state, "attempt": self._attempts.number, "reason": reason}
+        if not self.dir.is_dir():
+            return
+        if state in ENDS:
+            job_files.write_outcome(self.dir, _readable(self._outcome))
+        job_files.update_state(self.dir, self._entry)
 
 
-def dry_run(
-    fn: Callable[..., Any],
-    /,
-    *args: Any,
-    on: str | Device | Platform | None = None,
-    ranks: int | None = None,
-    nodes: int | None = None,
-    timeout_s: float | None = None,
-    max_restarts: int | None = None,
-    logs: str | Path | Logs | None = None,
-    seed: int | None = None,
-    **kwargs: Any,
-) -> str:
-    """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
+_running: weakref.WeakSet[LocalJob] = weakref.WeakSet()
+"""The jobs that this process supervises."""
 
-    On `"slurm"` the batch script comes first.
 
-    Example:
-        >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
-        rank  node              device
-    """
-    check_names(
-        fn,
-        args,
-        on=on,
-        ranks=ranks,
-        nodes=nodes,
-        timeout_s=timeout_s,
-        max_restarts=max_restarts,
-        logs=logs,
-        seed=seed,
+def _readable(outcome: object) -> object:
+    """Return results, or an error that another process can read whatever its cause is."""
+    if not isinstance(outcome, BaseException):
+        return outcome
+    if not isinstance(outcome, UnisonoError):
+        return RankFailed(f"{type(outcome).__name__}: {outcome}")
+    twin = copy.copy(outcome)
+    if isinstance(twin, RankFailed):
+        twin.exception = None
+    return twin
+
+
+def _end_running_jobs() -> None:
+    """The ranks of local jobs end with this process."""
+    for job in list(_running):
+        job.cancel()
+
+
+atexit.register(_end_running_jobs)
+
+
+def _find(id_or_dir: str | Path) -> Path:
+    """Return the directory of a job: itself, known by its id or a unique part, or a scheduler's."""
+    path, word = Path(id_or_dir), str(id_or_dir)
+    if (path / job_files.STATE).is_file():
+        return path.absolute()
+    known = job_files.directories()
+    if word in known:
+        return known[word]
+    if word.isdigit():
+        from unisono.launch.places.slurm.cluster import directory_of_job
+
+        if (directory := directory_of_job(word)) is not None:
+            return directory
+    near = [job for job in known if word and (job.startswith(word) or job.endswith(word))]
+    if len(near) == 1:
+        return known[near[0]]
+    latest = sorted(known, key=lambda job: (known[job] / job_files.STATE).stat().st_mtime)[-8:]
+    raise PlatformError.because(
+        f"the job {id_or_dir}",
+        f"{len(near)} jobs with that in their names: {', '.join(near)}"
+        if near
+        else f"no such job here, in {job_files.folder()}, nor of a scheduler",
+        None,
+        f"unisono job list; the latest are {', '.join(latest)}" if latest else "its directory",
     )
-    request = checked_request(
-        fn,
-        args,
-        kwargs,
-        on=on,
-        ranks=ranks,
-        nodes=nodes,
-        timeout_s=timeout_s,
-        max_restarts=max_restarts,
-        logs=logs,
-        seed=seed,
-    )
-    return describe_request(request)
 
 
-def describe_request(request: Request) -> str:
-    """Return what a checked request would start."""
-    import socket
-
-    table = rank_table(request.platform, socket.gethostname())
-    if request.place != "slurm":
-        return table
-    from unisono.launch.slurm.submission import script_text
-
-    return f"{script_text(request)}\n{table}"
+def _from(path: Path, place: int) -> str:
+    """Return what a file holds from `place` on."""
+    with path.open("rb") as file:
+        file.seek(place)
+        return file.read().decode(errors="replace")

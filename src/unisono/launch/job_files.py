@@ -1,6 +1,9 @@
-"""The files by which a job is known to other processes: `job.json` and what came out of it.
+"""The files by which a job is known to other processes, and where the jobs of a user are.
 
-Written by its supervisor alone, each by a rename, readable by their owner only.
+`job.json` and what came out of it are written by the job's supervisor alone, each by a rename,
+readable by their owner only. A folder of this user has a link to each job, named by its id, so that
+is enough to find it from any directory. A home that cannot be written is no error: such a job is
+known by its directory alone.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import os
 import pickle
 import secrets
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,8 @@ STATE = "job.json"
 OUTCOME = "outcome.pkl"
 LOCAL_JOBS = Path(".unisono", "jobs")
 """Where detached jobs are kept, below the working directory."""
+FORGET_S = 30 * 24 * 3600.0
+"""A link whose directory is not there is removed after so long; it may be another host's."""
 
 
 def make_directory(parent: str | Path, name: str, *, asked: str, hint: str) -> Path:
@@ -96,3 +103,43 @@ def process_start(pid: int) -> int | None:
         return None if words[0] in "ZX" else int(words[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def folder() -> Path:
+    """Return the directory of the links."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "unisono", "jobs")
+
+
+def remember(job: str, directory: Path) -> None:
+    """Note where the job with this id is."""
+    with suppress(OSError, RuntimeError):  # no home at all
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = folder() / f".{job}.{os.getpid()}"
+        draft.symlink_to(directory)
+        draft.replace(folder() / job)
+
+
+def forget(job: str) -> None:
+    """Remove the note of a job whose directory is gone."""
+    with suppress(OSError, RuntimeError):
+        (folder() / job).unlink()
+
+
+def directories() -> dict[str, Path]:
+    """Return id and directory of the jobs that are known and still there; near ones included."""
+    links: list[Path] = []
+    with suppress(OSError, RuntimeError):
+        links = sorted(folder().iterdir())
+    found: dict[str, Path] = {}
+    for link in links:
+        with suppress(OSError):
+            if (link / STATE).is_file():
+                found[link.name] = link.readlink()
+            elif time.time() - link.lstat().st_mtime > FORGET_S:
+                link.unlink()
+    known = set(found.values())
+    for path in sorted(LOCAL_JOBS.glob(f"*/{STATE}")):
+        if path.parent.absolute() not in known:
+            found[path.parent.name] = path.parent.absolute()
+    return found

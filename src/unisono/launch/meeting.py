@@ -152,7 +152,7 @@ def candidates() -> list[str]:
     """
     found: list[str] = []
     if node := os.environ.get("SLURMD_NODENAME"):
-        from unisono.launch.slurm.commands import node_address
+        from unisono.launch.places.slurm.cluster import node_address
 
         with contextlib.suppress(OSError):
             found = addresses.resolve(node_address(node) or node)

@@ -21,8 +21,8 @@ from typing import Literal
 
 from unisono.launch import job_files, rank_files
 from unisono.launch.job_files import write_private
+from unisono.launch.places.remote import Plan
 from unisono.launch.rank_files import BAD, CANCEL, GOOD, INTERRUPT, Orders, RankState
-from unisono.launch.remote_plan import Plan
 
 POLL_S = 0.1
 """Seconds between two looks at stacks that were asked for."""

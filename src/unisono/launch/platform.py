@@ -1,243 +1,314 @@
 """`Platform`: where ranks run, how many there are, and what each of them gets.
 
-Sizes follow from few fields, and it matters which of them were given: a platform remembers that.
-What can be wrong with one is in `platform_checks.py`.
+Each field carries the kind of value it takes, which settings from a file, from variables and from
+the command line use as well. Sizes follow from few fields, and it matters which of them were given:
+a platform remembers that.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+import difflib
+import functools
+import importlib.util
+import os
+import shlex
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from unisono.cores import threads_per_rank, usable_cores
-from unisono.errors import PlatformError
-from unisono.launch.device import Device
+from unisono.errors import MissingExtra, PlatformError
+from unisono.launch import devices
+from unisono.launch.devices import Device
 from unisono.launch.io import IO
+from unisono.launch.ports import owner_of_port
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Platform"]
 
-OLD_NAMES = {"n_gpus": "n_gpus_per_node", "n_cpus": "n_cpus_per_node", "ram": "mem_per_node"}
-"""Spellings of earlier DDPW releases."""
-_NATIVE_DEFAULTS: dict[str, Any] = {
-    "name": "unisono",
-    "partition": None,
-    "n_cpus_per_node": None,
-    "mem_per_node": None,
-    "seed": None,
-    "timeout_min": None,
-    "console_logs": "./.unisono/jobs",
-    "verbose": False,
+T = TypeVar("T", bound=type)
+
+BACKENDS = ("gloo", "nccl", "shm", "mpi")
+"""What `backend` may say, as `unisono.comm.backends` has it; that would load torch here."""
+_ONE_HOST = (Device.CPU, Device.GPU, Device.MPS)
+_PORT_HINT = "leave master_port out, and a free port is taken at the start"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value, and how it is checked."""
+
+    what: str
+    """In words."""
+    example: Any
+    """A value that fits."""
+    fits: Callable[[Any], bool]
+    """Whether a value is of this kind."""
+    is_text: bool = False
+    """Whether a variable of the environment has it as it stands, not as a TOML value."""
+
+    @property
+    def toml(self) -> str:
+        """The example as it is typed in a variable or on the command line."""
+        match self.example:
+            case bool():
+                return str(self.example).lower()
+            case dict():
+                pairs = (f'{name} = "{value}"' for name, value in self.example.items())
+                return f"'{{{', '.join(pairs)}}}'"
+            case list():
+                return "'" + str(self.example).replace("'", '"') + "'"
+            case _:
+                return str(self.example)
+
+    def check(self, name: str, value: Any, call: str = "Platform({})") -> None:
+        """Raise `PlatformError` unless `value`, given as `name` in `call`, is of this kind."""
+        if self.fits(value):
+            return
+        example = self.example
+        if isinstance(example, list) and isinstance(value, str):
+            example = shlex.split(value) or [value]
+        raise PlatformError.because(
+            call.format(f"{name}={value!r}"),
+            f"{type(value).__name__}, not {self.what}"
+            if type(value) is not type(self.example)
+            else f"not {self.what}",
+            None,
+            f"{name}={example!r}",
+        )
+
+
+def _is_integer(value: Any, at_least: float = -float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(fits, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_signal(value: Any) -> bool:
+    return value in signal.Signals.__members__
+
+
+def _one_of(*words: str) -> Mapping[str, Kind]:
+    listed = ", ".join(map(repr, words))
+    return {"kind": Kind(f"one of {listed}", words[0], lambda v: v in words, is_text=True)}
+
+
+COUNT = Kind("an integer >= 1", 2, lambda v: _is_integer(v, 1))
+COUNT_OR_ZERO = Kind("an integer >= 0", 2, lambda v: _is_integer(v, 0))
+SECONDS = Kind(
+    "a number of seconds > 0",
+    60.0,
+    lambda v: (_is_integer(v) or isinstance(v, float)) and v > 0,
+)
+_TEXT = {"kind": Kind("a string", "word", _is_text, is_text=True)}
+_PATH = {"kind": Kind("a path", "word", lambda v: isinstance(v, (str, os.PathLike)), is_text=True)}
+_COUNT = {"kind": COUNT}
+_COUNT_OR_ZERO = {"kind": COUNT_OR_ZERO}
+_SECONDS = {"kind": SECONDS}
+_MINUTES = {"kind": Kind("a number of minutes, an integer >= 1", 60, COUNT.fits)}
+_INTEGER = {"kind": Kind("an integer", 2, _is_integer)}
+_PORT = {"kind": Kind("a port, 1 to 65535", 29400, lambda v: _is_integer(v, 1) and v < 65536)}
+_FLAG = {"kind": Kind("True or False", True, lambda v: isinstance(v, bool))}
+_SIGNAL = {"kind": Kind("the name of a signal", "SIGUSR1", _is_signal, is_text=True)}
+_SIGNALS = {"kind": Kind("names of signals", ["SIGTERM"], lambda v: _is_list(v, _is_signal))}
+_STRINGS = {"kind": Kind("a list of strings", ["-v", "-x"], lambda v: _is_list(v, _is_text))}
+_GROUPS = {
+    "kind": Kind(
+        "a list of lists of ranks",
+        [[0, 1], [2, 3]],
+        lambda v: _is_list(v, lambda group: isinstance(group, (list, tuple))),
+    )
 }
-"""Fields that differ where `on` is a word instead of a platform in DDPW's style."""
+_TABLE = {
+    "kind": Kind(
+        "a table with strings as names",
+        {"account": "physics"},
+        lambda v: isinstance(v, dict) and all(map(_is_text, v)),
+    )
+}
+_VARIABLES = {
+    "kind": Kind(
+        "a table of strings",
+        {"NAME": "value"},
+        lambda v: isinstance(v, dict) and all(map(_is_text, (*v, *v.values()))),
+    )
+}
 
 
-class _Remembering(type):
-    """Lets a platform know which of its fields the caller named, and understand old names."""
-
-    if not TYPE_CHECKING:  # the signature that people and tools see is that of the fields
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            names = [f.name for f in fields(cls) if f.init and not f.kw_only]
-            given = {*names[: len(args)], *kwargs}
-            spoken_old = {old for old in OLD_NAMES if old in kwargs}
-            for old in spoken_old:
-                value, new = kwargs.pop(old), OLD_NAMES[old]
-                known = kwargs.get(new, value)
-                if new in names[: len(args)]:
-                    known = args[names.index(new)]
-                if known != value:
-                    raise PlatformError.because(
-                        f"Platform({old}={value!r}, {new}={known!r})",
-                        f"two values for one thing: {old} is an old name of {new}",
-                        None,
-                        f"Platform({new}={known!r})",
-                    )
-                if new not in names[: len(args)]:
-                    kwargs[new] = value
-            unknown = sorted(set(kwargs) - {f.name for f in fields(cls) if f.init})
-            if unknown:
-                raise unknown_field(unknown[0])
-            platform = super().__call__(*args, **kwargs)
-            platform._explicit = frozenset(OLD_NAMES.get(name, name) for name in given)
-            platform._is_per_task = "n_cpus" in spoken_old
-            return platform
-
-        @property
-        def __signature__(cls) -> inspect.Signature:
-            _, *own = inspect.signature(cls.__init__).parameters.values()
-            return inspect.Signature(own)
+def nearest(word: str, names: Collection[str]) -> str | None:
+    """Return the name that `word` begins, or is most like; None if it is like none."""
+    begun = [name for name in sorted(names) if name.startswith(word)]
+    return next(iter(begun or difflib.get_close_matches(word, names, n=1)), None)
 
 
-@dataclass(slots=False)
-class Platform(metaclass=_Remembering):
-    """Where to run, and on how many ranks.
+def _noting_given(cls: T) -> T:
+    """Have a platform note which of its fields the caller gave, and refuse unknown ones."""
+    init = cls.__init__
 
-    `run`, `submit` and `Wrapper` check a platform and work on a copy. `n_gpus`, `n_cpus` and `ram`
-    are accepted as old names of `n_gpus_per_node`, `n_cpus_per_node` and `mem_per_node`.
+    @functools.wraps(init)
+    def noting(self: Any, *args: Any, **named: Any) -> None:
+        names = [f.name for f in fields(cls)]
+        if unknown := sorted(set(named).difference(names)):
+            near = nearest(unknown[0], names)
+            raise PlatformError.because(
+                f"Platform({unknown[0]}=...)",
+                f"fields are {', '.join(names)}",
+                None,
+                f"did you mean {near}?" if near else None,
+            )
+        vars(self)["_given"] = frozenset((*names[: len(args)], *named))
+        init(self, *args, **named)
+
+    cls.__init__ = noting
+    return cls
+
+
+@_noting_given
+@dataclass(frozen=True)
+class Platform:
+    """Where to run, and on how many ranks. It does not change: `but` returns another one.
 
     Example:
         >>> Platform(device="cpu", n_gpus_per_node=4).world_size
         4
     """
 
-    name: str = "ddpw"
+    name: str = field(default="ddpw", metadata=_TEXT)
     """Name of the job."""
     device: Device | str = Device.GPU
     """Kind of place."""
-    partition: str | None = "general"
+    partition: str | None = field(default="general", metadata=_TEXT)
     """Partition of the cluster."""
-    n_nodes: int = 1
+    n_nodes: int = field(default=1, metadata=_COUNT)
     """Number of hosts."""
-    n_gpus_per_node: int = 1
+    n_gpus_per_node: int = field(default=1, metadata=_COUNT_OR_ZERO)
     """Ranks on each node where nothing else says how many; 0 on a cluster is a job without GPUs."""
-    n_cpus_per_node: int | None = 1
+    n_cpus_per_node: int | None = field(default=1, metadata=_COUNT)
     """CPUs of a node for this job; on CPU platforms the ranks, if nothing else says how many."""
-    mem_per_node: int | None = 32
+    mem_per_node: int | None = field(default=32, metadata=_COUNT_OR_ZERO)
     """Memory of a node in GB; None asks for none in particular."""
-    spawn_method: str = "auto"
+    spawn_method: str = field(
+        default="auto", metadata=_one_of("auto", "forkserver", "fork", "spawn")
+    )
     """`"auto"`, `"forkserver"`, `"fork"`: from the warm server; `"spawn"`: fresh interpreters."""
-    ipc_protocol: str = "tcp"
+    ipc_protocol: str = field(default="tcp", metadata=_one_of("tcp", "file"))
     """How ranks meet: `"tcp"`, or `"file"` for a file in the directory of the run."""
-    master_addr: str | None = None
+    master_addr: str | None = field(default=None, metadata=_TEXT)
     """Where rank 0 listens; None decides at the start."""
-    master_port: int | None = None
+    master_port: int | None = field(default=None, metadata=_PORT)
     """Its port; None takes a free one."""
-    ipc_groups: list[list[int]] | None = field(default_factory=list)
+    ipc_groups: list[list[int]] | None = field(default_factory=list, metadata=_GROUPS)
     """None: no process group; `[]`: one of all ranks; else disjoint lists of ranks."""
-    backend: str | None = None
+    backend: str | None = field(default=None, metadata=_TEXT)
     """torch.distributed backend; None chooses one that fits the device."""
-    seed: int | None = 1889
+    seed: int | None = field(default=1889, metadata=_INTEGER)
     """Seed of all generators of each rank; None leaves them alone."""
-    timeout_min: int | None = 2880
-    """Time limit of a cluster job in minutes."""
-    slurm_additional_parameters: dict[str, Any] | None = None
+    timeout_min: int | None = field(default=2880, metadata=_MINUTES)
+    """Time limit of a cluster job in minutes; None is that of the partition."""
+    slurm_additional_parameters: dict[str, Any] | None = field(default=None, metadata=_TABLE)
     """More options for the cluster."""
-    console_logs: str = "./.output/logs"
+    console_logs: str = field(default="./.output/logs", metadata=_PATH)
     """Parent of the directories of cluster jobs."""
-    verbose: bool = True
+    verbose: bool = field(default=True, metadata=_FLAG)
     """Whether `Wrapper` prints what it does."""
     upon_finish: Callable[[], object] | None = None
     """Called once after all ranks succeeded: in the launcher, on a cluster in rank 0."""
 
-    ranks: int | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    ranks: int | None = field(default=None, metadata=_COUNT)
     """Number of ranks over all nodes; None derives it."""
-    start_timeout_s: float = field(default=300.0, kw_only=True)
+    start_timeout_s: float = field(default=300.0, metadata=_SECONDS)
     """Deadline of the start of all ranks."""
-    comm_timeout_s: float = field(default=600.0, kw_only=True)
+    comm_timeout_s: float = field(default=600.0, metadata=_SECONDS)
     """Deadline of each collective, in all groups."""
-    grace_s: float = field(default=1.0, kw_only=True)
+    grace_s: float = field(default=1.0, metadata=_SECONDS)
     """Time between asking a rank to stop and killing it."""
-    interrupt_s: float = field(default=30.0, kw_only=True)
+    interrupt_s: float = field(default=30.0, metadata=_SECONDS)
     """Time that ranks have to save and end after the first Ctrl-C."""
-    seed_per_rank: bool | None = field(default=None, kw_only=True)
+    seed_per_rank: bool | None = field(default=None, metadata=_FLAG)
     """Whether rank r gets `seed + r`; None: yes under `run`, no under `Wrapper`."""
-    upon_error: Callable[[BaseException], object] | None = field(default=None, kw_only=True)
+    upon_error: Callable[[BaseException], object] | None = None
     """Called in the launcher with the exception of a failed run."""
-    env: dict[str, str] | None = field(default=None, kw_only=True)
+    env: dict[str, str] | None = field(default=None, metadata=_VARIABLES)
     """More environment variables for the ranks."""
-    detect: bool = field(default=True, kw_only=True)
+    detect: bool = field(default=True, metadata=_FLAG)
     """Whether to join a world that this process is in already."""
-    stop_signals: tuple[str, ...] = field(default=("SIGTERM", "SIGUSR2"), kw_only=True)
+    stop_signals: tuple[str, ...] = field(default=("SIGTERM", "SIGUSR2"), metadata=_SIGNALS)
     """Signals that ask a rank to stop (`should_stop`)."""
-    stack_signal: str = field(default="SIGUSR1", kw_only=True)
+    stack_signal: str = field(default="SIGUSR1", metadata=_SIGNAL)
     """Signal at which a rank writes its stacks."""
-    oversubscribe: bool = field(default=False, kw_only=True)
+    oversubscribe: bool = field(default=False, metadata=_FLAG)
     """Whether several ranks may share a GPU."""
-    max_requeues: int = field(default=100, kw_only=True)
+    max_requeues: int = field(default=100, metadata=_COUNT_OR_ZERO)
     """How often `requeue` may start a run again."""
-    submitter: str = field(default="auto", kw_only=True)
+    submitter: str = field(default="auto", metadata=_one_of("auto", "submitit", "sbatch"))
     """Who talks to the cluster: `"auto"`, `"submitit"` or `"sbatch"`."""
-    srun_args: Sequence[str] = field(default=(), kw_only=True)
+    srun_args: Sequence[str] = field(default=(), metadata=_STRINGS)
     """More words for `srun`."""
-    mpiexec: str | None = field(default=None, kw_only=True)
+    mpiexec: str | None = field(default=None, metadata=_PATH)
     """Path of `mpiexec`; None looks for it."""
-    mpiexec_args: Sequence[str] = field(default=(), kw_only=True)
+    mpiexec_args: Sequence[str] = field(default=(), metadata=_STRINGS)
     """More words for `mpiexec`."""
 
-    def __post_init__(self) -> None:
-        self.device = Device.from_str(self.device)
-        self._explicit: frozenset[str] = frozenset()
-        self._is_per_task = False
+    _given: ClassVar[frozenset[str]] = frozenset()  # each platform has its own, see above
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "device" and isinstance(value, str):
-            value = Device.from_str(value)
-        object.__setattr__(self, name, value)
-        if name in FIELDS and "_explicit" in self.__dict__:
-            object.__setattr__(self, "_explicit", self._explicit | {name})
+    def __post_init__(self) -> None:
+        vars(self)["device"] = Device.from_str(self.device)
 
     @classmethod
-    def of_place(cls, place: str | Device, given: Mapping[str, Any]) -> Platform:
+    def at(cls, place: Device, given: Mapping[str, Any]) -> Self:
         """Return the platform that `on="..."` means, with the fields in `given` explicit."""
-        device = Device.from_str(place)
-        own = {"n_gpus_per_node": 0} if device in (Device.SLURM, Device.CPU, Device.MPI) else {}
-        renamed = {OLD_NAMES.get(name) for name in given}
-        defaults = {k: v for k, v in {**_NATIVE_DEFAULTS, **own}.items() if k not in renamed}
-        platform = cls(**{**defaults, "device": device, **given})
-        platform._explicit = frozenset(OLD_NAMES.get(name, name) for name in given)
+        own = {"n_gpus_per_node": 0} if place in (Device.SLURM, Device.CPU, Device.MPI) else {}
+        platform = cls(**{**_NATIVE_DEFAULTS, **own, **given, "device": place})
+        vars(platform)["_given"] = frozenset(("device", *given))
         return platform
+
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with these fields changed; they count as given.
+
+        Later changes of what this platform holds do not reach it.
+        """
+        twin = copy.copy(self)
+        held = ("ipc_groups", "env", "slurm_additional_parameters")
+        vars(twin).update({name: copy.deepcopy(getattr(self, name)) for name in held})
+        vars(twin).update(changes, _given=self._given.union(changes))
+        if "device" in changes:
+            vars(twin)["device"] = Device.from_str(changes["device"])
+        return twin
+
+    def is_explicit(self, name: str) -> bool:
+        """Whether the caller gave this field."""
+        return name in self._given
 
     @property
     def kind(self) -> Device:
         """The device as a `Device`."""
         return Device.from_str(self.device)
 
-    def is_explicit(self, name: str) -> bool:
-        """Whether the caller gave this field."""
-        return OLD_NAMES.get(name, name) in self._explicit
-
-    def fill(self, values: Mapping[str, Any]) -> None:
-        """Set fields that the caller did not give."""
-        for name, value in values.items():
-            if not self.is_explicit(name):
-                setattr(self, OLD_NAMES.get(name, name), value)
-
-    def copy(self) -> Platform:
-        """Return a copy that later changes of this platform do not reach."""
-        twin = copy.copy(self)
-        for name in ("ipc_groups", "env", "slurm_additional_parameters"):
-            object.__setattr__(twin, name, copy.deepcopy(getattr(self, name)))
-        return twin
-
-    @property
-    def n_gpus(self) -> int:
-        """Old name of `n_gpus_per_node`."""
-        return self.n_gpus_per_node
-
-    @n_gpus.setter
-    def n_gpus(self, value: int) -> None:
-        self.n_gpus_per_node = value
-
-    @property
-    def n_cpus(self) -> int | None:
-        """Old name of `n_cpus_per_node`; together with GPUs it counts the CPUs of each rank."""
-        return self.n_cpus_per_node
-
-    @n_cpus.setter
-    def n_cpus(self, value: int | None) -> None:
-        self.n_cpus_per_node = value
-        self._is_per_task = True
-
-    @property
-    def ram(self) -> int | None:
-        """Old name of `mem_per_node`."""
-        return self.mem_per_node
-
-    @ram.setter
-    def ram(self, value: int | None) -> None:
-        self.mem_per_node = value
-
     @property
     def _counts_gpus(self) -> bool:
         """Whether the ranks of a node are its `n_gpus_per_node`."""
-        by_device = self.kind is Device.GPU or (self.kind is Device.SLURM and self.n_gpus_per_node)
-        return bool(by_device or (self.is_explicit("n_gpus_per_node") and self.n_gpus_per_node))
+        if self.kind is Device.GPU:
+            return True
+        is_asked = self.kind is Device.SLURM or self.is_explicit("n_gpus_per_node")
+        return is_asked and self.n_gpus_per_node > 0
+
+    @property
+    def _shared_cpus(self) -> int | None:
+        """The CPUs that the ranks of a node share; None if nobody said how many."""
+        return self.n_cpus_per_node if self.is_explicit("n_cpus_per_node") else None
 
     @property
     def ranks_per_node(self) -> int:
@@ -246,9 +317,7 @@ class Platform(metaclass=_Remembering):
             return max(1, self.ranks // self.n_nodes)
         if self._counts_gpus:
             return self.n_gpus_per_node
-        if self.is_explicit("n_cpus_per_node") and self.n_cpus_per_node is not None:
-            return self.n_cpus_per_node
-        return 1
+        return self._shared_cpus or 1
 
     @property
     def world_size(self) -> int:
@@ -263,10 +332,8 @@ class Platform(metaclass=_Remembering):
     @property
     def cpus_per_rank(self) -> int:
         """Number of CPUs, and threads, of each rank."""
-        if self.is_explicit("n_cpus_per_node") and self.n_cpus_per_node is not None:
-            if self._is_per_task and self._counts_gpus:
-                return self.n_cpus_per_node
-            return max(1, self.n_cpus_per_node // self.ranks_per_node)
+        if self._shared_cpus is not None:
+            return max(1, self._shared_cpus // self.ranks_per_node)
         if self.kind is Device.SLURM:
             return 1
         return threads_per_rank(self.ranks_per_node, usable_cores())
@@ -275,51 +342,241 @@ class Platform(metaclass=_Remembering):
         """Return the device of the rank at this place of its node, as that rank sees it."""
         import torch
 
-        from unisono.launch.platform_checks import gpu_of_rank
-
         if self._has_gpus():
-            return torch.device("cuda", gpu_of_rank(self, local_rank))
+            return torch.device("cuda", self._gpu_of_rank(local_rank))
         return torch.device("mps" if self.kind is Device.MPS else "cpu")
 
     def _has_gpus(self) -> bool:
         """Whether ranks work on GPUs; under MPI if that was asked for and the node has some."""
         if self.kind is Device.MPI:
-            from unisono.launch.accelerators import visible_gpus
-
             asked = self.is_explicit("n_gpus_per_node") and self.n_gpus_per_node > 0
-            return asked and visible_gpus() > 0
+            return asked and devices.visible_gpus() > 0
         return self.kind is Device.GPU or (self.kind is Device.SLURM and self.n_gpus_per_node > 0)
+
+    def _gpu_of_rank(self, local_rank: int) -> int:
+        """Return the number of the GPU of a rank, or explain that there are too few."""
+        visible, size = devices.visible_gpus(), self.ranks_per_node
+        index = devices.gpu_index(local_rank, size, visible, oversubscribe=self.oversubscribe)
+        # A rank may see one device because a scheduler bound it; a launcher that sees one has one.
+        is_bound = "LOCAL_RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+        if index is None or (visible < size and not self.oversubscribe and not is_bound):
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            raise PlatformError.because(
+                self._asked(),
+                f"{visible} GPU{'' if visible == 1 else 's'} visible "
+                f"(CUDA_VISIBLE_DEVICES {'is not set' if seen is None else f'={seen!r}'})",
+                f"{size} ranks > {visible} GPUs",
+                f'on="cpu", ranks={size} (or UNISONO_FORCE_ON=cpu) rehearses it on processes',
+            )
+        return index
+
+    def _asked(self) -> str:
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"Platform(device={self.kind.value!r}) with {ranks}"
 
     def validate(self) -> None:
         """Raise `PlatformError` if this platform makes no sense, or cannot be had here."""
-        from unisono.launch.platform_checks import check_machine, check_platform
-
-        check_platform(self)
-        check_machine(self)
+        self.check()
+        self.check_machine()
         if self.kind is Device.SLURM:
-            from unisono.launch.slurm.cluster_checks import check_cluster
+            from unisono.launch.places.slurm.cluster import check_cluster
 
             check_cluster(self)
 
+    def check(self) -> None:
+        """Raise `PlatformError` if this platform makes no sense on any machine."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            is_none = value is None and str(f.type).endswith("| None")
+            if "kind" in f.metadata and not is_none:
+                f.metadata["kind"].check(f.name, value)
+        self._check_backend()
+        self._check_sizes()
+        self._check_groups()
+
+    def check_machine(self) -> None:
+        """Raise `PlatformError` if this platform cannot be had on this machine."""
+        self._check_free_port()
+        wanted, source = self._wanted_backend()
+        if wanted in ("mpi", "mpi4py") and importlib.util.find_spec("mpi4py") is None:
+            raise MissingExtra.of("mpi", source, "no mpi4py")
+        if self.kind is Device.GPU:
+            self._gpu_of_rank(self.ranks_per_node - 1)
+        if self.kind is Device.MPI:
+            from unisono.launch.places.mpi import find_mpiexec
+
+            find_mpiexec(self)
+        if self.kind is Device.MPS and not devices.has_mps():
+            raise PlatformError.because(
+                self._asked(),
+                "no Apple GPU that torch can use on this machine",
+                None,
+                'device="cpu" (or UNISONO_FORCE_ON=cpu) rehearses it on processes of this host',
+            )
+
+    def _wanted_backend(self) -> tuple[str, str]:
+        """Return the backend that is asked for, if any, and by whom."""
+        if self.backend is not None:
+            return self.backend, f"Platform(backend={self.backend!r})"
+        wanted = os.environ.get("UNISONO_BACKEND", "")
+        return wanted, f"UNISONO_BACKEND={wanted}"
+
+    def _check_backend(self) -> None:
+        wanted, source = self._wanted_backend()
+        if not wanted or ":" in wanted or wanted in ("mpi4py", *BACKENDS):
+            return  # a map such as cpu:gloo,cuda:nccl is torch's to check
+        near, *_ = difflib.get_close_matches(wanted, BACKENDS, n=1) or BACKENDS
+        raise PlatformError.because(
+            source,
+            f"backends are {', '.join(map(repr, BACKENDS))}",
+            hint=f"UNISONO_BACKEND={near}" if self.backend is None else f"backend={near!r}",
+        )
+
+    def _check_sizes(self) -> None:
+        nodes, gpus = self.n_nodes, self.n_gpus_per_node
+        if nodes > 1 and self.kind in _ONE_HOST:
+            raise PlatformError.because(
+                f"Platform(device={self.kind.value!r}, n_nodes={nodes})",
+                "ranks on one host only, this one",
+                None,
+                "torchrun --nnodes, SLURM or MPI start ranks on several hosts; unisono.run joins "
+                "them",
+            )
+        if self.kind is Device.GPU and gpus == 0 and self.ranks is None:
+            raise PlatformError.because(
+                "Platform(device='gpu', n_gpus_per_node=0)", "no rank at all", None, 'device="cpu"'
+            )
+        if self.ranks is not None and self.ranks % nodes:
+            below = self.ranks // nodes * nodes
+            fits = [size for size in (below, below + nodes) if size]
+            raise PlatformError.because(
+                f"ranks={self.ranks}, nodes={nodes}",
+                "nodes with unlike numbers of ranks",
+                f"{self.ranks} ranks / {nodes} nodes = {self.ranks / nodes:g}",
+                f"ranks={' or ranks='.join(map(str, fits))}",
+            )
+        per_node, cpus = self.ranks_per_node, self._shared_cpus
+        is_shared = self.oversubscribe and per_node > gpus
+        if self.kind is Device.SLURM and gpus % per_node and not is_shared:
+            raise PlatformError.because(
+                f"Platform(n_gpus_per_node={gpus}) with {per_node} ranks on a node",
+                "GPUs that cannot be shared evenly",
+                f"{gpus} GPUs / {per_node} ranks = {gpus / per_node:g}",
+                f"n_gpus_per_node={per_node}, or ranks={gpus * nodes}"
+                + (", or oversubscribe=True" if per_node > gpus else ""),
+            )
+        if cpus is not None and cpus % per_node:
+            raise PlatformError.because(
+                f"Platform(n_cpus_per_node={cpus}) with {per_node} ranks on a node",
+                "CPUs that cannot be shared evenly",
+                f"{cpus} CPUs / {per_node} ranks = {cpus / per_node:g}",
+                f"n_cpus_per_node={max(1, cpus // per_node) * per_node}",
+            )
+
+    def _check_groups(self) -> None:
+        groups, size = self.ipc_groups, self.world_size
+        if not groups:
+            return
+
+        def refuse(found: str, arithmetic: str | None = None) -> None:
+            raise PlatformError.because(
+                f"Platform(ipc_groups={groups!r}) with {size} ranks",
+                found,
+                arithmetic,
+                "disjoint lists of ranks that cover all of them, or [] for one group of all",
+            )
+
+        for number, group in enumerate(groups):
+            if not group:
+                refuse(f"group {number} is empty")
+            for rank in group:
+                if not _is_integer(rank, 0) or rank >= size:
+                    ranks = f"ranks of a world of {size} are 0 to {size - 1}"
+                    refuse(f"rank {rank!r} in group {number}", ranks)
+        counts = Counter(rank for group in groups for rank in group)
+        for rank, count in counts.items():
+            if count > 1:
+                where = [str(number) for number, group in enumerate(groups) if rank in group]
+                refuse(f"rank {rank} is in group {' and '.join(where)} ({count} times in all)")
+        if missing := sorted(set(range(size)) - set(counts)):
+            refuse(f"rank {missing[0]} is in no group")
+
+    def _check_free_port(self) -> None:
+        port = self.master_port
+        if port is None or self.kind not in _ONE_HOST or not self.requires_ipc:
+            return
+        addr = self.master_addr or "127.0.0.1"
+        family = socket.AF_INET6 if ":" in addr else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((addr, port))
+            except OSError as error:
+                is_denied = isinstance(error, PermissionError)
+                why = "privileged" if is_denied else "in use or not to be had"
+                owner = f"; {owner} has it" if (owner := owner_of_port(port)) else ""
+                raise PlatformError.because(
+                    f"Platform(master_addr={addr!r}, master_port={port})",
+                    f"port {port} is {why}: {error.strerror}{owner}",
+                    None,
+                    _PORT_HINT,
+                ) from error
+
     def print(self) -> None:
         """Print the platform as a table, through `IO.print`."""
-        from unisono.launch.platform_table import platform_table
+        size, groups = self.world_size, self.ipc_groups
+        spread = f" ({self.ranks_per_node} on each of {self.n_nodes} nodes)"
+        if groups:
+            told = "; ".join(", ".join(map(str, group)) for group in groups)
+        else:
+            told = "none" if groups is None else "all ranks together"
+        rows: dict[str, object] = {
+            "name": self.name,
+            "device": self.kind.value,
+            "ranks": f"{size}{spread if self.n_nodes > 1 else ''}",
+            "threads": f"{self.cpus_per_rank} each",
+            "backend": self.backend or "chosen by the device",
+            "seed": "none" if self.seed is None else self.seed,
+            "groups": told,
+        }
+        if self.requires_ipc:
+            port = "" if self.master_port is None else f":{self.master_port}"
+            where = self.master_addr or "decided at the start"
+            rows["master"] = f"{self.ipc_protocol}, {where}{port}"
+        IO.print("\n".join(f"  {name:<7}  {value}" for name, value in rows.items()))
 
-        IO.print(platform_table(self))
+    def rank_table(self) -> str:
+        """Return one line for each rank: its node and its device."""
+        lines = [f"{'rank':>4}  {'node':<16}  device"]
+        for rank in range(self.world_size):
+            node, local_rank = divmod(rank, self.ranks_per_node)
+            if self.kind is Device.SLURM:  # not a device of this host
+                device = f"cuda:{local_rank}" if self.n_gpus_per_node else "cpu"
+            else:
+                device = str(self.torch_device(local_rank))
+            is_here = self.n_nodes == 1 and self.kind is not Device.SLURM
+            name = socket.gethostname() if is_here else f"node {node}"
+            lines.append(f"{rank:>4}  {name:<16}  {device}")
+        return "\n".join(lines)
 
 
+_NATIVE_DEFAULTS: dict[str, Any] = {
+    "name": "unisono",
+    "partition": None,
+    "n_cpus_per_node": None,
+    "mem_per_node": None,
+    "seed": None,
+    "timeout_min": None,
+    "console_logs": "./.unisono/jobs",
+    "verbose": False,
+}
+"""Fields that differ where `on` is a word instead of a platform in DDPW's style."""
 FIELDS = frozenset(f.name for f in fields(Platform))
 """Names of the fields of a platform."""
-
-
-def unknown_field(name: str) -> Exception:
-    """Return the error for a field that platforms do not have."""
-    import difflib
-
-    near = difflib.get_close_matches(name, [*FIELDS, *OLD_NAMES], n=1)
-    return PlatformError.because(
-        f"Platform({name}=...)",
-        f"fields are {', '.join(f.name for f in fields(Platform))}",
-        None,
-        f"did you mean {near[0]}?" if near else None,
-    )
+KINDS: dict[str, Kind] = {
+    **{f.name: f.metadata["kind"] for f in fields(Platform) if "kind" in f.metadata},
+    "nodes": COUNT,
+    "timeout_s": SECONDS,
+    "max_restarts": COUNT_OR_ZERO,
+}
+"""What the fields of a platform and the arguments of `run` take."""

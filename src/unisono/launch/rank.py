@@ -27,7 +27,7 @@ from unisono.environment import RANK_PID, rank_mark
 from unisono.errors import CollectiveMismatch, Requeue
 from unisono.launch import terminal
 from unisono.launch.conventions import Convention
-from unisono.launch.device import Device
+from unisono.launch.devices import Device
 from unisono.launch.heap import keep_freed_memory
 from unisono.launch.here import Here
 from unisono.launch.job_files import process_start, write_private
@@ -46,7 +46,6 @@ from unisono.launch.messages import (
 from unisono.launch.parcel import ROOM, Parcel
 from unisono.launch.payload import dump_exception, dump_value, load_call
 from unisono.launch.platform import Platform
-from unisono.launch.setting import Setting
 from unisono.launch.stacks import format_error, site_of
 from unisono.launch.stopping import (
     interruptible,
@@ -54,6 +53,7 @@ from unisono.launch.stopping import (
     note_request,
     was_interrupted,
 )
+from unisono.launch.surroundings import Surroundings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -75,7 +75,7 @@ class Job:
     """How to call it."""
     platform: Platform
     """What was asked for."""
-    setting: Setting
+    setting: Surroundings
     """The launcher's surroundings."""
     upon_finish: bytes | None = None
     """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
@@ -247,7 +247,7 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
             if job.is_script:
                 _offer_store()
-            platform.master_addr, platform.master_port = address
+            platform = platform.but(master_addr=address[0], master_port=address[1])
             environment = replace(environment, master=address)
     os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
     return enter_world(

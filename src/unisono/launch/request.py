@@ -1,24 +1,36 @@
-"""What a caller of `run` asks for, checked before any process starts."""
+"""What a caller of `run` asks for, checked before any process starts.
+
+Here `on` becomes a checked platform: it may be a word, a profile, a `Device` or a `Platform`.
+"""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError, an
-from unisono.launch.configuration import NAMES, RUN_NAMES, read_configuration
-from unisono.launch.device import Device
+from unisono.launch import devices
+from unisono.launch.devices import Device
 from unisono.launch.logs import Logs, checked_logs
-from unisono.launch.places import resolve
-from unisono.launch.platform import Platform
+from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Platform
+from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_configuration
 
+PLACES = ("cpu", "gpu", "mps", "mpi", "slurm", "inline")
+"""Places where ranks can be started."""
 RESERVED = (*RUN_NAMES, "seed", "record", "watch")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
+_OF_ONE_HOST = ("cpu", "gpu", "cuda", "mps")
+_DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "inline": 1}
+_TRACES = ("RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "SLURM_STEP_ID")
+"""One of these variables is there in every process that a launcher started as a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +69,11 @@ class Request:
         """On how many ranks."""
         return self.platform.world_size
 
+    @property
+    def joins_world(self) -> bool:
+        """Whether it runs in the world that this process is a rank of."""
+        return self.platform.detect and is_in_world()
+
 
 def checked_request(
     fn: Callable[..., object],
@@ -83,59 +100,160 @@ def checked_request(
     `is_script` leaves it to the function when its ranks join their world; `seed` is that of `run`.
     """
     if seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise PlatformError.because(
-                f"unisono.run(..., seed={seed!r})", "not an integer >= 0", None, "seed=0"
-            )
+        COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
         fields = {**(fields or {}), "seed": seed}
     if is_called_plainly:
         check_call(fn, args, kwargs)
     is_explicit = ranks is not None or on not in (None, "auto")
     configuration = read_configuration()
-    arguments = {"ranks": ranks, "nodes": nodes, "timeout_s": timeout_s, "logs": logs, "on": on}
-    arguments["max_restarts"] = max_restarts
-    given = {*(name for name, value in arguments.items() if value is not None), *(fields or ())}
+    asked: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
+    asked |= {"max_restarts": max_restarts, "logs": logs}
+    given = {*(name for name, value in asked.items() if value is not None), *(fields or ())}
     if isinstance(on, Platform):
         given |= {name for name in NAMES if name in ("ranks", "nodes") or on.is_explicit(name)}
+        left_open = ("timeout_s", "max_restarts", "logs")
     else:
-        on = configuration.value("on") if on is None else on
-        configuration = configuration.at(on)
-        ranks = configuration.value("ranks") if ranks is None else ranks
-        nodes = configuration.value("nodes") if nodes is None else nodes
-    timeout_s = configuration.value("timeout_s") if timeout_s is None else timeout_s
-    max_restarts = configuration.value("max_restarts") if max_restarts is None else max_restarts
-    logs = configuration.value("logs") if logs is None else logs
-    for name, count in (("ranks", ranks), ("nodes", nodes)):
-        if count is not None and (
-            isinstance(count, bool) or not isinstance(count, int) or count < 1
-        ):
-            raise PlatformError.because(
-                f"unisono.run(..., {name}={count!r})",
-                f"a number of {name} is a whole number, 1 or more",
-                None,
-                f"{name}=2",
-            )
+        asked["on"] = configuration.value("on") if on is None else on
+        configuration = configuration.at(asked["on"])
+        left_open = RUN_NAMES
+    for name in left_open:
+        if asked[name] is None:
+            asked[name] = configuration.value(name)
+    for name in ("ranks", "nodes", "timeout_s", "max_restarts"):
+        if asked[name] is not None:
+            KINDS[name].check(name, asked[name], "unisono.run(..., {})")
     place, platform = resolve(
-        on, ranks=ranks, nodes=nodes, configuration=configuration, fields=fields
+        asked["on"],
+        ranks=asked["ranks"],
+        nodes=asked["nodes"],
+        configuration=configuration,
+        fields=fields,
     )
-    timeout_s, max_restarts = _checked_limits(timeout_s, max_restarts)
+    decided = configuration.from_file(given)
+    is_endless = asked["timeout_s"] is not None and math.isinf(asked["timeout_s"])
     return Request(
         fn=fn,
         args=args,
         kwargs=kwargs,
         place=place,
         platform=platform,
-        timeout_s=timeout_s,
-        max_restarts=max_restarts,
-        logs=checked_logs(logs, platform.world_size),
+        timeout_s=None if is_endless else asked["timeout_s"],
+        max_restarts=asked["max_restarts"] or 0,
+        logs=checked_logs(asked["logs"], platform.world_size),
         is_explicit=is_explicit,
         name=title or function_name(fn),
         is_script=is_script,
         seed=seed,
         decided_by_file=f"unisono: {configuration.path} decides: {', '.join(decided)}"
-        if (decided := configuration.from_file(given))
+        if decided
         else "",
     )
+
+
+def resolve(
+    on: str | Device | Platform | None,
+    *,
+    ranks: int | None,
+    nodes: int | None,
+    configuration: Configuration,
+    fields: Mapping[str, Any] | None = None,
+) -> tuple[str, Platform]:
+    """Return the place and a private, checked platform.
+
+    Args:
+        on: what the caller, a file or a variable says; None chooses.
+        ranks: number of ranks over all nodes, where the caller says it.
+        nodes: number of nodes, where the caller says it.
+        configuration: settings at that place, for the fields that the caller leaves open.
+        fields: more fields of the platform that the caller gives.
+    """
+    forced = os.environ.get("UNISONO_FORCE_ON")
+    given = {**configuration.fields(), **(fields or {})}
+    if isinstance(on, Platform):
+        own = {name for name in given if on.is_explicit(name)}.difference(fields or ())
+        platform = on.but(**{name: value for name, value in given.items() if name not in own})
+        place = platform.kind.value
+        keeps_size = bool(forced)
+    else:
+        spread = nodes or given.get("n_nodes", 1)
+        keeps_size = forced in _OF_ONE_HOST and isinstance(spread, int) and spread > 1
+        place, platform = _from_word(
+            on if keeps_size else forced or on, configuration, ranks, given
+        )
+    sizes = {"ranks": ranks, "n_nodes": nodes}
+    platform = platform.but(**{name: size for name, size in sizes.items() if size is not None})
+    if forced and keeps_size:
+        size = platform.world_size
+        platform = platform.but(device=forced, n_nodes=1)
+        if platform.world_size != size:
+            platform = platform.but(ranks=size)
+        place = platform.kind.value
+    platform.check()
+    if not (platform.detect and is_in_world()):  # else that world counts, whatever is asked for
+        platform.check_machine()
+    if place == "inline" and platform.world_size > 1:
+        raise PlatformError.because(
+            f'unisono.run(..., on="inline", ranks={platform.world_size})',
+            "one process, this one",
+            f"{platform.world_size} ranks > 1 process",
+            f'on="cpu", ranks={platform.world_size}',
+        )
+    return place, platform
+
+
+def _from_word(
+    on: str | Device | None,
+    configuration: Configuration,
+    ranks: int | None,
+    given: Mapping[str, Any],
+) -> tuple[str, Platform]:
+    word = on.value if isinstance(on, Device) else on
+    if word is None or word == "auto":
+        word = "gpu" if devices.visible_gpus() else "cpu"
+    elif isinstance(word, str) and word in configuration.profiles:
+        word = Device.from_str(configuration.profiles[word]["device"]).value
+    if word == "inline":
+        return word, Platform.at(Device.CPU, {**given, "ranks": ranks or 1})
+    word = known_place(word, configuration)
+    platform = Platform.at(Device.from_str(word), given)
+    sizes = ("ranks", "n_gpus_per_node", "n_cpus_per_node")
+    if platform.kind is Device.GPU and not platform.is_explicit("n_gpus_per_node"):
+        platform = platform.but(n_gpus_per_node=max(1, devices.visible_gpus()))
+    elif word in _DEFAULT_RANKS and ranks is None and not any(map(platform.is_explicit, sizes)):
+        platform = platform.but(ranks=_DEFAULT_RANKS[word])
+    return word, platform
+
+
+def known_place(word: object, configuration: Configuration) -> str:
+    """Return the usual spelling of a place or profile, or explain which there are."""
+    if isinstance(word, str):
+        if word in PLACES or word in configuration.profiles:
+            return word
+        if word.strip().lower() in ("cuda", *PLACES):
+            return Device.from_str(word).value
+    places = [*PLACES, *configuration.profiles]
+    near = difflib.get_close_matches(str(word), (*places, "auto"), n=1)
+    raise PlatformError.because(
+        f"unisono.run(..., on={word!r})",
+        f"ranks can be started on: {', '.join(map(repr, places))}",
+        None,
+        f"did you mean on={near[0]!r}?" if near else 'on="cpu"',
+    )
+
+
+def is_in_world() -> bool:
+    """Whether this process is a rank already, by its process group or by its environment.
+
+    Asked often, and answered without torch.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return True
+    if not any(name in os.environ for name in _TRACES):
+        return False
+    from unisono.environment import detect
+
+    return detect().is_world
 
 
 def check_names(fn: Callable[..., object], args: tuple[object, ...], **given: object) -> None:
@@ -165,28 +283,6 @@ def check_names(fn: Callable[..., object], args: tuple[object, ...], **given: ob
                 f"unisono.run(functools.partial({fn_name}, {name}=...), ...): that one is "
                 f"{fn_name}'s; {name}= beside it is run's",
             )
-
-
-def _checked_limits(timeout_s: Any, max_restarts: Any) -> tuple[float | None, int]:
-    """Return deadline and number of restarts, or raise `PlatformError`."""
-    is_time = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_time and timeout_s > 0):
-        raise PlatformError.because(
-            f"unisono.run(..., timeout_s={timeout_s!r})",
-            "no time in seconds, more than 0",
-            None,
-            "timeout_s=3600",
-        )
-    is_count = isinstance(max_restarts, int) and not isinstance(max_restarts, bool)
-    if max_restarts is not None and not (is_count and max_restarts >= 0):
-        raise PlatformError.because(
-            f"unisono.run(..., max_restarts={max_restarts!r})",
-            "no whole number from 0 on",
-            None,
-            "max_restarts=2",
-        )
-    is_endless = timeout_s is not None and math.isinf(timeout_s)
-    return None if is_endless else timeout_s, max_restarts or 0
 
 
 def check_call(
@@ -221,7 +317,13 @@ def check_call(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        wanted = [name for name in RESERVED if _requires(signature, name)]
+        wanted = [
+            name
+            for name in RESERVED
+            if (p := signature.parameters.get(name)) is not None
+            and p.default is p.empty
+            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
         hint = (
             f"functools.partial({function_name(fn)}, {wanted[0]}=...): run takes {wanted[0]} itself"
             if wanted
@@ -233,15 +335,6 @@ def check_call(
             str(error),
             hint,
         ) from None
-
-
-def _requires(signature: inspect.Signature, name: str) -> bool:
-    parameter = signature.parameters.get(name)
-    return (
-        parameter is not None
-        and parameter.default is inspect.Parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    )
 
 
 def function_name(fn: object) -> str:

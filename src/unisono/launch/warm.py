@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from unisono.launch.accelerators import is_cuda_initialized
+from unisono.launch.devices import is_cuda_initialized
 from unisono.launch.process import ServerGone
 
 _BOOTSTRAP = (

@@ -9,15 +9,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from unisono.launch.api import execute, submit_request
+from unisono.launch.attempts import telling
 from unisono.launch.conventions import choose_convention
-from unisono.launch.detection import is_in_world
 from unisono.launch.in_process import run_in_process
 from unisono.launch.io import IO
-from unisono.launch.job import Job, submit_request
+from unisono.launch.job import Job
 from unisono.launch.platform import Platform
 from unisono.launch.request import checked_request
 from unisono.launch.results import Results
-from unisono.launch.run import execute, telling
 from unisono.launch.stacks import own_frames_hidden
 
 __all__ = ["Wrapper", "wrapper"]
@@ -61,9 +61,9 @@ class Wrapper:
         convention = choose_convention(
             task, args, kwargs, asked=self._convention, is_decorated=is_decorated
         )
-        platform = self.platform.copy()
-        if platform.seed_per_rank is None:
-            platform.seed_per_rank = False  # equal weights and splits everywhere, as DDPW has it
+        platform = self.platform
+        if platform.seed_per_rank is None:  # equal weights and splits everywhere, as DDPW has it
+            platform = platform.but(seed_per_rank=False)
         request = checked_request(
             task,
             args,
@@ -77,10 +77,9 @@ class Wrapper:
             is_called_plainly=False,
         )
         request.platform.print()
-        in_world = platform.detect and is_in_world()
-        if request.place == "slurm" and not in_world:
+        if request.place == "slurm" and not request.joins_world:
             return submit_request(request, convention)
-        if request.ranks == 1 and not in_world:
+        if request.ranks == 1 and not request.joins_world:
             with telling(request.platform):
                 return run_in_process(request, convention)
         return execute(request, convention)

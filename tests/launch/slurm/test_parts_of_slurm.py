@@ -15,16 +15,16 @@ import pytest
 import unisono
 from unisono.environment import Environment
 from unisono.errors import MissingExtra, PlatformError, RankFailed, RankTimeout
-from unisono.launch import Platform, dry_run, file_outcome, rank_files
+from unisono.launch import Platform, dry_run, rank_files
 from unisono.launch.meeting import candidates, meet
 from unisono.launch.messages import Failed
 from unisono.launch.oversight import COLLECT_S, Ending, Oversight
+from unisono.launch.places import remote
+from unisono.launch.places.remote import Plan, own_versions
+from unisono.launch.places.slurm import cluster, driver, submit
+from unisono.launch.places.slurm.cluster import Partition
+from unisono.launch.places.slurm.script import batch_script, directives, srun_command, warning_s
 from unisono.launch.rank_files import Orders, RankState
-from unisono.launch.remote_plan import Plan, own_versions
-from unisono.launch.slurm import cluster_checks, commands, driver, submission
-from unisono.launch.slurm.commands import Partition
-from unisono.launch.slurm.script import batch_script, directives, warning_s
-from unisono.launch.slurm.steps import srun_command
 
 
 def options(**fields):
@@ -142,7 +142,7 @@ def test_a_dry_run_shows_script_and_ranks_and_writes_nothing(tmp_path, monkeypat
     assert "#SBATCH --partition=gpu\n#SBATCH --nodes=2\n" in text
     assert "#SBATCH --gpus-per-node=2\n" in text
     assert "#SBATCH --signal=USR2@60\n" in text
-    assert f"-m unisono.launch.slurm.driver {tmp_path}" in text
+    assert f"-m unisono.launch.places.slurm.driver {tmp_path}" in text
     rows = [line.split() for line in text.splitlines()[-4:]]
     assert rows[0] == ["0", "node", "0", "cuda:0"]
     assert rows[3] == ["3", "node", "1", "cuda:1"]
@@ -159,11 +159,11 @@ def test_without_the_programs_nothing_is_written(tmp_path, monkeypatch):
 
 
 def test_submitit_can_be_asked_for_or_avoided(monkeypatch):
-    assert submission.submitter(Platform(device="slurm", submitter="sbatch")) == "sbatch"
-    monkeypatch.setattr(submission.importlib.util, "find_spec", lambda _: None)
-    assert submission.submitter(Platform(device="slurm")) == "sbatch"
+    assert submit.submitter(Platform(device="slurm", submitter="sbatch")) == "sbatch"
+    monkeypatch.setattr(submit.importlib.util, "find_spec", lambda _: None)
+    assert submit.submitter(Platform(device="slurm")) == "sbatch"
     with pytest.raises(MissingExtra, match=r'pip install "unisono\[slurm\]"'):
-        submission.submitter(Platform(device="slurm", submitter="submitit"))
+        submit.submitter(Platform(device="slurm", submitter="submitit"))
 
 
 KNOWN = [Partition("debug", True, 2, 4, "1:00:00"), Partition("long", False, 8, 4, "infinite")]
@@ -171,25 +171,25 @@ KNOWN = [Partition("debug", True, 2, 4, "1:00:00"), Partition("long", False, 8, 
 
 @pytest.fixture
 def two_partitions(monkeypatch):
-    monkeypatch.setattr(cluster_checks, "check_programs", lambda: None)
-    monkeypatch.setattr(commands, "partitions", lambda: KNOWN)
+    monkeypatch.setattr(cluster, "check_programs", lambda: None)
+    monkeypatch.setattr(cluster, "partitions", lambda: KNOWN)
 
 
 def test_a_partition_that_does_not_exist_is_an_error_with_the_nearest_name(two_partitions):
     with pytest.raises(PlatformError, match="debug, long") as caught:
-        cluster_checks.check_cluster(Platform(device="slurm", partition="lomg"))
+        cluster.check_cluster(Platform(device="slurm", partition="lomg"))
     assert "HINT: partition='long'" in str(caught.value)
 
 
 def test_the_default_of_ddpw_gives_way_to_that_of_the_cluster(two_partitions, capsys):
-    assert cluster_checks.check_cluster(Platform(device="slurm")) is None
+    assert cluster.check_cluster(Platform(device="slurm")) is None
     assert "no partition 'general'; the default one is debug" in capsys.readouterr().err
-    assert cluster_checks.check_cluster(Platform(device="slurm", partition="long")) == "long"
+    assert cluster.check_cluster(Platform(device="slurm", partition="long")) == "long"
 
 
 def test_more_nodes_than_the_partition_has(two_partitions):
     with pytest.raises(PlatformError, match="3 nodes > 2"):
-        cluster_checks.check_cluster(Platform(device="slurm", partition="debug", n_nodes=3))
+        cluster.check_cluster(Platform(device="slurm", partition="debug", n_nodes=3))
 
 
 def test_answers_of_the_scheduler_are_read(monkeypatch):
@@ -199,28 +199,28 @@ def test_answers_of_the_scheduler_are_read(monkeypatch):
         "scontrol": "JobId=12 JobName=a b UserId=root(0) JobState=TIMEOUT Reason=TimeLimit "
         "ExitCode=0:15 StdOut=/a b/slurm.log Power=\n",
     }
-    monkeypatch.setattr(commands, "call", lambda *words, **_: answers[words[0]])
-    assert commands.partitions() == KNOWN
-    assert commands.queue_of_user() == {"12": ("PENDING", "Resources"), "13": ("RUNNING", "None")}
-    fields = commands.show_job("12")
+    monkeypatch.setattr(cluster, "call", lambda *words, **_: answers[words[0]])
+    assert cluster.partitions() == KNOWN
+    assert cluster.queue_of_user() == {"12": ("PENDING", "Resources"), "13": ("RUNNING", "None")}
+    fields = cluster.show_job("12")
     assert (fields["JobState"], fields["JobName"], fields["ExitCode"]) == ("TIMEOUT", "a b", "0:15")
     assert fields["StdOut"] == "/a b/slurm.log"
 
 
 def test_doctor_says_why_there_is_no_cluster(tmp_path, monkeypatch):
-    from unisono.cli import doctor_slurm
+    from unisono.cli import doctor
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor_slurm.check_slurm().status == "skip"
+    assert doctor.check_slurm().status == "skip"
     for name in ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'fatal: no controller' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
-    check = doctor_slurm.check_slurm()
+    check = doctor.check_slurm()
     assert check.status == "warn"
     assert "fatal: no controller" in check.found
     assert "scontrol ping" in check.fix
     (tmp_path / "scancel").unlink()
-    assert (doctor_slurm.check_slurm().status, "scancel" in doctor_slurm.check_slurm().found) == (
+    assert (doctor.check_slurm().status, "scancel" in doctor.check_slurm().found) == (
         "FAIL",
         True,
     )
@@ -231,10 +231,12 @@ def test_a_job_that_was_done_is_not_done_again(tmp_path):
 
     tmp_path.chmod(0o700)
     job_files.write_state(tmp_path, {"plan": plan_of().as_json()})
-    job_files.write_private(tmp_path / driver.DONE, b"")
-    words = [sys.executable, "-m", "unisono.launch.slurm.driver", str(tmp_path)]
+    done = Ending(state="done", attempt=0, was_ready=True, start_s=0.1, wall_s=0.1, exit_code=0)
+    driver.Progress(attempt=0, state="running", ending=done).write(tmp_path)
+    words = [sys.executable, "-m", "unisono.launch.places.slurm.driver", str(tmp_path)]
     assert subprocess.run(words, timeout=60, check=False).returncode == 0
-    assert not (tmp_path / driver.PROGRESS).exists()
+    found = driver.Progress.read(tmp_path)
+    assert (found.attempt, found.ending) == (0, done)
 
 
 def test_orders_are_read_once_and_only_whole(tmp_path):
@@ -343,7 +345,7 @@ def test_files_of_another_user_or_for_others_or_links_are_not_read(tmp_path):
         result.chmod(0o600)
         os.chown(result, 12345, -1)
         with pytest.raises(PlatformError, match="owner 12345"):
-            file_outcome.read_results(tmp_path, 1, ending("done"), platform="slurm", threads=1)
+            remote.read_outcome(tmp_path, 1, ending("done"))
 
 
 def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
@@ -365,10 +367,10 @@ def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
     rank_files.write_state(tmp_path, state(1, "failed"))
     assert rank_files.has_failure(tmp_path, 1, but_consequences=True)
     assert not rank_files.has_failure(tmp_path, 0)
-    error = file_outcome.read_error(tmp_path, 2, ending("failed"))
+    error = remote.read_error(tmp_path, 2, ending("failed"))
     assert isinstance(error, RankFailed)
     assert (error.rank, error.host, error.attempt) == (1, "n1", 1)
-    assert file_outcome.headline(tmp_path, 2, ending("failed")) == str(error).splitlines()[0]
+    assert remote.headline(tmp_path, 2, ending("failed")) == str(error).splitlines()[0]
 
 
 def test_a_rank_that_was_killed_comes_before_one_that_noticed(tmp_path):
@@ -376,14 +378,14 @@ def test_a_rank_that_was_killed_comes_before_one_that_noticed(tmp_path):
     rank_files.write_error(tmp_path, 0, 1, lost)
     rank_files.write_state(tmp_path, state(0, "failed"))
     rank_files.write_state(tmp_path, state(1, "died", exit_code=-9, peak_mb=10.0))
-    error = file_outcome.read_error(tmp_path, 2, ending("failed"))
+    error = remote.read_error(tmp_path, 2, ending("failed"))
     assert (error.rank, error.signal, error.exit_code) == (1, "SIGKILL", None)
 
 
 def test_a_deadline_names_who_did_not_come(tmp_path):
     rank_files.write_state(tmp_path, state(0, "stopped", stack="Thread 0x01 (most recent):\n"))
     rank_files.write_state(tmp_path, state(1, "returned"))
-    error = file_outcome.read_error(tmp_path, 2, ending("timeout", deadline="not done in time"))
+    error = remote.read_error(tmp_path, 2, ending("timeout", deadline="not done in time"))
     assert isinstance(error, RankTimeout)
     assert (error.rank, sorted(error.stacks)) == (0, [0])
     assert "rank 0 of 2 not done in time" in str(error)
@@ -392,7 +394,7 @@ def test_a_deadline_names_who_did_not_come(tmp_path):
 def test_ranks_without_a_word_are_named_with_the_words_of_the_starter(tmp_path):
     (tmp_path / "starter.log").write_text("srun: error: node n1 failed\n")
     rank_files.write_state(tmp_path, state(0, "running"))
-    error = file_outcome.read_error(tmp_path, 2, ending("lost"))
+    error = remote.read_error(tmp_path, 2, ending("lost"))
     assert "ranks 0-1 of 2 ended without a word (code 1)" in str(error)
     assert "node n1 failed" in str(error)
     assert (error.rank, error.exit_code) == (0, 1)

@@ -22,7 +22,7 @@ import torch
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
-from unisono.launch import Job, Platform, Wrapper, rank_files, registry
+from unisono.launch import Job, Platform, Wrapper, job_files, rank_files
 
 QUIET = unisono.Logs(console="none")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -296,7 +296,7 @@ def test_a_running_job_is_seen_from_another_process_and_can_be_cancelled(cluster
         return done.returncode, done.stdout.strip()
 
     assert unisono_job("status")[1].startswith("running, attempt 0")
-    assert registry.directories() == {job.id: job.dir}
+    assert job_files.directories() == {job.id: job.dir}
     assert unisono_job("logs")[1] == "a\nb\nc"
     assert unisono_job("cancel") == (0, "cancelled")
     assert job.status() == "cancelled"
@@ -444,7 +444,7 @@ def test_ctrl_c_lets_the_ranks_save_and_ends_the_job(cluster):
 
 
 def test_doctor_knows_the_cluster(cluster):
-    from unisono.cli.doctor_slurm import check_preemption, check_shared_directory, check_slurm
+    from unisono.cli.doctor import check_preemption, check_shared_directory, check_slurm
 
     found = [check() for check in (check_slurm, check_preemption, check_shared_directory)]
     assert [check.status for check in found] == ["ok"] * 3

@@ -24,7 +24,7 @@ from typing import Any
 import unisono
 from unisono.cores import usable_cores
 from unisono.errors import PlatformError
-from unisono.launch.accelerators import visible_gpus
+from unisono.launch.devices import visible_gpus
 
 PARENT = "runs"
 """Where runs are kept, below the working directory."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.environment import RANK_PID
+from unisono.environment import RANK_PID, Environment
 
 MISLEADING = (
     *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
@@ -34,9 +34,41 @@ _SOURCE_BYTES = 4 << 20
 _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
 
 
+def common_variables(
+    base: Mapping[str, str], *, threads: int, more: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return what all ranks of a host get: `base` without what would tell of another world.
+
+    Args:
+        base: variables of whoever starts the ranks.
+        threads: share of the cores that each rank has.
+        more: variables that the user wants.
+    """
+    return {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each lost connection prints a C++ stack
+        "OMP_NUM_THREADS": str(threads),
+        **{name: value for name, value in base.items() if name not in MISLEADING},
+        **(more or {}),
+    }
+
+
+def rank_variables(place: Environment, run_id: str, job_dir: Path, attempt: int) -> dict[str, str]:
+    """Return what tells one rank its place."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "NODE_RANK": str(place.node),
+        "UNISONO_RUN_ID": run_id,
+        "UNISONO_JOB_DIR": str(job_dir),
+        "UNISONO_RESTART": str(attempt),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The launcher's surroundings at the moment of a run."""
+class Surroundings:
+    """Those of the launcher at the moment of a run."""
 
     environment: dict[str, str]
     """Variables common to all ranks."""
@@ -54,7 +86,7 @@ class Setting:
     """Text of code that is in no file, by the name that its frames have."""
 
     @classmethod
-    def now(cls, environment: Mapping[str, str]) -> Setting:
+    def now(cls, environment: Mapping[str, str]) -> Surroundings:
         """Return the surroundings of this process, with `environment` as variables."""
         directory = None
         with suppress(OSError):

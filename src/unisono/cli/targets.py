@@ -1,39 +1,45 @@
-"""`package.module:function` and `file.py:function`: found by reading the source, not by running it.
+"""What a command line names: a script, a module, `package.module:function` or `file.py:function`.
 
-Only ranks run the user's files. The launcher parses them, to answer a wrong name or wrong arguments
-before anything starts.
+Only ranks run the user's files. The launcher finds and parses them, to answer a wrong name or wrong
+arguments before anything starts; what ranks call is at the end of this file.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import functools
+import importlib
 import importlib.machinery
+import importlib.util
 import inspect
 import pkgutil
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
+
+_CALLED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def named_call(
     target: str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Callable[[], object]:
     """Return the call of a function named on the command line, as ranks make it."""
-    from unisono.launch import script
-
     place, _, function = target.rpartition(":")
     if place.endswith(".py"):
-        place = script.check_script(place)
+        place = check_script(place)
         source = Path(place)
     else:
         source = find_source(place, f"unisono run {target}")
     if source is not None:
         _check(target, source, function, args, kwargs)
-    return functools.partial(script.call_function, place, function, tuple(args), dict(kwargs))
+    return functools.partial(call_function, place, function, tuple(args), dict(kwargs))
 
 
 def find_source(module: str, asked: str) -> Path | None:
@@ -61,8 +67,6 @@ def find_source(module: str, asked: str) -> Path | None:
 
 def _neighbours(name: str, path: Sequence[str] | None) -> str:
     """Name the modules beside one that is not there, the most alike first."""
-    from unisono.launch.script import nearest_first
-
     package, dot, _ = name.rpartition(".")
     found = pkgutil.iter_modules([str(Path.cwd())] if path is None else path)
     names = nearest_first(name, sorted(f"{package}{dot}{module.name}" for module in found))
@@ -120,10 +124,17 @@ def _check(
         )
     is_plain = isinstance(node, ast.FunctionDef) and node in tree.body and not node.decorator_list
     if isinstance(node, ast.FunctionDef) and is_plain and not rest:
-        _check_arguments(asked, _signature(node.args), function, args, kwargs)
-
-
-_CALLED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        signature = _signature(node.args)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            text = str(signature).replace("=Ellipsis", "=...")
+            raise PlatformError.because(
+                f"{asked} calls {function}{text}",
+                f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
+                str(error),
+                f"{asked} -- 3 lr=0.1, with the arguments of the function behind --",
+            ) from None
 
 
 def _names(tree: ast.Module) -> dict[str | None, ast.AST]:
@@ -148,45 +159,96 @@ def _names(tree: ast.Module) -> dict[str | None, ast.AST]:
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature that a function with these arguments has; defaults are not known."""
-    parameter = inspect.Parameter
-    plain = [*arguments.posonlyargs, *arguments.args]
-    required = len(plain) - len(arguments.defaults)
-    found: list[inspect.Parameter] = []
-    for number, argument in enumerate(plain):
-        is_first = number < len(arguments.posonlyargs)
-        kind = parameter.POSITIONAL_ONLY if is_first else parameter.POSITIONAL_OR_KEYWORD
-        found.append(_parameter(argument.arg, kind, has_default=number >= required))
-    if arguments.vararg is not None:
-        found.append(_parameter(arguments.vararg.arg, parameter.VAR_POSITIONAL))
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        kind = parameter.KEYWORD_ONLY
-        found.append(_parameter(argument.arg, kind, has_default=default is not None))
-    if arguments.kwarg is not None:
-        found.append(_parameter(arguments.kwarg.arg, parameter.VAR_KEYWORD))
-    return inspect.Signature(found)
+    """Return the signature that a function with these arguments has; defaults are not known.
+
+    Nothing of the user's is run: the function that is looked at has no annotations, and `...` for
+    every default.
+    """
+    lone = copy.deepcopy(arguments)
+    for node in ast.walk(lone):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    lone.defaults = [ast.Constant(...) for _ in lone.defaults]
+    lone.kw_defaults = [value and ast.Constant(...) for value in lone.kw_defaults]
+    twin = ast.fix_missing_locations(ast.Expression(ast.Lambda(lone, ast.Constant(None))))
+    return inspect.signature(eval(compile(twin, "<signature>", "eval")))
 
 
-def _parameter(
-    name: str, kind: inspect._ParameterKind, *, has_default: bool = False
-) -> inspect.Parameter:
-    return inspect.Parameter(name, kind, default=... if has_default else inspect.Parameter.empty)
-
-
-def _check_arguments(
-    asked: str,
-    signature: inspect.Signature,
-    function: str,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-) -> None:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        text = str(signature).replace("=Ellipsis", "=...")
+def check_script(path: str) -> str:
+    """Return the absolute path of a script, or raise `PlatformError` if there is none."""
+    script = Path(path)
+    if not script.is_file():
+        is_folder = script.is_dir()
+        folder = script if is_folder else script.parent
+        scripts = nearest_first(path, sorted(str(p) for p in folder.glob("*.py")))
         raise PlatformError.because(
-            f"{asked} calls {function}{text}",
-            f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
-            str(error),
-            f"{asked} -- 3 lr=0.1, with the arguments of the function behind --",
-        ) from None
+            f"unisono run {path}",
+            "that is a directory" if is_folder else f"no such file from {Path.cwd()}",
+            None,
+            f"scripts there: {', '.join(scripts[:8])}" if scripts else "the path of a script",
+        )
+    return str(script.absolute())
+
+
+def nearest_first(word: str, names: Sequence[str]) -> list[str]:
+    """Return `names` with those that look like `word` at the front."""
+    near = difflib.get_close_matches(word, names, n=3)
+    return [*near, *(name for name in names if name not in near)]
+
+
+def run_script(path: str, args: Sequence[str]) -> None:
+    """Run the file at `path` as `__main__` with `sys.argv = [path, *args]`."""
+    sys.argv = [path, *args]
+    sys.path.insert(0, str(Path(path).parent))
+    _main(lambda: runpy.run_path(path, run_name="__main__"))
+
+
+def run_module(name: str, args: Sequence[str]) -> None:
+    """Run module `name` as `__main__`, as `python -m` does."""
+    sys.argv = [name, *args]
+    sys.path.insert(0, str(Path.cwd()))
+    _main(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+
+
+def _main(body: Callable[[], object]) -> None:
+    """Run `body`; a script that exits with code 0 has succeeded."""
+    try:
+        body()
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+
+
+def call_function(
+    place: str, name: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> str | None:
+    """Call the function `name` of a module, or of the file at `place`; return its value as text.
+
+    The text and not the value: its classes may be known to ranks only.
+    """
+    if place.endswith(".py"):
+        module = _import_file(Path(place))
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        module = importlib.import_module(place)
+    function: Any = functools.reduce(getattr, name.split("."), module)
+    value = function(*args, **kwargs)
+    if inspect.isgenerator(value) or inspect.iscoroutine(value):
+        raise PlatformError.because(
+            f"unisono run {place}:{name}",
+            f"{an(type(value).__name__)}: calling the function runs nothing",
+            None,
+            "a function that runs it to its end",
+        )
+    return None if value is None else repr(value)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import the file at `path`, whose neighbours it may import in turn."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no module")
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

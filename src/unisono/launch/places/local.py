@@ -9,14 +9,15 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from unisono.environment import Environment
 from unisono.launch import terminal
 from unisono.launch.console import Console
 from unisono.launch.parcel import Parcel
 from unisono.launch.platform import Platform
 from unisono.launch.process import ForkedRank, Pipes, RankProcess, ServerGone, spawn_rank
 from unisono.launch.rank import Job, payload_file
-from unisono.launch.setting import MISLEADING
 from unisono.launch.supervise import Outcome, Supervisor
+from unisono.launch.surroundings import rank_variables
 from unisono.launch.warm import get_server, shutdown, why_not
 
 _ANSWER_S = 120.0
@@ -53,10 +54,12 @@ def run_local(
     with supervisor:
         if on_start is not None:
             on_start(supervisor)
-        own = [
-            own_variables(platform, rank=rank, run_id=run_id, job_dir=job_dir, attempt=attempt)
-            for rank in range(platform.world_size)
+        size = platform.world_size
+        places = [
+            Environment(kind="unisono", rank=rank, size=size, local_rank=rank, local_size=size)
+            for rank in range(size)
         ]
+        own = [rank_variables(place, run_id, job_dir, attempt) for place in places]
         reader = terminal.stdin_rank(job.setting.environment, len(own))
         ranks = list(_forked(platform, own, payload_fd, job_dir, reader))
         for rank, variables in enumerate(own):
@@ -74,41 +77,6 @@ def run_local(
             supervisor.watch(ranks[rank])
         with terminal.lent_to(None if reader is None else ranks[reader].pid):
             return supervisor.until_all_returned()
-
-
-def common_variables(
-    base: Mapping[str, str], platform: Platform, console: Console
-) -> dict[str, str]:
-    """Return `base` with what all ranks of this host get: their share of the cores, their width.
-
-    What would tell them of another world is left out.
-    """
-    variables = {
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each lost connection prints a C++ stack
-        "OMP_NUM_THREADS": str(platform.cpus_per_rank),
-        **{name: value for name, value in base.items() if name not in MISLEADING},
-        **(platform.env or {}),
-    }
-    if (width := console.width()) is not None:
-        variables |= {"COLUMNS": str(width), "LINES": "24"}
-    return variables
-
-
-def own_variables(
-    platform: Platform, *, rank: int, run_id: str, job_dir: Path, attempt: int
-) -> dict[str, str]:
-    """Return what tells one rank of this host its place."""
-    size = str(platform.world_size)
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": size,
-        "NODE_RANK": "0",
-        "UNISONO_RUN_ID": run_id,
-        "UNISONO_JOB_DIR": str(job_dir),
-        "UNISONO_RESTART": str(attempt),
-    }
 
 
 def _forked(

@@ -1,20 +1,38 @@
-"""Which `mpiexec` starts the ranks of `on="mpi"`, whose it is, and the words it is given."""
+"""Ranks under an `mpiexec` of our own: which one that is, and one attempt to run a job on them.
+
+`mpiexec` starts an agent for each rank; what becomes of the ranks is read from the files of the
+run, so their fates, logs and deadlines are those of local ranks.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unisono.errors import PlatformError
+from unisono.errors import JobCancelled, PlatformError
+from unisono.launch import job_files, rank_files
+from unisono.launch.console import Console
+from unisono.launch.following import LogFollower
+from unisono.launch.interrupts import announce, first_told_to
+from unisono.launch.leftovers import unused_memory
+from unisono.launch.oversight import Oversight
+from unisono.launch.places.local import write_payload
+from unisono.launch.places.remote import Plan, own_failure, read_error, read_outcome
 from unisono.launch.platform import Platform
-
-Flavour = Literal["mpich", "openmpi"]
+from unisono.launch.rank import Job
+from unisono.launch.supervise import Outcome, Watch
+from unisono.launch.terminal import VARIABLE as STDIN_VARIABLE
+from unisono.launch.terminal import stdin_rank
 
 _VERSION_S = 30.0
 _OTHER = "MPIEXEC=/path/of/another/mpiexec, or unset MPIEXEC to have it looked for"
@@ -31,13 +49,122 @@ _FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "
 """Starts of names of variables that Open MPI has to be told to take to other hosts."""
 
 
+def run_mpi(
+    job: Job,
+    *,
+    console: Console,
+    job_dir: Path,
+    timeout_s: float | None,
+    attempt: int = 0,
+    on_start: Callable[[Watch], None] | None = None,
+) -> Outcome:
+    """Run `job` on ranks that `mpiexec` starts; return what they returned, or raise.
+
+    Whatever happens, neither `mpiexec` nor a rank is left when this returns. `on_start` is given
+    the watch over the ranks before they are started.
+    """
+    platform = job.platform
+    size = platform.world_size
+    if stdin_rank(job.setting.environment, size) is not None:
+        raise PlatformError.because(
+            f'{STDIN_VARIABLE} with on="mpi"',
+            "ranks under mpiexec, which have no terminal",
+            None,
+            'on="cpu", where one rank can have it, or on="inline"',
+        )
+    environment = clean_environment(job.setting.environment)
+    me = os.getpid()
+    plan = Plan.of(
+        platform,
+        run_id=secrets.token_hex(8),
+        timeout_s=timeout_s,
+        max_restarts=0,
+        launcher=(socket.gethostname(), me, job_files.process_start(me) or 0),
+    )
+    job_files.update_state(job_dir, {"plan": plan.as_json()})
+    write_payload(job, job_dir / rank_files.PAYLOAD)
+    words = [sys.executable, "-m", "unisono.launch.places.agent", str(job_dir), str(attempt)]
+    watch = MpiWatch(console, job_dir, size)
+    oversight = Oversight(
+        job_dir,
+        plan,
+        attempt,
+        [*command(find_mpiexec(platform), platform, environment), *words],
+        env=environment,
+        on_tick=watch.look,
+    )
+    watch.oversight = oversight
+    if on_start is not None:
+        on_start(watch)
+    segments = _segments()
+
+    def interrupt() -> None:
+        if console.shows_any:
+            announce(platform.interrupt_s)
+        oversight.interrupt()
+
+    try:
+        with first_told_to(lambda: watch.ask(interrupt)):
+            ending = oversight.run()
+    finally:
+        watch.close()
+        for segment in unused_memory(_segments() - segments):
+            with suppress(OSError):
+                segment.unlink()
+    if oversight.is_interrupted:
+        raise KeyboardInterrupt from own_failure(job_dir, size, attempt)
+    if ending.state == "cancelled":
+        raise JobCancelled(f"the run in {job_dir} was cancelled")
+    if ending.state not in ("done", "requeued"):
+        raise read_error(job_dir, size, ending)
+    return read_outcome(job_dir, size, ending)
+
+
+def _segments() -> set[Path]:
+    """Return the shared memory of MPICH: ranks that do not finalize MPI leave theirs behind."""
+    return set(Path("/dev/shm").glob("mpich_shm_*"))
+
+
+class MpiWatch:
+    """Shows what the ranks print, and lets other threads ask about them."""
+
+    oversight: Oversight
+
+    def __init__(self, console: Console, job_dir: Path, ranks: int) -> None:
+        self._logs = LogFollower(job_dir, console, range(ranks), tail=0)
+        self._questions: deque[Callable[[], None]] = deque()
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether all ranks have been ready."""
+        return self.oversight.was_ready
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Have `question` called by the thread that supervises, soon. From any thread."""
+        self._questions.append(question)
+
+    def stacks(self) -> dict[int, str]:
+        """Return the stacks of all ranks that answer."""
+        return self.oversight.stacks()
+
+    def look(self) -> None:
+        """Answer questions, and show what was printed since the last call."""
+        while self._questions:
+            self._questions.popleft()()
+        self._logs.look()
+
+    def close(self) -> None:
+        """Show the rest."""
+        self._logs.close()
+
+
 @dataclass(frozen=True)
 class Mpiexec:
     """A program that starts MPI ranks."""
 
     path: str
     """Where it is."""
-    flavour: Flavour
+    flavour: Literal["mpich", "openmpi"]
     """Whose options it takes; Intel MPI and MVAPICH take those of MPICH."""
     version: str
     """What it says of itself, in one line."""

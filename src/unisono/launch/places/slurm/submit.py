@@ -1,4 +1,7 @@
-"""From a checked request to a job in the queue: its directory, its files, its submission."""
+"""From a checked request to a job in the queue: its directory, its files, its submission.
+
+`run(on="slurm")` submits, too, then shows the logs and waits.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,45 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from unisono.errors import MissingExtra, PlatformError
-from unisono.launch import job_files, registry
-from unisono.launch.attempts import travelling
+from unisono.launch import job_files
+from unisono.launch.attempts import telling, travelling
+from unisono.launch.console import Console
 from unisono.launch.conventions import Convention
-from unisono.launch.local import write_payload
+from unisono.launch.following import LogFollower
+from unisono.launch.interrupts import announce, first_told_to, signals_of_launcher
+from unisono.launch.oversight import LEAVE_S
 from unisono.launch.payload import dump_call
+from unisono.launch.places.local import write_payload
+from unisono.launch.places.remote import Plan, own_failure
+from unisono.launch.places.slurm import cluster
+from unisono.launch.places.slurm.cluster import check_cluster, check_programs, choose_partition
+from unisono.launch.places.slurm.driver import drive_for_submitit
+from unisono.launch.places.slurm.job import SlurmJob
+from unisono.launch.places.slurm.script import batch_script, directives, driver_command
 from unisono.launch.platform import Platform
 from unisono.launch.rank import Job as RankJob
-from unisono.launch.rank_files import PAYLOAD
-from unisono.launch.remote_plan import Plan
+from unisono.launch.rank_files import INTERRUPT, PAYLOAD
 from unisono.launch.request import Request
-from unisono.launch.setting import Setting
-from unisono.launch.slurm import commands
-from unisono.launch.slurm.cluster_checks import (
-    check_cluster,
-    check_programs,
-    choose_partition,
-)
-from unisono.launch.slurm.job import SlurmJob
-from unisono.launch.slurm.script import batch_script, directives, driver_command
+from unisono.launch.results import Results
+from unisono.launch.surroundings import Surroundings
 
 SCRIPT = "job.sh"
 OUTPUT = "slurm.log"
+SUBMITIT = "submitit"
+"""Where submitit keeps its files, in the directory of the job."""
+_PAUSE_S = 0.05
 _SPECIAL_STEPS = 0xFFFFFFFA
 """Steps from this number on are no steps of the user's, as the shell of `salloc`."""
 
 
-def submit(request: Request, convention: Convention, *, is_tied: bool = False) -> SlurmJob:
+def submit_job(request: Request, convention: Convention, *, is_tied: bool = False) -> SlurmJob:
     """Queue a job, or start it at once inside an allocation; return its handle.
 
     Args:
@@ -84,14 +93,10 @@ def submit(request: Request, convention: Convention, *, is_tied: bool = False) -
     options = directives(platform, directory / OUTPUT, partition=partition)
     script = batch_script(options, driver_command(directory))
     job_files.write_private(directory / SCRIPT, script.encode())
-    if submitter(platform) == "submitit":
-        from unisono.launch.slurm.with_submitit import submit_script
-
-        job_id = submit_script(directory, options)
-    else:
-        job_id = _sbatch(directory / SCRIPT)
+    submit = _submit_by_submitit if submitter(platform) == "submitit" else _submit_by_sbatch
+    job_id = submit(directory, options)
     job_files.write_state(directory, {**entry, "id": job_id})
-    registry.remember(job_id, directory)
+    job_files.remember(job_id, directory)
     return SlurmJob(directory)
 
 
@@ -106,7 +111,7 @@ def script_text(request: Request) -> str:
     platform = request.platform
     directory = _parent(request) / f"{platform.name}-XXXXXXXX"
     try:
-        known = commands.partitions(timeout_s=10.0)
+        known = cluster.partitions(timeout_s=10.0)
     except PlatformError:  # no cluster here: what the caller said must do
         partition = platform.partition if platform.is_explicit("partition") else None
     else:
@@ -123,7 +128,7 @@ def judge_script(request: Request) -> str:
         input=script_text(request),
         capture_output=True,
         text=True,
-        timeout=commands.ANSWER_S,
+        timeout=cluster.ANSWER_S,
         check=False,
     )
     words = done.stderr.strip() or done.stdout.strip()
@@ -151,30 +156,54 @@ def _rank_job(request: Request, convention: Convention) -> RankJob:
         call=dump_call(request.fn, request.args, request.kwargs),
         convention=convention,
         platform=travelling(request.platform),
-        setting=Setting.now({}),  # the environment of a rank is that of the cluster's step
+        setting=Surroundings.now({}),  # the environment of a rank is that of the cluster's step
         upon_finish=None if finish is None else cloudpickle.dumps(finish),
         is_script=request.is_script,
     )
 
 
-def _sbatch(script: Path) -> str:
+def _submit_by_sbatch(directory: Path, _options: Mapping[str, str]) -> str:
+    """Submit the script in `directory`; return the id of the job."""
     done = subprocess.run(
-        ["sbatch", "--parsable", str(script)],
+        ["sbatch", "--parsable", str(directory / SCRIPT)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=commands.ANSWER_S,
+        timeout=cluster.ANSWER_S,
         check=False,
     )
     if done.returncode:
-        raise refused(script, done.stderr)
+        raise _refused(directory, done.stderr)
     return done.stdout.strip().partition(";")[0]
 
 
-def refused(script: Path, words: str) -> Exception:
+def _submit_by_submitit(directory: Path, options: Mapping[str, str]) -> str:
+    """Submit the driver of the job in `directory` with submitit; return the id of the job."""
+    import submitit
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    class Executor(submitit.SlurmExecutor):
+        """Writes the same script as without submitit, but for the command."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            del uid
+            return batch_script(options, "export SUBMITIT_EXECUTOR=slurm", f"exec {command}")
+
+    (directory / SUBMITIT).mkdir(mode=0o700)
+    try:
+        job = Executor(folder=directory / SUBMITIT).submit(drive_for_submitit, str(directory))
+    except (FailedJobError, FailedSubmissionError, subprocess.SubprocessError) as error:
+        raise _refused(directory, str(error)) from error
+    return str(job.job_id)
+
+
+def _refused(directory: Path, words: str) -> Exception:
     """Return the error for a script that the scheduler does not take."""
     return PlatformError.because(
-        f"sbatch {script}", words.strip(), None, "unisono run --check ... shows the same at once"
+        f"sbatch {directory / SCRIPT}",
+        words.strip(),
+        None,
+        "unisono run --check ... shows the same at once",
     )
 
 
@@ -184,7 +213,7 @@ def _start_here(directory: Path, entry: dict[str, Any], *, is_tied: bool) -> Slu
     output = os.open(directory / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "unisono.launch.slurm.driver", str(directory), *flags],
+            [sys.executable, "-m", "unisono.launch.places.slurm.driver", str(directory), *flags],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -195,5 +224,48 @@ def _start_here(directory: Path, entry: dict[str, Any], *, is_tied: bool) -> Slu
     start = job_files.process_start(process.pid)
     own = {"id": directory.name, "pid": process.pid, "pid_start": start}
     job_files.write_state(directory, {**entry, **own})
-    registry.remember(directory.name, directory)
+    job_files.remember(directory.name, directory)
     return SlurmJob(directory, process)
+
+
+def run_on_slurm(request: Request, convention: Convention) -> Results[Any]:
+    """Run a request as a job and return what its ranks returned."""
+    logs, shown = request.logs, request.logs.shown(request.ranks)
+    console = Console(shown, prefix=logs.prefix and request.ranks > 1)
+    platform = request.platform.but(upon_finish=None)  # that is for rank 0
+    with telling(platform), signals_of_launcher():
+        job = submit_job(request, convention, is_tied=True)
+        follower = LogFollower(job.dir, console, shown)
+        told = 0
+        interrupted: list[float] = []
+        try:
+            with first_told_to(lambda: interrupted.append(time.monotonic())):
+                while not job.done():
+                    follower.look()
+                    for line in job.announcements()[told:]:
+                        told += 1
+                        if logs.console != "none":
+                            print(line, file=sys.stderr, flush=True)
+                    if interrupted and not (job.dir / INTERRUPT).exists():
+                        _interrupt(job, platform, is_shown=logs.console != "none")
+                    limit_s = platform.interrupt_s + platform.grace_s + LEAVE_S
+                    if interrupted and time.monotonic() > interrupted[0] + limit_s:
+                        raise KeyboardInterrupt
+                    time.sleep(_PAUSE_S)
+        except BaseException:
+            job.cancel()
+            raise
+        finally:
+            follower.close()
+        if interrupted:
+            raise KeyboardInterrupt from own_failure(job.dir, job.ranks, job.attempt)
+        return job.result()
+
+
+def _interrupt(job: SlurmJob, platform: Platform, *, is_shown: bool) -> None:
+    """Have the ranks of a job save and end; one that has none yet is cancelled."""
+    if job.status() != "running":
+        raise KeyboardInterrupt
+    if is_shown:
+        announce(platform.interrupt_s)
+    job_files.write_private(job.dir / INTERRUPT, b"")

@@ -8,9 +8,9 @@ import pytest
 
 import unisono
 from unisono.errors import PlatformError
-from unisono.launch import configuration
-from unisono.launch.configuration import read_configuration
+from unisono.launch import settings
 from unisono.launch.request import checked_request
+from unisono.launch.settings import read_configuration
 
 
 def request(**given):
@@ -26,7 +26,7 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "inner").mkdir()
     (tmp_path / "unisono.toml").write_text(
         '[run]\nranks = 3\ntimeout_s = 60\ncomm_timeout_s = 30.0\non = "cpu"\n'
-        '[platform.small]\ndevice = "cpu"\nn_gpus = 2\nseed = 4\n'
+        '[platform.small]\ndevice = "cpu"\nn_gpus_per_node = 2\nseed = 4\n'
     )
     monkeypatch.chdir(tmp_path / "inner")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -49,7 +49,7 @@ def test_a_profile_is_a_place_and_an_explicit_platform_keeps_its_fields(monkeypa
     monkeypatch.setenv("UNISONO_RANKS", "4")
     found = request(on="small", ranks=2)
     assert (found.place, found.ranks, found.platform.seed) == ("cpu", 2, 4)
-    own = request(on=unisono.Platform(device="cpu", n_gpus=2, comm_timeout_s=9))
+    own = request(on=unisono.Platform(device="cpu", n_gpus_per_node=2, comm_timeout_s=9))
     assert (own.ranks, own.platform.comm_timeout_s) == (2, 9)
 
 
@@ -73,7 +73,7 @@ def test_a_profile_goes_before_the_general_table_and_a_variable_before_both(monk
 
 def test_one_variable_goes_before_an_explicit_platform(monkeypatch):
     monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
-    gpu = unisono.Platform(device="gpu", n_gpus=4)
+    gpu = unisono.Platform(device="gpu", n_gpus_per_node=4)
     assert (request(on=gpu).place, request(on=gpu).ranks) == ("cpu", 4)
     assert gpu.device is unisono.Device.GPU
     two_nodes = unisono.Platform(device="slurm", n_nodes=2, n_gpus_per_node=2)
@@ -142,7 +142,7 @@ def test_the_search_ends_at_the_home_directory(monkeypatch, project):
 def test_what_a_file_decides_is_said_once_and_what_the_caller_gives_is_not_its_doing(
     monkeypatch, project, capfd
 ):
-    monkeypatch.setattr(configuration, "_said", set())
+    monkeypatch.setattr(settings, "_said", set())
     (project / "unisono.toml").write_text(
         '[run]\nranks = 1\ntimeout_s = 60\non = "cpu"\nenv = {TOKEN = "secret"}\n'
     )
@@ -161,7 +161,7 @@ def test_what_a_file_decides_is_said_once_and_what_the_caller_gives_is_not_its_d
         ("[run]\nrnaks = 2\n", ["rnaks", "did you mean ranks?"]),
         ("[rum]\n", ["rum", "did you mean run?"]),
         ("[platform.x]\nranks = 2\n", ["[platform.x]", "no device"]),
-        ('[platform.x]\ndevice = "cpu"\nn_gpu = 1\n', ["n_gpu", "did you mean n_gpus?"]),
+        ('[platform.x]\ndevice = "cpu"\nn_gpu = 1\n', ["n_gpu", "did you mean n_gpus_per_node?"]),
         ("ranks = ", ["unisono.toml", "Invalid"]),
         ("run = 3", ["3 where a table is expected"]),
         ("[run]\nranks = 0\n", ["ranks=0"]),
@@ -180,9 +180,9 @@ def test_bad_variables_are_named(monkeypatch):
         request()
     monkeypatch.delenv("UNISONO_CONFIG")
     for variable, text, words in (
-        ("UNISONO_RANKS", "four", "a whole number is needed"),
-        ("UNISONO_RANKS", '"4"', "a str; a whole number is needed"),
-        ("UNISONO_ENV", "[1]", "a list; a table of words is needed"),
+        ("UNISONO_RANKS", "four", "not an integer >= 1"),
+        ("UNISONO_RANKS", '"4"', "str, not an integer >= 1"),
+        ("UNISONO_ENV", "[1]", "list, not a table of strings"),
     ):
         monkeypatch.setenv(variable, text)
         with pytest.raises(PlatformError, match=words) as caught:

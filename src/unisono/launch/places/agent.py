@@ -1,6 +1,6 @@
 """The parent of one rank on some host: started there by `srun` or `mpiexec`, once for each rank.
 
-    python -m unisono.launch.minder DIRECTORY ATTEMPT
+    python -m unisono.launch.places.agent DIRECTORY ATTEMPT
 
 It turns what the rank says and how it ends, SIGKILL included, into files of the job's directory,
 passes signals on, and obeys the orders it finds there. It unpickles nothing of the user's.
@@ -35,10 +35,10 @@ from unisono.launch.messages import (
     Returned,
     Standing,
 )
+from unisono.launch.places.remote import Plan
 from unisono.launch.process import SpawnedRank, read_available, spawn_rank
 from unisono.launch.rank_files import CANCEL, PAYLOAD, Orders, RankState
-from unisono.launch.remote_plan import Plan
-from unisono.launch.setting import MISLEADING
+from unisono.launch.surroundings import MISLEADING, common_variables, rank_variables
 
 COLLECT_S = 0.25
 """How long a rank that failed stays, so that the others can learn of it."""
@@ -52,7 +52,7 @@ _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
 
 
-class Minder(Listener):
+class Agent(Listener):
     """Watches over one rank from its start to its end."""
 
     def __init__(self, directory: Path, attempt: int, plan: Plan, place: Environment) -> None:
@@ -78,10 +78,7 @@ class Minder(Listener):
         """Stay until the rank has ended; return the exit code that tells the starter how."""
         rank, began = self._rank, time.monotonic()
         while rank.is_running and not rank.is_bad and self._stop_reason is None:
-            self._step(rank_files.pause_s(time.monotonic() - began))
-            self._heed_signals()
-            self._heed_orders()
-            self._look_for_launcher()
+            self._listen_for(rank_files.pause_s(time.monotonic() - began))
             if self._is_dismissed:
                 self._step_until(lambda: not rank.is_running, LEAVE_S)
                 self._wait_for_work()
@@ -115,10 +112,14 @@ class Minder(Listener):
             and self._stop_reason is None
             and time.monotonic() < self._interrupted_until
         ):
-            self._step(0.05)
-            self._heed_signals()
-            self._heed_orders()
-            self._look_for_launcher()
+            self._listen_for(0.05)
+
+    def _listen_for(self, seconds: float) -> None:
+        """Take what comes from the rank, and what it or we are told."""
+        self._step(seconds)
+        self._heed_signals()
+        self._heed_orders()
+        self._look_for_launcher()
 
     def _was_ended_by_starter(self) -> bool:
         """Whether the rank was killed after another had failed: that is how starters clean up.
@@ -139,20 +140,9 @@ class Minder(Listener):
         for number in self._heeded:
             signal.signal(number, lambda n, _frame: self._signals.append(n))
         self._listen(read, lambda: read_available(read) != b"")
-        variables = {
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "OMP_NUM_THREADS": str(self._plan.cpus_per_rank),
-            **{name: value for name, value in os.environ.items() if name not in MISLEADING},
-            **self._plan.env,
-            "RANK": str(place.rank),
-            "WORLD_SIZE": str(place.size),
-            "LOCAL_RANK": str(place.local_rank),
-            "LOCAL_WORLD_SIZE": str(place.local_size),
-            "NODE_RANK": str(place.node),
-            "UNISONO_RUN_ID": self._plan.run_id,
-            "UNISONO_JOB_DIR": str(self._dir),
-            "UNISONO_RESTART": str(self._state.attempt),
-        }
+        plan = self._plan
+        variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=plan.env)
+        variables |= rank_variables(place, plan.run_id, self._dir, self._state.attempt)
         job_files.check_ours(self._dir / PAYLOAD)
         payload_fd = os.open(self._dir / PAYLOAD, os.O_RDONLY | os.O_NOFOLLOW)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._heeded)
@@ -163,7 +153,10 @@ class Minder(Listener):
                 payload_fd=payload_fd,
                 env=variables,
                 job_dir=self._dir,
-                kept_fds=_descriptors_of_mpi(),
+                # By these an MPI library in the rank talks to who started it.
+                kept_fds=(int(os.environ["PMI_FD"]),)
+                if os.environ.get("PMI_FD", "").isdigit()
+                else (),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -329,12 +322,6 @@ class Minder(Listener):
         rank_files.write_state(self._dir, self._state)
 
 
-def _descriptors_of_mpi() -> tuple[int, ...]:
-    """Return the descriptors by which an MPI library in the rank talks to who started it."""
-    text = os.environ.get("PMI_FD", "")
-    return (int(text),) if text.isdigit() else ()
-
-
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -358,7 +345,7 @@ def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformEr
 
 
 def main() -> int:
-    """Be the minder that the command line and the environment describe."""
+    """Be the agent that the command line and the environment describe."""
     directory, attempt = Path(sys.argv[1]), int(sys.argv[2])
     place = detect({name: value for name, value in os.environ.items() if name not in _OF_OTHERS})
     try:
@@ -367,7 +354,7 @@ def main() -> int:
         plan.check_versions()
     except PlatformError as error:
         return _refuse(directory, attempt, place, error)
-    return Minder(directory, attempt, plan, place).run()
+    return Agent(directory, attempt, plan, place).run()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Order: defaults, the file (`[run]`, then a profile), variables, arguments; the later one wins.
 `UNISONO_FORCE_ON` alone goes before an argument, so that a GPU script runs on a laptop unchanged
-(`places.py`).
+(`request.py`).
 
 A file may say which program starts ranks, and with which variables. So a file that somebody else
 could have written is never used.
@@ -10,12 +10,11 @@ could have written is never used.
 
 from __future__ import annotations
 
-import difflib
 import os
 import stat
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,60 +22,21 @@ from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch.caution import warn
-from unisono.launch.field_kinds import kind_of
-from unisono.launch.platform import FIELDS, OLD_NAMES
+from unisono.launch.platform import FIELDS, KINDS, nearest
 
 FILE_NAME = "unisono.toml"
 RUN_NAMES = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs")
 """Arguments of `run` itself."""
+NAMES = FIELDS.union(RUN_NAMES).difference(("upon_finish", "upon_error"))
+"""What a file may set."""
 _SIZES = frozenset(("ranks", "n_nodes", "n_gpus_per_node", "n_cpus_per_node"))
 """What says how many ranks there are."""
 _PREFIX = "UNISONO_"
-_NOT_FROM_TEXT = ("upon_finish", "upon_error")
-NAMES = frozenset((*RUN_NAMES, *FIELDS, *OLD_NAMES)).difference(_NOT_FROM_TEXT)
-"""What a file may set."""
-_WORDS = frozenset(
-    (
-        "on",
-        "logs",
-        "name",
-        "device",
-        "partition",
-        "spawn_method",
-        "ipc_protocol",
-        "master_addr",
-        "backend",
-        "console_logs",
-        "stack_signal",
-        "submitter",
-        "mpiexec",
-    )
-)
-"""Settings whose variable is taken as it is, not as a TOML value."""
 _READ_ELSEWHERE = frozenset(
     (
-        "ALGO",
-        "ALGO_FILE",
-        "BACKEND",
-        "CHECK",
-        "CONFIG",
-        "CORE",
-        "DETECT",
-        "FORCE_ON",
-        "FRAMES",
-        "HOST_ID",
-        "JOB_DIR",
-        "KEY_FILE",
-        "LOG_MB",
-        "RANK_PID",
-        "REQUIRE",
-        "RESTART",
-        "RUN_ID",
-        "SERVER_IDLE_S",
-        "STDIN_RANK",
-        "STRUCTURE_CHECK",
-        "TEST_KILL",
-        "TIMEOUT_S",
+        *("ALGO", "ALGO_FILE", "BACKEND", "CHECK", "CONFIG", "CORE", "DETECT", "FORCE_ON"),
+        *("FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "LOG_MB", "RANK_PID", "REQUIRE", "RESTART"),
+        *("RUN_ID", "SERVER_IDLE_S", "STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL", "TIMEOUT_S"),
         "TRACE",
     )
 )
@@ -115,25 +75,20 @@ class Configuration:
             return self
         where = f"[platform.{place}] of {self.path}"
         profile = {name: Setting(value, where) for name, value in self.profiles[place].items()}
-        is_sized = not _SIZES.isdisjoint(OLD_NAMES.get(name, name) for name in profile)
+        dropped = set() if _SIZES.isdisjoint(profile) else {"nodes", *_SIZES}
         variables = {n: s for n, s in self.settings.items() if s.source.startswith(_PREFIX)}
-        general = {
-            name: setting
-            for name, setting in self.settings.items()
-            if not (is_sized and name in ("nodes", *_SIZES))
-        }
-        return replace(self, settings=_over(variables, _over(profile, general)))
+        general = {n: s for n, s in self.settings.items() if n not in dropped}
+        return replace(self, settings={**general, **profile, **variables})
 
-    def from_file(self, given: Iterable[str] = ()) -> list[str]:
+    def from_file(self, given: Collection[str] = ()) -> list[str]:
         """Return what the file decides, as `name=value`, but for what the caller has `given`.
 
         Of a table only the names are told: variables for the ranks may be secrets.
         """
-        taken = {OLD_NAMES.get(name, name) for name in given}
         return [
             f"{name}={sorted(s.value) if isinstance(s.value, dict) else s.value!r}"
             for name, s in self.settings.items()
-            if not s.source.startswith(_PREFIX) and OLD_NAMES.get(name, name) not in taken
+            if not s.source.startswith(_PREFIX) and name not in given
         ]
 
     def fields(self) -> dict[str, Any]:
@@ -149,14 +104,7 @@ def read_configuration(
     path = find_file(env, Path.cwd() if directory is None else directory)
     run, profiles = _read_file(path) if path is not None else ({}, {})
     settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
-    return Configuration(_over(_read_variables(env), settings), profiles, path)
-
-
-def _over(upper: Mapping[str, Setting], lower: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return `lower` with what `upper` says of the same things, be it by an old name."""
-    taken = {OLD_NAMES.get(name, name) for name in upper}
-    kept = {name: s for name, s in lower.items() if OLD_NAMES.get(name, name) not in taken}
-    return {**kept, **upper}
+    return Configuration({**settings, **_read_variables(env)}, profiles, path)
 
 
 def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
@@ -248,7 +196,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     for name, entries in _table(content.get("platform", {}), f"[platform] of {path}").items():
         where = f"[platform.{name}] of {path}"
         profile = _table(entries, where)
-        _check_keys(profile, FIELDS | set(OLD_NAMES), where, "fields")
+        _check_keys(profile, FIELDS, where, "fields")
         if "device" not in profile:
             raise PlatformError.because(
                 where, "no device in it", None, 'device = "cpu" (or "gpu", "slurm", ...)'
@@ -266,12 +214,12 @@ def _table(value: Any, where: str) -> dict[str, Any]:
 def _check_keys(found: Mapping[str, Any], known: Any, where: str, what: str) -> None:
     for key in found:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = nearest(key, known)
             raise PlatformError.because(
                 f"{key} in {where}",
                 f"{what} are {', '.join(sorted(known))}",
                 None,
-                f"did you mean {near[0]}?" if near else None,
+                f"did you mean {near}?" if near else None,
             )
 
 
@@ -288,26 +236,22 @@ def _read_variables(env: Mapping[str, str]) -> dict[str, Setting]:
             found[name] = Setting(_value(name, text, variable), variable)
             continue
         known = [_PREFIX + n.upper() for n in sorted(NAMES)]
-        near = difflib.get_close_matches(variable, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(variable, known)
+        hint = f"; did you mean {near}?" if near else ""
         warn(f"{variable} means nothing to unisono{hint}")
     return found
 
 
 def _value(name: str, text: str, variable: str) -> Any:
-    if name in _WORDS:
+    """Return the value of a variable: text as it stands, or what it is in TOML."""
+    kind = KINDS.get(name)
+    if kind is None or kind.is_text:  # a place, or a directory of logs
         return text
-    kind = kind_of(name)
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-        found = f"a {type(value).__name__}"
-    except tomllib.TOMLDecodeError as error:
-        value, found = None, f"not a TOML value: {error}"
-    if value is None or (kind is not None and not kind.fits(value)):
-        raise PlatformError.because(
-            f"{variable}={text}",
-            found if kind is None else f"{found}; {kind.what} is needed",
-            None,
-            f"{variable}={'...' if kind is None else kind.toml}",
-        )
+    except tomllib.TOMLDecodeError:
+        value = text
+    if not kind.fits(value):
+        found = f"{type(value).__name__}, not {kind.what}"
+        raise PlatformError.because(f"{variable}={text}", found, None, f"{variable}={kind.toml}")
     return value

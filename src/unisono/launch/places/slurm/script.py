@@ -1,4 +1,4 @@
-"""The batch script of a job: its directives and its one command. Pure: a platform in, text out."""
+"""What SLURM is told: the batch script of a job, and the `srun` line of an attempt. Pure text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.errors import PlatformError
+from unisono.launch.places.remote import Plan
 from unisono.launch.platform import Platform
 
 _FIXED = ("requeue", "open-mode", "signal")
@@ -72,6 +73,28 @@ def batch_script(options: Mapping[str, str], *commands: str) -> str:
 
 def driver_command(directory: Path | str) -> str:
     """Return the line that runs the driver of the job in `directory`."""
-    return f"exec {shlex.join([sys.executable, '-m', 'unisono.launch.slurm.driver'])} " + (
+    return f"exec {shlex.join([sys.executable, '-m', 'unisono.launch.places.slurm.driver'])} " + (
         shlex.quote(str(directory))
     )
+
+
+def srun_command(directory: Path, plan: Plan, attempt: int) -> list[str]:
+    """Return the words that start an agent for each rank, in order of the nodes.
+
+    `--cpus-per-task` is said again because newer `srun` do not take it from the job.
+    """
+    return [
+        "srun",
+        f"--nodes={plan.nodes}",
+        f"--ntasks={plan.ranks}",
+        f"--ntasks-per-node={plan.ranks_per_node}",
+        f"--cpus-per-task={plan.cpus_per_rank}",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        *plan.words,
+        sys.executable,
+        "-m",
+        "unisono.launch.places.agent",
+        str(directory),
+        str(attempt),
+    ]

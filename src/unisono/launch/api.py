@@ -1,4 +1,4 @@
-"""`unisono.run`: one function, any number of ranks, their return values back."""
+"""`run`, `submit` and `dry_run`: one function, any number of ranks, their return values back."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import importlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unisono.errors import RankFailed, Requeue
+from unisono.errors import PlatformError, RankFailed, Requeue
 from unisono.launch import stopping
-from unisono.launch.attempts import Attempts, job_directory
-from unisono.launch.configuration import say_what_file_decides
+from unisono.launch.attempts import Attempts, job_directory, telling
 from unisono.launch.conventions import Convention
-from unisono.launch.detection import is_in_world
-from unisono.launch.device import Device
+from unisono.launch.devices import Device
 from unisono.launch.existing import run_here
 from unisono.launch.in_process import seeded
 from unisono.launch.interrupts import signals_of_launcher
+from unisono.launch.job import Job, LocalJob
 from unisono.launch.logs import Logs
 from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
-from unisono.launch.request import Request, check_names, checked_request
+from unisono.launch.request import Request, check_names, checked_request, is_in_world
 from unisono.launch.results import Results
+from unisono.launch.settings import say_what_file_decides
 from unisono.launch.stacks import own_frames_hidden
 from unisono.launch.warm import prepare
 
-__all__ = ["run"]
+__all__ = ["dry_run", "run", "submit"]
 
 T = TypeVar("T")
 
@@ -118,11 +117,11 @@ def run(
 
 def execute(request: Request, convention: Convention) -> Results[Any]:
     """Run a checked request to its end, and tell the platform's own functions of it."""
-    if request.platform.detect and is_in_world():
+    if request.joins_world:
         return run_here(request, convention)
     say_what_file_decides(request.decided_by_file)
     if request.place == "slurm":
-        from unisono.launch.slurm.running import run_on_slurm
+        from unisono.launch.places.slurm.submit import run_on_slurm
 
         return run_on_slurm(request, convention)
     with telling(request.platform):
@@ -135,19 +134,6 @@ def execute(request: Request, convention: Convention) -> Results[Any]:
             return Attempts(
                 request=request, call=call, job_dir=job_dir, convention=convention
             ).run()
-
-
-@contextmanager
-def telling(platform: Platform) -> Iterator[None]:
-    """Call `upon_finish` after the block, or `upon_error` with what it raised."""
-    try:
-        yield
-    except BaseException as error:
-        if platform.upon_error is not None:
-            platform.upon_error(error)
-        raise
-    if platform.upon_finish is not None:
-        platform.upon_finish()
 
 
 def _run_inline(request: Request) -> Results[Any]:
@@ -181,3 +167,105 @@ def _run_inline(request: Request) -> Results[Any]:
                 os.environ[name] = value
     limit = request.platform.max_requeues
     raise RankFailed(f"the function asked to be started again more than max_requeues={limit} times")
+
+
+def submit(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    on: str | Device | Platform | None = None,
+    ranks: int | None = None,
+    nodes: int | None = None,
+    timeout_s: float | None = None,
+    max_restarts: int | None = None,
+    logs: str | Path | Logs | None = None,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> Job:
+    """Start what `run` would run, and return at once with a handle on it.
+
+    The parameters are those of `run`, but for `record` and `watch`. A thread of this process
+    supervises the ranks, and they end with it; on `"slurm"` the job is queued, and lives on. Output
+    goes to the logs only, unless `logs` says otherwise.
+
+    Example:
+        >>> import unisono
+        >>> job = unisono.submit(lambda: unisono.world().rank, on="cpu", ranks=2)
+        >>> list(job.result())
+        [0, 1]
+    """
+    given: dict[str, Any] = {
+        "on": on,
+        "ranks": ranks,
+        "nodes": nodes,
+        "timeout_s": timeout_s,
+        "max_restarts": max_restarts,
+        "logs": logs,
+        "seed": seed,
+    }
+    check_names(fn, args, **given)
+    if not isinstance(logs, Logs):
+        given["logs"] = Logs(dir=logs, console="none")
+    return submit_request(checked_request(fn, args, kwargs, **given))
+
+
+def submit_request(request: Request, convention: Convention | None = None) -> Job:
+    """Start a checked request in the background."""
+    convention = convention or Convention()
+    if is_in_world() or request.place == "inline":
+        raise PlatformError.because(
+            f"unisono.submit({request.name}, ...)",
+            "a run in this very process, which leaves nobody to hold the handle",
+            None,
+            "unisono.run",
+        )
+    say_what_file_decides(request.decided_by_file)
+    if request.place == "slurm":
+        from unisono.launch.places.slurm.submit import submit_job
+
+        return submit_job(request, convention)
+    return LocalJob(request, convention)
+
+
+def dry_run(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    on: str | Device | Platform | None = None,
+    ranks: int | None = None,
+    nodes: int | None = None,
+    timeout_s: float | None = None,
+    max_restarts: int | None = None,
+    logs: str | Path | Logs | None = None,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> str:
+    """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
+
+    On `"slurm"` the batch script comes first.
+
+    Example:
+        >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
+        rank  node              device
+    """
+    given: dict[str, Any] = {
+        "on": on,
+        "ranks": ranks,
+        "nodes": nodes,
+        "timeout_s": timeout_s,
+        "max_restarts": max_restarts,
+        "logs": logs,
+        "seed": seed,
+    }
+    check_names(fn, args, **given)
+    return describe_request(checked_request(fn, args, kwargs, **given))
+
+
+def describe_request(request: Request) -> str:
+    """Return what a checked request would start."""
+    table = request.platform.rank_table()
+    if request.place != "slurm":
+        return table
+    from unisono.launch.places.slurm.submit import script_text
+
+    return f"{script_text(request)}\n{table}"

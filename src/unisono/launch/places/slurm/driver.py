@@ -1,10 +1,10 @@
 """The process of the batch script: one `srun` for each attempt, until there is an end.
 
-    python -m unisono.launch.slurm.driver DIRECTORY
+    python -m unisono.launch.places.slurm.driver DIRECTORY
 
 Also run beside a launcher that is inside an allocation already (`--in-allocation`), and ends with
-it if that waits (`--tied`). What came of it is in `end.json`; how far it got is in
-`progress.json`, which a requeued job reads again.
+it if that waits (`--tied`). How far it got, and what came of it, is in `progress.json`, which a
+requeued job reads again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from unisono.errors import PlatformError
-from unisono.launch import file_outcome, job_files, rank_files, restarting
+from unisono.launch import job_files, rank_files
+from unisono.launch.attempts import announcement, pause_s, too_many_requeues
 from unisono.launch.job_files import write_private
 from unisono.launch.oversight import Ending, Oversight
+from unisono.launch.places.remote import Plan, headline
+from unisono.launch.places.slurm.cluster import call, show_job
+from unisono.launch.places.slurm.script import srun_command
 from unisono.launch.rank_files import CANCEL
-from unisono.launch.remote_plan import Plan
-from unisono.launch.slurm.commands import call, show_job
-from unisono.launch.slurm.steps import srun_command
 
 PROGRESS = "progress.json"
-END = "end.json"
-DONE = "done"
 
 
 @dataclass
@@ -45,45 +44,23 @@ class Progress:
     """One line for each attempt that failed."""
     announced: list[str] = field(default_factory=list)
     """One line for each attempt that follows a failed one; whoever waits shows them."""
+    ending: Ending | None = None
+    """How the last attempt ended; None as long as the job goes on."""
+    message: str = ""
+    """What went wrong in the end, where the files of the ranks do not tell it."""
 
     @classmethod
     def read(cls, directory: Path) -> Progress:
         """Return how far the job in `directory` has got."""
         found = rank_files.read_json(directory / PROGRESS)
-        return cls(**found) if found else cls()
+        if not found:
+            return cls()
+        ending = found.pop("ending")
+        return cls(**found, ending=ending and Ending(**ending))
 
     def write(self, directory: Path) -> None:
         """Keep it."""
         write_private(directory / PROGRESS, json.dumps(asdict(self)).encode())
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """What came of a job."""
-
-    ending: Ending
-    """Its last attempt."""
-    message: str = ""
-    """What went wrong, where the files of the ranks do not tell it."""
-    causes: tuple[str, ...] = ()
-    """One line for each attempt that failed."""
-
-    @classmethod
-    def read(cls, directory: Path) -> End | None:
-        """Return what came of the job in `directory`; None as long as it goes on."""
-        found = rank_files.read_json(directory / END)
-        if not found:
-            return None
-        return cls(
-            ending=Ending(**found["ending"]),
-            message=found["message"],
-            causes=tuple(found["causes"]),
-        )
-
-    def write(self, directory: Path) -> None:
-        """Keep it."""
-        entry = {"ending": self.ending.as_json(), "message": self.message, "causes": self.causes}
-        write_private(directory / END, json.dumps(entry).encode())
 
 
 class Driver:
@@ -98,19 +75,23 @@ class Driver:
 
     def run(self) -> int:
         """Go on until there is an end; return the exit code of the job."""
-        if (self._dir / DONE).exists():
+        progress = self._progress
+        if progress.ending is not None and progress.ending.state == "done":
             return 0  # SLURM starts a job again that ended while it was being pre-empted
-        (self._dir / END).unlink(missing_ok=True)
+        progress.ending, progress.message = None, ""
         while True:
-            self._progress.attempt += 1
+            progress.attempt += 1
             self._note("running")
-            ending = self._attempt()
+            command = srun_command(self._dir, self._plan, progress.attempt)
+            ending = Oversight(
+                self._dir,
+                self._plan,
+                progress.attempt,
+                command,
+                on_tick=self._look_for_launcher,
+            ).run()
             match ending.state:
-                case "done":
-                    self._end(ending)
-                    write_private(self._dir / DONE, b"")
-                    return 0
-                case "cancelled":
+                case "done" | "cancelled":
                     return self._end(ending)
                 case "requeued":
                     if (code := self._requeue(ending)) is not None:
@@ -120,13 +101,6 @@ class Driver:
                         return 1  # the scheduler knows why, and what comes next
                     if not self._may_try_again(ending):
                         return self._end(ending)
-
-    def _attempt(self) -> Ending:
-        attempt = self._progress.attempt
-        command = srun_command(self._dir, self._plan, attempt)
-        return Oversight(
-            self._dir, self._plan, attempt, command, on_tick=self._look_for_launcher
-        ).run()
 
     def _look_for_launcher(self) -> None:
         """The ranks of a launcher that waits for them end with it."""
@@ -144,11 +118,11 @@ class Driver:
     def _may_try_again(self, ending: Ending) -> bool:
         """Note why it failed, and wait before the next attempt if there is one."""
         causes = self._progress.causes
-        line = file_outcome.headline(self._dir, self._plan.ranks, ending)
+        line = headline(self._dir, self._plan.ranks, ending)
         causes.append(f"attempt {ending.attempt}: {line}")
         if len(causes) > self._plan.max_restarts or not ending.was_ready:
             return False
-        line = restarting.announcement(
+        line = announcement(
             line,
             attempts=self._progress.attempt + 1,
             limit=1 + self._plan.max_restarts + self._progress.requeues,
@@ -156,7 +130,7 @@ class Driver:
         )
         self._progress.announced.append(line)
         self._note("running")
-        end = time.monotonic() + restarting.pause_s(len(causes))
+        end = time.monotonic() + pause_s(len(causes))
         while time.monotonic() < end:
             if (self._dir / CANCEL).exists():
                 return False
@@ -170,12 +144,7 @@ class Driver:
         progress, limit = self._progress, self._plan.max_requeues
         progress.requeues += 1
         if progress.requeues > limit:
-            return self._end(
-                ending,
-                f"the function asked to be started again {progress.requeues} times\n"
-                f"  {progress.requeues} requeues > max_requeues={limit}\n"
-                "HINT: Platform(max_requeues=...) if that is as it should be",
-            )
+            return self._end(ending, too_many_requeues(progress.requeues, limit))
         self._note("requeued")
         if not self._is_batch:
             return None
@@ -192,7 +161,8 @@ class Driver:
         return 0
 
     def _end(self, ending: Ending, message: str = "") -> int:
-        End(ending=ending, message=message, causes=tuple(self._progress.causes)).write(self._dir)
+        self._progress.ending, self._progress.message = ending, message
+        self._progress.write(self._dir)
         return 0 if ending.state == "done" else 1
 
     def _note(self, state: str) -> None:

@@ -1,0 +1,234 @@
+"""The cluster: SLURM's programs and what they print, and what it does not have of what is asked.
+
+Never `sacct`: many clusters keep no accounts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import PlatformError
+from unisono.launch.platform import Platform
+
+PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
+"""What has to be there to submit jobs, and to look after them."""
+
+ANSWER_S = 60.0
+"""Longest wait for an answer of the controller."""
+SHORTEST_S, LONGEST_S = 1.0, 10.0
+"""Seconds between two questions: the longer nothing changes, the rarer they are."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One line of `sinfo`."""
+
+    name: str
+    """Its name."""
+    is_default: bool
+    """Whether jobs without a partition go there."""
+    nodes: int
+    """How many nodes it has."""
+    cpus: int
+    """CPUs of its smallest node."""
+    limit: str
+    """Longest time of a job, as SLURM writes it."""
+
+
+def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
+    """Run one of SLURM's programs and return what it prints.
+
+    Raises `PlatformError` with its own words if it fails and `check` holds.
+    """
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise not_found(words[0]) from error
+    except subprocess.TimeoutExpired as error:
+        raise PlatformError.because(
+            " ".join(words), f"no answer within {timeout_s:g} s", None, "scontrol ping"
+        ) from error
+    if check and done.returncode:
+        raise PlatformError.because(
+            " ".join(words),
+            done.stderr.strip() or f"exit code {done.returncode}",
+            None,
+            "scontrol ping tells whether a cluster answers; SLURM_CONF=/path/of/slurm.conf names "
+            "another one",
+        )
+    return done.stdout if check or done.returncode == 0 else ""
+
+
+def not_found(program: str) -> Exception:
+    """Return the error for a machine without this program."""
+    return PlatformError.because(
+        'on="slurm" needs the programs of SLURM',
+        f"no {program} on PATH ({os.environ.get('PATH', '')})",
+        None,
+        'a login node of the cluster; on="cpu" rehearses the same function here',
+    )
+
+
+def missing_programs() -> list[str]:
+    """Return which of SLURM's programs are not on PATH."""
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+def partitions(timeout_s: float = ANSWER_S) -> list[Partition]:
+    """Return the partitions of the cluster; `sinfo` has a line for each kind of node."""
+    known: dict[str, Partition] = {}
+    words = ("sinfo", "--noheader", "--format=%P|%D|%c|%l")
+    for line in call(*words, timeout_s=timeout_s).splitlines():
+        word, nodes, cpus, limit = line.strip().split("|")
+        name, count = word.removesuffix("*"), int(nodes)
+        smallest = int(re.sub(r"\D.*", "", cpus) or 0)
+        if (same := known.get(name)) is not None:
+            count, smallest = count + same.nodes, min(smallest, same.cpus)
+        known[name] = Partition(name, name != word, count, smallest, limit)
+    return list(known.values())
+
+
+def queue_of_user() -> dict[str, tuple[str, str]]:
+    """Return state and reason of all jobs of this user that the controller remembers."""
+    text = call(
+        "squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r"
+    )
+    jobs: dict[str, tuple[str, str]] = {}
+    for line in text.splitlines():
+        job, state, reason = line.strip().split("|", 2)
+        jobs[job] = (state, reason)
+    return jobs
+
+
+def show_job(job: str) -> dict[str, str]:
+    """Return what the controller knows of a job; nothing once it has forgotten it."""
+    return _fields(call("scontrol", "--oneliner", "show", "job", job, check=False))
+
+
+def directory_of_job(job: str) -> Path | None:
+    """Return the directory of a job of ours, which is where its output goes."""
+    if not job.isdigit() or missing_programs():
+        return None
+    output = show_job(job).get("StdOut")
+    return Path(output).parent if output else None
+
+
+def node_address(node: str) -> str | None:
+    """Return the address by which the controller reaches a node."""
+    try:
+        return _fields(call("scontrol", "--oneliner", "show", "node", node)).get("NodeAddr")
+    except PlatformError:
+        return None
+
+
+def configuration() -> dict[str, str]:
+    """Return the cluster's settings."""
+    pairs = (line.partition("=") for line in call("scontrol", "show", "config").splitlines())
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def _fields(text: str) -> dict[str, str]:
+    """Read `Name=value Name=value`; a value may hold blanks but no second name."""
+    found = re.findall(r"(?:^|\s)([A-Z][\w:/]*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", text.strip())
+    return dict(found)
+
+
+def check_cluster(platform: Platform) -> str | None:
+    """Return the partition to name in the batch script; raise `PlatformError` for a bad request."""
+    check_programs()
+    return choose_partition(platform, partitions())
+
+
+def choose_partition(platform: Platform, known: Sequence[Partition]) -> str | None:
+    """Return the partition of this platform among those that are known, if it is to be named.
+
+    One that the caller named must exist; the one of DDPW's default is left out on a cluster that
+    does not have it, with a line that says so.
+    """
+    names = [partition.name for partition in known]
+    wanted = platform.partition
+    if wanted is not None and not set(wanted.split(",")) <= set(names):
+        if platform.is_explicit("partition"):
+            near = difflib.get_close_matches(wanted, names, n=1)
+            raise PlatformError.because(
+                f"Platform(partition={wanted!r})",
+                f"partitions of this cluster are {', '.join(names) or 'none'}",
+                None,
+                f"partition={near[0]!r}" if near else "leave it out for the cluster's default",
+            )
+        default = next((partition.name for partition in known if partition.is_default), "none")
+        print(
+            f"unisono: this cluster has no partition {wanted!r}; the default one is {default}",
+            file=sys.stderr,
+        )
+        wanted = None
+    chosen = [p for p in known if (p.name in wanted.split(",") if wanted else p.is_default)]
+    most = max((partition.nodes for partition in chosen), default=None)
+    if most is not None and platform.n_nodes > most:
+        raise PlatformError.because(
+            f"{platform.n_nodes} nodes of partition {wanted or chosen[0].name!r}",
+            f"it has {most}",
+            f"{platform.n_nodes} nodes > {most}",
+            f"nodes={most}",
+        )
+    return wanted
+
+
+def check_programs() -> None:
+    """Raise `PlatformError` unless jobs can be submitted from here."""
+    if missing := missing_programs():
+        raise not_found(missing[0])
+
+
+class Queue:
+    """Remembers the last answer of `squeue` for a while. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[str, tuple[str, str]] = {}
+        self._asked_at = -float("inf")
+        self._pause_s = SHORTEST_S
+
+    def look(self, job: str) -> tuple[str, str] | None:
+        """Return state and reason of a job; None once the controller has forgotten it."""
+        with self._lock:
+            age = time.monotonic() - self._asked_at
+            if age > (self._pause_s if job in self._jobs else SHORTEST_S / 2):
+                self._ask()
+            return self._jobs.get(job)
+
+    def forget(self) -> None:
+        """Ask anew next time."""
+        with self._lock:
+            self._asked_at = -float("inf")
+            self._pause_s = SHORTEST_S
+
+    def _ask(self) -> None:
+        try:
+            jobs = queue_of_user()
+        except PlatformError:
+            jobs = self._jobs  # the controller is busy or being restarted: what was known holds
+        is_new = jobs != self._jobs
+        self._pause_s = SHORTEST_S if is_new else min(LONGEST_S, 1.5 * self._pause_s)
+        self._jobs, self._asked_at = jobs, time.monotonic()
+
+
+QUEUE = Queue()
