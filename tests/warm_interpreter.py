@@ -161,7 +161,7 @@ def listen(door: socket.socket, leash: socket.socket) -> Callable[[], None]:
 
 def be_server(control: socket.socket, launcher_pid: int) -> None:
     """Fork ranks for the script."""
-    from unisono.launch.server import serve as serve_ranks
+    from unisono.launch.pool.server import serve as serve_ranks
 
     os.setpgid(0, 0)
     serve_ranks(control.detach(), launcher_pid)
@@ -273,7 +273,7 @@ def run(words: list[str]) -> None:
 
 def hand_over(control: socket.socket, server_pid: int) -> None:
     """Let `unisono.run` of this process find the server that was forked beside it."""
-    from unisono.launch import warm
+    from unisono.launch.pool import client as warm
 
     class Sibling:
         """As much of `Popen` as a handle on the server needs."""

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from unisono import launch
 from unisono.compat.modules import Module, build
-from unisono.launch import functional, in_process
+from unisono.launch import context, functional
 
 
 def _licence() -> str:
@@ -37,7 +37,7 @@ MODULES = {
     "wrapper": Module(
         "DDPW's `wrapper`. The package's attribute of that name is the decorator.",
         (launch, "Wrapper wrapper"),
-        (in_process, "setup"),
+        (context, "setup"),
     ),
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RemoteError
 from unisono.launch import job_files, registry
 from unisono.launch.job import ENDS, POLL_S, Job
-from unisono.launch.rank_files import CANCEL
+from unisono.launch.pool.remote import CANCEL
 from unisono.launch.results import Results
 from unisono.launch.stacks import user_threads
 

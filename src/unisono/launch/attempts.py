@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobCancelled, RankFailed, RankTimeout
-from unisono.launch import job_files, leftovers, restarting
-from unisono.launch.console import Console
+from unisono.launch import job_files, restarting
+from unisono.launch.console import Console, stdin_rank
 from unisono.launch.conventions import Convention
 from unisono.launch.device import Device
 from unisono.launch.local import common_variables, run_local
 from unisono.launch.logs import SHOW_ALL_UP_TO
 from unisono.launch.mpi import run_mpi
-from unisono.launch.parcel import Parcel
+from unisono.launch.payload import Parcel
 from unisono.launch.platform import Platform
-from unisono.launch.rank import Job as RankJob
+from unisono.launch.pool import cleanup
+from unisono.launch.pool.monitor import Outcome, Watch, tail
+from unisono.launch.pool.protocol import Job as RankJob
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.setting import Setting
-from unisono.launch.supervise import Outcome, Watch, tail
-from unisono.launch.terminal import stdin_rank
 
 
 @dataclass(kw_only=True)
@@ -182,16 +182,16 @@ def job_directory(request: Request) -> Iterator[Path]:
         )
         yield path
         return
-    path = leftovers.make_temporary_directory(_shared_parent(request.platform))
+    path = cleanup.make_temporary_directory(_shared_parent(request.platform))
     try:
         yield path
     except (RankFailed, RankTimeout):
-        leftovers.keep_directory(path)
+        cleanup.keep_directory(path)
         raise
     except BaseException as error:
         # An interrupt has a cause where a rank failed after it.
         if isinstance(error.__cause__, (RankFailed, RankTimeout)):
-            leftovers.keep_directory(path)
+            cleanup.keep_directory(path)
         else:
             shutil.rmtree(path, ignore_errors=True)
         raise

@@ -16,15 +16,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import RankFailed
+from unisono.launch.context import Here, here, own_group, seeded
 from unisono.launch.conventions import Convention
-from unisono.launch.deadline import deadline
 from unisono.launch.device import Device
-from unisono.launch.entering import own_group
-from unisono.launch.here import Here, here
-from unisono.launch.in_process import seeded
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stacks import hide_own_frames, site_of
+from unisono.launch.stopping import deadline
 
 if TYPE_CHECKING:
     from unisono.comm import Communicator

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import RankFailed, RankTimeout, name_ranks
-from unisono.launch import job_files, rank_files, verdict
+from unisono.launch import job_files, verdict
 from unisono.launch.caution import warn
-from unisono.launch.messages import Standing
-from unisono.launch.oversight import Ending
-from unisono.launch.parcel import Parcel
-from unisono.launch.rank_files import GOOD, RankState
+from unisono.launch.payload import Parcel
+from unisono.launch.pool import remote
+from unisono.launch.pool.monitor import tail
+from unisono.launch.pool.protocol import Standing
+from unisono.launch.pool.remote import GOOD, Ending, RankState
 from unisono.launch.results import Results
 from unisono.launch.stacks import crash_in, user_threads
-from unisono.launch.supervise import tail
 
 
 def read_results(
@@ -24,10 +24,10 @@ def read_results(
 ) -> Results[Any]:
     """Return what all ranks of the successful attempt `ending` returned."""
     values: list[Any] = []
-    states = rank_files.read_states(directory, ranks, ending.attempt)
+    states = remote.read_states(directory, ranks, ending.attempt)
     hosts = [state.node or state.host if state else "" for state in states]
     for rank in range(ranks):
-        path = rank_files.result_path(directory, rank)
+        path = remote.result_path(directory, rank)
         job_files.check_ours(path)
         try:
             values.append(Parcel.in_file(path).load())
@@ -64,7 +64,7 @@ def warn_of_ends(states: Sequence[RankState | None]) -> None:
 def read_error(directory: Path, ranks: int, ending: Ending) -> RankFailed | RankTimeout:
     """Return the error of an attempt that did not succeed."""
     fates = read_fates(directory, ranks, ending.attempt)
-    states = rank_files.read_states(directory, ranks, ending.attempt)
+    states = remote.read_states(directory, ranks, ending.attempt)
     stacks = {s.rank: user_threads(s.stack) for s in states if s is not None and s.stack}
     if ending.state == "failed":
         return verdict.failure(fates, stacks=stacks, job_dir=str(directory), attempt=ending.attempt)
@@ -130,8 +130,8 @@ def read_fates(directory: Path, ranks: int, attempt: int) -> list[verdict.Fate]:
     """Return what is known of each rank of an attempt."""
     fates: list[verdict.Fate] = []
     for rank in range(ranks):
-        state = rank_files.read_state(directory, rank, attempt)
-        failed = rank_files.read_error(directory, rank, attempt)
+        state = remote.read_state(directory, rank, attempt)
+        failed = remote.read_error(directory, rank, attempt)
         text = tail(directory / f"rank-{rank}.log")
         fates.append(
             verdict.Fate(

@@ -23,7 +23,7 @@ from unisono.launch.attempts import Attempts, job_directory
 from unisono.launch.conventions import Convention
 from unisono.launch.job import ENDS, Job
 from unisono.launch.payload import dump_call
-from unisono.launch.rank_files import CANCEL
+from unisono.launch.pool.remote import CANCEL
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.run import telling

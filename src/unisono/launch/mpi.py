@@ -16,20 +16,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from unisono.errors import JobCancelled, PlatformError
-from unisono.launch import file_outcome, job_files, rank_files
-from unisono.launch.console import Console
+from unisono.launch import file_outcome, job_files
+from unisono.launch.console import STDIN_VARIABLE, Console, stdin_rank
 from unisono.launch.following import LogFollower
-from unisono.launch.interrupts import announce, first_told_to
-from unisono.launch.leftovers import unused_memory
 from unisono.launch.local import write_payload
 from unisono.launch.mpiexec import clean_environment, command, find_mpiexec
-from unisono.launch.oversight import Oversight
-from unisono.launch.parcel import Parcel
-from unisono.launch.rank import Job
+from unisono.launch.payload import Parcel
+from unisono.launch.pool import remote
+from unisono.launch.pool.cleanup import unused_memory
+from unisono.launch.pool.monitor import Outcome, Watch
+from unisono.launch.pool.protocol import Job
+from unisono.launch.pool.remote import RemoteSupervisor
 from unisono.launch.remote_plan import Plan
-from unisono.launch.supervise import Outcome, Watch
-from unisono.launch.terminal import VARIABLE as STDIN_VARIABLE
-from unisono.launch.terminal import stdin_rank
+from unisono.launch.stopping import announce, first_told_to
 
 
 def run_mpi(
@@ -65,10 +64,10 @@ def run_mpi(
         launcher=(socket.gethostname(), me, job_files.process_start(me) or 0),
     )
     job_files.update_state(job_dir, {"plan": plan.as_json()})
-    write_payload(job, job_dir / rank_files.PAYLOAD)
+    write_payload(job, job_dir / remote.PAYLOAD)
     words = [sys.executable, "-m", "unisono.launch.minder", str(job_dir), str(attempt)]
     watch = MpiWatch(console, job_dir, size)
-    oversight = Oversight(
+    oversight = RemoteSupervisor(
         job_dir,
         plan,
         attempt,
@@ -101,7 +100,7 @@ def run_mpi(
     if ending.state not in ("done", "requeued"):
         raise file_outcome.read_error(job_dir, size, ending)
     is_requeued = ending.state == "requeued"
-    states = rank_files.read_states(job_dir, size, attempt)
+    states = remote.read_states(job_dir, size, attempt)
     file_outcome.warn_of_ends(states)
     return Outcome(
         values=[] if is_requeued else [_value(job_dir, rank) for rank in range(size)],
@@ -119,7 +118,7 @@ def _segments() -> set[Path]:
 
 def _value(job_dir: Path, rank: int) -> Parcel:
     """Return what a rank returned, from a private file of this user."""
-    path = rank_files.result_path(job_dir, rank)
+    path = remote.result_path(job_dir, rank)
     job_files.check_ours(path)
     return Parcel.in_file(path)
 
@@ -127,7 +126,7 @@ def _value(job_dir: Path, rank: int) -> Parcel:
 class MpiWatch:
     """Shows what the ranks print, and lets other threads ask about them."""
 
-    oversight: Oversight
+    oversight: RemoteSupervisor
 
     def __init__(self, console: Console, job_dir: Path, ranks: int) -> None:
         self._logs = LogFollower(job_dir, console, range(ranks), tail=0)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cores import threads_per_rank, usable_cores
 from unisono.errors import PlatformError
+from unisono.launch.console import IO
 from unisono.launch.device import Device
-from unisono.launch.io import IO
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from unisono.launch.device import Device
 from unisono.launch.field_kinds import check_kinds
 from unisono.launch.mpiexec import find_mpiexec
 from unisono.launch.platform import Platform
-from unisono.launch.ports import owner_of_port
+from unisono.launch.rendezvous import owner_of_port
 
 _ONE_HOST = (Device.CPU, Device.GPU, Device.MPS)
 _CHOICES = {

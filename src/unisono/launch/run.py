@@ -15,19 +15,19 @@ from unisono.errors import RankFailed, Requeue
 from unisono.launch import stopping
 from unisono.launch.attempts import Attempts, job_directory
 from unisono.launch.configuration import say_what_file_decides
+from unisono.launch.context import seeded
 from unisono.launch.conventions import Convention
 from unisono.launch.detection import is_in_world
 from unisono.launch.device import Device
 from unisono.launch.existing import run_here
-from unisono.launch.in_process import seeded
-from unisono.launch.interrupts import signals_of_launcher
 from unisono.launch.logs import Logs
 from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
+from unisono.launch.pool.client import prepare
 from unisono.launch.request import Request, check_names, checked_request
 from unisono.launch.results import Results
 from unisono.launch.stacks import own_frames_hidden
-from unisono.launch.warm import prepare
+from unisono.launch.stopping import signals_of_launcher
 
 __all__ = ["run"]
 

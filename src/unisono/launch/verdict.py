@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks
-from unisono.launch.messages import Failed, Standing
 from unisono.launch.payload import load_exception
+from unisono.launch.pool.protocol import Failed, Standing
 from unisono.launch.stacks import grouped, outside_collectives, user_line
 
 LOG_LINES = 20

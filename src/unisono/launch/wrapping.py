@@ -9,10 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from unisono.launch.console import IO
+from unisono.launch.context import run_in_process
 from unisono.launch.conventions import choose_convention
 from unisono.launch.detection import is_in_world
-from unisono.launch.in_process import run_in_process
-from unisono.launch.io import IO
 from unisono.launch.job import Job, submit_request
 from unisono.launch.platform import Platform
 from unisono.launch.request import checked_request

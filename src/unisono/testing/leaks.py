@@ -35,7 +35,7 @@ _LASTING_THREADS = ("TMonitor", "pytest_timeout")
 _LASTING_COMMANDS = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
-    "unisono.launch.server",
+    "unisono.launch.pool.server",
 )
 
 
@@ -127,7 +127,7 @@ def _processes() -> dict[str, str]:
 
 def _collect_server() -> None:
     """Collect a warm server that has left, idle; else that is done when the next run begins."""
-    server = getattr(sys.modules.get("unisono.launch.warm"), "_server", None)
+    server = getattr(sys.modules.get("unisono.launch.pool.client"), "_server", None)
     if server is not None:
         _ = server.is_usable
 
@@ -161,7 +161,7 @@ def _lasting_fds() -> set[int]:
     for module, (holder, fields) in names.items():
         kept = getattr(sys.modules.get(module), holder, None)
         found.update(fd for fd in (getattr(kept, f, None) for f in fields) if fd is not None)
-    server = getattr(sys.modules.get("unisono.launch.warm"), "_server", None)
+    server = getattr(sys.modules.get("unisono.launch.pool.client"), "_server", None)
     if server is not None:
         found.update(server.fds)
     return found

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from unisono.errors import PlatformError
-from unisono.launch import file_outcome, job_files, rank_files, restarting
+from unisono.launch import file_outcome, job_files, restarting
 from unisono.launch.job_files import write_private
-from unisono.launch.oversight import Ending, Oversight
-from unisono.launch.rank_files import CANCEL
+from unisono.launch.pool import remote
+from unisono.launch.pool.remote import CANCEL, Ending, RemoteSupervisor
 from unisono.launch.remote_plan import Plan
 from unisono.launch.slurm.commands import call, show_job
 from unisono.launch.slurm.steps import srun_command
@@ -49,7 +49,7 @@ class Progress:
     @classmethod
     def read(cls, directory: Path) -> Progress:
         """Return how far the job in `directory` has got."""
-        found = rank_files.read_json(directory / PROGRESS)
+        found = remote.read_json(directory / PROGRESS)
         return cls(**found) if found else cls()
 
     def write(self, directory: Path) -> None:
@@ -71,7 +71,7 @@ class End:
     @classmethod
     def read(cls, directory: Path) -> End | None:
         """Return what came of the job in `directory`; None as long as it goes on."""
-        found = rank_files.read_json(directory / END)
+        found = remote.read_json(directory / END)
         if not found:
             return None
         return cls(
@@ -124,7 +124,7 @@ class Driver:
     def _attempt(self) -> Ending:
         attempt = self._progress.attempt
         command = srun_command(self._dir, self._plan, attempt)
-        return Oversight(
+        return RemoteSupervisor(
             self._dir, self._plan, attempt, command, on_tick=self._look_for_launcher
         ).run()
 

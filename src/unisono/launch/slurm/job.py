@@ -10,8 +10,7 @@ from typing import Any
 from unisono.errors import JobCancelled, RankFailed, RankTimeout
 from unisono.launch import file_outcome, job_files
 from unisono.launch.job import ENDS, Job
-from unisono.launch.oversight import ask_for_stacks
-from unisono.launch.rank_files import CANCEL
+from unisono.launch.pool.remote import CANCEL, ask_for_stacks
 from unisono.launch.results import Results
 from unisono.launch.slurm import commands
 from unisono.launch.slurm.driver import PROGRESS, End, Progress

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.launch.job_files import check_ours
-from unisono.launch.meeting import meet
+from unisono.launch.rendezvous import meet
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -12,15 +12,14 @@ from unisono.launch.console import Console
 from unisono.launch.conventions import Convention
 from unisono.launch.file_outcome import own_failure
 from unisono.launch.following import LogFollower
-from unisono.launch.interrupts import announce, first_told_to, signals_of_launcher
-from unisono.launch.oversight import LEAVE_S
 from unisono.launch.platform import Platform
-from unisono.launch.rank_files import INTERRUPT
+from unisono.launch.pool.remote import INTERRUPT, LEAVE_S
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.run import telling
 from unisono.launch.slurm.job import SlurmJob
 from unisono.launch.slurm.submission import submit
+from unisono.launch.stopping import announce, first_told_to, signals_of_launcher
 
 _PAUSE_S = 0.05
 

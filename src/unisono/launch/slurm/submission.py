@@ -20,8 +20,8 @@ from unisono.launch.conventions import Convention
 from unisono.launch.local import write_payload
 from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
-from unisono.launch.rank import Job as RankJob
-from unisono.launch.rank_files import PAYLOAD
+from unisono.launch.pool.protocol import Job as RankJob
+from unisono.launch.pool.remote import PAYLOAD
 from unisono.launch.remote_plan import Plan
 from unisono.launch.request import Request
 from unisono.launch.setting import Setting

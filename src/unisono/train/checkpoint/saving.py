@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from unisono.comm.processes import is_card_dead
-from unisono.launch.leaving import add_work, remove_work
+from unisono.launch.pool.rank import add_work, remove_work
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest
 from unisono.train.checkpoint.planners import SavePlanner

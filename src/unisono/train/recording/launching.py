@@ -16,11 +16,11 @@ from unisono.environment import detect
 from unisono.errors import PlatformError
 from unisono.launch.conventions import Convention
 from unisono.launch.detection import is_in_world
-from unisono.launch.interrupts import signals_of_launcher
 from unisono.launch.job import submit_request
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.run import execute
+from unisono.launch.stopping import signals_of_launcher
 from unisono.train.report.building import Report, finish
 
 

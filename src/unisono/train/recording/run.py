@@ -26,7 +26,7 @@ from unisono.comm.tracing import Recorder
 from unisono.data_parallel.partial_step import only_observes
 from unisono.environment import detect
 from unisono.errors import PartitionError, UnisonoError, an
-from unisono.launch.here import here
+from unisono.launch.context import here
 from unisono.topology.decompose import split_cuts
 from unisono.train.recording import directory as directories
 from unisono.train.recording.clocks import zero_of_run
