@@ -49,6 +49,7 @@ _COPIED_BYTES = 8 << 20
 _HEAD = struct.Struct("<2Q")
 _PART = struct.Struct("<?2Q")
 _MAX_DEPTH = 8
+_FINDERS = (importlib.machinery.PathFinder, importlib.machinery.FrozenImporter)
 
 
 class Pickler(cloudpickle.Pickler):
@@ -450,7 +451,7 @@ def _by_value_if_not_importable(fn: object) -> Iterator[None]:
     """Let cloudpickle take a function by value when a rank could not import its module."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     registered = cloudpickle.list_registry_pickle_by_value()
-    if module is None or module.__name__ in registered or _is_importable(module):
+    if module is None or module.__name__ in registered or is_importable(module):
         yield
         return
     cloudpickle.register_pickle_by_value(module)
@@ -460,8 +461,11 @@ def _by_value_if_not_importable(fn: object) -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_importable(module: types.ModuleType) -> bool:
-    """Whether a fresh interpreter with our `sys.path` finds this module under its name."""
+def is_importable(module: types.ModuleType, finders: Sequence[Any] = _FINDERS) -> bool:
+    """Whether a fresh interpreter with our `sys.path` finds this module under its name.
+
+    `finders` are the import hooks that it has.
+    """
     name = module.__name__
     if name == "__main__" or name in sys.builtin_module_names:
         return True  # by value anyway, or always there
@@ -469,9 +473,11 @@ def _is_importable(module: types.ModuleType) -> bool:
     spec: importlib.machinery.ModuleSpec | None = None
     parts = name.split(".")
     for i in range(len(parts)):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: i + 1]), path)
+        parent = ".".join(parts[: i + 1])
+        specs = (finder.find_spec(parent, path) for finder in finders)
+        spec = next((found for found in specs if found is not None), None)
         if spec is None:
-            return importlib.machinery.FrozenImporter.find_spec(name) is not None
+            return False
         path = spec.submodule_search_locations
     file = getattr(module, "__file__", None)
     return spec is not None and (file is None or spec.origin is None or spec.origin == file)

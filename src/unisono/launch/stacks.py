@@ -78,8 +78,11 @@ def _parsed(dump: str) -> tuple[list[str], list[_Thread]]:
             (threads[-1].lines if threads else before).append(line)
     kept = [t for t in threads if not any(_OWN_THREADS.search(line) for line in t.lines)]
     for lines in (before, *(thread.lines for thread in kept or threads)):
-        while lines and _BOTTOM.match(lines[-1]):
-            lines.pop()
+        # After a crash, the interpreter's list of extension modules follows the last frame.
+        end = max((i + 1 for i, line in enumerate(lines) if _FRAME.match(line)), default=0)
+        while end and _BOTTOM.match(lines[end - 1]):
+            end -= 1
+            del lines[end]
     return before, kept or threads
 
 

@@ -53,7 +53,7 @@ _PIPE_BYTES = 1 << 20
 _SERVER_BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from unisono.launch.pool.server import serve; "
-    "serve(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))"
+    "serve(json.loads(sys.argv[2]), int(sys.argv[3]))"
 )
 _RANK_BOOTSTRAP = (
     "import os, sys; f = int(sys.argv[-4]); p = int.from_bytes(os.pread(f, 8, 0), 'little'); "
@@ -83,7 +83,8 @@ class WarmServer:
         env = {k: v for k, v in os.environ.items() if k not in _OF_RUNS}
         env |= dict.fromkeys(_SINGLE_THREAD, "1")
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once, when it is imported
-        words = (search_path, str(theirs.fileno()), str(self.owner_pid), json.dumps(list(preload)))
+        own = json.dumps({"owner_pid": self.owner_pid, "preload": list(preload)})
+        words = (search_path, own, str(theirs.fileno()))
         with theirs:
             self._process = subprocess.Popen(
                 _python(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
@@ -123,7 +124,7 @@ class WarmServer:
         fds: Iterable[int] = (),
         *,
         streams: Mapping[int, int] | None = None,
-        linger_s: float = 0.0,
+        linger_s: float | None = 0.0,
     ) -> ForkedProcess:
         """Ask for a process, leader of a group of its own; raise `ServerGone` if nobody can.
 
@@ -132,7 +133,7 @@ class WarmServer:
             own: plain data for it.
             fds: descriptors of this process that it gets.
             streams: its standard streams, as number in it -> descriptor of this process.
-            linger_s: how long what it started may outlive it before that is killed.
+            linger_s: how long what it started may outlive it before that is killed; None: for ever.
         """
         streams = streams or {}
         request = {
@@ -355,10 +356,15 @@ class Pipes:
         for fd in (self.report[1], self.control[0], self.stdout[1], self.stderr[1]):
             os.close(fd)
 
+    @property
+    def ours(self) -> tuple[int, ...]:
+        """Our ends."""
+        return self.report[0], self.control[1], self.result, self.stdout[0], self.stderr[0]
+
     def close_ours(self) -> None:
         """Close our ends."""
         self.log.close()
-        for fd in (self.report[0], self.control[1], self.result, self.stdout[0], self.stderr[0]):
+        for fd in self.ours:
             os.close(fd)
 
 
@@ -401,6 +407,13 @@ class RankProcess:
         return self.process.pid
 
     @property
+    def fds(self) -> tuple[int, ...]:
+        """All descriptors that this process has for the rank."""
+        end_fd = self.process.end_fd
+        ends = () if end_fd is None else (end_fd,)
+        return *self.pipes.ours, self.log.fileno(), *ends
+
+    @property
     def is_running(self) -> bool:
         """Whether its end has not been noted yet."""
         return self.exit_code is None
@@ -430,7 +443,7 @@ class RankProcess:
             return None
         return self._reader.feed(data or b"")
 
-    def note(self, message: Message) -> None:
+    def note(self, message: object) -> None:
         """Remember what the rank has said."""
         match message:
             case Hello():
@@ -461,7 +474,7 @@ class RankProcess:
         with suppress(OSError):
             send_order(self.pipes.control[1], **order)
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         """Send a signal to the rank alone."""
         if self.is_running:
             with suppress(ProcessLookupError, PermissionError):

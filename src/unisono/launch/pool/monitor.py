@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from unisono.errors import name_ranks
 from unisono.launch import verdict
@@ -89,7 +89,7 @@ class RankMonitor:
         stack_signal: makes a rank write its stacks.
     """
 
-    def __init__(self, stack_signal: signal.Signals) -> None:
+    def __init__(self, stack_signal: int) -> None:
         self._ranks: list[RankProcess] = []
         self._stack_signal = stack_signal
         self._selector = selectors.DefaultSelector()
@@ -103,7 +103,7 @@ class RankMonitor:
         if rank.process.end_fd is not None:
             self.listen(rank.process.end_fd, lambda: self._note_end(rank))
 
-    def take(self, rank: RankProcess, message: Message) -> None:
+    def take(self, rank: RankProcess, message: Any) -> None:
         """Note what a rank says."""
         rank.note(message)
         if isinstance(message, Failed):
@@ -185,6 +185,18 @@ class RankMonitor:
         end = time.monotonic() + DRAIN_S
         while time.monotonic() < end and self.step(0):
             pass
+
+    def drop(self, rank: RankProcess) -> None:
+        """Listen no more to a rank that has ended, and let its descriptors go."""
+        self._ranks.remove(rank)
+        for fd in rank.fds:
+            with suppress(KeyError):
+                self._selector.unregister(fd)
+        rank.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor that all this listening takes."""
+        return self._selector.fileno()
 
     def close(self) -> None:
         """Let all descriptors go."""
@@ -466,7 +478,7 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def text_from(path: Path, offset: int) -> str:
+def text_from(path: Path, offset: int = 0) -> str:
     """Return the text of a file from a place on; nothing if it is not there."""
     try:
         with path.open("rb") as file:

@@ -210,11 +210,26 @@ def send_message(fd: int, message: object) -> None:
                 view = view[os.write(fd, view) :]
 
 
+def receive_message(fd: int) -> Any:
+    """Wait for one message; None when no more can come."""
+    reader = MessageReader()
+    while data := os.read(fd, reader.missing()):
+        if messages := reader.feed(data):
+            return messages[0]
+    return None
+
+
 class MessageReader:
     """Puts messages together from whatever pieces a pipe delivers."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+
+    def missing(self) -> int:
+        """Return how many bytes the next message lacks, as far as that is known."""
+        if len(self._buffer) < _LENGTH.size:
+            return _LENGTH.size - len(self._buffer)
+        return _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0] - len(self._buffer)
 
     def feed(self, data: bytes) -> list[Any]:
         """Take `data`; return the messages complete by now."""

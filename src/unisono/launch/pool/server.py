@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,25 +38,26 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ORDER = (signal.SIGTERM,)
 
 
-def serve(control_fd: int, owner_pid: int, preload: Iterable[str] = ()) -> NoReturn:
+def serve(own: dict[str, Any], control_fd: int) -> NoReturn:
     """Serve until the owner is gone; in a forked process, do what that is for.
 
     Its life begins here, at the bottom of the stack, so it ends as any interpreter does.
 
     Args:
+        own: `owner_pid`, the parent of this process, without which the server ends, and `preload`,
+            more modules to load first; one that cannot be loaded is left out.
         control_fd: socket on which requests come, see `WarmServer.fork`.
-        owner_pid: parent of this process; without it the server ends.
-        preload: more modules to load first; one that cannot be loaded is left out.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     load((*PRELOAD, "unisono.launch.pool.rank"))
     importlib.import_module("torch").set_num_threads(1)
-    for name in preload:
+    for name in own["preload"]:
         with contextlib.suppress(Exception):  # then whoever wants it says so
             load((name,))
+    later = () if own["preload"] else PRELOAD_WHEN_IDLE
     idle_s = float(os.environ.get("UNISONO_SERVER_IDLE_S") or IDLE_S)
-    main = Server(socket.socket(fileno=control_fd), owner_pid, idle_s).run()
+    main = Server(socket.socket(fileno=control_fd), own["owner_pid"], idle_s, later).run()
     if main is not None:
         main()
     os._exit(0)
@@ -85,7 +86,7 @@ class _Child:
 
     def __init__(self, request: dict[str, Any], status_fd: int) -> None:
         self.own: dict[str, str] = request["own"]
-        self.linger_s: float = request["linger_s"]
+        self.linger_s: float | None = request["linger_s"]
         self.status_fd = status_fd
 
     def tell(self, news: str) -> None:
@@ -96,13 +97,15 @@ class _Child:
 class Server:
     """Forks processes on request and reports how they end."""
 
-    def __init__(self, control: socket.socket, owner_pid: int, idle_s: float) -> None:
+    def __init__(
+        self, control: socket.socket, owner_pid: int, idle_s: float, later: Sequence[str]
+    ) -> None:
         self._control = control
         self._owner_pid = owner_pid
         self._idle_s = idle_s
         self._children: dict[int, _Child] = {}
         self._has_served = False
-        self._is_complete = False
+        self._later = later
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._wake_read, self._wake_write = os.pipe()
@@ -127,8 +130,8 @@ class Server:
             if is_orphan or (not self._children and now - last_busy >= self._idle_s):
                 return self._end()
             if not events and self._may_load_more():
-                self._is_complete = True
-                load(PRELOAD_WHEN_IDLE)
+                later, self._later = self._later, ()
+                load(later)
             for key, _ in events:
                 if key.fd == self._wake_read:
                     with contextlib.suppress(BlockingIOError):
@@ -146,7 +149,7 @@ class Server:
 
     def _may_load_more(self) -> bool:
         """Whether there was a job, none is running, and something is left to load."""
-        return self._has_served and not self._children and not self._is_complete
+        return bool(self._later) and self._has_served and not self._children
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> Callable[[], object] | None:
         """Fork a process for a request; in it, return what it is to do."""
@@ -212,12 +215,13 @@ class Server:
                 return
             pid = ended.si_pid
             child = self._children.pop(pid, None)
-            if child is not None:  # while it is a zombie its group cannot be another's
+            if child is not None and child.linger_s is not None:
                 _await_group(pid, child.linger_s)
-                _kill(pid, os.killpg)
+                _kill(pid, os.killpg)  # while it is a zombie its group cannot be another's
             _, status, usage = os.wait4(pid, 0)
             if child is not None:
-                self._end_orphans(child.own)
+                if child.linger_s is not None:
+                    self._end_orphans(child.own)
                 code = os.waitstatus_to_exitcode(status)
                 child.tell(f"ended {code} {usage.ru_maxrss / 1024:.1f}\n")
                 os.close(child.status_fd)
