@@ -172,9 +172,8 @@ class Minder(RankMonitor):
         self._note("starting")
         return rank
 
-    def take(self, rank: RankProcess, message: Message) -> None:
-        """Note what the rank says, and leave it in files for others."""
-        super().take(rank, message)
+    def heard(self, rank: RankProcess, message: Message) -> None:
+        """Leave what the rank says in files for others."""
         match message:
             case Hello():
                 self._note("running")
@@ -246,8 +245,7 @@ class Minder(RankMonitor):
         rank = self._rank
         if rank.is_running and self._is_dismissed:
             self._state.warning = f"did not end within {LEAVE_S:g} s"
-        self.stop_all(self._plan.grace_s)
-        self.kill_all()
+        self.end_all(self._plan.grace_s)
         if rank.is_done:
             self._state.exit_code, self._state.peak_mb = rank.exit_code, rank.peak_mb
         self.close()

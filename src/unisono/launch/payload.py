@@ -206,7 +206,8 @@ class Parcel:
             self._fd, self._offset = nameless_file(), ROOM
             self._close = weakref.finalize(self, os.close, self._fd)
             _write(self._fd, memoryview(self._data), ROOM)
-            self._data = None
+            length, self._data = len(self._data), None
+            return self._fd, ROOM + length
         return self._fd, self._end()
 
     def save(self, path: Path, *, end: int | None = None) -> None:

@@ -98,9 +98,8 @@ class _Monitor(RankMonitor):
         super().__init__(STACK_SIGNAL)
         self.replies: dict[int, Reply] = {}
 
-    def take(self, rank: RankProcess, message: Any) -> None:
-        """Note what a rank says."""
-        super().take(rank, message)
+    def heard(self, rank: RankProcess, message: Any) -> None:
+        """Keep the answer of a rank."""
         if isinstance(message, Reply):
             self.replies[rank.rank] = message
 
@@ -111,7 +110,7 @@ class _Monitor(RankMonitor):
         self.replies = {}
         for rank in ranks:
             with contextlib.suppress(OSError):  # a dead rank is found below
-                send_message(rank.pipes.control[1], command)
+                send_message(rank.pipes.control, command)
         begin = time.monotonic()
         deadline = begin + timeout_s
         died: dict[int, int] = {}
@@ -293,30 +292,23 @@ class RankPool:
                 self.monitor.drop(rank)
 
     def _start(self, number: int) -> RankProcess:
-        pipes = Pipes.open(number, self.directory)
+        pipes = Pipes(number, self.directory)
+        own = {"rank": number, "stacks": str(pipes.stack_path)}
+        main = "unisono.testing.rank:answer_pool"
         try:
-            process = self.server.fork(
-                "unisono.testing.rank:answer_pool",
-                {"rank": number, "stacks": str(pipes.stack_path)},
-                pipes.theirs,
-                streams={1: pipes.stdout[1], 2: pipes.stderr[1]},
-                linger_s=_LINGER_S,
-            )
-            if (why := process.confirm(ANSWER_S)) is not None:
-                raise RankFailed(f"the process that starts the ranks refuses: {why}", rank=number)
-        except BaseException as error:
-            pipes.close_ours()
-            if not isinstance(error, ServerGone):
-                raise
+            process = self.server.fork_rank(main, own, pipes, linger_s=_LINGER_S)
+            rank = RankProcess(number, process, pipes)
+            why = process.confirm(ANSWER_S)
+        except ServerGone as error:
             told = self.server.last_words()
             raise RankFailed(
                 f"the process that starts the ranks ended, or does not answer\n{told}",
                 rank=number,
                 log_tail=told,
             ) from error
-        finally:
-            pipes.close_theirs()
-        rank = RankProcess(number, process, pipes)
+        if why is not None:
+            rank.close()
+            raise RankFailed(f"the process that starts the ranks refuses: {why}", rank=number)
         self.monitor.watch(rank)
         return rank
 

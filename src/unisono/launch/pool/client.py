@@ -22,11 +22,11 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from unisono.launch.accelerators import is_cuda_initialized
+from unisono.launch.following import FAILED
 from unisono.launch.logs import RankLog
 from unisono.launch.payload import Parcel, nameless_file
 from unisono.launch.pool.cleanup import end_processes_of
@@ -153,6 +153,25 @@ class WarmServer:
             os.close(status_write)
         return ForkedProcess(status_read)
 
+    def fork_rank(
+        self,
+        main: str,
+        own: Mapping[str, object],
+        pipes: Pipes,
+        *fds: int,
+        stdin: Mapping[int, int] | None = None,
+        linger_s: float = 0.0,
+    ) -> ForkedProcess:
+        """Ask for a rank at the other ends of `pipes`, which are closed here; see `fork`."""
+        streams = {**pipes.streams, **(stdin or {})}
+        try:
+            return self.fork(main, own, (*fds, *pipes.theirs), streams=streams, linger_s=linger_s)
+        except BaseException:
+            pipes.close()
+            raise
+        finally:
+            pipes.close_theirs()
+
     def last_words(self) -> str:
         """Return what the server has printed, which is why it ended if it did."""
         size = os.fstat(self._errors.fileno()).st_size
@@ -244,7 +263,6 @@ class Process(Protocol):
     @property
     def end_fd(self) -> int | None:
         """A descriptor that becomes readable when it has ended, where there is one."""
-        ...
 
     def wait(self) -> tuple[int, float | None]:
         """Wait for its end, end its group; return its exit code and its peak memory in MB."""
@@ -256,13 +274,8 @@ class ForkedProcess:
 
     def __init__(self, status_fd: int) -> None:
         self.pid = 0
-        self._status_fd = status_fd
+        self.end_fd = status_fd
         self._rest = b""
-
-    @property
-    def end_fd(self) -> int:
-        """The pipe on which the server tells of the end."""
-        return self._status_fd
 
     def confirm(self, timeout_s: float) -> str | None:
         """Wait until the server has forked it; return why, if it refuses."""
@@ -287,9 +300,9 @@ class ForkedProcess:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left = None if end is None else max(0.0, end - time.monotonic())
-            if not select.select([self._status_fd], [], [], left)[0]:
+            if not select.select([self.end_fd], [], [], left)[0]:
                 return None
-            data = read_available(self._status_fd)
+            data = read_available(self.end_fd)
             if data == b"":
                 return None
             self._rest += data or b""
@@ -325,60 +338,57 @@ class SpawnedProcess:
         return self._process.returncode, peak_mb
 
 
-@dataclass(frozen=True)
 class Pipes:
-    """The descriptors that connect a launcher with one rank."""
+    """The descriptors and files that connect a launcher with one rank.
 
-    report: tuple[int, int]
-    control: tuple[int, int]
-    result: int
-    """A nameless file for what the rank returns, if that is long; both sides have it open."""
-    stdout: tuple[int, int]
-    stderr: tuple[int, int]
-    log: RankLog
-    stack_path: Path
+    Attributes:
+        log: what the rank prints.
+        stack_path: where it writes its stacks.
+        report: our end of the pipe for messages.
+        control: our end of the pipe for orders.
+        result: a nameless file for what it returns, if that is long; both sides have it open.
+        outputs: our ends of its stdout and stderr.
+        ours: all ends that are ours.
+        theirs: the rank's ends, but for its streams: report, control, result.
+        streams: its stdout and stderr, by number.
+    """
 
-    @classmethod
-    def open(cls, rank: int, job_dir: Path) -> Pipes:
-        """Make the pipes and the log of `rank`."""
-        log = RankLog(job_dir / f"rank-{rank}.log")
-        stack = job_dir / f"rank-{rank}.stack"
-        ends = (os.pipe(), os.pipe(), nameless_file(), _wide_pipe(), _wide_pipe())
-        return cls(*ends, log, stack)
-
-    @property
-    def theirs(self) -> tuple[int, int, int]:
-        """The rank's ends, but for its streams: report, control, result."""
-        return self.report[1], self.control[0], self.result
+    def __init__(self, rank: int, job_dir: Path) -> None:
+        self.log = RankLog(job_dir / f"rank-{rank}.log")
+        self.stack_path = job_dir / f"rank-{rank}.stack"
+        self.report, their_report = os.pipe()
+        their_control, self.control = os.pipe()
+        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        for fd in (their_out, their_err):
+            if hasattr(fcntl, "F_SETPIPE_SZ"):
+                with suppress(OSError):  # beyond what this user may have
+                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self.result = nameless_file()
+        self.outputs = out, err
+        self.ours = self.report, self.control, self.result, out, err
+        self.theirs = their_report, their_control, self.result
+        self.streams = {1: their_out, 2: their_err}
 
     def close_theirs(self) -> None:
         """Close the rank's ends in this process, so that its end can be noticed."""
-        for fd in (self.report[1], self.control[0], self.stdout[1], self.stderr[1]):
+        for fd in (*self.theirs[:2], *self.streams.values()):
             os.close(fd)
 
-    @property
-    def ours(self) -> tuple[int, ...]:
-        """Our ends."""
-        return self.report[0], self.control[1], self.result, self.stdout[0], self.stderr[0]
-
-    def close_ours(self) -> None:
+    def close(self) -> None:
         """Close our ends."""
         self.log.close()
         for fd in self.ours:
             os.close(fd)
 
 
-def _wide_pipe() -> tuple[int, int]:
-    """Return a pipe that takes much before its writer has to wait."""
-    ends = os.pipe()
-    if hasattr(fcntl, "F_SETPIPE_SZ"):
-        with suppress(OSError):  # beyond what this user may have
-            fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    return ends
-
-
 class RankProcess:
-    """A rank that was started, with everything it has said so far."""
+    """A rank that was started, with everything it has said so far.
+
+    Attributes:
+        is_running: whether its end has not been noted yet.
+        is_done: whether its function has come to a good end: it returned, or asked to be requeued.
+        is_bad: whether it failed, or ended without a result.
+    """
 
     def __init__(self, rank: int, process: Process, pipes: Pipes) -> None:
         self.rank = rank
@@ -386,17 +396,18 @@ class RankProcess:
         self.pipes = pipes
         self.log = pipes.log
         self.stack_path = pipes.stack_path
-        self.report_fd = pipes.report[0]
-        self.output_fds = pipes.stdout[0], pipes.stderr[0]
+        self.is_running = True
         self.hello: Hello | None = None
         self.is_ready = False
         self.returned: Returned | None = None
         self.is_requeued = False
+        self.is_done = False
         self.lingering: tuple[str, ...] = ()
         self.finishing_s = 0.0
         self.standing: Standing | None = None
         self.failed: Failed | None = None
         self.failed_at = 0.0
+        self.is_bad = False
         self.exit_code: int | None = None
         self.peak_mb: float | None = None
         self._reader = MessageReader()
@@ -409,24 +420,8 @@ class RankProcess:
     @property
     def fds(self) -> tuple[int, ...]:
         """All descriptors that this process has for the rank."""
-        end_fd = self.process.end_fd
-        ends = () if end_fd is None else (end_fd,)
+        ends = () if self.process.end_fd is None else (self.process.end_fd,)
         return *self.pipes.ours, self.log.fileno(), *ends
-
-    @property
-    def is_running(self) -> bool:
-        """Whether its end has not been noted yet."""
-        return self.exit_code is None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its function has come to a good end: it returned, or asked to be requeued."""
-        return self.returned is not None or self.is_requeued
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether it failed, or ended without a result."""
-        return self.failed is not None or (not self.is_running and not self.is_done)
 
     def value(self) -> Parcel | None:
         """Return what its function returned, if it has; good also after `close`."""
@@ -438,7 +433,7 @@ class RankProcess:
 
     def read_messages(self) -> list[Message] | None:
         """Return the messages that have come; None when the rank can send no more."""
-        data = read_available(self.report_fd)
+        data = read_available(self.pipes.report)
         if data == b"":
             return None
         return self._reader.feed(data or b"")
@@ -451,9 +446,9 @@ class RankProcess:
             case Ready():
                 self.is_ready = True
             case Returned():
-                self.returned = message
+                self.returned, self.is_done = message, True
             case Requeued():
-                self.is_requeued = True
+                self.is_requeued = self.is_done = True
             case Standing():
                 self.standing = message
             case Lingering():
@@ -461,18 +456,21 @@ class RankProcess:
             case Finishing():
                 self.finishing_s = message.seconds
             case Failed():
-                self.failed, self.failed_at = message, time.monotonic()
+                self.failed, self.failed_at, self.is_bad = message, time.monotonic(), True
+                self.log.write(FAILED + message.traceback.encode(errors="replace"))
             case _:
                 pass
 
     def collect(self) -> None:
         """Wait for the end of the process, end its group, and keep its status."""
         self.exit_code, self.peak_mb = self.process.wait()
+        self.is_running = False
+        self.is_bad = self.is_bad or not self.is_done
 
     def order(self, **order: object) -> None:
         """Send the rank an order. If it has gone, its exit status tells more than this could."""
         with suppress(OSError):
-            send_order(self.pipes.control[1], **order)
+            send_order(self.pipes.control, **order)
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank alone."""
@@ -488,7 +486,7 @@ class RankProcess:
 
     def close(self) -> None:
         """Close all descriptors."""
-        self.pipes.close_ours()
+        self.pipes.close()
         if self.process.end_fd is not None:
             os.close(self.process.end_fd)
 
@@ -504,51 +502,32 @@ def fork_ranks(
         job_dir: directory of the run.
         stdin_rank: who reads our standard input.
     """
+    main = "unisono.launch.pool.rank:live_as_forked"
     for _ in range(2):  # a server may have left, idle, at this very moment
+        server = get_server()
         ranks: list[RankProcess] = []
+        processes: list[ForkedProcess] = []
+        is_refused = False
         try:
-            processes: list[ForkedProcess] = []
             for rank, variables in enumerate(own):
-                pipes, process = _fork_rank(rank, variables, payload_fd, job_dir, stdin_rank)
+                pipes = Pipes(rank, job_dir)
+                stdin = {0: 0} if rank == stdin_rank else {}
+                process = server.fork_rank(main, variables, pipes, payload_fd, stdin=stdin)
                 processes.append(process)
                 ranks.append(RankProcess(rank, process, pipes))
-            refusals = [process.confirm(ANSWER_S) for process in processes]
-        except ServerGone:
+            for process in processes:
+                is_refused |= process.confirm(ANSWER_S) is not None
+        except BaseException as error:
             _let_go(ranks)
+            if not isinstance(error, ServerGone):
+                raise
             shutdown()
             continue
-        except BaseException:
-            _let_go(ranks)
-            raise
-        if not any(refusals):
+        if not is_refused:
             return ranks
         _let_go(ranks)
         break
     return []
-
-
-def _fork_rank(
-    rank: int,
-    variables: Mapping[str, str],
-    payload_fd: int,
-    job_dir: Path,
-    stdin_rank: int | None,
-) -> tuple[Pipes, ForkedProcess]:
-    pipes = Pipes.open(rank, job_dir)
-    streams = {1: pipes.stdout[1], 2: pipes.stderr[1]} | ({0: 0} if rank == stdin_rank else {})
-    try:
-        process = get_server().fork(
-            "unisono.launch.pool.rank:live_as_forked",
-            variables,
-            (payload_fd, *pipes.theirs),
-            streams=streams,
-        )
-    except BaseException:
-        pipes.close_ours()
-        raise
-    finally:
-        pipes.close_theirs()
-    return pipes, process
 
 
 def _let_go(ranks: Sequence[RankProcess]) -> None:
@@ -572,21 +551,21 @@ def spawn_rank(
     `kept_fds` are descriptors of this process that the rank inherits, too; `stdin_fd` is what it
     reads from.
     """
-    pipes = Pipes.open(rank, job_dir)
+    pipes = Pipes(rank, job_dir)
     inherited = (payload_fd, *pipes.theirs)
     label = f"unisono rank {rank} of {ranks}"
     try:
         process = subprocess.Popen(
             _python(_RANK_BOOTSTRAP, label, *map(str, inherited)),
             stdin=stdin_fd,
-            stdout=pipes.stdout[1],
-            stderr=pipes.stderr[1],
+            stdout=pipes.streams[1],
+            stderr=pipes.streams[2],
             pass_fds=(*inherited, *kept_fds),
             env=env,
             process_group=0,
         )
     except BaseException:
-        pipes.close_ours()
+        pipes.close()
         raise
     finally:
         pipes.close_theirs()

@@ -23,13 +23,10 @@ from unisono.errors import name_ranks
 from unisono.launch import verdict
 from unisono.launch.caution import warn
 from unisono.launch.console import Console, RankStream
-from unisono.launch.following import FAILED
 from unisono.launch.payload import Parcel
 from unisono.launch.pool.client import RankProcess
 from unisono.launch.pool.protocol import (
     Address,
-    Failed,
-    Message,
     Preempt,
     Ready,
     Standing,
@@ -97,32 +94,29 @@ class RankMonitor:
     def watch(self, rank: RankProcess) -> None:
         """Begin to listen to a rank that was just started."""
         self._ranks.append(rank)
-        self.listen(rank.report_fd, lambda: self.read_report(rank))
-        for number, fd in enumerate(rank.output_fds):
-            self.listen(fd, self._output_reader(rank, number, fd))
+        self.listen(rank.pipes.report, self.read_report, rank)
+        for number, fd in enumerate(rank.pipes.outputs):
+            self.listen(fd, self._read_output, rank, number, fd)
         if rank.process.end_fd is not None:
-            self.listen(rank.process.end_fd, lambda: self._note_end(rank))
+            self.listen(rank.process.end_fd, self._note_end, rank)
 
-    def take(self, rank: RankProcess, message: Any) -> None:
-        """Note what a rank says."""
-        rank.note(message)
-        if isinstance(message, Failed):
-            rank.log.write(FAILED + message.traceback.encode(errors="replace"))
+    def heard(self, rank: RankProcess, message: Any) -> None:
+        """Do what a message of a rank asks for; it is noted already."""
 
-    def show(self, rank: RankProcess, _number: int, data: bytes) -> None:
-        """Take what a rank has printed on its stdout (0) or stderr (1)."""
-        rank.log.write(data)
+    def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
+        """Show what a rank has printed on its stdout (0) or stderr (1); it is in its log."""
 
-    def listen(self, fd: int, callback: Callable[[], bool]) -> None:
+    def listen(self, fd: int, callback: Callable[..., bool], *args: object) -> None:
         """Have `callback` called when `fd` has something; it says whether there is more to come."""
         os.set_blocking(fd, False)
-        self._selector.register(fd, selectors.EVENT_READ, callback)
+        self._selector.register(fd, selectors.EVENT_READ, (callback, args))
 
     def step(self, timeout_s: float | None) -> bool:
         """Wait for news at most `timeout_s`, take all that has come, say whether there was any."""
         events = self._selector.select(timeout_s)
         for key, _ in events:
-            if not key.data():
+            callback, args = key.data
+            if not callback(*args):
                 self._selector.unregister(key.fd)
         return bool(events)
 
@@ -136,7 +130,8 @@ class RankMonitor:
         """Take the messages of a rank that have come; say whether there may be more."""
         messages = rank.read_messages()
         for message in messages or ():
-            self.take(rank, message)
+            rank.note(message)
+            self.heard(rank, message)
         if messages is None and rank.process.end_fd is None:
             self._note_end(rank)  # where the system cannot tell us of an exit in another way
         return messages is not None
@@ -161,30 +156,33 @@ class RankMonitor:
 
     def wait_for_end(self, ranks: Sequence[RankProcess], limit_s: float) -> None:
         """Wait until these ranks have ended; longer for those that finish a save."""
-        if any(rank.is_running for rank in ranks):
-            self.step_until(lambda: not any(rank.is_running for rank in ranks), limit_s)
-        if late := [rank for rank in ranks if rank.is_running and rank.finishing_s]:
-            longest_s = max(rank.finishing_s for rank in late)
-            self.step_until(lambda: not any(rank.is_running for rank in late), longest_s)
+        begin = time.monotonic()
+        while waits := [limit_s + rank.finishing_s for rank in ranks if rank.is_running]:
+            if (left := begin + max(waits) - time.monotonic()) <= 0:
+                break
+            self.step(left)
 
-    def stop_all(self, grace_s: float) -> None:
-        """Ask every rank to stop, so that its `finally` blocks run; wait `grace_s` for them."""
-        running = [rank for rank in self._ranks if rank.is_running]
-        for rank in running:
-            rank.order(stop=True)
-            rank.signal_group(signal.SIGTERM)
-        self.wait_for_end(running, grace_s)
+    def end_all(self, grace_s: float | None) -> None:
+        """Ask all ranks to stop, so that their `finally` blocks run, and kill them after `grace_s`.
 
-    def kill_all(self) -> None:
-        """Kill what is left, and read what all ranks have left in their pipes."""
+        None kills them at once. What they have left in their pipes is read.
+        """
         running = [rank for rank in self._ranks if rank.is_running]
-        for rank in running:
-            rank.signal_group(signal.SIGKILL)
-        for rank in running:
-            rank.collect()
-        end = time.monotonic() + DRAIN_S
-        while time.monotonic() < end and self.step(0):
-            pass
+        try:
+            if running and grace_s is not None:
+                for rank in running:
+                    rank.order(stop=True)
+                    rank.signal_group(signal.SIGTERM)
+                self.wait_for_end(running, grace_s)
+        finally:  # also when a second Ctrl-C interrupts the wait for an orderly end
+            for rank in running:
+                rank.signal_group(signal.SIGKILL)
+            for rank in running:
+                if rank.is_running:
+                    rank.collect()
+            end = time.monotonic() + DRAIN_S
+            while time.monotonic() < end and self.step(0):
+                pass
 
     def drop(self, rank: RankProcess) -> None:
         """Listen no more to a rank that has ended, and let its descriptors go."""
@@ -204,21 +202,20 @@ class RankMonitor:
             rank.close()
         self._selector.close()
 
-    def _output_reader(self, rank: RankProcess, number: int, fd: int) -> Callable[[], bool]:
-        def read() -> bool:
-            data = read_available(fd)
-            if data:
-                self.show(rank, number, data)
-            return data != b""
-
-        return read
+    def _read_output(self, rank: RankProcess, number: int, fd: int) -> bool:
+        data = read_available(fd)
+        if data:
+            rank.log.write(data)
+            self.printed(rank, number, data)
+        return data != b""
 
     def _note_end(self, rank: RankProcess) -> bool:
         """A rank's process has ended: take its last words and its status."""
         if rank.is_running:
             while messages := rank.read_messages():
                 for message in messages:
-                    self.take(rank, message)
+                    rank.note(message)
+                    self.heard(rank, message)
             rank.collect()
         return False
 
@@ -261,10 +258,8 @@ class Supervisor(RankMonitor):
 
     def __exit__(self, *_: object) -> None:
         try:
-            if not self._is_killed:
-                self.stop_all(self._grace_s)
-        finally:  # also when a second Ctrl-C interrupts the wait for an orderly end
-            self.kill_all()
+            self.end_all(None if self._is_killed else self._grace_s)
+        finally:
             for stream in self._streams.values():
                 stream.close()
             self.close()
@@ -287,9 +282,8 @@ class Supervisor(RankMonitor):
         """Return the stacks of all ranks that answer; only in the thread that supervises."""
         return self._stacks(self._ranks, DEADLINE_STACKS_S)
 
-    def take(self, rank: RankProcess, message: Message) -> None:
-        """Note what a rank says, and pass on what is for others."""
-        super().take(rank, message)
+    def heard(self, rank: RankProcess, message: Any) -> None:
+        """Pass on what is for other ranks."""
         match message:
             case Address():
                 for other in self._ranks:
@@ -302,12 +296,11 @@ class Supervisor(RankMonitor):
             case _:
                 pass
 
-    def show(self, rank: RankProcess, _number: int, data: bytes) -> None:
-        """Write what a rank has printed to its log and to the console."""
-        super().show(rank, _number, data)
-        key = rank, _number
+    def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
+        """Show on the console what a rank has printed."""
+        key = rank, number
         if key not in self._streams:
-            self._streams[key] = self._console.stream(rank.rank, _number)
+            self._streams[key] = self._console.stream(rank.rank, number)
         self._streams[key].feed(data)
 
     def _answer_questions(self) -> bool:
@@ -400,8 +393,7 @@ class Supervisor(RankMonitor):
         fates = self._fates()
         unaware = [rank for rank in self._ranks if not rank.is_bad and not rank.is_done]
         stacks = self._stacks(unaware, STACKS_S)
-        self.stop_all(self._grace_s)
-        self.kill_all()
+        self.end_all(self._grace_s)
         return verdict.failure(
             [
                 replace(
@@ -428,8 +420,7 @@ class Supervisor(RankMonitor):
         standings = self._standings()
         stacks = self._stacks(self._ranks, DEADLINE_STACKS_S)
         fates = self._fates()
-        self.stop_all(self._grace_s)
-        self.kill_all()
+        self.end_all(self._grace_s)
         return verdict.timeout(
             fates,
             what=f"{name_ranks(late)} of {size} {deadline}",
@@ -490,4 +481,7 @@ def text_from(path: Path, offset: int = 0) -> str:
 
 def tail(path: Path, limit: int = 1 << 20) -> str:
     """Return the text of a log, or the last `limit` bytes of it; nothing if it is not there."""
-    return text_from(path, max(0, size_of(path) - limit))
+    try:
+        return text_from(path, max(0, path.stat().st_size - limit))
+    except OSError:
+        return ""

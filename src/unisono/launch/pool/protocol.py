@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class Job:
     """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
     is_script: bool = False
     """Whether the function is a whole script, which may initialise torch.distributed by itself."""
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
     """With it ranks sign what they leave each other (`comm/seal.py`)."""
 
 
@@ -66,7 +67,7 @@ def payload_file(job: Job) -> int:
     begins with the place of what comes after the call: our search path, and the rest of the job.
     """
     fd, end = job.call.file()
-    search_path = b"\0".join(os.fsencode(entry) for entry in sys.path)
+    search_path = b"\0".join(map(os.fsencode, sys.path))
     body = pickle.dumps(replace(job, call=Parcel(b"")), protocol=pickle.HIGHEST_PROTOCOL)
     os.pwrite(fd, end.to_bytes(8, "little"), 0)
     os.pwrite(fd, len(search_path).to_bytes(8, "little") + search_path + body, end)
