@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import unisono
-from unisono.launch.warm import get_server
+from unisono.launch.pool.client import get_server
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import Row, markdown, publish

@@ -6,8 +6,8 @@ the same for commands in which others start python: mpiexec, torchrun, a process
 
 from __future__ import annotations
 
-import json
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -16,15 +16,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
-_SERVER = Path(__file__).with_name("warm_interpreter.py")
+from unisono.launch.pool.client import ForkedProcess, WarmServer
+
 _COMMAND = Path(__file__).with_name("warm_python.py")
-_SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Set while the process loads its libraries only: no thread may be lost by a fork."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,11 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Interpreter:
-    """A process with torch loaded from which scripts are forked; see `warm_interpreter.py`."""
+    """A warm server from which scripts are forked; what they become is in `warm_script.py`."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder: Path | None = None
+        self._server: WarmServer | None = None
+        self._door: tuple[Path, socket.socket] | None = None
+        self._path = [entry for entry in sys.path if entry not in ("", str(Path.cwd()))]
 
     @property
     def python(self) -> str:
@@ -76,20 +77,20 @@ class Interpreter:
         """
         if sys.platform != "linux":
             return sys.executable
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
-            door, program = self._folder / "door", self._folder / "python"
+        if self._door is None:
+            folder = Path(tempfile.mkdtemp(prefix="warm-"))
+            door, program = folder / "door", folder / "python"
             search_path = os.environ.get("PYTHONPATH", "")
             words = [sys.executable, "-IS", str(_COMMAND), str(door), sys.executable, search_path]
             program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
             program.chmod(0o755)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            ours, theirs = socket.socketpair()
+            with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
                 listening.bind(str(door))
                 listening.listen(64)
-                request = json.dumps({"listen": str(door)}).encode()
-                socket.send_fds(self._connection(), [request], [listening.fileno()])
-                self._answer(60.0)
-        return str(self._folder / "python")
+                self._fork("warm_script:listen", {}, listening, theirs)
+            self._door = folder, ours
+        return str(self._door[0] / "python")
 
     def run(
         self,
@@ -110,62 +111,54 @@ class Interpreter:
             "env": {**env, "TMPDIR": str(cwd)},
             "unload": unload,
         }
+        launcher, serving = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            fds = [out.fileno(), err.fileno()]
+            with launcher, serving:
+                server = self._fork("unisono.launch.pool.server:serve", {"preload": []}, serving)
+                request["server_pid"] = server.pid
+                streams = {1: out.fileno(), 2: err.fileno()}
+                script = self._fork("warm_script:be_script", request, launcher, streams=streams)
             try:
-                socket.send_fds(self._connection(), [json.dumps(request).encode()], fds)
-                code = self._code(timeout_s)
-            except BaseException:  # pytest-timeout: an answer is due that is not the next test's
-                self.close()
-                raise
+                has_ended = bool(select.select([script.end_fd], [], [], timeout_s)[0])
+            finally:  # also for pytest-timeout
+                with suppress(ProcessLookupError):
+                    os.killpg(script.pid, signal.SIGKILL)
+            code, _ = script.wait(60.0)
+            server.wait(60.0)  # it leaves when the script's end of their socket closes
+            for process in (script, server):
+                os.close(process.end_fd)
             texts = [_text(file) for file in (out, err)]
-        return subprocess.CompletedProcess(list(words), code, *texts)
-
-    def _code(self, timeout_s: float) -> int:
-        """Wait for the script, which has `timeout_s` from its start on; return how it ended."""
-        pid = self._answer(60.0)["pid"]
-        try:
-            return self._answer(timeout_s)["code"]
-        except BaseException as error:
-            os.killpg(pid, signal.SIGKILL)
-            self._answer(60.0)
-            if not isinstance(error, TimeoutError):
-                raise
-            return -signal.SIGKILL
+        return subprocess.CompletedProcess(list(words), code if has_ended else -9, *texts)
 
     def close(self) -> None:
-        """End the process; the next script starts another."""
-        if self._process is not None:
-            self._control.close()
-            try:
-                self._process.wait(30.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
-            self._folder = None
+        """End the server and all that it has started; the next script starts another."""
+        if self._door is not None:
+            folder, leash = self._door
+            leash.close()
+            shutil.rmtree(folder)
+            self._door = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
-    def _connection(self) -> socket.socket:
-        """Return the socket to the process, which is started at the first need."""
-        if self._process is None:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, str(_SERVER), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env=os.environ | dict.fromkeys(_SINGLE_THREAD, "1"),
-                )
-            self._answer(300.0)
-        return self._control
-
-    def _answer(self, timeout_s: float) -> dict[str, int]:
-        self._control.settimeout(timeout_s)
-        message = self._control.recv(1 << 12)
-        assert message, "the warm interpreter has ended"
-        return json.loads(message)
+    def _fork(
+        self,
+        main: str,
+        own: dict[str, Any],
+        *ends: socket.socket,
+        streams: dict[int, int] | None = None,
+    ) -> ForkedProcess:
+        """Fork from the server, which is started at the first need."""
+        if self._server is None:
+            sys.path.append(str(_COMMAND.parent))
+            self._server = WarmServer(["warm_script"])
+            sys.path.pop()
+        own |= {"path": self._path, "owner_pid": self._server.pid}
+        fds = [end.fileno() for end in ends]
+        process = self._server.fork(main, own, fds, streams=streams, linger_s=None)
+        why = process.confirm(300.0)
+        assert why is None, why
+        return process
 
 
 def _text(file: IO[bytes]) -> str:

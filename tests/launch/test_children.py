@@ -51,7 +51,7 @@ def test_a_forked_child_of_a_rank_ends_at_a_signal_and_a_pool_ends(spawn_method)
 
 def test_a_forked_child_keeps_the_handler_of_the_user_and_no_pipe_to_the_launcher():
     def work():
-        from unisono.launch.here import here
+        from unisono.launch.context import here
 
         me = here()
         assert me is not None

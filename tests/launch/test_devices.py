@@ -10,8 +10,7 @@ from unisono.comm import lifecycle as start
 from unisono.environment import Environment
 from unisono.errors import PlatformError
 from unisono.launch import devices, functional
-from unisono.launch.entering import enter_world
-from unisono.launch.here import set_here
+from unisono.launch.context import enter_world, set_here
 from unisono.launch.request import resolve
 from unisono.launch.settings import read_configuration
 
@@ -98,7 +97,7 @@ def test_the_device_is_set_before_the_group_is_made(monkeypatch):
         "start_world",
         lambda _env, **given: order.append((given["device"], given["backend"])),
     )
-    monkeypatch.setattr("unisono.launch.entering.own_group", lambda _groups: None)
+    monkeypatch.setattr("unisono.launch.context.own_group", lambda _groups: None)
     platform = unisono.Platform(device="gpu", n_gpus_per_node=2, seed=None)
     environment = Environment(kind="unisono", rank=1, size=2, local_rank=1, local_size=2)
     try:

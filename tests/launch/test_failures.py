@@ -17,8 +17,8 @@ import torch
 
 import unisono
 from unisono.errors import RankFailed, RankTimeout, RemoteError
-from unisono.launch import leftovers
 from unisono.launch.job_files import process_start
+from unisono.launch.pool import cleanup
 
 AT_ONCE_S = 4.0  # two seconds are promised; a loaded machine may take longer
 
@@ -75,7 +75,7 @@ def test_a_rank_that_raises_ends_the_one_that_waits_in_a_collective(tmp_path, sp
     assert (error.rank, error.exit_code, error.signal) == (1, None, None)
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert "print(1 // (comm.rank - 1))" in str(error)
-    assert "launch/rank.py" not in str(error)
+    assert "pool/rank.py" not in str(error)
     assert str(error).startswith("rank 1 of 2 on ")
     assert "raised ZeroDivisionError" in str(error).splitlines()[0]
     assert "test_failures.py" in error.waiting[0]
@@ -373,20 +373,20 @@ def test_what_failed_runs_leave_expires_and_nothing_else_does(tmp_path, monkeypa
     assert "ZeroDivisionError" in (first / "rank-0.log").read_text()
     of_others = [
         made("unisono-mine", days=30),  # a directory of the user's own
-        made("unisono-open", marks=[leftovers.KEPT], days=30, mode=0o755),
-        made("other", marks=[leftovers.KEPT], days=30),
-        made("unisono-live", marks=[leftovers.KEPT, leftovers.MARK], days=30),
+        made("unisono-open", marks=[cleanup.KEPT], days=30, mode=0o755),
+        made("other", marks=[cleanup.KEPT], days=30),
+        made("unisono-live", marks=[cleanup.KEPT, cleanup.MARK], days=30),
     ]
-    (tmp_path / "unisono-live" / leftovers.MARK).write_text(
+    (tmp_path / "unisono-live" / cleanup.MARK).write_text(
         f"{os.getpid()} {process_start(os.getpid())} {socket.gethostname()}"
     )
     (tmp_path / "unisono-link").symlink_to(tmp_path / "other")
-    old = made("unisono-old", marks=[leftovers.KEPT], days=8)
-    young = made("unisono-young", marks=[leftovers.KEPT], days=6)
+    old = made("unisono-old", marks=[cleanup.KEPT], days=8)
+    young = made("unisono-young", marks=[cleanup.KEPT], days=6)
     second = failed_run()
     assert not old.exists()
     assert all(path.is_dir() for path in (first, second, young, *of_others))
-    monkeypatch.setattr(leftovers, "KEEP_COUNT", 2)
+    monkeypatch.setattr(cleanup, "KEEP_COUNT", 2)
     third = failed_run()  # clears before it leaves its own
     assert [path.exists() for path in (young, first, second, third)] == [False, True, True, True]
 
@@ -407,7 +407,7 @@ def test_a_crash_shows_where_the_python_code_stood(tmp_path, spawn_method):
     assert "test_failures.py" in str(error.traceback)
     assert "in crash" in str(error.traceback)
     assert "in string_at" in str(error)
-    assert "launch/rank.py" not in str(error)
+    assert "pool/rank.py" not in str(error)
 
 
 @pytest.mark.parametrize("after", ["barrier", "all_reduce"])

@@ -15,8 +15,9 @@ from torch import nn
 
 import unisono
 from unisono.errors import RankFailed
-from unisono.launch import parcel, process
-from unisono.launch.parcel import APART_BYTES, INLINE_BYTES, Parcel
+from unisono.launch import payload
+from unisono.launch.payload import APART_BYTES, INLINE_BYTES, Parcel
+from unisono.launch.pool import client
 
 LARGE = INLINE_BYTES // 4
 """So many numbers of four bytes do not fit into a message."""
@@ -107,9 +108,9 @@ def _weigh(x, y):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_large_arguments_and_results_travel_beside_the_pipe(method, monkeypatch):
     received = []
-    read = process.read_available
+    read = client.read_available
     monkeypatch.setattr(
-        process, "read_available", lambda fd: received.append(read(fd)) or received[-1]
+        client, "read_available", lambda fd: received.append(read(fd)) or received[-1]
     )
     before = _open_files()
     place = unisono.Platform(device="cpu", ranks=2, spawn_method=method)
@@ -131,7 +132,7 @@ def _die_when_packed():
 
 
 def _die_after_packing():
-    import unisono.launch.rank as rank
+    import unisono.launch.pool.rank as rank
 
     if unisono.world().rank:
         rank.send_message = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -164,7 +165,7 @@ def test_two_large_results_take_hardly_longer_than_a_pickle_and_a_copy():
 
     def ours() -> float:
         begin = time.perf_counter()
-        fd = parcel.nameless_file()
+        fd = payload.nameless_file()
         for _ in range(2):
             Parcel.of(value, file=fd).load()
         os.close(fd)

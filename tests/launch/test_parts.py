@@ -16,21 +16,21 @@ from unisono.errors import PlatformError
 from unisono.launch import payload
 from unisono.launch.existing import pack, unpack
 from unisono.launch.logs import Logs
-from unisono.launch.messages import Hello, MessageReader, Ready, Returned, send_message
+from unisono.launch.pool.protocol import Hello, MessageReader, Ready, Returned, send_message
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stacks import outside_collectives, user_line, user_threads
 
 DUMP = """\
 Thread 0x00007f1200000640 (most recent call first):
-  File "/env/unisono/launch/lifeline.py", line 60 in _read_orders
+  File "/env/unisono/launch/pool/protocol.py", line 60 in _read_orders
   File "/usr/lib/python3.11/threading.py", line 982 in run
 
 Current thread 0x00007f1300000740 (most recent call first):
   File "/env/torch/distributed/distributed_c10d.py", line 5000 in barrier
   File "/home/me/train.py", line 12 in step
   File "/home/me/train.py", line 30 in train
-  File "/env/unisono/launch/rank.py", line 86 in _live
-  File "/env/unisono/launch/rank.py", line 61 in main
+  File "/env/unisono/launch/pool/rank.py", line 86 in _live
+  File "/env/unisono/launch/pool/rank.py", line 61 in main
   File "<string>", line 1 in <module>
 """
 
@@ -53,7 +53,7 @@ def test_messages_survive_any_cut_of_the_pipe(values, step):
 
 def test_stacks_show_the_users_code_and_not_ours():
     text = user_threads(DUMP)
-    assert "lifeline" not in text
+    assert "_read_orders" not in text
     assert "rank.py" not in text
     assert text.splitlines()[-1] == '  File "/home/me/train.py", line 30 in train'
     assert outside_collectives({0: text, 1: 'File "/home/me/train.py", line 3 in f'}) == [1]
@@ -106,10 +106,10 @@ def test_a_function_of_a_module_that_ranks_cannot_import_travels_by_value(tmp_pa
     assert by_reference.nbytes() < by_value.nbytes() / 2
     monkeypatch.delitem(sys.modules, "hidden_module")
     monkeypatch.undo()
-    fn, args, _ = payload.load_call(by_value)
+    fn, args, _ = by_value.load()
     assert fn(*args) == 3
     with pytest.raises(ModuleNotFoundError):
-        payload.load_call(by_reference)
+        by_reference.load()
 
 
 def test_a_function_may_use_modules_with_a_class_of_their_own():
@@ -117,7 +117,7 @@ def test_a_function_may_use_modules_with_a_class_of_their_own():
         torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
         return torch.backends.cudnn
 
-    loaded, _, _ = payload.load_call(payload.dump_call(fn, (), {}))
+    loaded, _, _ = payload.dump_call(fn, (), {}).load()
     assert loaded() is torch.backends.cudnn
 
 

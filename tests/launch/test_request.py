@@ -42,7 +42,7 @@ def nothing_may_start(monkeypatch):
         raise AssertionError("a rank was started")
 
     monkeypatch.setattr("unisono.launch.places.local.spawn_rank", refuse)
-    monkeypatch.setattr("unisono.launch.warm.WarmServer", refuse)
+    monkeypatch.setattr("unisono.launch.pool.client.WarmServer", refuse)
     launching = sys.modules["unisono.launch.api"]
     monkeypatch.setattr(launching, "prepare", lambda _method: None)  # that is no rank yet
 

@@ -26,10 +26,10 @@ import torch
 import unisono
 from unisono.cores import usable_cores
 from unisono.errors import PlatformError, RankFailed, RankTimeout
-from unisono.launch import payload, terminal
-from unisono.launch.interrupts import signals_of_launcher
+from unisono.launch import console, payload
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stacks import is_own_file
+from unisono.launch.stopping import signals_of_launcher
 
 QUIET = unisono.Logs(console="none")
 
@@ -145,7 +145,7 @@ def test_one_rank_may_read_the_standard_input(tmp_path):
         "platform = unisono.Platform(device='cpu', ranks=2, spawn_method='spawn')\n"
         "print(list(unisono.run(ask, on=platform)))\n"
     )
-    env = {**os.environ, terminal.VARIABLE: "1", "TMPDIR": str(tmp_path)}
+    env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, script], env=env, input="Ada\n", capture_output=True, text=True, timeout=90
     )
@@ -168,7 +168,7 @@ def test_a_debugger_works_in_the_forked_rank_at_the_terminal_and_others_read_not
         "print('RESULTS', list(unisono.run(look, on='cpu', ranks=2)))\n"
     )
     ours, theirs = pty.openpty()
-    env = {**os.environ, terminal.VARIABLE: "1", "TMPDIR": str(tmp_path), "TERM": "dumb"}
+    env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path), "TERM": "dumb"}
     process = subprocess.Popen(
         [sys.executable, script],
         env=env,
@@ -207,7 +207,7 @@ def test_a_rank_without_a_terminal_says_how_to_get_one():
     with pytest.raises(RankFailed, match="UNISONO_STDIN_RANK=0 gives it yours"):
         unisono.run(breakpoint, on="cpu", ranks=1, logs=QUIET)
     with pytest.raises(PlatformError, match="ranks of a world of 2 are 0 to 1"):
-        terminal.stdin_rank({terminal.VARIABLE: "2"}, 2)
+        console.stdin_rank({console.STDIN_VARIABLE: "2"}, 2)
 
 
 def test_a_deadline_holds_in_a_world_that_exists_already():

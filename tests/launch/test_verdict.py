@@ -9,7 +9,7 @@ import pytest
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError
 from unisono.launch import verdict
-from unisono.launch.messages import Failed, Standing
+from unisono.launch.pool.protocol import Failed, Standing
 from unisono.launch.verdict import Fate, choose_cause, failure, timeout
 
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.launch import server, warm
-from unisono.launch.places import local
+from unisono.launch.pool import client, server
 from unisono.testing.leaks import Holdings
 
 QUIET = unisono.Logs(console="none")
@@ -29,7 +28,7 @@ def parents(count=1):
 
 def test_one_server_forks_all_ranks_until_it_is_idle_killed_or_shut_down(monkeypatch, has_ended):
     (first,) = parents(2)
-    assert first == warm.get_server().pid != os.getpid()
+    assert first == client.get_server().pid != os.getpid()
     assert parents() == {first}
     os.kill(first, signal.SIGKILL)
     monkeypatch.setenv("UNISONO_SERVER_IDLE_S", "0.2")
@@ -49,8 +48,9 @@ def test_a_rank_told_to_stop_in_its_first_moments_does_not_take_the_server_along
     for _ in range(30):
         with tempfile.TemporaryFile() as payload:
             variables = {"UNISONO_RUN_ID": "none", "RANK": "0"}
-            rank = local._fork_rank(0, variables, payload.fileno(), tmp_path, reads_stdin=False)
-            assert rank.confirm(60.0) is None
+            (rank,) = client.fork_ranks(
+                [variables], payload_fd=payload.fileno(), job_dir=tmp_path, stdin_rank=None
+            )
             rank.signal(signal.SIGTERM)
             rank.collect()
             rank.close()
@@ -67,10 +67,10 @@ def test_a_fresh_interpreter_is_taken_where_a_fork_would_be_unsound(reason, monk
     else:
         # A module that starts a thread while the server loads makes every fork unsound.
         monkeypatch.setattr(
-            warm,
-            "_BOOTSTRAP",
+            client,
+            "_SERVER_BOOTSTRAP",
             "import threading, time; threading.Thread(target="
-            "time.sleep, args=(600,), daemon=True).start(); " + warm._BOOTSTRAP,
+            "time.sleep, args=(600,), daemon=True).start(); " + client._SERVER_BOOTSTRAP,
         )
         unisono.launch.shutdown()
     assert list(unisono.run(os.getppid, on=platform, logs=QUIET)) == [os.getpid()]
@@ -178,7 +178,7 @@ def test_many_runs_leave_no_descriptor_no_memory_and_no_child_behind():
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
     assert [p for p in Path("/dev/shm").glob("unisono*") if p not in shared_before] == []
     assert memory_mb() - memory_before < 15
-    pid = warm.get_server().pid
+    pid = client.get_server().pid
     end = time.monotonic() + 5
     while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         assert time.monotonic() < end, children

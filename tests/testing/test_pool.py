@@ -154,16 +154,16 @@ def test_argument_that_cannot_travel_is_named(rank_pool):
 
 @pytest.mark.parametrize("size", [0, -1, 17])
 def test_world_of_a_wrong_size_is_refused(rank_pool, size):
-    with pytest.raises(PlatformError, match=f"a world of {size} ranks"):
+    with pytest.raises(PlatformError, match=f"ranks of a world={size}"):
         rank_pool.run(rank_and_size, world=size)
 
 
 def test_pool_starts_again_when_its_warm_process_was_killed(rank_pool):
     rank_pool.run(rank_and_size, world=1)
     directory, starts = rank_pool.directory, rank_pool.starts
-    os.kill(rank_pool._warm_nursery().pid, signal.SIGKILL)
+    os.kill(rank_pool.server.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while rank_pool._warm_nursery().is_alive():
+    while rank_pool.server.is_alive:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert rank_pool.run(rank_and_size, world=1) == [(0, 1)]

@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from unisono.errors import PlatformError
+from unisono.launch.stacks import readable_threads
 from unisono.testing.leaks import Holdings
-from unisono.testing.marker import RanksMarker
+from unisono.testing.plugin import RanksMarker
 from unisono.testing.report import Findings, RankFailure, headline, how_it_died
-from unisono.testing.stacks import readable_stacks
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_stacks_get_source_lines_and_end_with_the_innermost_call():
         "Current thread 0x2 (most recent call first):\n"
         f'  File "{__file__}", line 1 in main\n'
     )
-    assert readable_stacks(text).splitlines() == [
+    assert readable_threads(text).splitlines() == [
         "in the main thread (most recent call last):",
         f'  File "{__file__}", line 1, in main',
         '    """The text of the report, its stacks, the marker: all that needs no process."""',
@@ -83,7 +83,7 @@ def test_stacks_get_source_lines_and_end_with_the_innermost_call():
 def test_last_words_of_the_interpreter_come_before_the_stack():
     stack = 'Current thread 0x2 (most recent call first):\n  File "a", line 1 in f\n'
     text = f"Fatal Python error: Aborted\n\n{stack}"
-    assert readable_stacks(text).splitlines() == [
+    assert readable_threads(text).splitlines() == [
         "Fatal Python error: Aborted",
         "in the main thread (most recent call last):",
         '  File "a", line 1, in f',

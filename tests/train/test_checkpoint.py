@@ -30,7 +30,7 @@ from unisono import bayes
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, PowerSGD
 from unisono.errors import CheckpointError, RankFailed
-from unisono.launch import supervise
+from unisono.launch.pool import monitor
 from unisono.train import Checkpoint
 from unisono.train.checkpoint import saving
 
@@ -554,7 +554,7 @@ def test_a_save_in_the_background_is_finished_when_the_function_raises(tmp_path,
 
 
 def test_a_save_in_the_background_outlives_the_time_to_leave(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervise, "LEAVE_S", 0.5)
+    monkeypatch.setattr(monitor, "LEAVE_S", 0.5)
     unisono.run(begin_slow_save, tmp_path, 2.0, on="cpu", ranks=2)
     assert visible(tmp_path) == ["step-00000003"]
 

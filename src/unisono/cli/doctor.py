@@ -229,7 +229,7 @@ def check_shared_memory() -> Check:
     found = f"{free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / 2**20:,.0f} MB"
     if free_mb < MIN_SHM_MB:
         return Check("/dev/shm", "warn", found, "docker run --shm-size=1g, or UNISONO_BACKEND=gloo")
-    from unisono.launch.leftovers import unused_memory
+    from unisono.launch.pool.cleanup import unused_memory
 
     kinds = [f"{SHM}/{start}*" for start in ("unisono-", "mpich_shm_")]
     left = {kind: unused_memory(SHM.glob(Path(kind).name)) for kind in kinds}

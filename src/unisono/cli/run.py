@@ -381,7 +381,7 @@ def _tell(job: str, directory: str) -> None:
 def _supervise(request: Request) -> int:
     """Be the supervising process: print the id, let go of the terminal, wait for the end."""
     from unisono.launch.api import submit_request
-    from unisono.launch.interrupts import signals_of_launcher
+    from unisono.launch.stopping import signals_of_launcher
 
     job = submit_request(request)
     print(job.id, job.dir, flush=True)

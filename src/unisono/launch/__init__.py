@@ -7,12 +7,13 @@ Starting this package imports neither torch nor numpy.
 from __future__ import annotations
 
 from unisono.launch.api import dry_run, run, submit
+from unisono.launch.console import IO
 from unisono.launch.devices import Device
 from unisono.launch.existing import world
-from unisono.launch.io import IO
 from unisono.launch.job import Job
 from unisono.launch.logs import Logs
 from unisono.launch.platform import Platform
+from unisono.launch.pool.client import shutdown
 from unisono.launch.results import Results
 from unisono.launch.stopping import (
     job_dir,
@@ -21,7 +22,6 @@ from unisono.launch.stopping import (
     should_stop,
     simulate_preemption,
 )
-from unisono.launch.warm import shutdown
 from unisono.launch.wrapping import Wrapper, wrapper
 
 __all__ = [

@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 from unisono.errors import PlatformError, RankFailed, Requeue
 from unisono.launch import stopping
 from unisono.launch.attempts import Attempts, job_directory, telling
+from unisono.launch.context import seeded
 from unisono.launch.conventions import Convention
 from unisono.launch.devices import Device
 from unisono.launch.existing import run_here
-from unisono.launch.in_process import seeded
-from unisono.launch.interrupts import signals_of_launcher
 from unisono.launch.job import Job, LocalJob
 from unisono.launch.logs import Logs
 from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
+from unisono.launch.pool.client import prepare
 from unisono.launch.request import Request, check_names, checked_request, is_in_world
 from unisono.launch.results import Results
 from unisono.launch.settings import say_what_file_decides
 from unisono.launch.stacks import own_frames_hidden
-from unisono.launch.warm import prepare
+from unisono.launch.stopping import signals_of_launcher
 
 __all__ = ["dry_run", "run", "submit"]
 

@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobCancelled, RankFailed, RankTimeout
-from unisono.launch import job_files, leftovers
-from unisono.launch.console import Console
+from unisono.launch import job_files
+from unisono.launch.console import Console, stdin_rank
 from unisono.launch.conventions import Convention
 from unisono.launch.devices import Device
 from unisono.launch.logs import SHOW_ALL_UP_TO
-from unisono.launch.parcel import Parcel
+from unisono.launch.payload import Parcel
 from unisono.launch.places.local import run_local
 from unisono.launch.places.mpi import run_mpi
 from unisono.launch.platform import Platform
-from unisono.launch.rank import Job as RankJob
+from unisono.launch.pool import cleanup
+from unisono.launch.pool.monitor import Outcome, Watch, tail
+from unisono.launch.pool.protocol import Job as RankJob
 from unisono.launch.request import Request
 from unisono.launch.results import Results
-from unisono.launch.supervise import Outcome, Watch, tail
 from unisono.launch.surroundings import Surroundings, common_variables
-from unisono.launch.terminal import stdin_rank
 
 LONGEST_PAUSE_S = 30.0
 """Longest wait before another attempt."""
@@ -220,16 +220,16 @@ def job_directory(request: Request) -> Iterator[Path]:
         )
         yield path
         return
-    path = leftovers.make_temporary_directory(_shared_parent(request.platform))
+    path = cleanup.make_temporary_directory(_shared_parent(request.platform))
     try:
         yield path
     except (RankFailed, RankTimeout):
-        leftovers.keep_directory(path)
+        cleanup.keep_directory(path)
         raise
     except BaseException as error:
         # An interrupt has a cause where a rank failed after it.
         if isinstance(error.__cause__, (RankFailed, RankTimeout)):
-            leftovers.keep_directory(path)
+            cleanup.keep_directory(path)
         else:
             shutil.rmtree(path, ignore_errors=True)
         raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.errors import PlatformError
-from unisono.launch.here import Here
+from unisono.launch.context import Here
 from unisono.launch.request import check_call, function_name
 
 __all__ = ["Convention", "choose_convention"]

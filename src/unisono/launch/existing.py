@@ -23,16 +23,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import RankFailed
+from unisono.launch.context import Here, here, own_group, seeded
 from unisono.launch.conventions import Convention
-from unisono.launch.deadline import deadline
 from unisono.launch.devices import Device
-from unisono.launch.entering import own_group
-from unisono.launch.here import Here, here
-from unisono.launch.in_process import seeded
 from unisono.launch.job_files import check_ours
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stacks import hide_own_frames, site_of
+from unisono.launch.stopping import deadline
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -76,7 +74,7 @@ def _meeting_in_step(environment: Environment) -> Iterator[tuple[dist.Store, Env
 
     They meet through a file of a private directory, which is gone after the block.
     """
-    from unisono.launch.meeting import meet
+    from unisono.launch.rendezvous import meet
 
     directory = _step_directory(environment)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

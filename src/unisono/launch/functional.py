@@ -20,8 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 from unisono.comm import Communicator, has_world
 from unisono.errors import PlatformError
 from unisono.launch.batch_norm import has_batch_norm, synchronised
+from unisono.launch.context import here
 from unisono.launch.devices import Device
-from unisono.launch.here import here
 from unisono.launch.platform import Platform
 
 if TYPE_CHECKING:

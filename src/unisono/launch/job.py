@@ -32,7 +32,7 @@ from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, job_directory, telling
 from unisono.launch.conventions import Convention
 from unisono.launch.payload import dump_call
-from unisono.launch.rank_files import CANCEL
+from unisono.launch.pool.remote import CANCEL
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stacks import own_frames_hidden, user_threads

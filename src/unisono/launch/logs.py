@@ -85,7 +85,7 @@ class RankLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._half = _log_mb() * 2**20 / 2
         self._has_warned = False
         self._fd = self._open()
@@ -102,20 +102,24 @@ class RankLog:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                warn(f"{self._path} takes no more output ({error.strerror}); the run goes on")
+                warn(f"{self.path} takes no more output ({error.strerror}); the run goes on")
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        return self._fd
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
     def _begin_anew(self) -> None:
-        self._path.replace(self._path.with_name(f"{self._path.name}.old"))
+        self.path.replace(self.path.with_name(f"{self.path.name}.old"))
         fd = self._open()
         os.close(self._fd)
         self._fd = fd
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 def _log_mb() -> float:

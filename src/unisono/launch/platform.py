@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from unisono.cores import threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import devices
+from unisono.launch.console import IO
 from unisono.launch.devices import Device
-from unisono.launch.io import IO
-from unisono.launch.ports import owner_of_port
+from unisono.launch.rendezvous import owner_of_port
 
 if TYPE_CHECKING:
     import torch

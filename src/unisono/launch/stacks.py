@@ -5,11 +5,13 @@ Also reads what `faulthandler` wrote about a rank: its threads, and where the us
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -19,20 +21,22 @@ from unisono.errors import UnisonoError, name_ranks
 FRAMES = "UNISONO_FRAMES"
 """`all` in this variable shows our own frames in every traceback."""
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$", re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?.*:$")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _BOTTOM = re.compile(
-    r'(?:^\s*File "[^"]*unisono/launch/(?:rank|server|conventions)\.py", line \d+ in \w+\n)+'
-    r'^\s*File "<string>", line 1 in <module>\n?',
-    re.MULTILINE,
+    r'^\s*File "(?:<string>|[^"]*unisono/(?:launch/pool/(?:rank|server)|launch/conventions'
+    r'|testing/rank)\.py)", line \d+ in '
 )
 """The frames below the user's function, the same in every rank."""
+_OWN_THREADS = re.compile(
+    r'unisono/(?:launch/pool/protocol\.py", line \d+ in _read_orders|comm/(?:\w+/)*watchdog\.py)'
+)
+"""Threads of ours, which always wait."""
 _CRASH = "Fatal Python error: "
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _SHIPPED = tuple(str(Path(_PACKAGE, name)) for name in ("_examples", "_benchmarks"))
 """Programs that an installed package carries along: users run them as they run their own."""
 _FOLDED = "<frames of unisono>"
-_OWN_THREADS = ("launch/lifeline.py", "comm/watchdog.py")
 _LIBRARIES = tuple(
     str(Path(path).resolve())
     for key in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -40,20 +44,81 @@ _LIBRARIES = tuple(
 )
 
 
+@dataclass
+class _Thread:
+    """The stack of one thread as `faulthandler` writes it, the innermost call first."""
+
+    title: str
+    lines: list[str]
+
+    @property
+    def text(self) -> str:
+        """The stack; one without a frame says why."""
+        lines = self.lines or ["  in a function that is not written in Python"]
+        return "\n".join([self.title, *lines]).strip()
+
+    def frames(self) -> Iterator[tuple[str, int, str]]:
+        """Yield file, line and function of each call."""
+        for text in self.lines:
+            if (frame := _FRAME.match(text)) is not None:
+                yield frame["file"], int(frame["line"]), frame["function"]
+
+
+def _parsed(dump: str) -> tuple[list[str], list[_Thread]]:
+    """Return what stands before the threads of a dump, and the threads that are not ours.
+
+    The frames below the user's function are left out.
+    """
+    before: list[str] = []
+    threads: list[_Thread] = []
+    for line in dump.splitlines():
+        if _THREAD.match(line):
+            threads.append(_Thread(line, []))
+        elif line.strip():
+            (threads[-1].lines if threads else before).append(line)
+    kept = [t for t in threads if not any(_OWN_THREADS.search(line) for line in t.lines)]
+    for lines in (before, *(thread.lines for thread in kept or threads)):
+        # After a crash, the interpreter's list of extension modules follows the last frame.
+        end = max((i + 1 for i, line in enumerate(lines) if _FRAME.match(line)), default=0)
+        while end and _BOTTOM.match(lines[end - 1]):
+            end -= 1
+            del lines[end]
+    return before, kept or threads
+
+
 def user_threads(dump: str) -> str:
     """Return `dump` without unisono's own threads and the frames below the function."""
-    dump = _BOTTOM.sub("", dump)
-    starts = [match.start() for match in _THREAD.finditer(dump)]
-    if not starts:
-        return dump.strip()
-    blocks = [dump[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
-    kept = [block for block in blocks if not any(own in block for own in _OWN_THREADS)]
-    return "\n\n".join(map(_with_frames, kept or blocks))
+    before, threads = _parsed(dump)
+    return "\n\n".join(thread.text for thread in threads) or "\n".join(before).strip()
 
 
-def _with_frames(block: str) -> str:
-    """Return the stack of a thread; one that has no frame of its own says so."""
-    return block if "\n" in block else f"{block}\n  in a function that is not written in Python"
+def readable_threads(dump: str) -> str:
+    """Return a dump as tracebacks: with source lines, most recent call last, main thread first.
+
+    >>> print(
+    ...     readable_threads('  File "a.py", line 2 in g' + chr(10) + '  File "a.py", line 7 in f')
+    ... )
+      File "a.py", line 7, in f
+      File "a.py", line 2, in g
+    """
+    before, threads = _parsed(dump)
+    words = [line for line in before if not _FRAME.match(line)]
+    sections = [*words, *_as_traceback(_Thread("", before))]
+    for thread in sorted(threads, key=lambda thread: not thread.title.startswith("Current")):
+        name = _THREAD.match(thread.title)
+        where = f"thread {(name and name['name']) or '(unnamed)'}"
+        where = "the main thread" if thread.title.startswith("Current") else where
+        sections += [f"in {where} (most recent call last):", *_as_traceback(thread)]
+    return "\n".join(sections)
+
+
+def _as_traceback(thread: _Thread) -> list[str]:
+    lines: list[str] = []
+    for file, number, function in reversed(list(thread.frames())):
+        lines.append(f'  File "{file}", line {number}, in {function}')
+        if source := linecache.getline(file, number).strip():
+            lines.append(f"    {source}")
+    return lines
 
 
 def crash_in(path: Path) -> str:
@@ -74,16 +139,13 @@ def user_line(dump: str) -> str:
 
     The main thread comes last in a dump, so it is looked at first.
     """
-    blocks = re.split(r"\n\s*\n", user_threads(dump))
+    before, threads = _parsed(dump)
     fallback = ""
-    for block in reversed(blocks):
-        for text in block.splitlines():
-            frame = _FRAME.match(text)
-            if frame is None:
-                continue
-            place = f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}"
+    for thread in (*reversed(threads), _Thread("", before)):
+        for file, number, function in thread.frames():
+            place = f"{Path(file).name}:{number} in {function}"
             fallback = fallback or place
-            if is_user_file(frame["file"]):
+            if is_user_file(file):
                 return place
     return fallback or "no Python code"
 
@@ -105,19 +167,34 @@ def format_error(error: BaseException) -> str:
     """Return the traceback of an error, and of what led to it, with frames of ours folded."""
     told = traceback.TracebackException.from_exception(error)
     if os.environ.get(FRAMES) != "all":
-        _fold(told, error)
+        for one, its_error in chain_of(told, error):
+            one.stack = _folded(one.stack, its_error)
     return "".join(told.format())
 
 
-def _fold(told: traceback.TracebackException, error: BaseException) -> None:
+def chain_of(
+    told: traceback.TracebackException, error: BaseException
+) -> Iterator[tuple[traceback.TracebackException, BaseException]]:
+    """Yield an error that is about to be shown, and all that are shown with it as its causes."""
+    yield told, error
+    for inner, cause in (
+        (told.__cause__, error.__cause__),
+        (told.__context__, error.__context__),
+        *zip(told.exceptions or (), getattr(error, "exceptions", ()), strict=False),
+    ):
+        if inner is not None and cause is not None:
+            yield from chain_of(inner, cause)
+
+
+def _folded(stack: traceback.StackSummary, error: BaseException) -> traceback.StackSummary:
     """Replace each run of our own frames by a line; the launcher's, at the outer end, by none."""
     kept = _Folding()
     is_outermost = True
-    for is_own, frames in groupby(told.stack, lambda frame: is_own_file(frame.filename)):
+    for is_own, frames in groupby(stack, lambda frame: is_own_file(frame.filename)):
         run = list(frames)
         if is_own and not is_outermost:
             # Where it was not us who raised on purpose, the place in our code helps.
-            is_odd = run[-1] is told.stack[-1] and not isinstance(error, UnisonoError)
+            is_odd = run[-1] is stack[-1] and not isinstance(error, UnisonoError)
             hidden = len(run) - is_odd
             if hidden:
                 words = f"{hidden} frame{'s' if hidden > 1 else ''} of unisono"
@@ -128,14 +205,7 @@ def _fold(told: traceback.TracebackException, error: BaseException) -> None:
             run = []
         kept += run
         is_outermost = False
-    told.stack = kept
-    for inner, cause in (
-        (told.__cause__, error.__cause__),
-        (told.__context__, error.__context__),
-        *zip(told.exceptions or (), getattr(error, "exceptions", ()), strict=False),
-    ):
-        if inner is not None and cause is not None:
-            _fold(inner, cause)
+    return kept
 
 
 class _Folding(traceback.StackSummary):

@@ -1,8 +1,11 @@
-"""Stopping in good order: a request to stop, agreed on by all ranks, and a new attempt after it.
+"""The ways in which a run is told to end: a stop that all ranks agree on, Ctrl-C, TERM, a deadline.
 
-A signal only sets a flag. `should_stop` asks all ranks whether one of them has it; the function
-then saves and calls `requeue`. Ctrl-C in the launcher sets it, too; a function that does not ask
-gets a `KeyboardInterrupt`, as it would in a process on its own.
+In a rank, a signal only sets a flag. `should_stop` asks all ranks whether one of them has it; the
+function then saves and calls `requeue`. Ctrl-C in the launcher sets it, too; a function that does
+not ask gets a `KeyboardInterrupt`, as it would in a process on its own.
+
+In the launcher, the first Ctrl-C asks whoever supervises the ranks to let them save and end; the
+second ends them at once. TERM and HUP end them as an error does.
 """
 
 from __future__ import annotations
@@ -10,18 +13,31 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
-from unisono.errors import PlatformError, Requeue
-from unisono.launch.here import here
-from unisono.launch.messages import Preempt, send_message
+from unisono.errors import PlatformError, RankTimeout, Requeue
+from unisono.expect import expect_int
+from unisono.launch.context import here
+from unisono.launch.pool.protocol import Preempt, send_message
+from unisono.launch.stacks import grouped
 
 __all__ = ["job_dir", "requeue", "restart_count", "should_stop", "simulate_preemption"]
 
+EXIT_CODE = 124
+"""Of a process that had to be ended at its deadline, as `timeout` and the command line have it."""
+GIVE_UP_S = 5.0
+"""Time that the main thread has to end after its deadline."""
+_ORDERS = (signal.SIGTERM, signal.SIGHUP)
+_ALARM = signal.SIGALRM
 _wanted = threading.Event()
 _interrupted = threading.Event()
+_listener: Callable[[], None] | None = None
+"""Who in the launcher is told of the first Ctrl-C, instead of the exception."""
 _is_working = False
 """Whether the function runs, which alone an interrupt is for."""
 _calls = 0
@@ -54,7 +70,7 @@ def was_interrupted() -> bool:
     return _interrupted.is_set()
 
 
-@contextlib.contextmanager
+@contextmanager
 def interruptible() -> Iterator[None]:
     """Let interrupts reach the main thread inside the block: the function of the rank runs."""
     global _is_working
@@ -90,10 +106,7 @@ def should_stop(*, every: int = 1) -> bool:
         every: how many calls share one question to the other ranks.
     """
     global _calls, _agreed
-    if every < 1:
-        raise PlatformError.because(
-            f"should_stop(every={every})", "less than one call", None, "should_stop(every=10)"
-        )
+    expect_int("every", every, 1, error=PlatformError)
     _calls += 1
     if not _agreed and _calls % every == 0:
         _agreed = _any_rank(_wanted.is_set())
@@ -165,3 +178,158 @@ def simulate_preemption(*, after_s: float = 0.0, rank: int | None = None) -> Non
         timer.start()
     else:
         deliver()
+
+
+class _Terminated(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextmanager
+def signals_of_launcher() -> Iterator[None]:
+    """Turn TERM and HUP into an exception inside the block, and obey them after it.
+
+    The first Ctrl-C is told to whoever listens, see `first_told_to`; it is a `KeyboardInterrupt`
+    where nobody does, and the second is one always. Later ones change nothing: all ranks are being
+    killed. Signals that the program handles itself are left alone, and so are all outside the main
+    thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    taken = [number for number in _ORDERS if signal.getsignal(number) is signal.SIG_DFL]
+    takes_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    raised = 0
+    was_told = False
+
+    def raise_it(number: int, _frame: FrameType | None) -> None:
+        raise _Terminated(number)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal raised, was_told
+        if _listener is not None and not was_told and not raised:
+            was_told = True
+            _listener()
+        elif raised < (1 if was_told else 2):
+            raised += 1
+            raise KeyboardInterrupt
+
+    for number in taken:
+        signal.signal(number, raise_it)
+    if takes_interrupts:
+        signal.signal(signal.SIGINT, interrupt)
+    received: int | None = None
+    try:
+        yield
+    except _Terminated as order:
+        received = order.number
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if takes_interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if received is not None:
+        os.kill(os.getpid(), received)
+
+
+@contextmanager
+def first_told_to(listener: Callable[[], None]) -> Iterator[None]:
+    """Have `listener` called at the first Ctrl-C inside the block, in the midst of whatever runs.
+
+    Only for the main thread: others do not get signals.
+    """
+    global _listener
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def announce(seconds: float) -> None:
+    """Say what the first Ctrl-C has begun."""
+    print(
+        f"\nunisono: interrupted; the ranks have {seconds:g} s to save and end "
+        "(Ctrl-C again kills them)",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+@contextmanager
+def deadline(timeout_s: float | None, *, rank: int, size: int) -> Iterator[None]:
+    """Raise `RankTimeout` in the block if it has not ended after `timeout_s`; None is never.
+
+    For a function in a world that somebody else started: nobody watches from outside. A thread
+    waits for the deadline, collects the stacks of all ranks that answer, and interrupts the main
+    thread; if that does not come back, the process ends.
+
+    Outside the main thread nothing can be interrupted, and the process ends with code 124.
+    """
+    if timeout_s is None:
+        yield
+        return
+    main = threading.main_thread()
+    is_main = threading.current_thread() is main
+    is_over = threading.Event()
+    found: list[RankTimeout] = []
+
+    def raise_it(_number: int, _frame: FrameType | None) -> None:
+        if found:
+            raise found.pop()
+
+    def wait() -> None:
+        if is_over.wait(timeout_s):
+            return
+        error = _timeout(timeout_s, rank, size)
+        found.append(error)
+        if is_main and not is_over.is_set() and main.ident is not None:
+            signal.pthread_kill(main.ident, _ALARM)
+            if is_over.wait(GIVE_UP_S):
+                return
+        _end_process(error)
+
+    before = signal.signal(_ALARM, raise_it) if is_main else None
+    watcher = threading.Thread(target=wait, name="unisono-deadline", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
+        if is_main:
+            signal.signal(_ALARM, before)
+
+
+def _timeout(timeout_s: float, rank: int, size: int) -> RankTimeout:
+    """Return the error, with the stacks of all ranks that answer."""
+    from unisono.comm.health import watchdog
+
+    stacks = {rank: watchdog.describe_self()["stacks"]}
+    with contextlib.suppress(RuntimeError):
+        dog = watchdog.ensure()
+        if dog is not None:
+            stacks |= {other: answer["stacks"] for other, answer in dog.ask_stacks().items()}
+    return RankTimeout(
+        f"rank {rank} of {size} not done within timeout_s={timeout_s:g}\n"
+        f"{grouped(stacks, rank)}\n"
+        "HINT: a longer timeout_s if this is only slow",
+        stacks=stacks,
+        rank=rank,
+    )
+
+
+def _end_process(error: RankTimeout) -> None:
+    """End this process, whose main thread does not answer; the others learn why."""
+    from unisono.comm.health.failures import post_failure
+
+    print(f"unisono: {error}", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):
+        post_failure(error)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(EXIT_CODE)
+    os._exit(EXIT_CODE)

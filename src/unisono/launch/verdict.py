@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks
-from unisono.launch.messages import Failed, Standing
 from unisono.launch.payload import load_exception
+from unisono.launch.pool.protocol import Failed, Standing
 from unisono.launch.stacks import grouped, outside_collectives, user_line
 
 LOG_LINES = 20
@@ -122,7 +122,7 @@ def failure(
             rank=cause.rank,
             host=cause.host,
             exit_code=None if killed else (cause.failed or cause).exit_code,
-            signal=_signal_name(-(cause.exit_code or 0)) if killed else None,
+            signal=signal_name(-(cause.exit_code or 0)) if killed else None,
             traceback=cause.failed.traceback if cause.failed else cause.crash or None,
             exception=original,
             consequences=consequences,
@@ -193,11 +193,12 @@ def ending(exit_code: int | None) -> str:
     if exit_code is None:
         return "was stopped"
     if exit_code < 0:
-        return f"was killed by {_signal_name(-exit_code)}"
+        return f"was killed by {signal_name(-exit_code)}"
     return f"exited with code {exit_code} before returning"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Name a signal, by its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -261,7 +262,7 @@ def _hint(fate: Fate, job_dir: str | None) -> str:
         return f"unisono run --compat {absent[1]} ... lets unisono answer that import{at}"
     if fate.failed is not None:
         return f'on="inline" runs the function in this process, under your debugger{at}'
-    name = _signal_name(-fate.exit_code) if fate.exit_code and fate.exit_code < 0 else ""
+    name = signal_name(-fate.exit_code) if fate.exit_code and fate.exit_code < 0 else ""
     if name == "SIGKILL":
         peak = "" if fate.peak_mb is None else f"; this rank's peak was {fate.peak_mb:,.0f} MB"
         return f"often the kernel, out of memory: {_host_memory()}{peak}{at}"

@@ -11,9 +11,9 @@ from typing import Any
 
 from unisono.launch.api import execute, submit_request
 from unisono.launch.attempts import telling
+from unisono.launch.console import IO
+from unisono.launch.context import run_in_process
 from unisono.launch.conventions import choose_convention
-from unisono.launch.in_process import run_in_process
-from unisono.launch.io import IO
 from unisono.launch.job import Job
 from unisono.launch.platform import Platform
 from unisono.launch.request import checked_request

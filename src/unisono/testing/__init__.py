@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from unisono.testing.adjoint import check_adjoint
-    from unisono.testing.layouts import Layout
-    from unisono.testing.parity import check_parity
+    from unisono.testing.parity import Layout, check_parity
     from unisono.testing.pool import RankPool
     from unisono.testing.report import LeakFound, RankFailure
     from unisono.testing.shipping import CannotTravel
 
 _WHERE = {
     "CannotTravel": "shipping",
-    "Layout": "layouts",
+    "Layout": "parity",
     "LeakFound": "report",
     "RankFailure": "report",
     "RankPool": "pool",

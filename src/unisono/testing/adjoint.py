@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.comm.blocks import bytes_of
 from unisono.errors import LayoutError
-from unisono.testing.agreement import raise_together, raise_what_was_found
+from unisono.testing.report import raise_together, raise_what_was_found
 
 Space = Literal["R", "S", "I"]
 """Replicated, sharded, or independent on each rank."""

@@ -17,6 +17,9 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from unisono.launch.pool.cleanup import MARK
 
 KINDS = ("environment", "threads", "processes", "files", "shared memory", "temporary", "groups")
 """Kinds of things that are watched."""
@@ -35,7 +38,7 @@ _LASTING_THREADS = ("TMonitor", "pytest_timeout")
 _LASTING_COMMANDS = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
-    "unisono.launch.server",
+    "unisono.launch.pool.server",
 )
 
 
@@ -116,7 +119,8 @@ def _threads() -> dict[str, str]:
 def _processes() -> dict[str, str]:
     if not _PROC.exists():
         return {f"pid:{p.pid}": f"{p.pid} {p.name}" for p in multiprocessing.active_children()}
-    _collect_server()
+    if (server := _warm_server()) is not None:
+        _ = server.is_alive  # collects one that has left, idle; else the next run would do so
     found: dict[str, str] = {}
     for pid in _children():
         command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
@@ -125,11 +129,9 @@ def _processes() -> dict[str, str]:
     return found
 
 
-def _collect_server() -> None:
-    """Collect a warm server that has left, idle; else that is done when the next run begins."""
-    server = getattr(sys.modules.get("unisono.launch.warm"), "_server", None)
-    if server is not None:
-        _ = server.is_usable
+def _warm_server() -> Any:
+    """The server of `unisono.run` in this process, if it has one."""
+    return getattr(sys.modules.get("unisono.launch.pool.client"), "_server", None)
 
 
 def _children() -> list[int]:
@@ -161,8 +163,7 @@ def _lasting_fds() -> set[int]:
     for module, (holder, fields) in names.items():
         kept = getattr(sys.modules.get(module), holder, None)
         found.update(fd for fd in (getattr(kept, f, None) for f in fields) if fd is not None)
-    server = getattr(sys.modules.get("unisono.launch.warm"), "_server", None)
-    if server is not None:
+    if (server := _warm_server()) is not None:
         found.update(server.fds)
     return found
 
@@ -197,10 +198,14 @@ def _is_own(entry: os.DirEntry[str]) -> bool:
 def _belongs_to_another(path: str) -> bool:
     """Whether another test session on this host, and not this one, made the file `path`.
 
-    Names of ours carry the pid of their maker; a name without one is another's if a process outside
-    this one's family uses it: has it open or mapped, or names it in its command or environment.
+    Names or marks of ours tell the pid of their maker; what has neither is another's if a process
+    outside this one's family uses it: has it open or mapped, or names it in its command or
+    environment.
     """
     family = _family()
+    owner = _read(Path(path, MARK)).partition(" ")[0]
+    if owner and Path("/proc", owner).exists():
+        return int(owner) not in family
     for number in re.findall(r"(?<![0-9A-Za-z])[0-9]{2,7}(?![0-9A-Za-z])", Path(path).name):
         if Path("/proc", number).exists() and int(number) not in family:
             return True

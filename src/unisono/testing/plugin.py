@@ -5,16 +5,15 @@ Loading it imports neither torch nor cloudpickle; a run without a marked test pa
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.unittest import TestCaseFunction
 
 from unisono.errors import PlatformError, explain
-from unisono.testing import hygiene as hygiene_module
-from unisono.testing.hygiene import hygiene, watched_kinds
-from unisono.testing.marker import DESCRIPTION, RanksMarker
+from unisono.testing.leaks import KINDS, Holdings, describe
 
 if TYPE_CHECKING:
     from unisono.testing.pool import RankPool
@@ -22,6 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["hygiene", "rank_backend", "rank_count", "rank_pool"]
 
 _POOL: pytest.StashKey[RankPool] = pytest.StashKey()
+_FAILED: pytest.StashKey[bool] = pytest.StashKey()
+_RANKS = (
+    'ranks(n, timeout=20, backend="gloo"): run the test body on n ranks, each with a default '
+    "process group; a list of n, or of backends, runs the test once for each"
+)
+_LEAKS = (
+    "leaks(*kinds): kinds of things this test may leave behind, out of "
+    f"{', '.join(KINDS)}, settings; all of them when none is named"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,10 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and, if asked for, the hygiene of all tests."""
-    config.addinivalue_line("markers", DESCRIPTION)
-    config.addinivalue_line("markers", hygiene_module.DESCRIPTION)
+    config.addinivalue_line("markers", _RANKS)
+    config.addinivalue_line("markers", _LEAKS)
     if config.getini("unisono_hygiene"):
-        config.pluginmanager.register(hygiene_module.HygieneOfAll(), "unisono-hygiene-of-all")
+        config.pluginmanager.register(HygieneOfAll(), "unisono-hygiene-of-all")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -104,7 +112,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show a failure of ranks as its own report, without a traceback of this process."""
     report = yield
-    hygiene_module.note_phase(item, report)
+    if report.when == "call" and report.failed:
+        item.stash[_FAILED] = True
     error = call.excinfo.value if call.excinfo is not None else None
     if report.failed and _is_own_report(error):
         report.longrepr = _plain_representation(item, error)
@@ -143,12 +152,6 @@ def session_pool(config: pytest.Config) -> RankPool:
     return pool
 
 
-def pool_holdings(config: pytest.Config) -> set[str]:
-    """Name what the session's pool holds in this process."""
-    pool = config.stash.get(_POOL, None)
-    return set() if pool is None else pool.owned()
-
-
 def _marker_of(node: pytest.Item) -> RanksMarker | None:
     """Read the marker of a test; a bad one fails it without a traceback of ours."""
     __tracebackhide__ = True
@@ -182,3 +185,100 @@ def _plain_representation(item: pytest.Item, error: Any) -> Any:
     where = ReprFileLocation(path, (line or 0) + 1, summary)
     traceback = ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native")
     return ReprExceptionInfo(reprtraceback=traceback, reprcrash=where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksMarker:
+    """What a `ranks` marker asks for."""
+
+    counts: tuple[int, ...]
+    """Numbers of ranks."""
+    many: bool
+    """Whether a list was given, so that the test is run once for each."""
+    timeout_s: float
+    """Seconds for the body of the test (for each drawn example under hypothesis)."""
+    backends: tuple[str, ...]
+    """Backends of the process group."""
+    many_backends: bool
+    """Whether a list of backends was given."""
+
+    @classmethod
+    def of(
+        cls, node: pytest.Item | pytest.Function, default_timeout_s: float
+    ) -> RanksMarker | None:
+        """Read the closest marker of a test; None when it has none."""
+        mark = node.get_closest_marker("ranks")
+        return None if mark is None else cls.read(mark, default_timeout_s)
+
+    @classmethod
+    def read(cls, mark: pytest.Mark, default_timeout_s: float) -> RanksMarker:
+        """Read a marker.
+
+        Raises:
+            PlatformError: the arguments make no sense.
+        """
+        options = dict(mark.kwargs)
+        asked: Any = mark.args[0] if len(mark.args) == 1 else None
+        timeout_s = options.pop("timeout", default_timeout_s)
+        backend = options.pop("backend", "gloo")
+        many_backends = isinstance(backend, Sequence) and not isinstance(backend, str)
+        backends: tuple[Any, ...] = tuple(backend) if many_backends else (backend,)
+        many = isinstance(asked, Sequence)
+        counts: tuple[Any, ...] = tuple(asked) if many else (asked,)
+        fits = (
+            bool(counts)
+            and all(isinstance(n, int) and n >= 1 for n in counts)
+            and isinstance(timeout_s, (int, float))
+            and timeout_s > 0
+            and bool(backends)
+            and all(isinstance(name, str) for name in backends)
+            and not options
+        )
+        if not fits:
+            said = [repr(a) for a in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
+            raise PlatformError.because(
+                f"@pytest.mark.ranks({', '.join(said)})",
+                "it takes a number of ranks, a timeout and a backend (lists of the first and last)",
+                hint='@pytest.mark.ranks(2, timeout=20, backend="gloo")',
+            )
+        return cls(
+            counts=counts,
+            many=many,
+            timeout_s=float(timeout_s),
+            backends=backends,
+            many_backends=many_backends,
+        )
+
+
+@pytest.fixture
+def hygiene(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test if it leaves something behind in this process."""
+    from unisono.testing.report import LeakFound
+
+    kinds = [kind for kind in KINDS if kind in watched_kinds(request.node)]
+    before = Holdings.now(kinds)
+    yield
+    if request.node.stash.get(_FAILED, False):
+        return  # its traceback may keep things alive, and one failure is enough
+    pool = request.config.stash.get(_POOL, None)
+    leaks = before.new(ignore=() if pool is None else pool.owned())
+    if leaks:
+        raise LeakFound(f"the test left things behind\n{describe(leaks)}")
+
+
+class HygieneOfAll:
+    """A plugin that gives every test the fixture `hygiene`."""
+
+    @pytest.fixture(autouse=True)
+    def unisono_hygiene_of_all(self, hygiene: None) -> None:
+        """Ask for `hygiene`."""
+
+
+def watched_kinds(node: pytest.Item) -> set[str]:
+    """Kinds of leaks that fail this test; none without the fixture."""
+    if "hygiene" not in getattr(node, "fixturenames", ()):
+        return set()
+    kinds = {*KINDS, "settings"}
+    for mark in node.iter_markers("leaks"):
+        kinds -= set(mark.args) if mark.args else kinds
+    return kinds

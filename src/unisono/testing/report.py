@@ -1,4 +1,4 @@
-"""The one report about ranks that raised, died or did not come back.
+"""The one report about ranks that raised, died or did not come back; checks that all fail alike.
 
 Its first line counts them; then, in the order in which they failed, every traceback (equal ones
 once), how the dead ones died, where the others stand, and the last lines each printed.
@@ -7,11 +7,15 @@ once), how the dead ones died, where the others stand, and the last lines each p
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from unisono.errors import name_ranks
+from unisono.launch.verdict import signal_name
+
+if TYPE_CHECKING:
+    from unisono.comm import Communicator
 
 _TAIL_LINES = 40
 _ADDRESSES = re.compile(r"\[[0-9.]+\]:[0-9]+|0x[0-9a-f]+")
@@ -78,12 +82,7 @@ def how_it_died(code: int) -> str:
     >>> how_it_died(7), how_it_died(-9)
     ('exit code 7', 'killed by SIGKILL')
     """
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 def headline(findings: Findings) -> str:
@@ -113,7 +112,8 @@ def write_report(findings: Findings) -> str:
     """Return the whole report as text."""
     sections = [headline(findings)]
     for rank, code in findings.died.items():
-        sections.append(_section(f"rank {rank} died: {how_it_died(code)}", _crash(findings, rank)))
+        crash = findings.crashes.get(rank, "")
+        sections.append(_section(f"rank {rank} died: {how_it_died(code)}", crash))
     for ranks, text in _alike(findings.raised):
         sections.append(_section(f"{name_ranks(ranks)} raised", text))
     for ranks, text in _alike(findings.waiting):
@@ -123,10 +123,6 @@ def write_report(findings: Findings) -> str:
         if text.strip():
             sections.append(_section(f"rank {rank} printed", _tail(text)))
     return "\n".join(sections)
-
-
-def _crash(findings: Findings, rank: int) -> str:
-    return findings.crashes.get(rank, "")
 
 
 def _alike(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
@@ -148,3 +144,38 @@ def _tail(text: str) -> str:
         return "\n".join(lines)
     left_out = len(lines) - _TAIL_LINES
     return "\n".join([f"... {left_out} lines before ...", *lines[-_TAIL_LINES:]])
+
+
+def raise_together(title: str, found: Sequence[str], *, comm: Communicator) -> None:
+    """Raise one `AssertionError` on every rank if any rank found something. Collective.
+
+    Args:
+        title: what was checked.
+        found: what this rank found wrong; empty when all is well.
+        comm: the ranks that take part.
+    """
+    __tracebackhide__ = True
+    raise_what_was_found(title, comm.all_gather_object(list(found)))
+
+
+def raise_what_was_found(title: str, everybody: Sequence[Sequence[str]]) -> None:
+    """Raise an `AssertionError` if there is anything in the lists that all ranks know.
+
+    Args:
+        title: what was checked.
+        everybody: what each rank found wrong.
+    """
+    __tracebackhide__ = True
+    by_text: dict[str, list[int]] = {}
+    for rank, texts in enumerate(everybody):
+        for text in texts:
+            by_text.setdefault(text, []).append(rank)
+    if by_text:
+        lines = [_line(text, ranks, len(everybody)) for text, ranks in by_text.items()]
+        raise AssertionError("\n".join([title, *lines]))
+
+
+def _line(text: str, ranks: Sequence[int], size: int) -> str:
+    where = "all ranks" if len(ranks) == size else name_ranks(ranks)
+    indented = text.strip().replace("\n", "\n    ")
+    return f"  {where}: {indented}" if size > 1 else f"  {indented}"

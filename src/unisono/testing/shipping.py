@@ -11,16 +11,18 @@ import inspect
 import io
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from unisono.errors import UnisonoError, an
+from unisono.launch.payload import PlainPickler, is_importable
 
 _OWN_PACKAGE = __name__.partition(".")[0]
+_REWRITING = "AssertionRewritingHook"
+"""The loader with which pytest rewrites asserts."""
 _MACHINERY = ("__builtins__", "__cached__", "__loader__", "__spec__")
 
 
@@ -32,9 +34,10 @@ def pack(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    by_value: Sequence[types.ModuleType] = (),
     *,
-    by_value: Iterable[types.ModuleType] = (),
     kind: str = "argument",
+    alone: bool = False,
 ) -> bytes:
     """Pickle a call.
 
@@ -44,41 +47,20 @@ def pack(
         kwargs: keyword arguments.
         by_value: modules whose functions and classes are sent as code and not as a name.
         kind: what the arguments are called when one cannot travel.
+        alone: whether to send the keyword arguments alone, for a function that was packed before.
 
     Raises:
         CannotTravel: names the argument or the global that cannot be pickled.
     """
-    modules = list(by_value)
-    with _registered(modules):
+    value = dict(kwargs) if alone else (function, args, dict(kwargs))
+    with _registered(by_value):
         try:
-            return _dumps((function, args, dict(kwargs)), modules)
+            return _dumps(value, by_value)
         except Exception as error:
             raise _blame(function, args, kwargs, kind, error) from None
 
 
-def pack_drawn(
-    function: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    *,
-    by_value: Iterable[types.ModuleType] = (),
-    kind: str = "argument",
-) -> bytes:
-    """Pickle keyword arguments alone, for a function that was packed before.
-
-    Args: see `pack`.
-
-    Raises:
-        CannotTravel: names the argument that cannot be pickled.
-    """
-    modules = list(by_value)
-    with _registered(modules):
-        try:
-            return _dumps(dict(kwargs), modules)
-        except Exception as error:
-            raise _blame(function, (), kwargs, kind, error) from None
-
-
-class _Pickler(cloudpickle.CloudPickler):
+class _Pickler(PlainPickler):
     """Leaves behind what pytest and hypothesis hung on test code and what ranks do not need."""
 
     def __init__(self, file: io.BytesIO, by_value: Iterable[types.ModuleType]) -> None:
@@ -170,36 +152,14 @@ class TestModules:
             return False
         if _is_rewritten(module):
             return True
-        return path.is_relative_to(self._root) and not _is_importable(name, path)
+        finders = [f for f in sys.meta_path if type(f).__name__ != _REWRITING]
+        return path.is_relative_to(self._root) and not is_importable(module, finders)
 
 
 def _is_rewritten(module: types.ModuleType) -> bool:
     """Whether pytest rewrote the asserts of a module (test modules, conftest, registered ones)."""
     loader = getattr(module.__spec__, "loader", None)
-    return type(loader).__name__ == "AssertionRewritingHook"
-
-
-def _is_importable(name: str, file: Path) -> bool:
-    """Whether importing `name` elsewhere, with the same path, would load the same file."""
-    parts = name.split(".")
-    where = None
-    spec = None
-    for depth in range(1, len(parts) + 1):
-        spec = _find(".".join(parts[:depth]), where)
-        if spec is None:
-            return False
-        where = spec.submodule_search_locations
-    return spec is not None and spec.origin == str(file)
-
-
-def _find(name: str, where: Any) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        if find is not None and type(finder).__name__ != "AssertionRewritingHook":
-            spec = find(name, where)
-            if spec is not None:
-                return spec
-    return None
+    return type(loader).__name__ == _REWRITING
 
 
 @contextlib.contextmanager

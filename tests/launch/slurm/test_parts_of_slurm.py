@@ -15,16 +15,16 @@ import pytest
 import unisono
 from unisono.environment import Environment
 from unisono.errors import MissingExtra, PlatformError, RankFailed, RankTimeout
-from unisono.launch import Platform, dry_run, rank_files
-from unisono.launch.meeting import candidates, meet
-from unisono.launch.messages import Failed
-from unisono.launch.oversight import COLLECT_S, Ending, Oversight
+from unisono.launch import Platform, dry_run
 from unisono.launch.places import remote
 from unisono.launch.places.remote import Plan, own_versions
 from unisono.launch.places.slurm import cluster, driver, submit
 from unisono.launch.places.slurm.cluster import Partition
 from unisono.launch.places.slurm.script import batch_script, directives, srun_command, warning_s
-from unisono.launch.rank_files import Orders, RankState
+from unisono.launch.pool import remote as files
+from unisono.launch.pool.protocol import Failed
+from unisono.launch.pool.remote import COLLECT_S, Ending, Orders, RankState, RemoteSupervisor
+from unisono.launch.rendezvous import candidates, meet
 
 
 def options(**fields):
@@ -285,7 +285,7 @@ def test_torn_orders_are_left_out_and_given_again(tmp_path, monkeypatch):
 
 
 def test_zeros_that_stay_do_not_hide_later_orders(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_files, "_HOLE_S", 0.05)
+    monkeypatch.setattr(remote, "_HOLE_S", 0.05)
     giver, reader = Orders(tmp_path, 0), Orders(tmp_path, 0)
     giver.open()
     (tmp_path / "orders-0").write_bytes(b"\0" * 8)
@@ -299,20 +299,20 @@ def test_a_state_that_is_not_yet_whole_counts_as_not_said(tmp_path):
     path = tmp_path / "rank-0.state.json"
     path.write_text('{"rank": 0, "att')
     path.chmod(0o600)
-    assert rank_files.read_state(tmp_path, 0, 1) is None
+    assert remote.read_state(tmp_path, 0, 1) is None
 
 
 def test_the_clock_of_another_host_does_not_delay_the_stop(tmp_path):
     plan = plan_of()
-    oversight = Oversight(tmp_path, plan, 1, ["true"])
+    supervisor = RemoteSupervisor(tmp_path, plan, 1, ["true"])
     Orders(tmp_path, 1).open()
     ahead = RankState(rank=0, attempt=1, host="h", state="failed", at={"failed": time.time() + 300})
-    rank_files.write_state(tmp_path, ahead)
+    remote.write_state(tmp_path, ahead)
     orders = Orders(tmp_path, 1)
-    oversight._look()
+    supervisor._look()
     assert list(orders.new()) == []  # others may have something to say
     time.sleep(COLLECT_S + 0.1)
-    oversight._look()
+    supervisor._look()
     assert list(orders.new()) == [{"stop": "another rank failed"}]
 
 
@@ -327,20 +327,20 @@ def ending(word, **fields):
 
 
 def test_files_of_another_user_or_for_others_or_links_are_not_read(tmp_path):
-    rank_files.write_state(tmp_path, state(0, "ready"))
+    remote.write_state(tmp_path, state(0, "ready"))
     path = tmp_path / "rank-0.state.json"
-    assert rank_files.read_state(tmp_path, 0, 1) == state(0, "ready")
-    assert rank_files.read_state(tmp_path, 0, 2) is None
+    assert remote.read_state(tmp_path, 0, 1) == state(0, "ready")
+    assert remote.read_state(tmp_path, 0, 2) is None
     path.chmod(0o640)
     with pytest.raises(PlatformError, match="mode 0640"):
-        rank_files.read_state(tmp_path, 0, 1)
+        remote.read_state(tmp_path, 0, 1)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PlatformError, match="a link"):
-        rank_files.read_state(tmp_path, 0, 1)
+        remote.read_state(tmp_path, 0, 1)
     path.unlink()
     if os.getuid() == 0:
-        result = rank_files.result_path(tmp_path, 0)
+        result = remote.result_path(tmp_path, 0)
         result.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
         result.chmod(0o600)
         os.chown(result, 12345, -1)
@@ -356,17 +356,17 @@ def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
         is_consequence=False,
         site="a.py:3 in f",
     )
-    rank_files.write_error(tmp_path, 1, 1, failed)
-    assert rank_files.read_error(tmp_path, 1, 1) == failed
-    assert rank_files.read_error(tmp_path, 1, 0) is None
+    remote.write_error(tmp_path, 1, 1, failed)
+    assert remote.read_error(tmp_path, 1, 1) == failed
+    assert remote.read_error(tmp_path, 1, 0) is None
     lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
-    rank_files.write_error(tmp_path, 0, 1, lost)
-    rank_files.write_state(tmp_path, state(0, "failed"))
-    assert rank_files.has_failure(tmp_path, 1)
-    assert not rank_files.has_failure(tmp_path, 1, but_consequences=True)  # of one not yet told
-    rank_files.write_state(tmp_path, state(1, "failed"))
-    assert rank_files.has_failure(tmp_path, 1, but_consequences=True)
-    assert not rank_files.has_failure(tmp_path, 0)
+    files.write_error(tmp_path, 0, 1, lost)
+    files.write_state(tmp_path, state(0, "failed"))
+    assert files.has_failure(tmp_path, 1)
+    assert not files.has_failure(tmp_path, 1, but_consequences=True)  # of one not yet told
+    files.write_state(tmp_path, state(1, "failed"))
+    assert files.has_failure(tmp_path, 1, but_consequences=True)
+    assert not files.has_failure(tmp_path, 0)
     error = remote.read_error(tmp_path, 2, ending("failed"))
     assert isinstance(error, RankFailed)
     assert (error.rank, error.host, error.attempt) == (1, "n1", 1)
@@ -375,16 +375,16 @@ def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
 
 def test_a_rank_that_was_killed_comes_before_one_that_noticed(tmp_path):
     lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
-    rank_files.write_error(tmp_path, 0, 1, lost)
-    rank_files.write_state(tmp_path, state(0, "failed"))
-    rank_files.write_state(tmp_path, state(1, "died", exit_code=-9, peak_mb=10.0))
+    files.write_error(tmp_path, 0, 1, lost)
+    files.write_state(tmp_path, state(0, "failed"))
+    files.write_state(tmp_path, state(1, "died", exit_code=-9, peak_mb=10.0))
     error = remote.read_error(tmp_path, 2, ending("failed"))
     assert (error.rank, error.signal, error.exit_code) == (1, "SIGKILL", None)
 
 
 def test_a_deadline_names_who_did_not_come(tmp_path):
-    rank_files.write_state(tmp_path, state(0, "stopped", stack="Thread 0x01 (most recent):\n"))
-    rank_files.write_state(tmp_path, state(1, "returned"))
+    files.write_state(tmp_path, state(0, "stopped", stack="Thread 0x01 (most recent):\n"))
+    files.write_state(tmp_path, state(1, "returned"))
     error = remote.read_error(tmp_path, 2, ending("timeout", deadline="not done in time"))
     assert isinstance(error, RankTimeout)
     assert (error.rank, sorted(error.stacks)) == (0, [0])
@@ -393,7 +393,7 @@ def test_a_deadline_names_who_did_not_come(tmp_path):
 
 def test_ranks_without_a_word_are_named_with_the_words_of_the_starter(tmp_path):
     (tmp_path / "starter.log").write_text("srun: error: node n1 failed\n")
-    rank_files.write_state(tmp_path, state(0, "running"))
+    files.write_state(tmp_path, state(0, "running"))
     error = remote.read_error(tmp_path, 2, ending("lost"))
     assert "ranks 0-1 of 2 ended without a word (code 1)" in str(error)
     assert "node n1 failed" in str(error)
@@ -407,11 +407,11 @@ def place(rank, **fields):
 
 @pytest.mark.leaks("files")  # torch keeps a pipe from its first store on
 def test_ranks_meet_through_a_file_at_the_address_that_answers(tmp_path, monkeypatch):
-    from unisono.launch import meeting
+    from unisono.launch import rendezvous
 
     assert candidates()[-1] == "127.0.0.1"
-    monkeypatch.setattr(meeting, "candidates", lambda: ["127.0.0.9", "127.0.0.1"])
-    monkeypatch.setattr(meeting, "FIRST_TRY_S", 0.5)
+    monkeypatch.setattr(rendezvous, "candidates", lambda: ["127.0.0.9", "127.0.0.1"])
+    monkeypatch.setattr(rendezvous, "FIRST_TRY_S", 0.5)
     found = {}
 
     def host():

@@ -22,7 +22,8 @@ import torch
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
-from unisono.launch import Job, Platform, Wrapper, job_files, rank_files
+from unisono.launch import Job, Platform, Wrapper, job_files
+from unisono.launch.pool.remote import read_json
 
 QUIET = unisono.Logs(console="none")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -48,7 +49,7 @@ def nobody_left(tmp_path):
     """A test leaves no process of its ranks behind."""
     yield
     for path in tmp_path.rglob("rank-*.state.json"):
-        found = rank_files.read_json(path)
+        found = read_json(path)
         assert not Path(f"/proc/{found['pid']}/stat").exists(), f"{path} still runs"
 
 

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.testing import nursery
+from unisono.testing import pool
 
-SERVE = "from unisono.testing.warm import serve\n"
-LEAN = (
-    "from unisono.testing import warm\n"
-    "warm.PRELOAD = [name for name in warm.PRELOAD if name != 'torch._dynamo']\n"
-)
-
-assert SERVE in nursery._BOOT
-nursery._BOOT = nursery._BOOT.replace(SERVE, LEAN + SERVE)
+pool.PRELOAD = tuple(name for name in pool.PRELOAD if name != "torch._dynamo")

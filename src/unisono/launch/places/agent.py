@@ -13,17 +13,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
-from unisono.launch import job_files, rank_files
-from unisono.launch.following import FAILED
-from unisono.launch.listening import Listener
-from unisono.launch.messages import (
+from unisono.launch import job_files
+from unisono.launch.places.remote import Plan
+from unisono.launch.pool import remote
+from unisono.launch.pool.client import RankProcess, spawn_rank
+from unisono.launch.pool.monitor import LEAVE_S, RankMonitor
+from unisono.launch.pool.protocol import (
     Failed,
     Finishing,
     Hello,
@@ -34,10 +34,9 @@ from unisono.launch.messages import (
     Requeued,
     Returned,
     Standing,
+    read_available,
 )
-from unisono.launch.places.remote import Plan
-from unisono.launch.process import SpawnedRank, read_available, spawn_rank
-from unisono.launch.rank_files import CANCEL, PAYLOAD, Orders, RankState
+from unisono.launch.pool.remote import CANCEL, PAYLOAD, Orders, RankState
 from unisono.launch.surroundings import MISLEADING, common_variables, rank_variables
 
 COLLECT_S = 0.25
@@ -46,17 +45,15 @@ STACK_S = 0.5
 """Longest wait for a stack."""
 STANDING_S = 0.2
 """Longest wait for the rank's word on its latest collective."""
-LEAVE_S = 10.0
-"""Longest time a rank may take to leave after all have returned."""
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
 
 
-class Agent(Listener):
+class Agent(RankMonitor):
     """Watches over one rank from its start to its end."""
 
     def __init__(self, directory: Path, attempt: int, plan: Plan, place: Environment) -> None:
-        super().__init__()
+        super().__init__(signal.Signals[plan.stack_signal])
         self._dir = directory
         self._plan = plan
         self._orders = Orders(directory, attempt)
@@ -78,17 +75,16 @@ class Agent(Listener):
         """Stay until the rank has ended; return the exit code that tells the starter how."""
         rank, began = self._rank, time.monotonic()
         while rank.is_running and not rank.is_bad and self._stop_reason is None:
-            self._listen_for(rank_files.pause_s(time.monotonic() - began))
+            self._listen_for(remote.pause_s(time.monotonic() - began))
             if self._is_dismissed:
-                self._step_until(lambda: not rank.is_running, LEAVE_S)
-                self._wait_for_work()
+                self.wait_for_end([rank], LEAVE_S)
                 break
         if rank.is_done and (self._is_dismissed or not rank.is_running):
             self._end()
             self._note(self._state.state)
             return 0
         if rank.failed is not None:
-            self._step_until(lambda: not rank.is_running, COLLECT_S)
+            self.step_until(lambda: not rank.is_running, COLLECT_S)
         elif not rank.is_running and self._was_ended_by_starter():
             self._note("stopped")
         elif not rank.is_running:
@@ -96,11 +92,11 @@ class Agent(Listener):
             self._note("died")
         elif not rank.is_done:
             rank.order(where=True)
-            self._state.stack = self._stack()
-            self._step_until(lambda: rank.standing is not None, STANDING_S)
+            self._state.stack = self.raw_stacks([rank], STACK_S).get(rank.rank, "")
+            self.step_until(lambda: rank.standing is not None, STANDING_S)
             self._note("stopped")
             # Not before the others have shown where they stand, too.
-            self._step_until(lambda: not rank.is_running, COLLECT_S)
+            self.step_until(lambda: not rank.is_running, COLLECT_S)
         self._wait_for_others()
         self._end()
         return 1
@@ -116,7 +112,7 @@ class Agent(Listener):
 
     def _listen_for(self, seconds: float) -> None:
         """Take what comes from the rank, and what it or we are told."""
-        self._step(seconds)
+        self.step(seconds)
         self._heed_signals()
         self._heed_orders()
         self._look_for_launcher()
@@ -129,9 +125,9 @@ class Agent(Listener):
         if self._rank.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):
             return False
         is_killed = self._rank.exit_code == -signal.SIGKILL
-        return rank_files.has_failure(self._dir, self._state.attempt, but_consequences=is_killed)
+        return remote.has_failure(self._dir, self._state.attempt, but_consequences=is_killed)
 
-    def _start(self, place: Environment) -> SpawnedRank:
+    def _start(self, place: Environment) -> RankProcess:
         """Start the rank; signals wait until it is ready for them."""
         read, write = os.pipe()
         for fd in (read, write):
@@ -139,7 +135,7 @@ class Agent(Listener):
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in self._heeded:
             signal.signal(number, lambda n, _frame: self._signals.append(n))
-        self._listen(read, lambda: read_available(read) != b"")
+        self.listen(read, lambda: read_available(read) != b"")
         plan = self._plan
         variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=plan.env)
         variables |= rank_variables(place, plan.run_id, self._dir, self._state.attempt)
@@ -165,73 +161,38 @@ class Agent(Listener):
             rank.log.write(f"--- attempt {self._state.attempt} on {self._state.host}\n".encode())
         self._state.pid = rank.pid
         self._state.pid_start = job_files.process_start(rank.pid)
-        self._listen(rank.report_fd, self._read_report)
-        for fd in rank.output_fds:
-            self._listen(fd, self._output_reader(fd))
-        if rank.end_fd is not None:
-            self._listen(rank.end_fd, self._note_end)
+        self.watch(rank)
         self._note("starting")
         return rank
 
-    def _output_reader(self, fd: int) -> Callable[[], bool]:
-        def read() -> bool:
-            data = read_available(fd)
-            if data:
-                self._rank.log.write(data)
-            return data != b""
-
-        return read
-
-    def _read_report(self) -> bool:
-        messages = self._rank.read_messages()
-        for message in messages or ():
-            self._take(message)
-        if messages is None and self._rank.end_fd is None:
-            self._note_end()
-        return messages is not None
-
-    def _note_end(self) -> bool:
-        """The rank's process has ended: take its last words and its status."""
-        if self._rank.is_running:
-            while messages := self._rank.read_messages():
-                for message in messages:
-                    self._take(message)
-            self._rank.collect()
-        return False
-
-    def _take(self, message: Message) -> None:
-        rank = self._rank
+    def heard(self, rank: RankProcess, message: Message) -> None:
+        """Leave what the rank says in files for others."""
         match message:
             case Hello():
-                rank.hello = message
                 self._note("running")
             case Ready():
-                rank.is_ready = True
                 self._note("ready")
             case Returned():
-                rank.returned = message
                 if (value := rank.value()) is not None:
-                    value.save(rank_files.result_path(self._dir, rank.rank))
+                    value.save(remote.result_path(self._dir, rank.rank))
                 self._note("returned")
             case Requeued():
-                rank.is_requeued = True
                 self._note("requeued")
             case Standing():
-                rank.standing = message
                 self._state.standing = asdict(message)
             case Lingering():
                 names = ", ".join(message.threads)
                 self._state.warning = f"left with threads still running: {names}"
             case Finishing():
-                rank.finishing_s = self._state.finishing_s = message.seconds
+                self._state.finishing_s = message.seconds
                 self._note(self._state.state)
             case Preempt():
                 self._orders.give(preempt=message.rank)
             case Failed():
-                rank.failed = message
-                rank.log.write(FAILED + message.traceback.encode(errors="replace"))
-                rank_files.write_error(self._dir, rank.rank, self._state.attempt, message)
+                remote.write_error(self._dir, rank.rank, self._state.attempt, message)
                 self._note("failed")
+            case _:
+                pass
 
     def _heed_signals(self) -> None:
         """Pass signals on. TERM after a failure elsewhere is the starter ending the world."""
@@ -244,7 +205,7 @@ class Agent(Listener):
 
     def _is_over(self) -> bool:
         is_cancelled = (self._dir / CANCEL).exists()
-        return is_cancelled or rank_files.has_failure(self._dir, self._state.attempt)
+        return is_cancelled or remote.has_failure(self._dir, self._state.attempt)
 
     def _heed_orders(self) -> None:
         for order in self._orders.new():
@@ -272,61 +233,26 @@ class Agent(Listener):
             self._stop_reason = "the launcher is gone"
             self._orders.give(stop=self._stop_reason)  # other hosts cannot see it
 
-    def _stack(self) -> str:
-        """Return where the rank stands; nothing if it does not answer."""
-        path = self._rank.stack_path
-        if self._rank.hello is None:
-            return ""
-        begin = size = _size(path)
-        self._rank.signal(signal.Signals[self._plan.stack_signal])
-
-        def is_written() -> bool:
-            nonlocal size
-            before, size = size, _size(path)
-            return size == before > begin
-
-        self._step_until(is_written, STACK_S)
-        with suppress(OSError), path.open("rb") as file:
-            file.seek(begin)
-            return file.read().decode(errors="replace")
-        return ""
-
     def _end(self) -> None:
         """Stop the rank if it still runs, and take its last output."""
         rank = self._rank
         if rank.is_running and self._is_dismissed:
             self._state.warning = f"did not end within {LEAVE_S:g} s"
-        if rank.is_running:
-            rank.order(stop=True)
-            rank.signal_group(signal.SIGTERM)
-            self._step_until(lambda: not rank.is_running, self._plan.grace_s)
-            self._wait_for_work()
-        if rank.is_running:
-            rank.signal_group(signal.SIGKILL)
-            rank.collect()
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end and self._step(0):
-            pass
+        self.end_all(self._plan.grace_s)
         if rank.is_done:
             self._state.exit_code, self._state.peak_mb = rank.exit_code, rank.peak_mb
-        rank.close()
-
-    def _wait_for_work(self) -> None:
-        """Give a rank that finishes a save the time it asked for."""
-        if self._rank.is_running and self._rank.finishing_s:
-            self._step_until(lambda: not self._rank.is_running, self._rank.finishing_s)
+        self.close()
 
     def _note(self, state: str) -> None:
         self._state.state = state
         self._state.at.setdefault(state, time.time())
-        rank_files.write_state(self._dir, self._state)
+        remote.write_state(self._dir, self._state)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def _descriptors_of_mpi() -> tuple[int, ...]:
+    """Return the descriptors by which an MPI library in the rank talks to who started it."""
+    text = os.environ.get("PMI_FD", "")
+    return (int(text),) if text.isdigit() else ()
 
 
 def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformError) -> int:
@@ -338,9 +264,9 @@ def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformEr
         pickled=None,
         is_consequence=False,
     )
-    rank_files.write_error(directory, place.rank, attempt, failed)
+    remote.write_error(directory, place.rank, attempt, failed)
     state = RankState(rank=place.rank, attempt=attempt, host=socket.gethostname(), state="failed")
-    rank_files.write_state(directory, state)
+    remote.write_state(directory, state)
     return 1
 
 

@@ -20,19 +20,18 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.errors import JobCancelled, PlatformError
-from unisono.launch import job_files, rank_files
-from unisono.launch.console import Console
+from unisono.launch import job_files
+from unisono.launch.console import STDIN_VARIABLE, Console, stdin_rank
 from unisono.launch.following import LogFollower
-from unisono.launch.interrupts import announce, first_told_to
-from unisono.launch.leftovers import unused_memory
-from unisono.launch.oversight import Oversight
 from unisono.launch.places.local import write_payload
 from unisono.launch.places.remote import Plan, own_failure, read_error, read_outcome
 from unisono.launch.platform import Platform
-from unisono.launch.rank import Job
-from unisono.launch.supervise import Outcome, Watch
-from unisono.launch.terminal import VARIABLE as STDIN_VARIABLE
-from unisono.launch.terminal import stdin_rank
+from unisono.launch.pool import remote as files
+from unisono.launch.pool.cleanup import unused_memory
+from unisono.launch.pool.monitor import Outcome, Watch
+from unisono.launch.pool.rank import Job
+from unisono.launch.pool.remote import RemoteSupervisor
+from unisono.launch.stopping import announce, first_told_to
 
 _VERSION_S = 30.0
 _OTHER = "MPIEXEC=/path/of/another/mpiexec, or unset MPIEXEC to have it looked for"
@@ -82,10 +81,10 @@ def run_mpi(
         launcher=(socket.gethostname(), me, job_files.process_start(me) or 0),
     )
     job_files.update_state(job_dir, {"plan": plan.as_json()})
-    write_payload(job, job_dir / rank_files.PAYLOAD)
+    write_payload(job, job_dir / files.PAYLOAD)
     words = [sys.executable, "-m", "unisono.launch.places.agent", str(job_dir), str(attempt)]
     watch = MpiWatch(console, job_dir, size)
-    oversight = Oversight(
+    supervisor = RemoteSupervisor(
         job_dir,
         plan,
         attempt,
@@ -93,7 +92,7 @@ def run_mpi(
         env=environment,
         on_tick=watch.look,
     )
-    watch.oversight = oversight
+    watch.supervisor = supervisor
     if on_start is not None:
         on_start(watch)
     segments = _segments()
@@ -101,17 +100,17 @@ def run_mpi(
     def interrupt() -> None:
         if console.shows_any:
             announce(platform.interrupt_s)
-        oversight.interrupt()
+        supervisor.interrupt()
 
     try:
         with first_told_to(lambda: watch.ask(interrupt)):
-            ending = oversight.run()
+            ending = supervisor.run()
     finally:
         watch.close()
         for segment in unused_memory(_segments() - segments):
             with suppress(OSError):
                 segment.unlink()
-    if oversight.is_interrupted:
+    if supervisor.is_interrupted:
         raise KeyboardInterrupt from own_failure(job_dir, size, attempt)
     if ending.state == "cancelled":
         raise JobCancelled(f"the run in {job_dir} was cancelled")
@@ -128,7 +127,7 @@ def _segments() -> set[Path]:
 class MpiWatch:
     """Shows what the ranks print, and lets other threads ask about them."""
 
-    oversight: Oversight
+    supervisor: RemoteSupervisor
 
     def __init__(self, console: Console, job_dir: Path, ranks: int) -> None:
         self._logs = LogFollower(job_dir, console, range(ranks), tail=0)
@@ -137,7 +136,7 @@ class MpiWatch:
     @property
     def was_ready(self) -> bool:
         """Whether all ranks have been ready."""
-        return self.oversight.was_ready
+        return self.supervisor.was_ready
 
     def ask(self, question: Callable[[], None]) -> None:
         """Have `question` called by the thread that supervises, soon. From any thread."""
@@ -145,7 +144,7 @@ class MpiWatch:
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks of all ranks that answer."""
-        return self.oversight.stacks()
+        return self.supervisor.stacks()
 
     def look(self) -> None:
         """Answer questions, and show what was printed since the last call."""

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import unisono
 from unisono.errors import PlatformError, RankFailed, RankTimeout, name_ranks
-from unisono.launch import job_files, rank_files, verdict
+from unisono.launch import job_files, verdict
 from unisono.launch.caution import warn
-from unisono.launch.messages import Standing
-from unisono.launch.parcel import Parcel
+from unisono.launch.payload import Parcel
 from unisono.launch.platform import Platform
-from unisono.launch.rank_files import GOOD
+from unisono.launch.pool import remote as files
+from unisono.launch.pool.monitor import Outcome, tail
+from unisono.launch.pool.protocol import Standing
+from unisono.launch.pool.remote import GOOD
 from unisono.launch.stacks import crash_in, user_threads
-from unisono.launch.supervise import Outcome, tail
 
 if TYPE_CHECKING:
-    from unisono.launch.oversight import Ending
+    from unisono.launch.pool.remote import Ending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +131,10 @@ def read_outcome(directory: Path, ranks: int, ending: Ending) -> Outcome:
 
     Warns of ranks that returned, and then did not end as they should.
     """
-    states = rank_files.read_states(directory, ranks, ending.attempt)
+    states = files.read_states(directory, ranks, ending.attempt)
     values: list[Parcel] = []
     for rank in range(ranks) if ending.state == "done" else ():
-        path = rank_files.result_path(directory, rank)
+        path = files.result_path(directory, rank)
         job_files.check_ours(path)
         values.append(Parcel.in_file(path))
     for state in states:
@@ -152,7 +153,7 @@ def read_outcome(directory: Path, ranks: int, ending: Ending) -> Outcome:
 def read_error(directory: Path, ranks: int, ending: Ending) -> RankFailed | RankTimeout:
     """Return the error of an attempt that did not succeed."""
     fates = read_fates(directory, ranks, ending.attempt)
-    states = rank_files.read_states(directory, ranks, ending.attempt)
+    states = files.read_states(directory, ranks, ending.attempt)
     stacks = {s.rank: user_threads(s.stack) for s in states if s is not None and s.stack}
     if ending.state == "failed":
         return verdict.failure(fates, stacks=stacks, job_dir=str(directory), attempt=ending.attempt)
@@ -210,8 +211,8 @@ def read_fates(directory: Path, ranks: int, attempt: int) -> list[verdict.Fate]:
     """Return what is known of each rank of an attempt."""
     fates: list[verdict.Fate] = []
     for rank in range(ranks):
-        state = rank_files.read_state(directory, rank, attempt)
-        failed = rank_files.read_error(directory, rank, attempt)
+        state = files.read_state(directory, rank, attempt)
+        failed = files.read_error(directory, rank, attempt)
         text = tail(directory / f"rank-{rank}.log")
         fates.append(
             verdict.Fate(

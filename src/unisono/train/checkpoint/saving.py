@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from unisono.comm.machine import is_card_dead
 from unisono.errors import CheckpointError
-from unisono.launch.leaving import add_work, remove_work
+from unisono.launch.pool.rank import add_work, remove_work
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest
 from unisono.train.checkpoint.pieces import SavePlanner

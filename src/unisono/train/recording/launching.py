@@ -16,9 +16,9 @@ from unisono.environment import detect
 from unisono.errors import PlatformError
 from unisono.launch.api import execute, submit_request
 from unisono.launch.conventions import Convention
-from unisono.launch.interrupts import signals_of_launcher
 from unisono.launch.request import Request, is_in_world
 from unisono.launch.results import Results
+from unisono.launch.stopping import signals_of_launcher
 from unisono.train.report.building import Report, finish
 
 

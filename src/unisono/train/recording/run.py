@@ -28,7 +28,7 @@ from unisono.comm.health.trace import CostLedger, Recorder, clock_offset_ns
 from unisono.data_parallel.nonblocking import only_observes
 from unisono.environment import detect
 from unisono.errors import PartitionError, UnisonoError, an
-from unisono.launch.here import here
+from unisono.launch.context import here
 from unisono.topology.decompose import split_cuts
 from unisono.train.recording import directory as directories
 

@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from unisono.errors import PlatformError
-from unisono.launch import job_files, rank_files
+from unisono.launch import job_files
 from unisono.launch.attempts import announcement, pause_s, too_many_requeues
 from unisono.launch.job_files import write_private
-from unisono.launch.oversight import Ending, Oversight
 from unisono.launch.places.remote import Plan, headline
 from unisono.launch.places.slurm.cluster import call, show_job
 from unisono.launch.places.slurm.script import srun_command
-from unisono.launch.rank_files import CANCEL
+from unisono.launch.pool import remote as files
+from unisono.launch.pool.remote import CANCEL, Ending, RemoteSupervisor
 
 PROGRESS = "progress.json"
 
@@ -52,7 +52,7 @@ class Progress:
     @classmethod
     def read(cls, directory: Path) -> Progress:
         """Return how far the job in `directory` has got."""
-        found = rank_files.read_json(directory / PROGRESS)
+        found = files.read_json(directory / PROGRESS)
         if not found:
             return cls()
         ending = found.pop("ending")
@@ -83,7 +83,7 @@ class Driver:
             progress.attempt += 1
             self._note("running")
             command = srun_command(self._dir, self._plan, progress.attempt)
-            ending = Oversight(
+            ending = RemoteSupervisor(
                 self._dir,
                 self._plan,
                 progress.attempt,

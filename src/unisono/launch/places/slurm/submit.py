@@ -23,8 +23,6 @@ from unisono.launch.attempts import telling, travelling
 from unisono.launch.console import Console
 from unisono.launch.conventions import Convention
 from unisono.launch.following import LogFollower
-from unisono.launch.interrupts import announce, first_told_to, signals_of_launcher
-from unisono.launch.oversight import LEAVE_S
 from unisono.launch.payload import dump_call
 from unisono.launch.places.local import write_payload
 from unisono.launch.places.remote import Plan, own_failure
@@ -34,10 +32,11 @@ from unisono.launch.places.slurm.driver import drive_for_submitit
 from unisono.launch.places.slurm.job import SlurmJob
 from unisono.launch.places.slurm.script import batch_script, directives, driver_command
 from unisono.launch.platform import Platform
-from unisono.launch.rank import Job as RankJob
-from unisono.launch.rank_files import INTERRUPT, PAYLOAD
+from unisono.launch.pool.rank import Job as RankJob
+from unisono.launch.pool.remote import INTERRUPT, LEAVE_S, PAYLOAD
 from unisono.launch.request import Request
 from unisono.launch.results import Results
+from unisono.launch.stopping import announce, first_told_to, signals_of_launcher
 from unisono.launch.surroundings import Surroundings
 
 SCRIPT = "job.sh"

@@ -6,83 +6,70 @@ again: the function comes by pickle.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import os
 import pickle
 import queue
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from unisono.environment import RANK_PID, rank_mark
+from unisono.environment import RANK_PID, Environment, detect, rank_mark
 from unisono.errors import CollectiveMismatch, Requeue
-from unisono.launch import terminal
-from unisono.launch.conventions import Convention
+from unisono.launch import console, stopping
+from unisono.launch.context import Here, enter_world
 from unisono.launch.devices import Device
-from unisono.launch.heap import keep_freed_memory
-from unisono.launch.here import Here
 from unisono.launch.job_files import process_start, write_private
-from unisono.launch.leaving import finish_work, leave
-from unisono.launch.lifeline import Lifeline, Stopped, drop_descriptor, kill_own_group
-from unisono.launch.messages import (
+from unisono.launch.payload import dump_exception, dump_value
+from unisono.launch.pool.protocol import (
     Address,
     Failed,
+    Finishing,
     Hello,
+    Job,
+    Lifeline,
+    Lingering,
     Ready,
     Requeued,
     Returned,
     Standing,
+    Stopped,
+    drop_descriptor,
+    kill_own_group,
+    read_payload,
     send_message,
 )
-from unisono.launch.parcel import ROOM, Parcel
-from unisono.launch.payload import dump_exception, dump_value, load_call
-from unisono.launch.platform import Platform
 from unisono.launch.stacks import format_error, site_of
-from unisono.launch.stopping import (
-    interruptible,
-    note_interrupt,
-    note_request,
-    was_interrupted,
-)
-from unisono.launch.surroundings import Surroundings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from unisono.launch.server import Assignment
-
+THREADS_S = 2.0
+"""Time that threads of the function, no daemons, have to end; a process would wait for ever."""
+FINISH_S = 60.0
+"""Time that unfinished work of a rank gets at its end, or `Platform.grace_s` if that is longer."""
+KEPT_BYTES = 1 << 30
+"""Free memory at the end of the heap that a rank keeps."""
+LARGEST_ON_HEAP = 32 << 20
+"""Larger blocks come from the system and go back to it; glibc allows no more."""
 _LINGER_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all ranks of a run are told."""
-
-    argv: list[str]
-    """The launcher's `sys.argv`."""
-    call: Parcel
-    """Function and arguments; empty while the job is on its way, for they travel beside it."""
-    convention: Convention
-    """How to call it."""
-    platform: Platform
-    """What was asked for."""
-    setting: Surroundings
-    """The launcher's surroundings."""
-    upon_finish: bytes | None = None
-    """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
-    is_script: bool = False
-    """Whether the function is a whole script, which may initialise torch.distributed by itself."""
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """With it ranks sign what they leave each other (`comm/seal.py`)."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
+_HEAP_OF_USER = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_TOP_PAD_",
+)
 
 
 def main() -> NoReturn:
@@ -94,20 +81,17 @@ def main() -> NoReturn:
     _be(job, report_fd, control_fd, result_fd)
 
 
-def live_as_forked(assignment: Assignment) -> NoReturn:
+def live_as_forked(own: dict[str, str], payload_fd: int, *fds: int) -> NoReturn:
     """Be a rank in a fork of the warm server: take over what the launcher is now, then live."""
     from unisono.comm.health.trace import start_from_environment
-    from unisono.launch.server import reseed
+    from unisono.launch.pool.server import reseed
 
-    sys.path[:], job = read_payload(assignment.payload_fd)
+    sys.path[:], job = read_payload(payload_fd)
     importlib.invalidate_caches()
-    # The server's streams belong to a file; these descriptors are now the rank's pipes.
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    job.setting.apply(assignment.own)
+    job.setting.apply(own)
     reseed()
     start_from_environment()
-    _be(job, assignment.report_fd, assignment.control_fd, assignment.result_fd)
+    _be(job, *fds)
 
 
 def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
@@ -121,7 +105,12 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
     # Whoever attaches to the job from elsewhere asks this process for its stacks.
     known = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
     write_private(stack_path.with_suffix(".pid"), known.encode())
-    lifeline = Lifeline(control_fd, note_request, lambda: _tell_standing(report_fd), note_interrupt)
+    lifeline = Lifeline(
+        control_fd,
+        stopping.note_request,
+        lambda: _tell_standing(report_fd),
+        stopping.note_interrupt,
+    )
     lifeline.take(job.platform.stop_signals)
 
     def drop() -> None:
@@ -131,13 +120,13 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
             faulthandler.enable()
 
     lifeline.part_from_children(drop)
-    # A minder starts ranks with these blocked, so that none is lost before now.
+    # An agent starts ranks with these blocked, so that none is lost before now.
     heeded = {signal.SIGTERM, number, *(signal.Signals[n] for n in job.platform.stop_signals)}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)
     send_message(report_fd, Hello(host=socket.gethostname()))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    terminal.settle(int(os.environ["RANK"]))
+    console.settle(int(os.environ["RANK"]))
     try:
         _live(job, report_fd, result_fd, lifeline)
         code = 0
@@ -161,14 +150,14 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
     here = _join_world(job, report_fd, lifeline)
     from unisono.comm.lifecycle import say_returned, stop_world
 
-    fn, args, kwargs = load_call(job.call)
+    fn, args, kwargs = job.call.load()
     job.call.close()
     job.setting.apply_inside()
     _rehearse_death(here.rank)
     send_message(report_fd, Ready())
     begin = time.perf_counter()
     try:
-        with interruptible():
+        with stopping.interruptible():
             value = job.convention.call(fn, args, kwargs, here)
     except Requeue:
         send_message(report_fd, Requeued())
@@ -184,38 +173,11 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
     stop_world()
 
 
-def payload_file(job: Job) -> int:
-    """Return a descriptor, good as long as the job, of a nameless file with all it tells ranks.
-
-    A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting. It
-    begins with the place of what comes after the call: our search path, and the rest of the job.
-    """
-    fd, end = job.call.file()
-    search_path = b"\0".join(os.fsencode(entry) for entry in sys.path)
-    body = pickle.dumps(replace(job, call=Parcel(b"")), protocol=pickle.HIGHEST_PROTOCOL)
-    os.pwrite(fd, end.to_bytes(8, "little"), 0)
-    os.pwrite(fd, len(search_path).to_bytes(8, "little") + search_path + body, end)
-    os.ftruncate(fd, end + 8 + len(search_path) + len(body))
-    return fd
-
-
-def read_payload(payload_fd: int) -> tuple[list[str], Job]:
-    """Return the launcher's search path and the job, whose call is not unpickled yet."""
-    end = int.from_bytes(os.pread(payload_fd, 8, 0), "little")
-    length = int.from_bytes(os.pread(payload_fd, 8, end), "little")
-    search_path = os.fsdecode(os.pread(payload_fd, length, end + 8)).split("\0")
-    skip, size = end + 8 + length, os.fstat(payload_fd).st_size
-    job: Job = pickle.loads(os.pread(payload_fd, size - skip, skip))
-    return search_path, replace(job, call=Parcel(fd=payload_fd, offset=ROOM, is_owner=True))
-
-
 def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
-    """Meet the other ranks: rank 0 tells the launcher its address, the others are told it."""
+    """Meet the other ranks and enter the world with them."""
     import torch
 
     from unisono.comm import seal
-    from unisono.environment import detect
-    from unisono.launch.entering import enter_world
 
     seal.give_secret(job.secret)
     keep_freed_memory()
@@ -225,25 +187,8 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
     nonce = f"{os.environ['UNISONO_RUN_ID']}/{os.environ['UNISONO_RESTART']}"
     store: dist.Store | None = None
     if platform.ipc_groups is not None:
-        if platform.ipc_protocol == "file":
-            import torch.distributed as dist
-
-            path = Path(os.environ["UNISONO_JOB_DIR"], f"store-{os.environ['UNISONO_RESTART']}")
-            store = dist.FileStore(str(path), environment.size)
-        else:
-            if platform.kind in (Device.SLURM, Device.MPI):  # no launcher to pass an address on
-                from unisono.launch.meeting import meet
-
-                path = Path(os.environ["UNISONO_JOB_DIR"], f"rendezvous-{nonce.rpartition('/')[2]}")
-                store, address = meet(
-                    environment,
-                    path.with_suffix(".json"),
-                    nonce=nonce,
-                    timeout_s=platform.start_timeout_s,
-                    asked=(platform.master_addr, platform.master_port or 0),
-                )
-            else:
-                store, address = _meet(job, nonce, report_fd, lifeline)
+        store, address = _meet(job, environment, nonce, report_fd, lifeline)
+        if address is not None:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
             if job.is_script:
                 _offer_store()
@@ -260,6 +205,39 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
     )
 
 
+def _meet(
+    job: Job, environment: Environment, nonce: str, report_fd: int, lifeline: Lifeline
+) -> tuple[dist.Store, tuple[str, int] | None]:
+    """Return the store of this world, and its address if it has one.
+
+    Where the launcher knows all ranks, rank 0 tells it the address, and the others are told it.
+    """
+    import torch.distributed as dist
+
+    from unisono.comm.lifecycle import open_store
+    from unisono.launch.rendezvous import meet
+
+    platform, timeout_s = job.platform, job.platform.start_timeout_s
+    job_dir, attempt = Path(os.environ["UNISONO_JOB_DIR"]), os.environ["UNISONO_RESTART"]
+    asked = platform.master_addr, platform.master_port or 0
+    if platform.ipc_protocol == "file":
+        return dist.FileStore(str(job_dir / f"store-{attempt}"), environment.size), None
+    if platform.kind in (Device.SLURM, Device.MPI):  # no launcher to pass an address on
+        path = job_dir / f"rendezvous-{attempt}.json"
+        return meet(environment, path, nonce=nonce, timeout_s=timeout_s, asked=asked)
+    if environment.rank == 0:
+        store = open_store(
+            environment, addr=asked[0], port=asked[1], timeout_s=timeout_s, nonce=nonce
+        )
+        addr, port = asked[0] or "127.0.0.1", store.port  # pyright: ignore[reportAttributeAccessIssue]
+        send_message(report_fd, Address(addr=addr, port=port))
+    else:
+        addr, port = lifeline.wait_for("master", timeout_s=timeout_s)
+        environment = replace(environment, master=(addr, port))
+        store = open_store(environment, timeout_s=timeout_s, nonce=nonce)
+    return store, (addr, port)
+
+
 def _offer_store() -> None:
     """Let `init_process_group` of a script use our store, with the words that torchrun has for it.
 
@@ -271,28 +249,6 @@ def _offer_store() -> None:
         "TORCHELASTIC_RESTART_COUNT": os.environ["UNISONO_RESTART"],
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def _meet(
-    job: Job, nonce: str, report_fd: int, lifeline: Lifeline
-) -> tuple[dist.Store, tuple[str, int]]:
-    """Return the store of this world, and where it is."""
-    from unisono.comm.lifecycle import open_store
-    from unisono.environment import detect
-
-    environment = detect()
-    timeout_s = job.platform.start_timeout_s
-    if environment.rank == 0:
-        asked = job.platform.master_addr
-        port = job.platform.master_port or 0
-        store = open_store(environment, addr=asked, port=port, timeout_s=timeout_s, nonce=nonce)
-        addr, port = asked or "127.0.0.1", store.port  # pyright: ignore[reportAttributeAccessIssue]
-        send_message(report_fd, Address(addr=addr, port=port))
-    else:
-        addr, port = lifeline.wait_for("master", timeout_s=timeout_s)
-        environment = replace(environment, master=(addr, port))
-        store = open_store(environment, timeout_s=timeout_s, nonce=nonce)
-    return store, (addr, port)
 
 
 def _tell_standing(report_fd: int) -> None:
@@ -345,7 +301,7 @@ def describe(error: BaseException) -> Failed:
 
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     code: int | None = None
-    has_obeyed = was_interrupted() and isinstance(error, (KeyboardInterrupt, SystemExit))
+    has_obeyed = stopping.was_interrupted() and isinstance(error, (KeyboardInterrupt, SystemExit))
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failed(
@@ -357,3 +313,96 @@ def describe(error: BaseException) -> Failed:
         site=site_of(error),
         is_mismatch=isinstance(error, CollectiveMismatch),
     )
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep on its heap what it frees; return whether it does.
+
+    glibc hands memory back to the system when much of it lies free at the end of the heap. A
+    training loop asks for it again at once, and the system clears every page of it: that can take
+    as long as the step itself. Not where the user's own variables say something else.
+    """
+    has_settings = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name in os.environ for name in _HEAP_OF_USER
+    )
+    if sys.platform != "linux" or has_settings:
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        return False
+    # Either setting ends glibc's own adjustment of both, so both are set.
+    return bool(mallopt(_MMAP_THRESHOLD, LARGEST_ON_HEAP)) and bool(
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+    )
+
+
+class Work(Protocol):
+    """Something under way in the background of this process that must not be lost."""
+
+    def finish(self, limit_s: float) -> str | None:
+        """Wait for it; return what went wrong, if something did."""
+        ...
+
+
+_unfinished: list[Work] = []
+
+
+def add_work(work: Work) -> None:
+    """Let this process, should it be a rank, finish `work` before it ends in whatever way."""
+    _unfinished.append(work)
+
+
+def remove_work(work: Work) -> None:
+    """Forget work that is finished."""
+    with contextlib.suppress(ValueError):
+        _unfinished.remove(work)
+
+
+def finish_work(report_fd: int, grace_s: float) -> None:
+    """Finish what is under way; the launcher is told, so that it waits for that long."""
+    if not _unfinished:
+        return
+    limit_s = max(FINISH_S, grace_s)
+    with contextlib.suppress(OSError):
+        send_message(report_fd, Finishing(seconds=limit_s))
+    end = time.monotonic() + limit_s
+    while _unfinished:
+        trouble = _unfinished.pop(0).finish(max(0.0, end - time.monotonic()))
+        if trouble is not None:
+            with contextlib.suppress(Exception):
+                print(f"unisono: {trouble}", file=sys.stderr, flush=True)
+
+
+def leave(report_fd: int) -> NoReturn:
+    """End as an interpreter does (threads, exit functions, streams), but without unloading torch.
+
+    That takes longer than a warm start, and the system takes the memory back anyway.
+    """
+    if lingering := _lingering_threads(THREADS_S):
+        with contextlib.suppress(OSError):
+            send_message(report_fd, Lingering(threads=tuple(t.name for t in lingering)))
+    else:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    _finalize_mpi()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
+
+
+def _lingering_threads(limit_s: float) -> list[threading.Thread]:
+    """Wait for the function's threads; return those that still run, and keep the process."""
+    end = time.monotonic() + limit_s
+    mine = threading.current_thread()
+    threads = [t for t in threading.enumerate() if t is not mine and not t.daemon]
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread for thread in threads if thread.is_alive()]
+
+
+def _finalize_mpi() -> None:
+    """Leave MPI if the function has entered it: mpi4py does so in an exit that is not ours."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()

@@ -91,7 +91,7 @@ def remove_expired_directories(parent: Path | None) -> None:
     no such mark.
     """
     kept: list[tuple[float, Path]] = []
-    for mark in _folder(parent).glob(f"unisono-*/{KEPT}"):
+    for mark in (parent or Path(tempfile.gettempdir())).glob(f"unisono-*/{KEPT}"):
         with suppress(OSError, ValueError):  # another user's, or being removed
             check_ours(mark.parent)
             check_ours(mark)
@@ -105,13 +105,9 @@ def remove_expired_directories(parent: Path | None) -> None:
 
 def remove_orphaned_directories(parent: Path | None) -> None:
     """Remove temporary directories whose launchers, of this host, have been killed."""
-    for mark in _folder(parent).glob(f"unisono-*/{MARK}"):
+    for mark in (parent or Path(tempfile.gettempdir())).glob(f"unisono-*/{MARK}"):
         with suppress(OSError, ValueError):  # another user's, or being removed
             check_ours(mark)
             pid, start, host = mark.read_text().split()
             if host == socket.gethostname() and str(process_start(int(pid))) != start:
                 shutil.rmtree(mark.parent, ignore_errors=True)
-
-
-def _folder(parent: Path | None) -> Path:
-    return Path(tempfile.gettempdir()) if parent is None else parent

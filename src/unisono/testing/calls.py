@@ -1,4 +1,4 @@
-"""What the pool and its ranks say to each other, one dataclass a message.
+"""What the pool asks of its ranks and what they answer, one dataclass a message.
 
 A world lives from `Open` to `Close`; between them any number of `Call`. Each command gets one
 reply. The user's function and values travel inside as bytes, so that a fault in them is theirs.
@@ -6,7 +6,16 @@ reply. The user's function and values travel inside as bytes, so that a fault in
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
+
+from unisono.launch.pool.protocol import Returned
+
+STACK_SIGNAL: int = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
+"""Makes a rank write its stacks. If possible, SIGUSR1 is left to the code under test."""
+
+REMADE_FIXTURES: tuple[str, ...] = ("monkeypatch",)
+"""Fixtures that act on the process they live in, so each rank makes its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +71,6 @@ class Opened:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Returned:
-    """The function came back."""
-
-    payload: bytes
-    """Its value, pickled by cloudpickle."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Raised:
     """A command raised."""
 
@@ -95,3 +96,4 @@ class Closed:
 
 Command = Open | Call | Close
 Reply = Opened | Returned | Raised | Closed
+"""`Returned` is that of the launcher: a large value stays in the file of results."""

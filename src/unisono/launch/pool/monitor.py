@@ -1,12 +1,14 @@
 """Watching ranks from their start to their end: one loop over their pipes.
 
-The first failure, or a deadline, ends all of them; whatever happens, leaving the `with` block
-leaves no process, descriptor or half-read output behind.
+`RankMonitor` is that loop; `Supervisor` watches all ranks of an attempt on this host. The first
+failure, or a deadline, ends all of them; whatever happens, leaving its `with` block leaves no
+process, descriptor or half-read output behind.
 """
 
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import socket
 import time
@@ -15,31 +17,23 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from unisono.errors import name_ranks
 from unisono.launch import verdict
 from unisono.launch.caution import warn
 from unisono.launch.console import Console, RankStream
-from unisono.launch.following import FAILED
-from unisono.launch.interrupts import announce, first_told_to
-from unisono.launch.listening import Listener
-from unisono.launch.messages import (
+from unisono.launch.payload import Parcel
+from unisono.launch.pool.client import RankProcess
+from unisono.launch.pool.protocol import (
     Address,
-    Failed,
-    Finishing,
-    Hello,
-    Lingering,
-    Message,
     Preempt,
     Ready,
-    Requeued,
-    Returned,
     Standing,
+    read_available,
 )
-from unisono.launch.parcel import Parcel
-from unisono.launch.process import RankProcess, read_available
 from unisono.launch.stacks import crash_in, user_threads
+from unisono.launch.stopping import announce, first_told_to
 
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before the cause is chosen."""
@@ -85,7 +79,148 @@ class Watch(Protocol):
         ...
 
 
-class Supervisor(Listener):
+class RankMonitor:
+    """Reads what ranks say and print, and notes how they end; subclasses may do more.
+
+    Args:
+        stack_signal: makes a rank write its stacks.
+    """
+
+    def __init__(self, stack_signal: int) -> None:
+        self._ranks: list[RankProcess] = []
+        self._stack_signal = stack_signal
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, rank: RankProcess) -> None:
+        """Begin to listen to a rank that was just started."""
+        self._ranks.append(rank)
+        self.listen(rank.pipes.report, self.read_report, rank)
+        for number, fd in enumerate(rank.pipes.outputs):
+            self.listen(fd, self._read_output, rank, number, fd)
+        if rank.process.end_fd is not None:
+            self.listen(rank.process.end_fd, self._note_end, rank)
+
+    def heard(self, rank: RankProcess, message: Any) -> None:
+        """Do what a message of a rank asks for; it is noted already."""
+
+    def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
+        """Show what a rank has printed on its stdout (0) or stderr (1); it is in its log."""
+
+    def listen(self, fd: int, callback: Callable[..., bool], *args: object) -> None:
+        """Have `callback` called when `fd` has something; it says whether there is more to come."""
+        os.set_blocking(fd, False)
+        self._selector.register(fd, selectors.EVENT_READ, (callback, args))
+
+    def step(self, timeout_s: float | None) -> bool:
+        """Wait for news at most `timeout_s`, take all that has come, say whether there was any."""
+        events = self._selector.select(timeout_s)
+        for key, _ in events:
+            callback, args = key.data
+            if not callback(*args):
+                self._selector.unregister(key.fd)
+        return bool(events)
+
+    def step_until(self, condition: Callable[[], bool], limit_s: float) -> None:
+        """Go on until `condition` holds, at most `limit_s`."""
+        end = time.monotonic() + limit_s
+        while not condition() and (left := end - time.monotonic()) > 0:
+            self.step(min(left, 0.02))
+
+    def read_report(self, rank: RankProcess) -> bool:
+        """Take the messages of a rank that have come; say whether there may be more."""
+        messages = rank.read_messages()
+        for message in messages or ():
+            rank.note(message)
+            self.heard(rank, message)
+        if messages is None and rank.process.end_fd is None:
+            self._note_end(rank)  # where the system cannot tell us of an exit in another way
+        return messages is not None
+
+    def raw_stacks(self, ranks: Iterable[RankProcess], limit_s: float) -> dict[int, str]:
+        """Return the stacks of those `ranks` that answer the stack signal in time."""
+        begin: dict[RankProcess, int] = {}
+        for rank in ranks:
+            if rank.is_running and rank.hello:
+                begin[rank] = size_of(rank.stack_path)
+                rank.signal(self._stack_signal)
+        sizes = dict(begin)
+
+        def all_written() -> bool:
+            nonlocal sizes
+            before, sizes = sizes, {rank: size_of(rank.stack_path) for rank in begin}
+            return sizes == before and all(sizes[rank] > begin[rank] for rank in begin)
+
+        self.step_until(all_written, limit_s)
+        dumps = {rank.rank: text_from(rank.stack_path, offset) for rank, offset in begin.items()}
+        return {rank: text for rank, text in dumps.items() if text}
+
+    def wait_for_end(self, ranks: Sequence[RankProcess], limit_s: float) -> None:
+        """Wait until these ranks have ended; longer for those that finish a save."""
+        begin = time.monotonic()
+        while waits := [limit_s + rank.finishing_s for rank in ranks if rank.is_running]:
+            if (left := begin + max(waits) - time.monotonic()) <= 0:
+                break
+            self.step(left)
+
+    def end_all(self, grace_s: float | None) -> None:
+        """Ask all ranks to stop, so that their `finally` blocks run, and kill them after `grace_s`.
+
+        None kills them at once. What they have left in their pipes is read.
+        """
+        running = [rank for rank in self._ranks if rank.is_running]
+        try:
+            if running and grace_s is not None:
+                for rank in running:
+                    rank.order(stop=True)
+                    rank.signal_group(signal.SIGTERM)
+                self.wait_for_end(running, grace_s)
+        finally:  # also when a second Ctrl-C interrupts the wait for an orderly end
+            for rank in running:
+                rank.signal_group(signal.SIGKILL)
+            for rank in running:
+                if rank.is_running:
+                    rank.collect()
+            end = time.monotonic() + DRAIN_S
+            while time.monotonic() < end and self.step(0):
+                pass
+
+    def drop(self, rank: RankProcess) -> None:
+        """Listen no more to a rank that has ended, and let its descriptors go."""
+        self._ranks.remove(rank)
+        for fd in rank.fds:
+            with suppress(KeyError):
+                self._selector.unregister(fd)
+        rank.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor that all this listening takes."""
+        return self._selector.fileno()
+
+    def close(self) -> None:
+        """Let all descriptors go."""
+        for rank in self._ranks:
+            rank.close()
+        self._selector.close()
+
+    def _read_output(self, rank: RankProcess, number: int, fd: int) -> bool:
+        data = read_available(fd)
+        if data:
+            rank.log.write(data)
+            self.printed(rank, number, data)
+        return data != b""
+
+    def _note_end(self, rank: RankProcess) -> bool:
+        """A rank's process has ended: take its last words and its status."""
+        if rank.is_running:
+            while messages := rank.read_messages():
+                for message in messages:
+                    rank.note(message)
+                    self.heard(rank, message)
+            rank.collect()
+        return False
+
+
+class Supervisor(RankMonitor):
     """Watches the ranks of one attempt. Use it as a context manager."""
 
     def __init__(
@@ -100,8 +235,7 @@ class Supervisor(Listener):
         attempt: int,
         stack_signal: signal.Signals = signal.SIGUSR1,
     ) -> None:
-        super().__init__()
-        self._ranks: list[RankProcess] = []
+        super().__init__(stack_signal)
         self._console = console
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
@@ -111,29 +245,24 @@ class Supervisor(Listener):
         self._is_killed = False
         self._job_dir = job_dir
         self._attempt = attempt
-        self._streams: list[RankStream] = []
+        self._streams: dict[tuple[RankProcess, int], RankStream] = {}
         self._began = time.monotonic()
         self._ready_at: float | None = None
-        self._stack_signal = stack_signal
         self._questions: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._listen(self._wake_read, self._answer_questions)
+        self.listen(self._wake_read, self._answer_questions)
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            if not self._is_killed:
-                self._stop_all()
-        finally:  # also when a second Ctrl-C interrupts the wait for an orderly end
-            self._kill_all()
-            for stream in self._streams:
+            self.end_all(None if self._is_killed else self._grace_s)
+        finally:
+            for stream in self._streams.values():
                 stream.close()
-            for rank in self._ranks:
-                rank.close()
-            self._selector.close()
+            self.close()
             wake_write, self._wake_write = self._wake_write, -1
             os.close(wake_write)
             os.close(self._wake_read)
@@ -153,28 +282,38 @@ class Supervisor(Listener):
         """Return the stacks of all ranks that answer; only in the thread that supervises."""
         return self._stacks(self._ranks, DEADLINE_STACKS_S)
 
+    def heard(self, rank: RankProcess, message: Any) -> None:
+        """Pass on what is for other ranks."""
+        match message:
+            case Address():
+                for other in self._ranks:
+                    if other is not rank:
+                        other.order(master=[message.addr, message.port])
+            case Ready() if all(other.is_ready for other in self._ranks):
+                self._ready_at = time.monotonic()
+            case Preempt():
+                self._ranks[message.rank].signal(signal.SIGTERM)
+            case _:
+                pass
+
+    def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
+        """Show on the console what a rank has printed."""
+        key = rank, number
+        if key not in self._streams:
+            self._streams[key] = self._console.stream(rank.rank, number)
+        self._streams[key].feed(data)
+
     def _answer_questions(self) -> bool:
         read_available(self._wake_read)
         while self._questions:
             self._questions.popleft()()
         return True
 
-    def watch(self, rank: RankProcess) -> None:
-        """Begin to listen to a rank that was just started."""
-        self._ranks.append(rank)
-        self._listen(rank.report_fd, lambda: self._read_report(rank))
-        for number, fd in enumerate(rank.output_fds):
-            stream = self._console.stream(rank.rank, number)
-            self._streams.append(stream)
-            self._listen(fd, self._output_reader(rank, fd, stream))
-        if rank.end_fd is not None:
-            self._listen(rank.end_fd, lambda: self._note_end(rank))
-
     def until_all_returned(self) -> Outcome:
         """Return when every rank has returned and left; raise if one failed or time ran out."""
         with first_told_to(lambda: self.ask(self._interrupt)):
             while not all(rank.is_done for rank in self._ranks):
-                self._step(self._seconds_left())
+                self.step(self._seconds_left())
                 if self._interrupted_until is not None:
                     self._await_interrupted()
                     break
@@ -198,7 +337,7 @@ class Supervisor(Listener):
     def _interrupt(self) -> None:
         """The first Ctrl-C: ask all ranks to end."""
         for rank in self._ranks:
-            self._read_report(rank)  # the last may be ready by now
+            self.read_report(rank)  # the last may be ready by now
         if self._ready_at is None:  # no function runs that could save anything
             raise KeyboardInterrupt
         if self._console.shows_any:
@@ -214,7 +353,7 @@ class Supervisor(Listener):
         while not all(rank.is_done or rank.is_bad for rank in self._ranks):
             if (left := until - time.monotonic()) <= 0:
                 break
-            self._step(left)
+            self.step(left)
         self._is_killed = False
         if all(rank.is_done for rank in self._ranks):
             return
@@ -231,70 +370,11 @@ class Supervisor(Listener):
             end = self._ready_at + self._timeout_s
         return max(0.0, end - time.monotonic())
 
-    def _read_report(self, rank: RankProcess) -> bool:
-        messages = rank.read_messages()
-        for message in messages or ():
-            self._take(rank, message)
-        if messages is None and rank.end_fd is None:
-            self._note_end(rank)  # where the system cannot tell us of an exit in another way
-        return messages is not None
-
-    def _take(self, rank: RankProcess, message: Message) -> None:
-        match message:
-            case Hello():
-                rank.hello = message
-            case Address():
-                for other in self._ranks:
-                    if other is not rank:
-                        other.order(master=[message.addr, message.port])
-            case Ready():
-                rank.is_ready = True
-                if all(r.is_ready for r in self._ranks):
-                    self._ready_at = time.monotonic()
-            case Returned():
-                rank.returned = message
-            case Requeued():
-                rank.is_requeued = True
-            case Standing():
-                rank.standing = message
-            case Lingering():
-                rank.lingering = message.threads
-            case Finishing():
-                rank.finishing_s = message.seconds
-            case Preempt():
-                for other in self._ranks:
-                    if other.rank == message.rank:
-                        other.signal(signal.SIGTERM)
-            case Failed():
-                rank.failed, rank.failed_at = message, time.monotonic()
-                rank.log.write(FAILED + message.traceback.encode(errors="replace"))
-
-    def _output_reader(self, rank: RankProcess, fd: int, stream: RankStream) -> Callable[[], bool]:
-        def read() -> bool:
-            data = read_available(fd)
-            if data:
-                rank.log.write(data)
-                stream.feed(data)
-            return data != b""
-
-        return read
-
-    def _note_end(self, rank: RankProcess) -> bool:
-        """A rank's process has ended: take its last words and its status."""
-        if rank.is_running:
-            while messages := rank.read_messages():
-                for message in messages:
-                    self._take(rank, message)
-            rank.collect()
-        return False
-
-    # The end, good or bad.
-
     def _dismiss(self) -> None:
         """Let all ranks leave; a crash now is worth a warning, the results count."""
         for rank in self._ranks:
             rank.order(finish=True)
-        self._wait_for_end(self._ranks, LEAVE_S)
+        self.wait_for_end(self._ranks, LEAVE_S)
         for rank in self._ranks:
             if rank.lingering:
                 names = ", ".join(rank.lingering)
@@ -309,12 +389,11 @@ class Supervisor(Listener):
 
     def _failure(self) -> Exception:
         """Find out whose fault it is, stop all, and return the error."""
-        self._step_until(lambda: all(rank.is_bad for rank in self._ranks), COLLECT_S)
+        self.step_until(lambda: all(rank.is_bad for rank in self._ranks), COLLECT_S)
         fates = self._fates()
         unaware = [rank for rank in self._ranks if not rank.is_bad and not rank.is_done]
         stacks = self._stacks(unaware, STACKS_S)
-        self._stop_all()
-        self._kill_all()
+        self.end_all(self._grace_s)
         return verdict.failure(
             [
                 replace(
@@ -341,8 +420,7 @@ class Supervisor(Listener):
         standings = self._standings()
         stacks = self._stacks(self._ranks, DEADLINE_STACKS_S)
         fates = self._fates()
-        self._stop_all()
-        self._kill_all()
+        self.end_all(self._grace_s)
         return verdict.timeout(
             fates,
             what=f"{name_ranks(late)} of {size} {deadline}",
@@ -358,7 +436,7 @@ class Supervisor(Listener):
         for rank in asked:
             rank.standing = None
             rank.order(where=True)
-        self._step_until(lambda: all(rank.standing for rank in asked), STACKS_S)
+        self.step_until(lambda: all(rank.standing for rank in asked), STACKS_S)
         return {rank.rank: rank.standing for rank in asked if rank.standing is not None}
 
     def _fates(self) -> list[verdict.Fate]:
@@ -379,68 +457,31 @@ class Supervisor(Listener):
         return "\n".join(text.splitlines()[-verdict.LOG_LINES :])
 
     def _stacks(self, ranks: Iterable[RankProcess], limit_s: float) -> dict[int, str]:
-        """Return the stacks of those `ranks` that answer the stack signal in time."""
-        begin: dict[RankProcess, int] = {}
-        for rank in ranks:
-            if rank.is_running and rank.hello:
-                begin[rank] = _size(rank.stack_path)
-                rank.signal(self._stack_signal)
-        sizes = dict(begin)
-
-        def all_written() -> bool:
-            nonlocal sizes
-            before, sizes = sizes, {rank: _size(rank.stack_path) for rank in begin}
-            return sizes == before and all(sizes[rank] > begin[rank] for rank in begin)
-
-        self._step_until(all_written, limit_s)
-        dumps: dict[int, str] = {}
-        for rank, offset in begin.items():
-            with suppress(OSError), rank.stack_path.open("rb") as file:
-                file.seek(offset)
-                if text := file.read().decode(errors="replace"):
-                    dumps[rank.rank] = user_threads(text)
-        return dumps
-
-    def _stop_all(self) -> None:
-        """Ask every rank to stop, so that its `finally` blocks run; wait `grace_s` for them."""
-        running = [rank for rank in self._ranks if rank.is_running]
-        for rank in running:
-            rank.order(stop=True)
-            rank.signal_group(signal.SIGTERM)
-        self._wait_for_end(running, self._grace_s)
-
-    def _wait_for_end(self, ranks: Sequence[RankProcess], limit_s: float) -> None:
-        """Wait until these ranks have ended; longer for those that finish a save."""
-        if any(rank.is_running for rank in ranks):
-            self._step_until(lambda: not any(rank.is_running for rank in ranks), limit_s)
-        if late := [rank for rank in ranks if rank.is_running and rank.finishing_s]:
-            longest_s = max(rank.finishing_s for rank in late)
-            self._step_until(lambda: not any(rank.is_running for rank in late), longest_s)
-
-    def _kill_all(self) -> None:
-        """Kill what is left, and read what all ranks have left in their pipes."""
-        running = [rank for rank in self._ranks if rank.is_running]
-        for rank in running:
-            rank.signal_group(signal.SIGKILL)
-        for rank in running:
-            rank.collect()
-        end = time.monotonic() + DRAIN_S
-        while time.monotonic() < end and self._step(0):
-            pass
+        dumps = self.raw_stacks(ranks, limit_s)
+        return {rank: user_threads(text) for rank, text in dumps.items()}
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Return how long a file is; 0 if it is not there."""
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
+def text_from(path: Path, offset: int = 0) -> str:
+    """Return the text of a file from a place on; nothing if it is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def tail(path: Path, limit: int = 1 << 20) -> str:
     """Return the text of a log, or the last `limit` bytes of it; nothing if it is not there."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - limit))
-            return file.read().decode(errors="replace")
+        return text_from(path, max(0, path.stat().st_size - limit))
     except OSError:
         return ""

@@ -32,6 +32,8 @@ FIRST_TRY_S = 2.0
 """How long the first try of an address may take; later ones get longer."""
 _POLL_S = 0.05
 _REACHED = "unisono/reached"
+_LISTENING = "0A"
+"""State of a socket that listens, as the kernel prints it."""
 
 
 def meet(
@@ -150,6 +152,8 @@ def candidates() -> list[str]:
 
     Loopback comes last: it helps where two nodes are one host, and misleads nobody.
     """
+    from unisono.comm import machine as addresses
+
     found: list[str] = []
     if node := os.environ.get("SLURMD_NODENAME"):
         from unisono.launch.places.slurm.cluster import node_address
@@ -158,3 +162,28 @@ def candidates() -> list[str]:
             found = addresses.resolve(node_address(node) or node)
     outward = [addr for addr in found if not addresses.is_loopback(addr)]
     return list(dict.fromkeys([*outward, *addresses.own_addresses(), LOOPBACK]))
+
+
+def owner_of_port(port: int) -> str:
+    """Return who listens at `port`, as `python (process 12)`; "" if nobody can tell."""
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return ""
+    links = {f"socket:[{inode}]" for inode in inodes}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(fd) in links for fd in (process / "fd").iterdir()):  # noqa: PTH115
+                name = (process / "comm").read_text().strip()
+                return f"{name} (process {process.name})"
+    return "a process of another user"
+
+
+def _listening_inodes(port: int) -> set[str]:
+    found: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
+                    found.add(words[9])
+    return found

@@ -1,35 +1,225 @@
-"""One attempt of a world whose ranks are started by a program, as `srun` or `mpiexec`.
+"""Ranks on other hosts, which share a directory with their launcher and nothing else.
 
-The program is told nothing and asked little: how each rank stands is in the files that its minder
-writes, and orders go the same way. Whatever happens, leaving `run` leaves neither the program nor,
-on this host, a rank.
+They are started by a program, as `srun` or `mpiexec`, which is told nothing and asked little: how
+each rank stands is in the files that its agent writes, and orders go the same way. Each file has
+one writer and is replaced by a rename; only private files of this user are read back.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from unisono.launch import job_files, rank_files
-from unisono.launch.job_files import write_private
+from unisono.errors import PlatformError
+from unisono.launch import job_files
+from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.places.remote import Plan
-from unisono.launch.rank_files import BAD, CANCEL, GOOD, INTERRUPT, Orders, RankState
+from unisono.launch.pool.monitor import size_of, text_from
+from unisono.launch.pool.protocol import Failed
+from unisono.launch.stacks import user_threads
 
+PAYLOAD = "payload.pkl"
+"""Search path, function, arguments: what each rank is started with."""
+CANCEL = "cancel"
+"""Is there once somebody has cancelled the job."""
+INTERRUPT = "interrupt"
+"""Is there once somebody has interrupted the launcher that waits for the job."""
+GOOD = ("returned", "requeued")
+"""States of a rank whose function came to a good end."""
+BAD = ("failed", "died")
+"""States of a rank that ends the others."""
+_TIMES = 3
+"""How often an order is written until it is whole."""
+_HOLE_S = 2.0
+"""How long zeros in the orders may wait for their bytes."""
 POLL_S = 0.1
 """Seconds between two looks at stacks that were asked for."""
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before all are stopped."""
 LEAVE_S = 15.0
 """Longest time from an order to the end of the program."""
+
+
+@dataclass(kw_only=True)
+class RankState:
+    """What a rank's agent knows of it."""
+
+    rank: int
+    """Its place in the world."""
+    attempt: int
+    """Which attempt this is about."""
+    host: str
+    """Where it runs."""
+    node: str = ""
+    """What the scheduler calls that host."""
+    state: str = "starting"
+    """`starting`, `running`, `ready`, `returned`, `requeued`, `failed`, `died`, `stopped`."""
+    pid: int = 0
+    """Its process."""
+    pid_start: int | None = None
+    """When that process started, to tell it from a later one of the same number."""
+    exit_code: int | None = None
+    """How it ended, negative for a signal; None while it runs, or if it was stopped."""
+    peak_mb: float | None = None
+    """Largest memory it used."""
+    stack: str = ""
+    """Where it stood when it was stopped."""
+    standing: dict[str, Any] | None = None
+    """Where it stood among collectives then, as `messages.Standing`."""
+    warning: str = ""
+    """What was strange about its end, although its result counts."""
+    finishing_s: float = 0.0
+    """How long it may take to finish a save before it ends."""
+    at: dict[str, float] = field(default_factory=dict)
+    """When it came into each state, by the clock of its host."""
+
+
+def write_state(directory: Path, state: RankState) -> None:
+    """Tell others how a rank stands."""
+    path = directory / f"rank-{state.rank}.state.json"
+    write_private(path, json.dumps(asdict(state)).encode())
+
+
+def read_state(directory: Path, rank: int, attempt: int) -> RankState | None:
+    """Return how a rank stands in this attempt; None if it has not said."""
+    found = read_json(directory / f"rank-{rank}.state.json")
+    return RankState(**found) if found and found["attempt"] == attempt else None
+
+
+def read_states(directory: Path, ranks: int, attempt: int) -> list[RankState | None]:
+    """Return how all ranks stand."""
+    return [read_state(directory, rank, attempt) for rank in range(ranks)]
+
+
+def write_error(directory: Path, rank: int, attempt: int, failed: Failed) -> None:
+    """Keep the report of a rank that failed."""
+    pickled = base64.b64encode(failed.pickled).decode() if failed.pickled is not None else None
+    entry = {**asdict(failed), "pickled": pickled, "attempt": attempt}
+    write_private(directory / f"rank-{rank}.error.json", json.dumps(entry).encode())
+
+
+def read_error(directory: Path, rank: int, attempt: int) -> Failed | None:
+    """Return the report of a rank that failed in this attempt."""
+    found = read_json(directory / f"rank-{rank}.error.json")
+    if not found or found.pop("attempt") != attempt:
+        return None
+    if found["pickled"] is not None:
+        found["pickled"] = base64.b64decode(found["pickled"])
+    return Failed(**found)
+
+
+def has_failure(directory: Path, attempt: int, *, but_consequences: bool = False) -> bool:
+    """Whether any rank has failed or died in this attempt.
+
+    `but_consequences` leaves out reports that only say that another rank went away.
+    """
+    for path in directory.glob("rank-*.state.json"):
+        found = read_json(path)
+        if found and found["attempt"] == attempt and found["state"] in BAD:
+            failed = read_error(directory, found["rank"], attempt) if but_consequences else None
+            if failed is None or not failed.is_consequence:
+                return True
+    return False
+
+
+def pause_s(elapsed_s: float, ranks: int = 1) -> float:
+    """Return how long to wait between two looks at files.
+
+    Often at first, for the sake of short jobs, and in large worlds rarely.
+
+    Example:
+        >>> pause_s(1), pause_s(5), pause_s(3600), pause_s(3600, ranks=640)
+        (0.02, 0.05, 0.1, 0.5)
+    """
+    return min(0.5, 0.1 * (1 + ranks // 64), max(0.02, elapsed_s / 100))
+
+
+def result_path(directory: Path, rank: int) -> Path:
+    """Return where a rank leaves what its function returned."""
+    return directory / f"rank-{rank}.result"
+
+
+class Orders:
+    """The orders of an attempt: a file that grows by one JSON object a line.
+
+    It is there before the ranks are, and grows in place: on a network file system that is seen
+    much sooner than a new file. There two hosts that add at once may also tear a line, so whoever
+    gives an order looks whether it is whole, and readers leave out what is none. Orders are
+    `{"finish": true}`, `{"stop": "why"}`, `{"interrupt": seconds}` and `{"preempt": rank}`.
+    """
+
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self._path = directory / f"orders-{attempt}"
+        self._read = 0
+        self._hole_since: float | None = None
+
+    def open(self) -> None:
+        """Make the file."""
+        os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600))
+
+    def give(self, **order: Any) -> None:
+        """Add an order."""
+        line = json.dumps(order).encode()
+        for _ in range(_TIMES):
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+            try:
+                os.write(fd, b"\n" + line + b"\n")  # apart from what may be torn before it
+            finally:
+                os.close(fd)
+            if line in self._path.read_bytes().splitlines():
+                return
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Yield the orders that came since the last call."""
+        try:
+            check_ours(self._path)
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except (OSError, ValueError):
+            return
+        whole = self._before_hole(data)
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError):  # torn
+                order = json.loads(line)
+                if isinstance(order, dict):
+                    yield order
+
+    def _before_hole(self, data: bytes) -> bytes:
+        """Return what comes before zeros: a file may be longer for a moment than what has come."""
+        if (hole := data.find(b"\0")) < 0:
+            self._hole_since = None
+            return data
+        now = time.monotonic()
+        self._hole_since = now if self._hole_since is None else self._hole_since
+        return data[:hole] if now - self._hole_since < _HOLE_S else data.replace(b"\0", b"\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the content of a private file of ours; None if it is not there, or not yet whole."""
+    try:
+        check_ours(path)
+    except PlatformError:
+        if not path.exists() and not path.is_symlink():
+            return None
+        raise
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # replaced at this moment, on a network file system
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +246,7 @@ class Ending:
         return asdict(self)
 
 
-class Oversight:
+class RemoteSupervisor:
     """Runs one attempt. `run` is for one thread; `stacks` and `stop` for any."""
 
     def __init__(
@@ -75,7 +265,7 @@ class Oversight:
             directory: of the job.
             plan: its plain facts.
             attempt: number of this attempt.
-            command: starts one minder for each rank, and ends when they have.
+            command: starts one agent for each rank, and ends when they have.
             env: variables of the program; None are those of this process.
             on_tick: called every round; what it raises ends all ranks and passes.
         """
@@ -171,14 +361,14 @@ class Oversight:
                     return
             with suppress(subprocess.TimeoutExpired):
                 elapsed_s = time.monotonic() - self._began
-                process.wait(rank_files.pause_s(elapsed_s, self._plan.ranks))
+                process.wait(pause_s(elapsed_s, self._plan.ranks))
         self._look()
 
     def _look(self) -> None:
         """Read how ranks stand, and give the orders that follow from it."""
         for rank, known in enumerate(self._states):
             if known is None or known.state not in (*GOOD, *BAD):
-                self._states[rank] = rank_files.read_state(self._dir, rank, self._attempt) or known
+                self._states[rank] = read_state(self._dir, rank, self._attempt) or known
         states = [state for state in self._states if state is not None]
         now = time.monotonic()
         if self._ready_at is None and all(s is not None and "ready" in s.at for s in self._states):
@@ -209,7 +399,7 @@ class Oversight:
 
     def _finishing_s(self) -> float:
         """Return how long ranks may take that finish a save before they end."""
-        states = rank_files.read_states(self._dir, self._plan.ranks, self._attempt)
+        states = read_states(self._dir, self._plan.ranks, self._attempt)
         return max((state.finishing_s for state in states if state is not None), default=0.0)
 
     def _have_all(self, words: Sequence[str]) -> bool:
@@ -259,7 +449,7 @@ class Oversight:
     def _end_ranks_here(self) -> None:
         """Kill ranks of this host that outlived the program, if they still are what they were."""
         for rank in range(self._plan.ranks):
-            state = rank_files.read_state(self._dir, rank, self._attempt)
+            state = read_state(self._dir, rank, self._attempt)
             if state is None or state.host != socket.gethostname() or not state.pid:
                 continue
             if job_files.process_start(state.pid) == state.pid_start:
@@ -281,10 +471,8 @@ def ask_for_stacks(
     directory: Path, ranks: int, attempt: int, timeout_s: float = 2.0
 ) -> dict[int, str]:
     """Have the minders of an attempt take stacks; return those that come in time."""
-    from unisono.launch.stacks import user_threads
-
     paths = {rank: directory / f"rank-{rank}.stack" for rank in range(ranks)}
-    begin = {rank: _size(path) for rank, path in paths.items()}
+    begin = {rank: size_of(path) for rank, path in paths.items()}
     try:
         Orders(directory, attempt).give(stack=True)
     except OSError:
@@ -292,20 +480,8 @@ def ask_for_stacks(
     end, sizes = time.monotonic() + timeout_s, begin
     while time.monotonic() < end:
         time.sleep(POLL_S)
-        before, sizes = sizes, {rank: _size(path) for rank, path in paths.items()}
+        before, sizes = sizes, {rank: size_of(path) for rank, path in paths.items()}
         if sizes == before and all(sizes[rank] > begin[rank] for rank in paths):
             break
-    stacks: dict[int, str] = {}
-    for rank, path in paths.items():
-        with suppress(OSError), path.open("rb") as file:
-            file.seek(begin[rank])
-            if text := file.read().decode(errors="replace"):
-                stacks[rank] = user_threads(text)
-    return stacks
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    dumps = {rank: text_from(path, begin[rank]) for rank, path in paths.items()}
+    return {rank: user_threads(text) for rank, text in dumps.items() if text}

@@ -1,11 +1,11 @@
-"""An interpreter with torch loaded, from which scripts are forked as if `python` had been typed.
+"""What scripts of the tests become that are forked from a warm server, as if `python` was typed.
 
-Started by `conftest.py`, with a socket on which requests come. For each it forks two processes: one
-is the script, the other the script's warm server, which a plain process would start by exec. So a
-script costs what it does itself, and not the loading of torch, twice.
+`conftest.py` starts the server, which loads this module, and asks it for two processes for each
+script: one is the script, the other the script's own warm server, which a plain process would start
+by exec. So a script costs what it does itself, and not the loading of torch, twice.
 
-The request to listen gives a socket with a name instead: there `warm_python.py` asks, a command
-that stands for `python` where others (mpiexec, torchrun) start the processes.
+`listen` waits at a socket with a name instead: there `warm_python.py` asks, a command that stands
+for `python` where others (mpiexec, torchrun) start the processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import gc
 import importlib
 import json
 import os
@@ -56,59 +55,11 @@ PRELOAD = (
 LEAN = Path(__file__).parent / "testing" / "sessions" / "lean.py"
 
 
-def serve(control: socket.socket) -> Callable[[], None]:
-    """Answer requests until the tests are over; in a forked process, return what it is to do."""
-    control.send(b"{}")
-    listeners: list[tuple[int, socket.socket]] = []
-    while True:
-        message, fds, _, _ = socket.recv_fds(control, 1 << 18, 2)
-        if not message:
-            for pid, leash in listeners:
-                leash.close()
-                os.waitpid(pid, 0)
-            os._exit(0)
-        request = json.loads(message)
-        if "listen" in request:
-            leash, theirs = socket.socketpair()
-            pid = os.fork()
-            if pid == 0:
-                for end in (control, leash, *(other for _, other in listeners)):
-                    end.close()
-                return listen(socket.socket(fileno=fds[0]), theirs)
-            theirs.close()
-            os.close(fds[0])
-            listeners.append((pid, leash))
-            control.send(b"{}")
-            continue
-        launcher, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        me = os.getpid()
-        server_pid = os.fork()
-        if server_pid == 0:
-            for end in (control, launcher, *(leash for _, leash in listeners)):
-                end.close()
-            for fd in fds:
-                os.close(fd)
-            return functools.partial(be_server, server, me)
-        server.close()
-        script_pid = os.fork()
-        if script_pid == 0:
-            for end in (control, *(leash for _, leash in listeners)):
-                end.close()
-            return functools.partial(be_script, request, fds, launcher, server_pid)
-        launcher.close()
-        for fd in fds:
-            os.close(fd)
-        control.send(json.dumps({"pid": script_pid}).encode())
-        _, status = os.waitpid(script_pid, 0)
-        os.waitpid(server_pid, 0)  # it leaves when the script's end of their socket closes
-        control.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
-
-
-def listen(door: socket.socket, leash: socket.socket) -> Callable[[], None]:
-    """Fork a process for each command that comes to the door, and end with the end of the leash.
-
-    In a forked process, return what it is to do.
-    """
+def listen(request: dict[str, Any], door_fd: int, leash_fd: int) -> None:
+    """Fork a process for each command that comes to the door, and end with the end of the leash."""
+    door, leash = socket.socket(fileno=door_fd), socket.socket(fileno=leash_fd)
+    sys.path[:] = request["path"]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     selector = selectors.DefaultSelector()
     selector.register(door, selectors.EVENT_READ)
     selector.register(leash, selectors.EVENT_READ)
@@ -134,7 +85,7 @@ def listen(door: socket.socket, leash: socket.socket) -> Callable[[], None]:
                         end.close()
                     for fd in running:
                         os.close(fd)
-                    return functools.partial(be_python, json.loads(message), fds)
+                    be_python(json.loads(message), fds)
                 for fd in fds:
                     os.close(fd)
                 process = os.pidfd_open(pid)
@@ -159,24 +110,10 @@ def listen(door: socket.socket, leash: socket.socket) -> Callable[[], None]:
                 os.kill(pid, int(number or signal.SIGKILL))
 
 
-def be_server(control: socket.socket, launcher_pid: int) -> None:
-    """Fork ranks for the script."""
-    from unisono.launch.server import serve as serve_ranks
-
-    os.setpgid(0, 0)
-    serve_ranks(control.detach(), launcher_pid)
-
-
-def be_script(
-    request: dict[str, Any], fds: list[int], control: socket.socket, server_pid: int
-) -> None:
+def be_script(request: dict[str, Any], control_fd: int) -> None:
     """Become `python WORDS` in the directory and with the variables of the request."""
-    os.setsid()
-    for fd, target in zip(fds, (1, 2), strict=True):
-        os.dup2(fd, target)
-        os.close(fd)
     settle(request)
-    hand_over(control, server_pid)
+    hand_over(socket.socket(fileno=control_fd), request["server_pid"])
     runpy.run_path(str(LEAN))  # for pools of ranks that it starts
     live(functools.partial(run, request["words"]), unload=request["unload"])
 
@@ -216,6 +153,7 @@ def enter(spaces: Sequence[int]) -> None:
 
 def settle(request: dict[str, Any]) -> None:
     """Take over directory and variables of the request; forget what is the warm process's own."""
+    sys.path[:] = request.get("path", sys.path)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -273,7 +211,7 @@ def run(words: list[str]) -> None:
 
 def hand_over(control: socket.socket, server_pid: int) -> None:
     """Let `unisono.run` of this process find the server that was forked beside it."""
-    from unisono.launch import warm
+    from unisono.launch.pool import client
 
     class Sibling:
         """As much of `Popen` as a handle on the server needs."""
@@ -295,35 +233,25 @@ def hand_over(control: socket.socket, server_pid: int) -> None:
         def _wait(self, timeout: float | None) -> int | None:
             return 0 if select.select([self._end], [], [], timeout)[0] else None
 
-    class ForkedServer(warm.WarmServer):
+    class ForkedServer(client.WarmServer):
         def __init__(self) -> None:
             self.owner_pid = os.getpid()
-            self.key = warm._frozen_surroundings()
+            self.key = client._frozen_surroundings()
             self._control = control
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
             self._process = Sibling()
 
-    warm._server = ForkedServer()
+    client._server = ForkedServer()
 
 
-def start() -> Callable[[], None]:
-    """Load everything, then serve."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    del sys.path[0]  # the directory of this file, which is no place to import from
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def load_everything() -> None:
+    """Load what scripts may want."""
     import unisono
 
     own = pkgutil.walk_packages(unisono.__path__, "unisono.")
     for name in (*PRELOAD, *(module.name for module in own if module.name != "unisono.__main__")):
         with contextlib.suppress(ImportError):  # then the script that wants it says so
             importlib.import_module(name)
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads != 1:
-        raise SystemExit(f"{threads} threads after loading: a fork would lose all but one")
-    gc.collect()
-    gc.freeze()
-    return serve(control)
 
 
-if __name__ == "__main__":
-    start()()
+load_everything()

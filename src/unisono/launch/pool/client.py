@@ -1,0 +1,572 @@
+"""The launcher's side of the pool: its warm server, and one rank as the launcher holds it.
+
+A rank is forked by the warm server, which tells how it ended, or is a fresh interpreter, a child of
+ours. There is one server for each launcher process, started by exec at the first need and ended
+with the process; what runs inside it is in `server.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from unisono.launch.devices import is_cuda_initialized
+from unisono.launch.following import FAILED
+from unisono.launch.logs import RankLog
+from unisono.launch.payload import Parcel, nameless_file
+from unisono.launch.pool.cleanup import end_processes_of
+from unisono.launch.pool.protocol import (
+    Failed,
+    Finishing,
+    Hello,
+    Lingering,
+    Message,
+    MessageReader,
+    Ready,
+    Requeued,
+    Returned,
+    Standing,
+    read_available,
+    send_order,
+)
+
+ANSWER_S = 120.0
+"""Longest wait for the warm server, which may have to load torch first."""
+_LEAVE_S = 10.0
+_PIPE_BYTES = 1 << 20
+"""Size of the pipes for output, where the system allows it."""
+_SERVER_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from unisono.launch.pool.server import serve; "
+    "serve(json.loads(sys.argv[2]), int(sys.argv[3]))"
+)
+_RANK_BOOTSTRAP = (
+    "import os, sys; f = int(sys.argv[-4]); p = int.from_bytes(os.pread(f, 8, 0), 'little'); "
+    "n = int.from_bytes(os.pread(f, 8, p), 'little'); "
+    "sys.path[:] = os.fsdecode(os.pread(f, n, p + 8)).split('\\0'); "
+    "from unisono.launch.pool.rank import main; main()"
+)
+_FROZEN = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "TORCH_CPP_")
+"""Starts of names of variables that only a new process takes in."""
+_SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_OF_RUNS = ("UNISONO_TRACE", "UNISONO_CHECK", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+class ServerGone(Exception):
+    """The warm server has ended, or does not answer."""
+
+
+class WarmServer:
+    """A running server. `preload` names modules to load besides what all ranks need."""
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self.owner_pid = os.getpid()
+        self.key = _frozen_surroundings()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the server
+        search_path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
+        env = {k: v for k, v in os.environ.items() if k not in _OF_RUNS}
+        env |= dict.fromkeys(_SINGLE_THREAD, "1")
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once, when it is imported
+        own = json.dumps({"owner_pid": self.owner_pid, "preload": list(preload)})
+        words = (search_path, own, str(theirs.fileno()))
+        with theirs:
+            self._process = subprocess.Popen(
+                _python(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                pass_fds=[theirs.fileno()],
+                env=env,
+                cwd="/",  # the directory of a run may be removed while the server lives
+                process_group=0,
+            )
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Descriptors that this process keeps for the server."""
+        return self._control.fileno(), self._errors.fileno()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is ours and runs."""
+        return self.owner_pid == os.getpid() and self._process.poll() is None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it lives, and would start ranks as this process is now."""
+        return self.is_alive and self.key == _frozen_surroundings()
+
+    def fork(
+        self,
+        main: str,
+        own: Mapping[str, object],
+        fds: Iterable[int] = (),
+        *,
+        streams: Mapping[int, int] | None = None,
+        linger_s: float | None = 0.0,
+    ) -> ForkedProcess:
+        """Ask for a process, leader of a group of its own; raise `ServerGone` if nobody can.
+
+        Args:
+            main: `module:function`, called as `function(own, *fds)`.
+            own: plain data for it.
+            fds: descriptors of this process that it gets.
+            streams: its standard streams, as number in it -> descriptor of this process.
+            linger_s: how long what it started may outlive it before that is killed; None: for ever.
+        """
+        streams = streams or {}
+        request = {
+            "main": main,
+            "own": dict(own),
+            "streams": list(streams),
+            "linger_s": linger_s,
+        }
+        status_read, status_write = os.pipe()
+        try:
+            sent = [status_write, *streams.values(), *fds]
+            socket.send_fds(self._control, [json.dumps(request).encode()], sent)
+        except OSError as error:
+            os.close(status_read)
+            raise ServerGone from error
+        finally:
+            os.close(status_write)
+        return ForkedProcess(status_read)
+
+    def fork_rank(
+        self,
+        main: str,
+        own: Mapping[str, object],
+        pipes: Pipes,
+        *fds: int,
+        stdin: Mapping[int, int] | None = None,
+        linger_s: float = 0.0,
+    ) -> ForkedProcess:
+        """Ask for a rank at the other ends of `pipes`, which are closed here; see `fork`."""
+        streams = {**pipes.streams, **(stdin or {})}
+        try:
+            return self.fork(main, own, (*fds, *pipes.theirs), streams=streams, linger_s=linger_s)
+        except BaseException:
+            pipes.close()
+            raise
+        finally:
+            pipes.close_theirs()
+
+    def last_words(self) -> str:
+        """Return what the server has printed, which is why it ended if it did."""
+        size = os.fstat(self._errors.fileno()).st_size
+        return os.pread(self._errors.fileno(), 4000, max(0, size - 4000)).decode(errors="replace")
+
+    def close(self) -> None:
+        """End the server and its ranks. In a fork of its owner only our descriptors close."""
+        self._control.close()
+        if self.owner_pid == os.getpid():
+            try:
+                self._process.wait(_LEAVE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        else:
+            self._process.returncode = 0  # not our child: nothing to wait for
+        self._errors.close()
+
+
+_server: WarmServer | None = None
+_lock = threading.Lock()
+
+
+def get_server() -> WarmServer:
+    """Return the server of this process; starts one if there is none that can be used."""
+    global _server
+    with _lock:
+        if _server is not None and not _server.is_usable:
+            _server.close()
+            _server = None
+        if _server is None:
+            _server = WarmServer()
+        return _server
+
+
+def prepare(spawn_method: str) -> None:
+    """Start the server if this run will want it, and do not wait: it loads torch meanwhile."""
+    if why_not(spawn_method) is None:
+        get_server()
+
+
+def shutdown() -> None:
+    """End the warm server of this process, if it has one; the next run starts a new one."""
+    global _server
+    with _lock, contextlib.suppress(OSError):
+        if _server is not None:
+            _server.close()
+        _server = None
+
+
+def why_not(spawn_method: str) -> str | None:
+    """Return why ranks of this process need fresh interpreters; None if they do not."""
+    if spawn_method == "spawn":
+        return "spawn_method='spawn'"
+    if sys.platform != "linux":
+        return "the warm server needs Linux"
+    if is_cuda_initialized():
+        return "CUDA is initialised in this process"
+    return None
+
+
+def _frozen_surroundings() -> tuple[object, ...]:
+    """Return what a server cannot take over after its start."""
+    variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(_FROZEN))
+    return sys.executable, tuple(variables)
+
+
+def _python(code: str, *words: str) -> list[str]:
+    """Return the command of an interpreter with the options of this one."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
+    return [sys.executable, *flags, "-c", code, *words]
+
+
+def _renew_lock() -> None:
+    """In a fork of the launcher: another thread may have held the lock at that moment."""
+    global _lock
+    _lock = threading.Lock()
+
+
+atexit.register(shutdown)
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class Process(Protocol):
+    """A process that was started, in whichever way."""
+
+    pid: int
+
+    @property
+    def end_fd(self) -> int | None:
+        """A descriptor that becomes readable when it has ended, where there is one."""
+
+    def wait(self) -> tuple[int, float | None]:
+        """Wait for its end, end its group; return its exit code and its peak memory in MB."""
+        ...
+
+
+class ForkedProcess:
+    """A process that the warm server has forked; news of it come on a pipe of its own."""
+
+    def __init__(self, status_fd: int) -> None:
+        self.pid = 0
+        self.end_fd = status_fd
+        self._rest = b""
+
+    def confirm(self, timeout_s: float) -> str | None:
+        """Wait until the server has forked it; return why, if it refuses."""
+        line = self._next_line(timeout_s)
+        if line is None:
+            raise ServerGone
+        word, *rest = line
+        if word == "started":
+            self.pid = int(rest[0])
+            return None
+        return " ".join(rest)
+
+    def wait(self, timeout_s: float | None = None) -> tuple[int, float | None]:
+        """Wait until the server has told of the end of the process, whose group it ends."""
+        line = self._next_line(timeout_s)
+        if line is None:  # the server is gone, and what it forked with it
+            return -signal.SIGKILL, None
+        return int(line[1]), float(line[2])
+
+    def _next_line(self, timeout_s: float | None) -> list[str] | None:
+        """Return the words of the next line of news; None at the end, or when it takes too long."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not select.select([self.end_fd], [], [], left)[0]:
+                return None
+            data = read_available(self.end_fd)
+            if data == b"":
+                return None
+            self._rest += data or b""
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode().split(" ")
+
+
+class SpawnedProcess:
+    """A fresh interpreter."""
+
+    def __init__(self, process: subprocess.Popen[bytes], run_id: str, rank: int) -> None:
+        self.pid = process.pid
+        self.end_fd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+        self._process = process
+        self._mark = run_id, str(rank)
+
+    def wait(self) -> tuple[int, float | None]:
+        """Wait for its end, end its group; return its exit code and its peak memory in MB."""
+        peak_mb = None
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        # While the leader is a zombie its number is not given away: the group is still ours.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        try:
+            _, status, usage = os.wait4(self.pid, 0)
+        except ChildProcessError:  # somebody else in this process collected it
+            self._process.wait()
+        else:
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+            peak_mb = usage.ru_maxrss / 1024
+        end_processes_of(*self._mark)
+        return self._process.returncode, peak_mb
+
+
+class Pipes:
+    """The descriptors and files that connect a launcher with one rank.
+
+    Attributes:
+        log: what the rank prints.
+        stack_path: where it writes its stacks.
+        report: our end of the pipe for messages.
+        control: our end of the pipe for orders.
+        result: a nameless file for what it returns, if that is long; both sides have it open.
+        outputs: our ends of its stdout and stderr.
+        ours: all ends that are ours.
+        theirs: the rank's ends, but for its streams: report, control, result.
+        streams: its stdout and stderr, by number.
+    """
+
+    def __init__(self, rank: int, job_dir: Path) -> None:
+        self.log = RankLog(job_dir / f"rank-{rank}.log")
+        self.stack_path = job_dir / f"rank-{rank}.stack"
+        self.report, their_report = os.pipe()
+        their_control, self.control = os.pipe()
+        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        for fd in (their_out, their_err):
+            if hasattr(fcntl, "F_SETPIPE_SZ"):
+                with suppress(OSError):  # beyond what this user may have
+                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self.result = nameless_file()
+        self.outputs = out, err
+        self.ours = self.report, self.control, self.result, out, err
+        self.theirs = their_report, their_control, self.result
+        self.streams = {1: their_out, 2: their_err}
+
+    def close_theirs(self) -> None:
+        """Close the rank's ends in this process, so that its end can be noticed."""
+        for fd in (*self.theirs[:2], *self.streams.values()):
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close our ends."""
+        self.log.close()
+        for fd in self.ours:
+            os.close(fd)
+
+
+class RankProcess:
+    """A rank that was started, with everything it has said so far.
+
+    Attributes:
+        is_running: whether its end has not been noted yet.
+        is_done: whether its function has come to a good end: it returned, or asked to be requeued.
+        is_bad: whether it failed, or ended without a result.
+    """
+
+    def __init__(self, rank: int, process: Process, pipes: Pipes) -> None:
+        self.rank = rank
+        self.process = process
+        self.pipes = pipes
+        self.log = pipes.log
+        self.stack_path = pipes.stack_path
+        self.is_running = True
+        self.hello: Hello | None = None
+        self.is_ready = False
+        self.returned: Returned | None = None
+        self.is_requeued = False
+        self.is_done = False
+        self.lingering: tuple[str, ...] = ()
+        self.finishing_s = 0.0
+        self.standing: Standing | None = None
+        self.failed: Failed | None = None
+        self.failed_at = 0.0
+        self.is_bad = False
+        self.exit_code: int | None = None
+        self.peak_mb: float | None = None
+        self._reader = MessageReader()
+
+    @property
+    def pid(self) -> int:
+        """Its process, which leads a group of its own."""
+        return self.process.pid
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """All descriptors that this process has for the rank."""
+        ends = () if self.process.end_fd is None else (self.process.end_fd,)
+        return *self.pipes.ours, self.log.fileno(), *ends
+
+    def value(self) -> Parcel | None:
+        """Return what its function returned, if it has; good also after `close`."""
+        if self.returned is None:
+            return None
+        if self.returned.value is not None:
+            return Parcel(self.returned.value)
+        return Parcel(fd=os.dup(self.pipes.result), is_owner=True)
+
+    def read_messages(self) -> list[Message] | None:
+        """Return the messages that have come; None when the rank can send no more."""
+        data = read_available(self.pipes.report)
+        if data == b"":
+            return None
+        return self._reader.feed(data or b"")
+
+    def note(self, message: object) -> None:
+        """Remember what the rank has said."""
+        match message:
+            case Hello():
+                self.hello = message
+            case Ready():
+                self.is_ready = True
+            case Returned():
+                self.returned, self.is_done = message, True
+            case Requeued():
+                self.is_requeued = self.is_done = True
+            case Standing():
+                self.standing = message
+            case Lingering():
+                self.lingering = message.threads
+            case Finishing():
+                self.finishing_s = message.seconds
+            case Failed():
+                self.failed, self.failed_at, self.is_bad = message, time.monotonic(), True
+                self.log.write(FAILED + message.traceback.encode(errors="replace"))
+            case _:
+                pass
+
+    def collect(self) -> None:
+        """Wait for the end of the process, end its group, and keep its status."""
+        self.exit_code, self.peak_mb = self.process.wait()
+        self.is_running = False
+        self.is_bad = self.is_bad or not self.is_done
+
+    def order(self, **order: object) -> None:
+        """Send the rank an order. If it has gone, its exit status tells more than this could."""
+        with suppress(OSError):
+            send_order(self.pipes.control, **order)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank alone."""
+        if self.is_running:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to the rank and all it started in its process group."""
+        if self.is_running:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        self.pipes.close()
+        if self.process.end_fd is not None:
+            os.close(self.process.end_fd)
+
+
+def fork_ranks(
+    own: Sequence[Mapping[str, str]], *, payload_fd: int, job_dir: Path, stdin_rank: int | None
+) -> list[RankProcess]:
+    """Return ranks forked by the warm server; none if it cannot fork, or is not there to stay.
+
+    Args:
+        own: the variables that tell each rank its place.
+        payload_fd: what all ranks are told, see `protocol.payload_file`.
+        job_dir: directory of the run.
+        stdin_rank: who reads our standard input.
+    """
+    main = "unisono.launch.pool.rank:live_as_forked"
+    for _ in range(2):  # a server may have left, idle, at this very moment
+        server = get_server()
+        ranks: list[RankProcess] = []
+        processes: list[ForkedProcess] = []
+        is_refused = False
+        try:
+            for rank, variables in enumerate(own):
+                pipes = Pipes(rank, job_dir)
+                stdin = {0: 0} if rank == stdin_rank else {}
+                process = server.fork_rank(main, variables, pipes, payload_fd, stdin=stdin)
+                processes.append(process)
+                ranks.append(RankProcess(rank, process, pipes))
+            for process in processes:
+                is_refused |= process.confirm(ANSWER_S) is not None
+        except BaseException as error:
+            _let_go(ranks)
+            if not isinstance(error, ServerGone):
+                raise
+            shutdown()
+            continue
+        if not is_refused:
+            return ranks
+        _let_go(ranks)
+        break
+    return []
+
+
+def _let_go(ranks: Sequence[RankProcess]) -> None:
+    """Let go of ranks that are not wanted; one that was started ends when its pipe closes."""
+    for rank in ranks:
+        rank.close()
+
+
+def spawn_rank(
+    rank: int,
+    ranks: int,
+    *,
+    payload_fd: int,
+    env: Mapping[str, str],
+    job_dir: Path,
+    kept_fds: Sequence[int] = (),
+    stdin_fd: int = subprocess.DEVNULL,
+) -> RankProcess:
+    """Start a fresh interpreter as `rank`, leader of its own process group.
+
+    `kept_fds` are descriptors of this process that the rank inherits, too; `stdin_fd` is what it
+    reads from.
+    """
+    pipes = Pipes(rank, job_dir)
+    inherited = (payload_fd, *pipes.theirs)
+    label = f"unisono rank {rank} of {ranks}"
+    try:
+        process = subprocess.Popen(
+            _python(_RANK_BOOTSTRAP, label, *map(str, inherited)),
+            stdin=stdin_fd,
+            stdout=pipes.streams[1],
+            stderr=pipes.streams[2],
+            pass_fds=(*inherited, *kept_fds),
+            env=env,
+            process_group=0,
+        )
+    except BaseException:
+        pipes.close()
+        raise
+    finally:
+        pipes.close_theirs()
+    return RankProcess(rank, SpawnedProcess(process, env["UNISONO_RUN_ID"], rank), pipes)
