@@ -183,7 +183,7 @@ def warm_python(interpreter: Interpreter) -> str:
 @pytest.fixture(scope="session")
 def mpiexec() -> str:
     """The program that starts ranks of MPI, that of the mpich wheel first; skips without it."""
-    from unisono.comm.transports import mpi
+    from unisono.comm.engines import mpi
 
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")

@@ -27,7 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made: dict[str, str | bytes] = {
         **reference.pages(),
         "first_hour.md": as_markdown(ROOT / "docs" / "first_hour.ipynb"),
-        "changes.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        "changes.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "]("),
         "benchmarks/index.md": (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"),
     }
     made |= {f"benchmarks/{p.name}": p.read_bytes() for p in (ROOT / "benchmarks").glob("*.png")}

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 import unisono
-from unisono.comm.backends import choose_backend
-from unisono.comm.engines import available
+from unisono.comm.backends import available, choose_backend
 from unisono.cores import usable_cores
 
 SCALE = 7

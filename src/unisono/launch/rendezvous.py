@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.comm import machine as addresses
 from unisono.environment import Environment
 from unisono.errors import PlatformError
 from unisono.launch.job_files import check_ours, write_private
@@ -77,6 +76,7 @@ def _host(
     timeout_s: float,
     asked: tuple[str | None, int],
 ) -> tuple[dist.Store, tuple[str, int]]:
+    from unisono.comm import machine as addresses
     from unisono.comm import seal
     from unisono.comm.lifecycle import open_store
 

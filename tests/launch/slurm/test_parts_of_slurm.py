@@ -285,7 +285,7 @@ def test_torn_orders_are_left_out_and_given_again(tmp_path, monkeypatch):
 
 
 def test_zeros_that_stay_do_not_hide_later_orders(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "_HOLE_S", 0.05)
+    monkeypatch.setattr(files, "_HOLE_S", 0.05)
     giver, reader = Orders(tmp_path, 0), Orders(tmp_path, 0)
     giver.open()
     (tmp_path / "orders-0").write_bytes(b"\0" * 8)
@@ -299,7 +299,7 @@ def test_a_state_that_is_not_yet_whole_counts_as_not_said(tmp_path):
     path = tmp_path / "rank-0.state.json"
     path.write_text('{"rank": 0, "att')
     path.chmod(0o600)
-    assert remote.read_state(tmp_path, 0, 1) is None
+    assert files.read_state(tmp_path, 0, 1) is None
 
 
 def test_the_clock_of_another_host_does_not_delay_the_stop(tmp_path):
@@ -307,7 +307,7 @@ def test_the_clock_of_another_host_does_not_delay_the_stop(tmp_path):
     supervisor = RemoteSupervisor(tmp_path, plan, 1, ["true"])
     Orders(tmp_path, 1).open()
     ahead = RankState(rank=0, attempt=1, host="h", state="failed", at={"failed": time.time() + 300})
-    remote.write_state(tmp_path, ahead)
+    files.write_state(tmp_path, ahead)
     orders = Orders(tmp_path, 1)
     supervisor._look()
     assert list(orders.new()) == []  # others may have something to say
@@ -327,20 +327,20 @@ def ending(word, **fields):
 
 
 def test_files_of_another_user_or_for_others_or_links_are_not_read(tmp_path):
-    remote.write_state(tmp_path, state(0, "ready"))
+    files.write_state(tmp_path, state(0, "ready"))
     path = tmp_path / "rank-0.state.json"
-    assert remote.read_state(tmp_path, 0, 1) == state(0, "ready")
-    assert remote.read_state(tmp_path, 0, 2) is None
+    assert files.read_state(tmp_path, 0, 1) == state(0, "ready")
+    assert files.read_state(tmp_path, 0, 2) is None
     path.chmod(0o640)
     with pytest.raises(PlatformError, match="mode 0640"):
-        remote.read_state(tmp_path, 0, 1)
+        files.read_state(tmp_path, 0, 1)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PlatformError, match="a link"):
-        remote.read_state(tmp_path, 0, 1)
+        files.read_state(tmp_path, 0, 1)
     path.unlink()
     if os.getuid() == 0:
-        result = remote.result_path(tmp_path, 0)
+        result = files.result_path(tmp_path, 0)
         result.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
         result.chmod(0o600)
         os.chown(result, 12345, -1)
@@ -356,9 +356,9 @@ def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
         is_consequence=False,
         site="a.py:3 in f",
     )
-    remote.write_error(tmp_path, 1, 1, failed)
-    assert remote.read_error(tmp_path, 1, 1) == failed
-    assert remote.read_error(tmp_path, 1, 0) is None
+    files.write_error(tmp_path, 1, 1, failed)
+    assert files.read_error(tmp_path, 1, 1) == failed
+    assert files.read_error(tmp_path, 1, 0) is None
     lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
     files.write_error(tmp_path, 0, 1, lost)
     files.write_state(tmp_path, state(0, "failed"))

@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.job_files import check_ours, write_private
-from unisono.launch.places.remote import Plan
 from unisono.launch.pool.monitor import size_of, text_from
 from unisono.launch.pool.protocol import Failed
 from unisono.launch.stacks import user_threads
+
+if TYPE_CHECKING:
+    from unisono.launch.places.remote import Plan
 
 PAYLOAD = "payload.pkl"
 """Search path, function, arguments: what each rank is started with."""
