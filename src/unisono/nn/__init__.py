@@ -66,6 +66,7 @@ from unisono.nn.pooling import (
     DistributedMaxPool3d,
 )
 from unisono.nn.repartition import DistributedTranspose, Repartition
+from unisono.nn.split_tensors import Split, SplitModule, split, split_rule
 from unisono.nn.state import Shard, check_replicas, full_state_dict, no_sync, state_dict_mode
 from unisono.nn.structure import structure_check
 from unisono.nn.upsampling import DistributedUpsample, Interpolate
@@ -121,6 +122,8 @@ __all__ = [
     "ReduceScatter",
     "Repartition",
     "Shard",
+    "Split",
+    "SplitModule",
     "SumReduce",
     "check_replicas",
     "clip_grad_norm_",
@@ -129,6 +132,8 @@ __all__ = [
     "functional",
     "no_sync",
     "plan_report",
+    "split",
+    "split_rule",
     "state_dict_mode",
     "structure_check",
 ]

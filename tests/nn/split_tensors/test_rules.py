@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono import Partition
 from unisono.nn.split_tensors import Split
-from unisono.topology.decompose import bounds
 
 IMAGE, TOKENS = (4, 6, 9, 10), (4, 7, 8)
-W = torch.Generator().manual_seed(5)
 
 
 def param(*shape: int) -> Tensor:
@@ -75,7 +72,9 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "area": lambda x: F.interpolate(x, size=(3, 5), mode="area"),
     "shrink": lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear"),
     "batch_norm": lambda x: F.batch_norm(x, None, None, param(6), param(6), True),
-    "batch_norm eval": lambda x: F.batch_norm(x, param(6).detach(), torch.ones(6).double(), param(6)),
+    "batch_norm eval": lambda x: F.batch_norm(
+        x, param(6).detach(), torch.ones(6).double(), param(6)
+    ),
     "instance_norm": lambda x: F.instance_norm(x, weight=param(6), bias=param(6)),
     "group_norm": lambda x: F.group_norm(x, 3, param(6), param(6)),
     "layer_norm": lambda x: F.layer_norm(x, (9, 10), param(9, 10), param(9, 10)),
@@ -86,9 +85,17 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "view heads": lambda x: x.view(4, 2, 3, 9, 10).sum(2),
     "merge batch": lambda x: x.reshape(24, 9, 10).mul(2).view(4, 6, 90).sum(-1),
     "windows": lambda x: (
-        F.pad(x, (0, 2, 0, 3)).view(4, 6, 3, 4, 3, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, 6)
-        @ param(6, 6)
-    ).view(4, 3, 3, 4, 4, 6).permute(0, 5, 1, 3, 2, 4).reshape(4, 6, 12, 12)[:, :, :9, :10],
+        (
+            F.pad(x, (0, 2, 0, 3))
+            .view(4, 6, 3, 4, 3, 4)
+            .permute(0, 2, 4, 3, 5, 1)
+            .reshape(-1, 16, 6)
+            @ param(6, 6)
+        )
+        .view(4, 3, 3, 4, 4, 6)
+        .permute(0, 5, 1, 3, 2, 4)
+        .reshape(4, 6, 12, 12)[:, :, :9, :10]
+    ),
     "unsqueeze": lambda x: x.unsqueeze(2).squeeze(2)[:, None].squeeze(1),
     "expand": lambda x: x.unsqueeze(0).expand(2, -1, -1, -1, -1) * param(2, 1, 1, 1, 1),
     "repeat": lambda x: x.repeat(1, 2, 1, 1),
@@ -161,7 +168,9 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights @ v).transpose(1, 2).flatten(2)
 
 
-def compare(program: Callable[[Tensor], Tensor], shape: tuple[int, ...], cuts: dict[int, int]) -> None:
+def compare(
+    program: Callable[[Tensor], Tensor], shape: tuple[int, ...], cuts: dict[int, int]
+) -> None:
     """Run a program whole and on blocks; outputs, and gradients of a loss of them, must agree."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
@@ -203,8 +212,3 @@ def test_images_cut_in_two_dims(name):
 def test_sequences_cut_in_any_dim(name):
     for cuts in ({0: 3}, {1: 3}, {2: 3}, {1: 2}):
         compare(SEQUENCES[name], TOKENS, cuts)
-
-
-def test_uneven_blocks_are_what_they_are_called():
-    assert bounds((3, 3, 3)) == (0, 3, 6, 9)
-    assert math.prod(IMAGE) and nn

@@ -90,12 +90,15 @@ def _plan(
     cuts[dim] = bounds  # type: ignore[call-overload]
     index = [0] * len(shape)
     index[dim] = rank
-    windows = [lambda _, n=n: (Segment((0, n), (0, n), "copy"),) for n in shape]
-    windows[dim] = lambda r: wanted[r]
+
+    def windows_along(d: int) -> Callable[[int], Window]:
+        return (lambda r: wanted[r]) if d == dim else (lambda _: span(0, shape[d]))
+
+    windows = [windows_along(d) for d in range(len(shape))]
     return plan_windows(cuts, index, windows, [(0, n) for n in shape], fill=fill)
 
 
-# -- several arguments --------------------------------------------------------------------------------
+# -- several arguments ----------------------------------------------------------------------------
 
 
 def layout_of(tensors: Iterable[Tensor]) -> Layout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
+from unisono.errors import UnisonoError
 from unisono.expect import expect
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Gathered,
     Run,
     Split,
+    entered,
     refuse_passed_by,
     splits_in,
 )
-from unisono.operators import slice_replicated, sum_to_replicated
+from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 
 _BUCKET_BYTES = 25 * 2**20
@@ -40,18 +40,21 @@ class SplitModule(nn.Module):
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
-    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network; its first tensor is this rank's block, other tensors are replicated.
 
-        Collective over the partition.
+        Collective over the partition. torch.compile leaves it out.
         """
+        return self._run(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         partition = self.partition
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if first is None:
             raise UnisonoError.because(
                 f"a split {type(self.module).__name__} called without a tensor",
-                hint="the own block of its input first; other tensors, equal on all ranks, after it",
+                hint="the own block of its input first, then tensors that all ranks hold equal",
             )
         if isinstance(first, Split):
             raise UnisonoError.because(
@@ -60,7 +63,7 @@ class SplitModule(nn.Module):
                 hint="x.local, or the plain module for a tensor that is split already",
             )
         run = Run(partition.comm, self.module, self.strict)
-        draws_alike, entry = _entered(first, partition, run)
+        draws_alike, entry = entered(first, partition, run)
         if not isinstance(entry, Split):
             return self.module(*args, **kwargs)
         swap = {id(first): entry}
@@ -146,7 +149,7 @@ class _CopyBucket(torch.autograd.Function):
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [g for g in grads if g is not None]
         if not given:
             return (None, *grads)
@@ -154,53 +157,6 @@ class _CopyBucket(torch.autograd.Function):
         total = sum_to_replicated(flat, comm=ctx.comm)
         parts = iter(total.split([g.numel() for g in given]))
         return (None, *[None if g is None else next(parts).view_as(g) for g in grads])
-
-
-def _entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
-    """Return whether all ranks draw alike, and the own block as a `Split`."""
-    if x.ndim != partition.dim:
-        raise PartitionError.because(
-            f"an input of shape {list(x.shape)} for {partition}",
-            arithmetic=f"{x.ndim} dims != {partition.dim}",
-            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
-        )
-    comm = partition.comm
-    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    needs = int(x.requires_grad and torch.is_grad_enabled())
-    records = comm.all_gather_ints([*x.shape, _code(x.dtype), needs, state])
-    shapes = [record[: x.ndim] for record in records]
-    if len({record[x.ndim : x.ndim + 2] for record in map(tuple, records)}) > 1:
-        raise CollectiveMismatch(
-            "inputs of a split network: dtype and requires_grad must be equal on all ranks",
-            {r: f"dtype number {rec[x.ndim]}, requires_grad {bool(rec[x.ndim + 1])}"
-             for r, rec in enumerate(records)},
-        )  # fmt: skip
-    cuts: dict[int, Cut] = {}
-    places = [partition.index_of(partition.ranks[r]) for r in range(comm.size)]
-    for dim, parts in enumerate(partition.shape):
-        sizes = [shapes[next(r for r in range(comm.size) if places[r][dim] == i)][dim] for i in range(parts)]
-        wrong = [r for r in range(comm.size) if shapes[r][dim] != sizes[places[r][dim]]]
-        if wrong:
-            raise PartitionError.because(
-                f"blocks of an input over {partition}",
-                f"rank {wrong[0]} has shape {list(shapes[wrong[0]])}",
-                f"dim {dim}: {shapes[wrong[0]][dim]} != {sizes[places[wrong[0]][dim]]}, which ranks at the "
-                f"same place along dim {dim} have",
-                "blocks that follow from one cut per dim: Split.cut(x, partition).local",
-            )
-        if min(sizes) == 0:
-            raise PartitionError.because(
-                f"blocks of an input over {partition}", f"sizes {sizes} along dim {dim}",
-                f"{sum(sizes)} points for {parts} ranks", "fewer ranks, or a larger input",
-            )  # fmt: skip
-        if parts > 1:
-            cuts[dim] = Cut(tuple(sizes), partition.sub(dim).comm)
-    alike = len({record[-1] for record in records}) == 1
-    return alike, Split(x, cuts, run) if cuts else x
-
-
-def _code(dtype: torch.dtype) -> int:
-    return zlib.crc32(str(dtype).encode())
 
 
 @contextmanager
@@ -215,29 +171,11 @@ def _one_stream(draws_alike: bool, run: Run) -> Iterator[None]:
         yield
 
 
-def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
     for key in [key for key in state if key.startswith(f"{prefix}module.")]:
         state[prefix + key[len(prefix) + len("module.") :]] = state.pop(key)
 
 
-def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)
-
-
-def of(local: Tensor, partition: Partition, strict: bool = False) -> Tensor:
-    """Return own blocks as a `Split`, outside of a network. Collective over the partition."""
-    return _entered(local, partition, Run(partition.comm, None, strict))[1]
-
-
-def cut(whole: Tensor, partition: Partition) -> Tensor:
-    """Return the own block of a tensor that all ranks hold equal, as a `Split`. Collective."""
-    local = whole
-    for dim, parts in enumerate(partition.shape):
-        if parts > 1:
-            local = slice_replicated(local, dim, comm=partition.sub(dim).comm)
-    return of(local, partition)
-
-
-Split.of = staticmethod(of)  # type: ignore[attr-defined]
-Split.cut = staticmethod(cut)  # type: ignore[attr-defined]

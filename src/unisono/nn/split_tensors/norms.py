@@ -62,7 +62,13 @@ class _Normalize(torch.autograd.Function):
             y = _composed(x, weight, bias, dims, count, comms, eps)
             grads = iter(torch.autograd.grad(y, given, dy, create_graph=True))
             wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
-            return (*[next(grads) if is_wanted else None for is_wanted in wanted], None, None, None, None)
+            return (
+                *[next(grads) if is_wanted else None for is_wanted in wanted],
+                None,
+                None,
+                None,
+                None,
+            )
         wide, slope = x.to(mean.dtype), dy.to(mean.dtype)
         normal = (wide - mean) * scale
         dweight = _summed_like(slope * normal, weight) if ctx.needs_input_grad[1] else None
@@ -79,9 +85,7 @@ class _Normalize(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None
 
 
-def _statistics(
-    x: Tensor, dims: list[int], comms: Sequence[Communicator]
-) -> tuple[Tensor, Tensor]:
+def _statistics(x: Tensor, dims: list[int], comms: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
     """Return mean and variance over dims and ranks: each rank's own, joined in one meeting."""
     count = torch.full((), float(math.prod(x.shape[d] for d in dims)), dtype=x.dtype)
     mean = x.mean(dims, True)
@@ -156,7 +160,9 @@ def _batch_norm(
     dims = [d for d in range(x.ndim) if d != 1]
     count = x.numel() // x.shape[1]
     if count == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got {list(x.shape)}")
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {list(x.shape)}"
+        )
     shape = [1, -1] + [1] * (x.ndim - 2)
     w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
     y, mean, variance = _normalized(x.local, dims, count, [*x.cuts.values()], w, b, eps)
@@ -190,7 +196,7 @@ def _instance_norm(
     dims = list(range(2, x.ndim))
     count = math.prod(x.shape[2:])
     if count == 1:
-        raise ValueError(f"Expected more than 1 spatial element when training, got {list(x.shape)}")
+        raise ValueError(f"more than 1 point per channel is needed to train, got {list(x.shape)}")
     shape = [1, -1] + [1] * (x.ndim - 2)
     w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
     y, mean, variance = _normalized(x.local, dims, count, inside, w, b, eps)

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.nn.split_tensors.blocks import Layout, fitted, pointwise
-from unisono.nn.split_tensors.reductions import reduced
+from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.tensor import (
     RULES,
-    Cut,
     NoRule,
     Run,
     Split,
-    is_inplace,
     like,
     own_copy,
     rule,
-    sliced,
-    splits_in,
 )
 
-
 _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_meta is_cuda is_cpu
-    is_nested is_mps is_xpu itemsize nbytes names""".split()
+    is_nested is_mps is_xpu itemsize nbytes names""".split()  # noqa: SIM905
 _ASKED_OF_WRAPPER = """size dim numel nelement is_floating_point is_complex ndimension __len__
-    get_device element_size is_signed is_inference""".split()
+    get_device element_size is_signed is_inference""".split()  # noqa: SIM905
 _POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow
     float_power neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square abs
     absolute sin cos tan asin acos atan sinh cosh tanh erf erfc erfinv sigmoid logit sinc relu relu6
@@ -40,14 +35,14 @@ _POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divid
     logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor reciprocal sign sgn floor
     ceil round trunc frac nan_to_num lerp addcmul addcdiv isnan isinf isfinite maximum minimum fmax
     fmin atan2 hypot rsub xlogy masked_fill zeros_like ones_like full_like empty_like to float
-    double half bfloat16 int long bool type_as clone detach conj real imag view_as_real_off
+    double half bfloat16 int long bool type_as clone detach conj real imag
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
     __rfloordiv__ __div__ __rdiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__
     __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __iadd__ __isub__ __imul__
-    __itruediv__ __idiv__ __ipow__ zero""".split()
+    __itruediv__ __idiv__ __ipow__ zero""".split()  # noqa: SIM905
 
 
-# -- queries ----------------------------------------------------------------------------------------
+# -- queries --------------------------------------------------------------------------------------
 
 
 def _of_wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +55,8 @@ for _name in _ASKED_OF_WRAPPER:
     RULES[_name] = _of_wrapper
 
 
-@rule("requires_grad.get", "grad_fn.get", "is_leaf.get", "grad.get", "_version.get", "is_contiguous",
-      "requires_grad_", "retain_grad")  # fmt: skip
+@rule("requires_grad.get", "grad_fn.get", "is_leaf.get", "grad.get", "_version.get",
+      "is_contiguous", "requires_grad_", "retain_grad")  # fmt: skip
 def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
     result = func(x.local, *args, **kwargs)
     return x if result is x.local else result
@@ -85,7 +80,7 @@ def _backward(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> 
     raise NoRule("one number")
 
 
-# -- arithmetic -------------------------------------------------------------------------------------
+# -- arithmetic -----------------------------------------------------------------------------------
 
 
 for _name in _POINTWISE:
@@ -111,7 +106,9 @@ def _made_alike(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -
 
 
 @rule("copy_")
-def _copy(func: Callable[..., Any], x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy(
+    func: Callable[..., Any], x: Tensor, source: Tensor, non_blocking: bool = False
+) -> Tensor:
     return pointwise(func, x, source)
 
 
@@ -129,7 +126,7 @@ def _glu(func: Callable[..., Any], input: Split, dim: int = -1) -> Tensor:
     return like(input, func(input.local, dim))
 
 
-# -- random -----------------------------------------------------------------------------------------
+# -- random ---------------------------------------------------------------------------------------
 
 
 @rule("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout",
@@ -163,7 +160,7 @@ def _dropout(
     return like(input, input.local * scale)
 
 
-# -- losses -----------------------------------------------------------------------------------------
+# -- losses ---------------------------------------------------------------------------------------
 
 
 @rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
@@ -200,7 +197,12 @@ def _class_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    if size_average is not None or reduce is not None or input.ndim < 2 or isinstance(weight, Split):
+    if (
+        size_average is not None
+        or reduce is not None
+        or input.ndim < 2
+        or isinstance(weight, Split)
+    ):
         raise NoRule("arguments of an unusual form")
     if reduction == "mean" and (label_smoothing or target.is_floating_point()):
         raise NoRule("smoothed labels, or labels that are probabilities")
@@ -208,7 +210,7 @@ def _class_loss(
         raise NoRule("smoothed labels, or labels that are probabilities")
     layout: Layout = {}
     run: Run | None = None
-    # Labels have no dim of classes: dims behind it count from the end alike, the batch from the start.
+    # Labels have no dim of classes: dims behind it count from the end, the batch from the start.
     spatial = input.ndim - 2
     for x, classes in ((input, 1), (target, None)):
         if isinstance(x, Split):
@@ -233,8 +235,5 @@ def _class_loss(
             ones = torch.full_like(logits, -1.0)
             count = F.nll_loss(ones, labels, scale, ignore_index=ignore_index, reduction="sum")
         total = torch.stack([total, count.to(total.dtype)])
-    from unisono.operators import sum_to_replicated
-
-    for cut in layout.values():
-        total = sum_to_replicated(total, comm=cut.comm)
+    total = added(total, [*layout.values()])
     return total[0] / total[1] if reduction == "mean" else total

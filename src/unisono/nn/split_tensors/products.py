@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm import Communicator
@@ -65,12 +65,12 @@ def contracted(
     blocks = [_block(x, names, axes, lead) for x, names in zip(operands, labels, strict=True)]
     result = compute(*blocks)
     result = added(result, [cut for label, cut in axes.values() if label not in out])
-    return like(lead, result, {out.index(label): cut for label, cut in axes.values() if label in out})
+    return like(
+        lead, result, {out.index(label): cut for label, cut in axes.values() if label in out}
+    )
 
 
-def _block(
-    x: Tensor, names: str, axes: dict[Communicator, tuple[str, Cut]], lead: Split
-) -> Tensor:
+def _block(x: Tensor, names: str, axes: dict[Communicator, tuple[str, Cut]], lead: Split) -> Tensor:
     """Return the part of an operand that this rank needs."""
     for comm, (label, cut) in axes.items():
         at = names.find(label)
@@ -100,7 +100,7 @@ def _with(x: Tensor, local: Tensor, more: dict[int, Cut], lead: Split) -> Tensor
     return Split(local, cuts, lead.run) if cuts else local
 
 
-# -- products -----------------------------------------------------------------------------------------
+# -- products -------------------------------------------------------------------------------------
 
 
 @rule("linear")
@@ -111,7 +111,9 @@ def _linear(
         raise NoRule("a split weight")
     if input.ndim - 1 in input.cuts:
         raise NeedsWhole(input.ndim - 1, "features are cut")
-    own = [None if t is None else own_copy(t, input.cuts.values(), input.run) for t in (weight, bias)]
+    own = [
+        None if t is None else own_copy(t, input.cuts.values(), input.run) for t in (weight, bias)
+    ]
     return like(input, func(input.local, *own))
 
 
@@ -141,7 +143,13 @@ def _matmul(func: Callable[..., Any], input: Tensor, other: Tensor) -> Tensor:
 
 @rule("baddbmm", "addmm")
 def _add_product(
-    func: Callable[..., Any], input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+    func: Callable[..., Any],
+    input: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Tensor:
     product = call(torch.mul, call(torch.matmul, a, b), alpha)
     return call(torch.add, call(torch.mul, input, beta), product)
@@ -149,7 +157,11 @@ def _add_product(
 
 @rule("einsum")
 def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
-    items = list(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else list(operands)
+    items = (
+        list(operands[0])
+        if len(operands) == 1 and not isinstance(operands[0], Tensor)
+        else list(operands)
+    )
     spelled = equation.replace(" ", "") if isinstance(equation, str) else ""
     if "->" not in spelled or "." in spelled:
         raise NoRule("an equation with dots, or without ->")
@@ -160,7 +172,7 @@ def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
     return contracted(names, out, items, lambda *blocks: func(spelled, *blocks))
 
 
-# -- attention ----------------------------------------------------------------------------------------
+# -- attention ------------------------------------------------------------------------------------
 
 
 @rule("scaled_dot_product_attention")

@@ -92,14 +92,14 @@ def _var(
     mean = own_copy(added(input.local.sum(dims, True), inside) / count, inside, input.run)
     squares = added((input.local - mean).abs().square().sum(dims, keepdim), inside)
     result = squares / max(0.0, count - taken)
-    return like(input, result.sqrt() if func.__name__ == "std" else result, _left(input, dims, keepdim))
+    return like(
+        input, result.sqrt() if func.__name__ == "std" else result, _left(input, dims, keepdim)
+    )
 
 
 @rule("max", "min", "amax", "amin", "argmax", "argmin", "prod", "any", "all", "logsumexp", "median",
       "topk", "sort", "argsort", "cumsum", "cumprod", "norm")  # fmt: skip
-def _along_whole_dims(
-    func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any
-) -> Any:
+def _along_whole_dims(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Any:
     """Apply what looks along one whole dim to blocks; two arguments are compared point by point."""
     name = func.__name__
     if args and isinstance(args[0], Tensor):

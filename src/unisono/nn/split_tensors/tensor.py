@@ -1,4 +1,4 @@
-"""`Split`: a tensor of which each rank holds a block, and which torch functions take as a whole one.
+"""`Split`: a tensor of which each rank holds a block, and which torch functions take as whole.
 
 Every torch function that meets a `Split` asks the table of rules what to do with the blocks. A
 tensor that is no `Split` is *replicated*: equal on all ranks, counted once. What has no rule is
@@ -11,6 +11,7 @@ import inspect
 import itertools
 import sys
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.errors import UnisonoError
+from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 from unisono.operators import concat_replicated, copy, slice_replicated
+from unisono.topology import Partition
 
 # The only way to make a tensor that shows one shape and holds another, and to look below it
 # without asking the rules again. Both are what torch's own subclasses use; seen with torch 2.13.
@@ -111,7 +113,7 @@ class Run:
         self.moves = 0
         """How often blocks were moved between ranks so far."""
         self._module = module
-        self._moved: list[tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int]] = []
+        self._watched: list[tuple[Any, int, Any, Tensor, int]] = []
 
     def note(self, function: str, reason: str, x: Tensor) -> None:
         """Write down that `x` has to be gathered, or refuse it."""
@@ -139,27 +141,35 @@ class Run:
             frame = frame.f_back
         return ""
 
-    def remember_move(self, base: Tensor, moved: Tensor) -> None:
-        """Watch two blocks of which one would be a view of the other in one process."""
-        self._moved.append(
-            (weakref.ref(base), base._version, weakref.ref(moved), moved._version)
-        )
+    def watch(self, base: Split, view: Tensor) -> None:
+        """Watch a tensor and what would be a view of it in one process, but had to be moved."""
+        if isinstance(view, Split):
+            base.moved = [*base.moved, weakref.ref(view)]
+            view.moved = [*view.moved, weakref.ref(base)]
+        else:  # nobody tells us of a change of a plain tensor: compare its version at the end
+            shown = view.detach()
+            seen = weakref.ref(base), base.local._version, weakref.ref(view), shown, shown._version
+            self._watched.append(seen)
 
     def check_views(self) -> None:
-        """Raise if a view that had to move, or its base, was changed in place since."""
-        moved, self._moved = self._moved, []
-        for base_ref, base_version, view_ref, view_version in moved:
-            base, view = base_ref(), view_ref()
-            is_same = (base is None or base._version == base_version) and (
-                view is None or view._version == view_version
-            )
-            if not is_same:
-                raise UnisonoError.because(
-                    "an in-place change of a split tensor or of a view of it",
-                    "the view had to be moved between ranks, so the other one does not see it",
-                    None,
-                    "the function without the underscore (x = x.mul(2)), or view.clone() first",
-                )
+        """Raise if a plain tensor that had to be moved, or what it shows, was changed in place."""
+        watched, self._watched = self._watched, []
+        for base_of, base_version, view_of, shown, version in watched:
+            base = base_of()
+            # Whether anybody still looked at the base when its view changed cannot be known.
+            changed_view = shown._version != version
+            changed_base = base is not None and base.local._version != base_version
+            if changed_view or (changed_base and view_of() is not None):
+                raise _changed_in_place()
+
+
+def _changed_in_place() -> UnisonoError:
+    return UnisonoError.because(
+        "an in-place change of a split tensor or of a view of it",
+        "the view had to be moved between ranks, so the other one does not see the change",
+        None,
+        "the function without the underscore (x = x.mul(2)), or view.clone() first",
+    )
 
 
 class Split(Tensor):
@@ -174,9 +184,11 @@ class Split(Tensor):
     """How each cut dim is spread."""
     run: Run
     """The forward it belongs to."""
+    moved: list[Any] = []  # noqa: RUF012  # never changed in place
+    """Weak references to tensors that would share its memory in one process, but do not."""
 
     @staticmethod
-    def __new__(cls, local: Tensor, cuts: Cuts, run: Run) -> Split:  # noqa: D102
+    def __new__(cls: type[Split], local: Tensor, cuts: Cuts, run: Run) -> Split:  # noqa: D102
         shape = list(local.shape)
         for dim, cut in cuts.items():
             shape[dim] = cut.length
@@ -192,10 +204,19 @@ class Split(Tensor):
     def __init__(self, *_: object) -> None:
         super().__init__()
 
-    @property
-    def layout(self) -> dict[int, tuple[int, ...]]:
-        """Cut dim -> points of each rank."""
-        return {dim: tuple(cut.outer * n for n in cut.sizes) for dim, cut in self.cuts.items()}
+    @staticmethod
+    def of(local: Tensor, partition: Partition, *, strict: bool = False) -> Tensor:
+        """Return own blocks as a `Split`, outside of a network. Collective over the partition."""
+        return entered(local, partition, Run(partition.comm, None, strict))[1]
+
+    @staticmethod
+    def cut(whole: Tensor, partition: Partition) -> Tensor:
+        """Return the own block of a tensor that all ranks hold equal, as a `Split`. Collective."""
+        local = whole
+        for dim, parts in enumerate(partition.shape):
+            if parts > 1:
+                local = slice_replicated(local, dim, comm=partition.sub(dim).comm)
+        return Split.of(local, partition)
 
     def whole(self) -> Tensor:
         """Return the whole tensor, equal on all ranks. Collective; differentiable."""
@@ -204,7 +225,9 @@ class Split(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         with _plainly():
-            return f"Split({list(self.shape)}, cut {self.layout}, own block {list(self.local.shape)})"
+            return (
+                f"Split({list(self.shape)}, cut {self.layout}, own block {list(self.local.shape)})"
+            )
 
     @classmethod
     def __torch_function__(
@@ -227,14 +250,67 @@ class Split(Tensor):
     ) -> NoReturn:
         raise UnisonoError.because(
             f"{func} of a split tensor",
-            "a call from below torch's functions (an autograd.Function, C++ code, vmap), which knows "
-            "nothing of blocks",
+            "a call from below torch's functions (an autograd.Function, C++ code, vmap), which "
+            "knows nothing of blocks",
             None,
             "x.whole() before the call, or unisono.nn.split_rule(fn) for the function around it",
         )
 
 
-# -- movements of one dim ---------------------------------------------------------------------------
+def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
+    """Return whether all ranks draw alike, and the own block as a `Split`.
+
+    The one meeting in which ranks tell each other shapes; all later ones follow by arithmetic.
+    """
+    if x.ndim != partition.dim:
+        raise PartitionError.because(
+            f"an input of shape {list(x.shape)} for {partition}",
+            arithmetic=f"{x.ndim} dims != {partition.dim}",
+            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
+        )
+    comm = partition.comm
+    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    needs = int(x.requires_grad and torch.is_grad_enabled())
+    records = comm.all_gather_ints([*x.shape, _code(x.dtype), needs, state])
+    shapes = [record[: x.ndim] for record in records]
+    if len({record[x.ndim : x.ndim + 2] for record in map(tuple, records)}) > 1:
+        raise CollectiveMismatch(
+            "inputs of a split network: dtype and requires_grad must be equal on all ranks",
+            {r: f"dtype number {rec[x.ndim]}, requires_grad {bool(rec[x.ndim + 1])}"
+             for r, rec in enumerate(records)},
+        )  # fmt: skip
+    cuts: dict[int, Cut] = {}
+    places = [partition.index_of(r) for r in range(comm.size)]
+    for dim, parts in enumerate(partition.shape):
+        sizes = [
+            shapes[next(r for r in range(comm.size) if places[r][dim] == i)][dim]
+            for i in range(parts)
+        ]
+        wrong = [r for r in range(comm.size) if shapes[r][dim] != sizes[places[r][dim]]]
+        if wrong:
+            raise PartitionError.because(
+                f"blocks of an input over {partition}",
+                f"rank {wrong[0]} has shape {list(shapes[wrong[0]])}",
+                f"dim {dim}: {shapes[wrong[0]][dim]} != {sizes[places[wrong[0]][dim]]}, which ranks "
+                f"at the same place along dim {dim} have",
+                "blocks that follow from one cut per dim: Split.cut(x, partition).local",
+            )
+        if min(sizes) == 0:
+            raise PartitionError.because(
+                f"blocks of an input over {partition}", f"sizes {sizes} along dim {dim}",
+                f"{sum(sizes)} points for {parts} ranks", "fewer ranks, or a larger input",
+            )  # fmt: skip
+        if parts > 1:
+            cuts[dim] = Cut(tuple(sizes), partition.sub(dim).comm)
+    alike = len({record[-1] for record in records}) == 1
+    return alike, Split(x, cuts, run) if cuts else x
+
+
+def _code(dtype: torch.dtype) -> int:
+    return zlib.crc32(str(dtype).encode())
+
+
+# -- movements of one dim -------------------------------------------------------------------------
 
 
 def joined(x: Split, dims: Iterable[int]) -> Tensor:
@@ -243,18 +319,26 @@ def joined(x: Split, dims: Iterable[int]) -> Tensor:
     x.run.moves += 1
     for dim in list(dims):
         cut = cuts.pop(dim)
-        local = _unrolled(local, dim, cut, lambda t, d, c: concat_replicated(t, d, c.sizes, comm=c.comm))
+        local = _unrolled(
+            local, dim, cut, lambda t, d, c: concat_replicated(t, d, c.sizes, comm=c.comm)
+        )
     return Split(local, cuts, x.run) if cuts else local
 
 
 def sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
     """Return the own block along `dim` of a tensor that the ranks of `cut` hold equal."""
-    return _unrolled(x, dim, cut, lambda t, d, c: slice_replicated(t, d, c.sizes, comm=c.comm))
+    return _unrolled(x, dim, cut, _sliced)
 
 
-def _unrolled(
-    x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], Tensor]
-) -> Tensor:
+def _concatenated(x: Tensor, dim: int, cut: Cut) -> Tensor:
+    return concat_replicated(x, dim, cut.sizes, comm=cut.comm)
+
+
+def _sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
+    return slice_replicated(x, dim, cut.sizes, comm=cut.comm)
+
+
+def _unrolled(x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], Tensor]) -> Tensor:
     """Move along a dim of one run, or of several: then run and point are two dims meanwhile."""
     if cut.outer == 1:
         return move(x, dim, cut)
@@ -283,12 +367,36 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
     return known
 
 
-# -- from a torch function to its rule ----------------------------------------------------------------
+# -- from a torch function to its rule ------------------------------------------------------------
 
 _VIEWS = frozenset(
-    "view reshape flatten unflatten permute transpose movedim swapaxes unsqueeze squeeze expand "
-    "expand_as view_as reshape_as __getitem__ chunk split tensor_split unbind narrow select t "
-    "diagonal T.get mT.get".split()
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "permute",
+        "transpose",
+        "movedim",
+        "swapaxes",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "view_as",
+        "reshape_as",
+        "__getitem__",
+        "chunk",
+        "split",
+        "tensor_split",
+        "unbind",
+        "narrow",
+        "select",
+        "t",
+        "diagonal",
+        "T.get",
+        "mT.get",
+    ]
 )
 """Functions whose result shows the memory of their argument."""
 
@@ -310,9 +418,9 @@ def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> A
     Args:
         function: a function of torch, or one that calls `torch.overrides.handle_torch_function`.
         how: `"pointwise"` for a function whose result at a point needs its arguments there only,
-            or the rule: called as `how(function, *args, **kwargs)` with `Split` arguments, it returns
-            a `Split` (`Split(local, x.cuts, x.run)`) or a replicated tensor. Without it, this is a
-            decorator.
+            or the rule: called as `how(function, *args, **kwargs)` with `Split` arguments, it
+            returns a `Split` (`Split(local, x.cuts, x.run)`) or a replicated tensor. Without it,
+            this is a decorator.
 
     >>> from unisono.nn import split_rule
     >>> split_rule(torch.special.expit, "pointwise")
@@ -362,12 +470,22 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     name = _name_of(func)
     how = _OWN_RULES.get(func) or RULES.get(name)
     moves, base = 0, args[0] if args else None
+    if (
+        isinstance(base, Split)
+        and is_inplace(name)
+        and any(other() is not None for other in base.moved)
+    ):
+        raise _changed_in_place()
     for x in splits_in((args, kwargs)):
         moves = x.run.moves
         refuse_passed_by(x)
     while True:
         try:
-            result = _gather_all(func, name, "no rule", args, kwargs) if how is None else how(func, *args, **kwargs)
+            result = (
+                _gather_all(func, name, "no rule", args, kwargs)
+                if how is None
+                else how(func, *args, **kwargs)
+            )
             break
         except NeedsWhole as need:
             args, kwargs = _first_whole(name, need, args, kwargs)
@@ -402,8 +520,8 @@ def refuse_passed_by(x: Split) -> None:
         return
     raise UnisonoError.because(
         f"a split tensor out of {node.name()}",
-        "an autograd.Function, or re-entrant checkpointing, has passed by the rules: its backward would "
-        "lose gradients",
+        "an autograd.Function, or re-entrant checkpointing, has passed by the rules: its backward "
+        "would lose gradients",
         None,
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a Function of your own: "
         "x.whole() before it, or a rule (unisono.nn.split_rule)",
@@ -467,7 +585,7 @@ def _watch(base: Split, result: Any) -> None:
     results = result if isinstance(result, (list, tuple)) else (result,)
     for one in results:
         if isinstance(one, Tensor):
-            base.run.remember_move(base.local, one.local if isinstance(one, Split) else one)
+            base.run.watch(base, one)
 
 
 def like(x: Split, local: Tensor, cuts: Cuts | None = None) -> Tensor:

@@ -32,7 +32,7 @@ def _sizes(given: tuple[Any, ...]) -> list[int]:
     return [int(n) for n in sizes]
 
 
-# -- dims get other places ----------------------------------------------------------------------------
+# -- dims get other places ------------------------------------------------------------------------
 
 
 @rule("permute")
@@ -62,13 +62,13 @@ def _transposed(func: Callable[..., Any], input: Split) -> Tensor:
 
 @rule("movedim", "moveaxis")
 def _movedim(func: Callable[..., Any], input: Split, source: Any, destination: Any) -> Tensor:
-    marked = torch.empty([0] * input.ndim, device="meta")
-    names = torch.arange(input.ndim).tolist()
-    from_dims = [source] if isinstance(source, int) else list(source)
-    to_dims = [destination] if isinstance(destination, int) else list(destination)
-    placed = {t % marked.ndim: f % marked.ndim for f, t in zip(from_dims, to_dims, strict=True)}
-    rest = iter(d for d in names if d not in placed.values())
-    return _permute(torch.permute, input, [placed[i] if i in placed else next(rest) for i in names])
+    ndim = input.ndim
+    sources = [source] if isinstance(source, int) else source
+    places = [destination] if isinstance(destination, int) else destination
+    placed = {to % ndim: of % ndim for of, to in zip(sources, places, strict=True)}
+    rest = iter(d for d in range(ndim) if d not in placed.values())
+    order = [placed[i] if i in placed else next(rest) for i in range(ndim)]
+    return _permute(torch.permute, input, order)
 
 
 @rule("unsqueeze")
@@ -111,7 +111,7 @@ def _repeat(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
     return like(input, input.local.repeat(times), {d + more: c for d, c in input.cuts.items()})
 
 
-# -- dims are merged and parted -----------------------------------------------------------------------
+# -- dims are merged and parted -------------------------------------------------------------------
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
@@ -129,9 +129,8 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
                 left, i = left * old[i], i + 1
             else:
                 right, j = right * new[j], j + 1
-        if i == len(old) or j == len(new):  # only dims of one point are left on one side
-            if math.prod(old[i:]) == math.prod(new[j:]) == 1:
-                i, j = len(old), len(new)
+        if math.prod(old[i:]) == math.prod(new[j:]) == 1:  # only dims of one point are left
+            i, j = len(old), len(new)
         yield range(i0, i), range(j0, j)
 
 
@@ -231,7 +230,7 @@ def _pixel_shuffle(func: Callable[..., Any], input: Split, factor: int) -> Tenso
     return like(x, func(x.local, factor), cuts)
 
 
-# -- parts of a dim -----------------------------------------------------------------------------------
+# -- parts of a dim -------------------------------------------------------------------------------
 
 
 def _narrowed(x: Split, dim: int, start: int, stop: int, step: int) -> Tensor:
@@ -345,11 +344,13 @@ def _parts(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) ->
     return tuple(like(input, part, cuts) for part in func(input.local, *args, **kwargs))
 
 
-# -- joining ------------------------------------------------------------------------------------------
+# -- joining --------------------------------------------------------------------------------------
 
 
 @rule("cat", "concat", "concatenate")
-def _cat(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
+def _cat(
+    func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any
+) -> Tensor:
     if kwargs:
         raise NoRule("arguments of an unusual form")
     items = [x for x in tensors if not (x.ndim == 1 and x.numel() == 0)]
@@ -363,7 +364,7 @@ def _cat(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kw
     cut_here = [i for i, x in enumerate(items) if isinstance(x, Split) and dim in x.cuts]
     if len(cut_here) != 1 or items[cut_here[0]].cuts[dim].outer != 1:  # type: ignore[attr-defined]
         raise NoRule("two split tensors joined along the cut")
-    # What is replicated before the split one goes to the first rank, the rest to the last: no message.
+    # Replicated parts before the split one go to the first rank, the others to the last.
     sizes = list(along.sizes)
     blocks = []
     for i, x in enumerate(items):

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.nn.split_tensors.blocks import balanced, span, window_of
@@ -27,7 +27,12 @@ from unisono.topology.transposed import transposed_cover, transposed_needed
 from unisono.topology.window import output_length, padding_pairs, per_dim
 from unisono.topology.window import window as window_segments
 
-_PAD_MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+_PAD_MODES = {
+    "constant": "zeros",
+    "reflect": "reflect",
+    "replicate": "replicate",
+    "circular": "circular",
+}
 
 
 def _refuse_cut_channels(x: Split, count: int) -> None:
@@ -36,7 +41,7 @@ def _refuse_cut_channels(x: Split, count: int) -> None:
         raise NeedsWhole(channels, "channels are cut")
 
 
-# -- convolution --------------------------------------------------------------------------------------
+# -- convolution ----------------------------------------------------------------------------------
 
 
 @rule("conv1d", "conv2d", "conv3d")
@@ -105,7 +110,9 @@ def _conv_transpose(
         if dim not in x.cuts:
             continue
         cut, numbers = without_runs(x, dim), (kernel[i], steps[i], pads[i], spread[i])
-        length = (cut.length - 1) * steps[i] - 2 * pads[i] + spread[i] * (kernel[i] - 1) + 1 + more[i]
+        length = (
+            (cut.length - 1) * steps[i] - 2 * pads[i] + spread[i] * (kernel[i] - 1) + 1 + more[i]
+        )
         out = resized(cut, balanced(length, x, dim, func.__name__))
         needed = [
             transposed_needed(a, b, cut.length, *numbers)
@@ -126,7 +133,7 @@ def _conv_transpose(
     return like(x, result, cuts)
 
 
-# -- pooling ------------------------------------------------------------------------------------------
+# -- pooling --------------------------------------------------------------------------------------
 
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d")
@@ -162,7 +169,9 @@ def _avg_pool(
     if ceil_mode or (any(pads) and not count_include_pad):
         if any(d >= input.ndim - count for d in input.cuts):
             raise NoRule("means over windows of unlike sizes")
-        local = func(input.local, kernel_size, stride, padding, ceil_mode, count_include_pad, **over)
+        local = func(
+            input.local, kernel_size, stride, padding, ceil_mode, count_include_pad, **over
+        )
         return like(input, local)
     return _pooled(func, input, kernel_size, stride, padding, 1, False, **over)
 
@@ -202,7 +211,7 @@ def _pooled(
     return like(x, func(local, kernel, steps, pads, ceil_mode=ceil_mode, **more), cuts)
 
 
-# -- padding ------------------------------------------------------------------------------------------
+# -- padding --------------------------------------------------------------------------------------
 
 
 @rule("pad", "constant_pad_nd")
@@ -239,7 +248,7 @@ def _pad(
     return like(x, local, cuts)
 
 
-# -- interpolation ------------------------------------------------------------------------------------
+# -- interpolation --------------------------------------------------------------------------------
 
 
 @rule("interpolate", "upsample")
@@ -288,7 +297,7 @@ def _interpolate(
         cuts[dim] = out
     if rest:  # the dims that are whole here; those done already keep their size
         if scales[rest[0]] is not None:
-            factors = [scales[i] if i in rest else 1.0 for i in range(count)]
+            factors = [scales[i] or 1.0 if i in rest else 1.0 for i in range(count)]
             local = F.interpolate(local, None, factors, mode, align_corners)
         else:
             sized = [sizes[i] if i in rest else local.shape[2 + i] for i in range(count)]
@@ -313,13 +322,14 @@ def _taps(
         resample_taps(j, n, m, kind, scale=scale, align_corners=corners, double=double)
         for j in range(low, high)
     ]
-    return tuple(
-        (
-            torch.tensor([tap.points[k] - first for tap in taps]),
-            torch.tensor([tap.weights[k] for tap in taps], dtype=torch.float64),
+    with torch.inference_mode(False):  # kept, and used where gradients are wanted
+        return tuple(
+            (
+                torch.tensor([tap.points[k] - first for tap in taps]),
+                torch.tensor([tap.weights[k] for tap in taps], dtype=torch.float64),
+            )
+            for k in range(len(taps[0].points))
         )
-        for k in range(len(taps[0].points))
-    )
 
 
 def _resampled(x: Tensor, dim: int, first: int, low: int, high: int, *numbers: Any) -> Tensor:
@@ -333,4 +343,3 @@ def _resampled(x: Tensor, dim: int, first: int, low: int, high: int, *numbers: A
     if total is None:
         raise NoRule("no outputs")
     return total
-
