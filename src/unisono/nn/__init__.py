@@ -71,6 +71,7 @@ from unisono.nn.layers.pooling import (
 )
 from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
 from unisono.nn.module import Module
+from unisono.nn.split_tensors import Split, SplitModule, split, split_rule
 from unisono.nn.state import Shard, check_replicas, full_state_dict, no_sync, state_dict_mode
 
 __all__ = [
@@ -124,6 +125,8 @@ __all__ = [
     "ReduceScatter",
     "Repartition",
     "Shard",
+    "Split",
+    "SplitModule",
     "SumReduce",
     "check_replicas",
     "clip_grad_norm_",
@@ -132,6 +135,8 @@ __all__ = [
     "functional",
     "no_sync",
     "plan_report",
+    "split",
+    "split_rule",
     "state_dict_mode",
     "structure_check",
 ]

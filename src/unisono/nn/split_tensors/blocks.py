@@ -1,0 +1,166 @@
+"""Blocks that fit each other: windows with a halo, other cuts, and arguments of one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from unisono.nn.split_tensors.tensor import (
+    Cut,
+    NeedsWhole,
+    NoRule,
+    Run,
+    Split,
+    is_inplace,
+    own_copy,
+    resized,
+    sliced,
+    splits_in,
+    without_runs,
+)
+from unisono.operators import halo_exchange
+from unisono.topology import HaloPlan, Segment
+from unisono.topology.decompose import split_sizes
+from unisono.topology.halo import plan_windows
+
+Window = tuple[Segment, ...]
+"""What one rank wants of a dim: runs of points, and of padding."""
+Layout = dict[int, Cut]
+"""Dim counted from the end -> cut: what arguments of unlike numbers of dims have in common."""
+
+
+def balanced(length: int, x: Split, dim: int, what: str) -> tuple[int, ...]:
+    """Return the sizes in which a result is cut; whole if there are fewer points than ranks."""
+    ranks = x.cuts[dim].comm.size
+    if length < ranks:
+        raise NeedsWhole(dim, f"{what}: {length} points for {ranks} ranks")
+    return split_sizes(length, ranks)
+
+
+def window(x: Split, dim: int, wanted: Sequence[Window], fill: float = 0.0) -> Tensor:
+    """Return the own window: `wanted[r]` are the points of dim `dim` that rank r wants."""
+    return window_of(x.local, dim, without_runs(x, dim), wanted, fill, x)
+
+
+def window_of(
+    local: Tensor, dim: int, cut: Cut, wanted: Sequence[Window], fill: float, x: Split
+) -> Tensor:
+    """Do the same for a block on its way through several dims."""
+    x.run.moves += 1
+    plan = _plan(tuple(local.shape), dim, cut.sizes, tuple(wanted), cut.comm.rank, fill)
+    return halo_exchange(local, plan, comm=cut.comm)
+
+
+def span(start: int, stop: int) -> Window:
+    """Return the window of the points `[start, stop)`."""
+    return (Segment((0, stop - start), (start, stop), "copy"),) if start < stop else ()
+
+
+def recut(x: Split, dim: int, sizes: Sequence[int]) -> Split:
+    """Return `x` with other sizes of the blocks along `dim`."""
+    cut = x.cuts[dim]
+    if tuple(sizes) == cut.sizes:
+        return x
+    new = resized(cut, sizes)
+    if cut.outer == 1:
+        wanted = [span(*new.bounds[r : r + 2]) for r in range(cut.comm.size)]
+        return Split(window(x, dim, wanted), {**x.cuts, dim: new}, x.run)
+    apart = x.local.unflatten(dim, (cut.outer, cut.own))
+    plain, later = Cut(cut.sizes, cut.comm), Cut(tuple(sizes), cut.comm)
+    wanted = [span(*later.bounds[r : r + 2]) for r in range(cut.comm.size)]
+    moved = window_of(apart, dim + 1, plain, wanted, 0.0, x)
+    return Split(moved.flatten(dim, dim + 1), {**x.cuts, dim: new}, x.run)
+
+
+@lru_cache(4096)
+def _plan(
+    shape: tuple[int, ...],
+    dim: int,
+    sizes: tuple[int, ...],
+    wanted: tuple[Window, ...],
+    rank: int,
+    fill: float,
+) -> HaloPlan:
+    """Return the plan of an exchange along one dim; the other dims stay as they are."""
+    bounds = Cut(sizes, None).bounds  # type: ignore[arg-type]  # arithmetic only
+    cuts = [(0, n) for n in shape]
+    cuts[dim] = bounds  # type: ignore[call-overload]
+    index = [0] * len(shape)
+    index[dim] = rank
+
+    def windows_along(d: int) -> Callable[[int], Window]:
+        return (lambda r: wanted[r]) if d == dim else (lambda _: span(0, shape[d]))
+
+    windows = [windows_along(d) for d in range(len(shape))]
+    return plan_windows(cuts, index, windows, [(0, n) for n in shape], fill=fill)
+
+
+# -- several arguments ----------------------------------------------------------------------------
+
+
+def layout_of(tensors: Iterable[Tensor]) -> Layout:
+    """Return the cuts of tensors that are broadcast against each other: the first one's count."""
+    layout: Layout = {}
+    for x in tensors:
+        for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
+            layout.setdefault(dim - x.ndim, cut)
+    comms = [cut.comm for cut in layout.values()]
+    if len(set(comms)) != len(comms):
+        raise NoRule("arguments cut along different dims")
+    return layout
+
+
+def fitted(x: Tensor, layout: Layout, run: Run) -> Tensor:
+    """Return the own block of an argument for work on blocks of this layout."""
+    if isinstance(x, Split):
+        for dim, cut in x.cuts.items():
+            wanted = layout.get(dim - x.ndim)
+            if wanted is None or wanted.comm != cut.comm or wanted.outer != cut.outer:
+                raise NoRule("arguments cut in different ways")
+            if wanted.sizes != cut.sizes:
+                x = recut(x, dim, wanted.sizes)
+    local = x.local if isinstance(x, Split) else x
+    replicated: list[Cut] = []
+    for place, cut in layout.items():
+        dim = x.ndim + place
+        if isinstance(x, Split) and dim in x.cuts:
+            continue
+        if dim < 0 or x.shape[dim] == 1:
+            replicated.append(cut)
+        elif x.shape[dim] == cut.length:
+            local = sliced(local, dim, cut)
+        else:
+            raise NoRule("sizes that do not fit")
+    return own_copy(local, replicated, run)
+
+
+def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute with blocks what needs at each point only that point of its arguments."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if kwargs.get("out") is not None or len(list(splits_in((args, kwargs)))) > len(tensors):
+        raise NoRule("arguments of an unusual form")
+    layout = layout_of(tensors)
+    run = next(x.run for x in tensors if isinstance(x, Split))
+    changes = is_inplace(getattr(func, "__name__", "")) or kwargs.get("inplace") is True
+    if changes:
+        target = args[0]
+        if not isinstance(target, Split):
+            raise NoRule("a replicated tensor changed in place by a split one")
+        if {dim - target.ndim: cut for dim, cut in target.cuts.items()} != layout:
+            raise NoRule("changed in place by a tensor that is cut in another way")
+
+    def block(x: Any) -> Any:
+        return fitted(x, layout, run) if isinstance(x, Tensor) else x
+
+    result = func(*map(block, args), **{key: block(x) for key, x in kwargs.items()})
+    if changes:
+        return args[0]
+    if not isinstance(result, Tensor):
+        raise NoRule("several results")
+    for x in tensors:
+        if isinstance(x, Split) and result is x.local:
+            return x
+    return Split(result, {result.ndim + place: cut for place, cut in layout.items()}, run)

@@ -1,0 +1,181 @@
+"""`split`: an ordinary network, unchanged, on a tensor of which each rank holds a block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import UnisonoError
+from unisono.expect import expect
+from unisono.nn.split_tensors.tensor import (
+    Cut,
+    Gathered,
+    Run,
+    Split,
+    entered,
+    refuse_passed_by,
+    splits_in,
+)
+from unisono.operators import sum_to_replicated
+from unisono.topology import Partition
+
+_BUCKET_BYTES = 25 * 2**20
+"""Gradients of this many bytes are summed at a time."""
+
+
+class SplitModule(nn.Module):
+    """A network whose input is cut over ranks; see `split`."""
+
+    def __init__(self, module: nn.Module, partition: Partition, strict: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.partition = partition
+        self.strict = strict
+        self._gathered: Counter[Gathered] = Counter()
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network; its first tensor is this rank's block, other tensors are replicated.
+
+        Collective over the partition. torch.compile leaves it out.
+        """
+        return self._run(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        partition = self.partition
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if first is None:
+            raise UnisonoError.because(
+                f"a split {type(self.module).__name__} called without a tensor",
+                hint="the own block of its input first, then tensors that all ranks hold equal",
+            )
+        if isinstance(first, Split):
+            raise UnisonoError.because(
+                f"a split {type(self.module).__name__} called with {first!r}",
+                "its input is cut here, so it takes the own block",
+                hint="x.local, or the plain module for a tensor that is split already",
+            )
+        run = Run(partition.comm, self.module, self.strict)
+        draws_alike, entry = entered(first, partition, run)
+        if not isinstance(entry, Split):
+            return self.module(*args, **kwargs)
+        swap = {id(first): entry}
+        args = tuple(swap.get(id(x), x) for x in args)
+        kwargs = {key: swap.get(id(x), x) for key, x in kwargs.items()}
+        self._copy_parameters(run, tuple(entry.cuts.values()))
+        try:
+            with _one_stream(draws_alike, run):
+                result = self.module(*args, **kwargs)
+        finally:
+            self._gathered = run.gathered
+            run.copies = {}
+        run.check_views()
+        for x in splits_in(result):
+            refuse_passed_by(x)
+        return result
+
+    def _copy_parameters(self, run: Run, cuts: tuple[Cut, ...]) -> None:
+        """Copy all parameters for own work, so that their gradients are summed in buckets."""
+        if not torch.is_grad_enabled():
+            return
+        comms = tuple(cut.comm for cut in cuts)
+        buckets: list[list[nn.Parameter]] = []
+        size = 0
+        for p in reversed([p for p in self.module.parameters() if p.requires_grad]):
+            if not buckets or size > _BUCKET_BYTES or buckets[-1][0].dtype != p.dtype:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(p)
+            size += p.numel() * p.element_size()
+        for bucket in buckets:
+            for p, own in zip(bucket, _CopyBucket.apply(run.comm, *bucket), strict=True):
+                run.copies[id(p), comms] = own
+
+    def report(self) -> list[tuple[Gathered, int]]:
+        """Return what had to be gathered in the latest forward, and how often."""
+        return list(self._gathered.items())
+
+    def extra_repr(self) -> str:
+        """Show the partition."""
+        return f"partition={list(self.partition.shape)}, strict={self.strict}"
+
+
+def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> SplitModule:
+    """Return a network that runs unchanged on an input of which each rank holds a block.
+
+    Nothing in `module` is replaced: its parameters, its states and its `forward` stay what they
+    are, and every torch function in it works on blocks. Halos, statistics and attention talk to
+    other ranks where they must; what cannot be done with blocks is gathered and reported.
+
+    Args:
+        module: any network made of torch functions, equal on all ranks.
+        partition: how its input is cut, e.g. `Partition([1, 1, 2, 2])` for height and width.
+        strict: refuse instead of gathering.
+
+    Returns:
+        A module. `net(x_own)` takes this rank's block; `y.whole()`, `y.local` and `y.layout` are
+        what its results have. A loss of them is a plain number; `backward()` on every rank gives
+        complete gradients. `net.report()` lists what was gathered.
+
+    Raises:
+        PartitionError: the blocks of the ranks do not fit each other.
+        UnisonoError: something passes by the rules, such as an autograd.Function.
+
+    >>> import torch
+    >>> from unisono import Partition
+    >>> net = split(torch.nn.Conv2d(1, 1, 3, padding=1), Partition([1, 1, 1, 1]))
+    >>> net(torch.zeros(1, 1, 4, 4)).shape
+    torch.Size([1, 1, 4, 4])
+    """
+    expect("module", module, nn.Module, "a torch.nn.Module")
+    expect("partition", partition, Partition, "Partition([1, 1, 2, 1])")
+    return SplitModule(module, partition, strict)
+
+
+class _CopyBucket(torch.autograd.Function):
+    """Copies of replicated parameters for own work; their gradients are summed in one call."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        ctx.set_materialize_grads(False)
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [g for g in grads if g is not None]
+        if not given:
+            return (None, *grads)
+        flat = torch.cat([g.reshape(-1) for g in given])
+        total = sum_to_replicated(flat, comm=ctx.comm)
+        parts = iter(total.split([g.numel() for g in given]))
+        return (None, *[None if g is None else next(parts).view_as(g) for g in grads])
+
+
+@contextmanager
+def _one_stream(draws_alike: bool, run: Run) -> Iterator[None]:
+    """Let all ranks draw the same random numbers inside, where their generators differ."""
+    if draws_alike:
+        yield
+        return
+    seed = run.comm.all_gather_ints([int(torch.randint(2**31, ()))])[0][0]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}module.")]:
+        state[prefix + key[len(prefix) + len("module.") :]] = state.pop(key)
+
+
+def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key[len(prefix) :]}"] = state.pop(key)

@@ -1,0 +1,273 @@
+"""Rules for normalisation: statistics of all ranks in one meeting, and only the input kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.comm import Communicator
+from unisono.nn.split_tensors.blocks import fitted
+from unisono.nn.split_tensors.reductions import added
+from unisono.nn.split_tensors.tensor import (
+    Cut,
+    NeedsWhole,
+    NoRule,
+    Split,
+    like,
+    own_copy,
+    rule,
+)
+from unisono.operators import copy, sum_to_replicated
+
+
+class _Normalize(torch.autograd.Function):
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, with mean and var over dims and ranks.
+
+    Keeps its input alone, as torch's own norms do; written in single operations, autograd would
+    keep three tensors of its size.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        dims: list[int],
+        count: int,
+        comms: tuple[Communicator, ...],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        mean, variance = _statistics(wide, dims, comms)
+        scale = torch.rsqrt(variance + eps)
+        y = (wide - mean).mul_(scale)
+        y = y if weight is None else y.mul_(weight)
+        y = y if bias is None else y.add_(bias)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        ctx.settings = dims, count, comms, eps
+        ctx.mark_non_differentiable(mean, variance)
+        return y.to(x.dtype), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        dims, count, comms, eps = ctx.settings
+        if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
+            given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+            y = _composed(x, weight, bias, dims, count, comms, eps)
+            grads = iter(torch.autograd.grad(y, given, dy, create_graph=True))
+            wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
+            return (
+                *[next(grads) if is_wanted else None for is_wanted in wanted],
+                None,
+                None,
+                None,
+                None,
+            )
+        wide, slope = x.to(mean.dtype), dy.to(mean.dtype)
+        normal = (wide - mean) * scale
+        dweight = _summed_like(slope * normal, weight) if ctx.needs_input_grad[1] else None
+        dbias = _summed_like(slope, bias) if ctx.needs_input_grad[2] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            if weight is not None:
+                slope = slope * weight
+            sums = torch.stack([slope.sum(dims, True), (slope * normal).sum(dims, True)])
+            for comm in comms:
+                sums = comm.all_reduce(sums)
+            sums /= count
+            dx = ((slope - sums[0] - normal * sums[1]) * scale).to(x.dtype)
+        return dx, dweight, dbias, None, None, None, None
+
+
+def _statistics(x: Tensor, dims: list[int], comms: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
+    """Return mean and variance over dims and ranks: each rank's own, joined in one meeting."""
+    count = torch.full((), float(math.prod(x.shape[d] for d in dims)), dtype=x.dtype)
+    mean = x.mean(dims, True)
+    squares = (x - mean).square_().sum(dims, True)
+    for comm in comms:
+        counts = count.expand_as(mean)
+        counts, means, parts = comm.all_gather(torch.stack([counts, mean, squares])[None]).unbind(1)
+        count = counts.sum(0)
+        mean = (counts * means).sum(0) / count
+        squares = (parts + counts * (means - mean).square()).sum(0)
+    return mean, squares / count
+
+
+def _composed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: list[int], count: int,
+    comms: Sequence[Communicator], eps: float,
+) -> Tensor:  # fmt: skip
+    """Return the same from operations that autograd differentiates to any order."""
+
+    def mean_of(t: Tensor) -> Tensor:
+        total = t.sum(dims, True)
+        for comm in comms:
+            total = copy(sum_to_replicated(total, comm=comm), comm=comm)
+        return total / count
+
+    centred = x - mean_of(x)
+    y = centred * torch.rsqrt(mean_of(centred.square()) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _summed_like(x: Tensor, other: Tensor) -> Tensor:
+    """Return `x` summed over the dims along which `other` was broadcast."""
+    return x.sum_to_size(other.shape).to(other.dtype)
+
+
+def _normalized(
+    local: Tensor,
+    dims: list[int],
+    count: int,
+    cuts: Sequence[Cut],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    comms = tuple(cut.comm for cut in cuts)
+    return _Normalize.apply(local, weight, bias, dims, count, comms, eps)
+
+
+def _per_channel(t: Tensor | None, x: Split, shape: Sequence[int]) -> Tensor | None:
+    return None if t is None else own_copy(t, x.cuts.values(), x.run).view(shape)
+
+
+@rule("batch_norm")
+def _batch_norm(
+    func: Callable[..., Any],
+    input: Split,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    x = input
+    if 1 in x.cuts:
+        raise NeedsWhole(1, "channels are cut")
+    if not training:
+        own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
+        return like(x, func(x.local, running_mean, running_var, *own, False, momentum, eps))
+    dims = [d for d in range(x.ndim) if d != 1]
+    count = x.numel() // x.shape[1]
+    if count == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {list(x.shape)}"
+        )
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
+    y, mean, variance = _normalized(x.local, dims, count, [*x.cuts.values()], w, b, eps)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            unbiased = variance.flatten() * (count / (count - 1))
+            running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return like(x, y)
+
+
+@rule("instance_norm")
+def _instance_norm(
+    func: Callable[..., Any],
+    input: Split,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    x = input
+    if 1 in x.cuts:
+        raise NeedsWhole(1, "channels are cut")
+    inside = [cut for d, cut in x.cuts.items() if d >= 2]
+    if not use_input_stats:
+        own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
+        return like(x, func(x.local, running_mean, running_var, *own, False, momentum, eps))
+    dims = list(range(2, x.ndim))
+    count = math.prod(x.shape[2:])
+    if count == 1:
+        raise ValueError(f"more than 1 point per channel is needed to train, got {list(x.shape)}")
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
+    y, mean, variance = _normalized(x.local, dims, count, inside, w, b, eps)
+    if running_mean is not None and running_var is not None:
+        over_batch = [cut for d, cut in x.cuts.items() if d == 0]
+        with torch.no_grad():
+            both = torch.stack([mean, variance * (count / (count - 1))]).flatten(2).squeeze(2)
+            both = added(both.view(2, -1, x.shape[1]).sum(1), over_batch) / x.shape[0]
+            running_mean.lerp_(both[0].to(running_mean.dtype), momentum)
+            running_var.lerp_(both[1].to(running_var.dtype), momentum)
+    return like(x, y)
+
+
+@rule("group_norm")
+def _group_norm(
+    func: Callable[..., Any],
+    input: Split,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    x = input
+    if 1 in x.cuts:
+        raise NeedsWhole(1, "channels are cut")
+    inside = [cut for d, cut in x.cuts.items() if d >= 2]
+    if not inside:
+        own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
+        return like(x, func(x.local, num_groups, *own, eps))
+    grouped = x.local.unflatten(1, (num_groups, -1))
+    shape = [1, num_groups, -1] + [1] * (x.ndim - 2)
+    w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
+    count = x.numel() // x.shape[0] // num_groups
+    y, _, _ = _normalized(grouped, list(range(2, grouped.ndim)), count, inside, w, b, eps)
+    return like(x, y.flatten(1, 2))
+
+
+@rule("layer_norm")
+def _layer_norm(
+    func: Callable[..., Any],
+    input: Split,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    x = input
+    first = x.ndim - len(normalized_shape)
+    inside = {d: cut for d, cut in x.cuts.items() if d >= first}
+    if not inside:
+        own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
+        return like(x, func(x.local, normalized_shape, *own, eps))
+    if any(cut.outer != 1 for cut in inside.values()):
+        raise NoRule("the cut lies inside merged dims")
+    layout = {d - x.ndim: cut for d, cut in x.cuts.items()}
+    w, b = (None if t is None else fitted(t, layout, x.run) for t in (weight, bias))
+    dims, count = list(range(first, x.ndim)), math.prod(normalized_shape)
+    y, _, _ = _normalized(x.local, dims, count, [*inside.values()], w, b, eps)
+    return like(x, y)
+
+
+@rule("rms_norm")
+def _rms_norm(
+    func: Callable[..., Any],
+    input: Split,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    for dim in range(input.ndim - len(normalized_shape), input.ndim):
+        if dim in input.cuts:
+            raise NeedsWhole(dim, "over the cut")
+    own = None if weight is None else own_copy(weight, input.cuts.values(), input.run)
+    return like(input, func(input.local, normalized_shape, own, eps))

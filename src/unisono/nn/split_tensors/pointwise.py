@@ -1,0 +1,239 @@
+"""Rules for what happens point by point: queries, arithmetic with broadcasting, dropout, losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unisono.nn.split_tensors.blocks import Layout, fitted, pointwise
+from unisono.nn.split_tensors.reductions import added, reduced
+from unisono.nn.split_tensors.tensor import (
+    RULES,
+    NoRule,
+    Run,
+    Split,
+    like,
+    own_copy,
+    rule,
+)
+
+_SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_meta is_cuda is_cpu
+    is_nested is_mps is_xpu itemsize nbytes names""".split()  # noqa: SIM905
+_ASKED_OF_WRAPPER = """size dim numel nelement is_floating_point is_complex ndimension __len__
+    get_device element_size is_signed is_inference""".split()  # noqa: SIM905
+_POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow
+    float_power neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square abs
+    absolute sin cos tan asin acos atan sinh cosh tanh erf erfc erfinv sigmoid logit sinc relu relu6
+    leaky_relu elu selu celu gelu silu hardtanh hardswish hardsigmoid hardshrink softshrink
+    tanhshrink threshold mish softplus softsign logsigmoid clamp clamp_min clamp_max clip where eq
+    ne lt gt le ge not_equal less less_equal greater greater_equal logical_not logical_and
+    logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor reciprocal sign sgn floor
+    ceil round trunc frac nan_to_num lerp addcmul addcdiv isnan isinf isfinite maximum minimum fmax
+    fmin atan2 hypot rsub xlogy masked_fill zeros_like ones_like full_like empty_like to float
+    double half bfloat16 int long bool type_as clone detach conj real imag
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
+    __rfloordiv__ __div__ __rdiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__
+    __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __iadd__ __isub__ __imul__
+    __itruediv__ __idiv__ __ipow__ zero""".split()  # noqa: SIM905
+
+
+# -- queries --------------------------------------------------------------------------------------
+
+
+def _of_wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+for _name in _SHOWN_BY_WRAPPER:
+    RULES[f"{_name}.get"] = _of_wrapper
+for _name in _ASKED_OF_WRAPPER:
+    RULES[_name] = _of_wrapper
+
+
+@rule("requires_grad.get", "grad_fn.get", "is_leaf.get", "grad.get", "_version.get",
+      "is_contiguous", "requires_grad_", "retain_grad")  # fmt: skip
+def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
+    result = func(x.local, *args, **kwargs)
+    return x if result is x.local else result
+
+
+@rule("stride")
+def _stride(func: Callable[..., Any], x: Split, dim: int | None = None) -> Any:
+    strides = [math.prod(x.shape[d + 1 :]) for d in range(x.ndim)]
+    return tuple(strides) if dim is None else strides[dim]
+
+
+@rule("__repr__", "__str__", "__format__")
+def _text(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> str:
+    return Split.__repr__(x)
+
+
+@rule("backward")
+def _backward(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
+    if x.numel() != 1:
+        raise RuntimeError("backward() of a split tensor: reduce it to one number first")
+    raise NoRule("one number")
+
+
+# -- arithmetic -----------------------------------------------------------------------------------
+
+
+for _name in _POINTWISE:
+    RULES[_name] = pointwise
+    if not _name.startswith("__"):
+        RULES[f"{_name}_"] = pointwise
+for _name in ("rand_like", "randn_like", "randint_like"):
+    RULES.pop(_name, None)  # drawn whole, so that ranks draw alike
+
+
+@rule("contiguous")
+def _contiguous(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Tensor:
+    local = func(x.local, *args, **kwargs)
+    return x if local is x.local else like(x, local)
+
+
+@rule("type", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+def _made_alike(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
+    """Make a plain tensor of a given shape; what is asked of `x` is its dtype and device."""
+    if getattr(func, "__name__", "") == "type" and (args or kwargs):
+        return like(x, func(x.local, *args, **kwargs))
+    return func(x.local, *args, **kwargs)
+
+
+@rule("copy_")
+def _copy(
+    func: Callable[..., Any], x: Tensor, source: Tensor, non_blocking: bool = False
+) -> Tensor:
+    return pointwise(func, x, source)
+
+
+@rule("prelu")
+def _prelu(func: Callable[..., Any], input: Split, weight: Tensor) -> Tensor:
+    if 1 in input.cuts or isinstance(weight, Split):
+        raise NoRule("channels are cut")
+    return like(input, func(input.local, own_copy(weight, input.cuts.values(), input.run)))
+
+
+@rule("glu")
+def _glu(func: Callable[..., Any], input: Split, dim: int = -1) -> Tensor:
+    if dim % input.ndim in input.cuts:
+        raise NoRule("halves of a cut dim")
+    return like(input, func(input.local, dim))
+
+
+# -- random ---------------------------------------------------------------------------------------
+
+
+@rule("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout",
+      "alpha_dropout", "feature_alpha_dropout")  # fmt: skip
+def _dropout(
+    func: Callable[..., Any],
+    input: Split,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    name = func.__name__
+    if not training or p == 0:
+        return input
+    if "alpha" in name:
+        raise NoRule("a layer that draws for whole tensors")
+    per_channel = name not in ("dropout", "dropout_")
+    drawn = input.local[(..., *[slice(0, 1)] * (input.ndim - 2))] if per_channel else input.local
+    # One number from the generator that all ranks share, whatever they hold; then a stream of its
+    # own for each block. Ranks that hold the same points draw the same.
+    seed = int(torch.randint(2**40, ()))
+    for dim, cut in input.cuts.items():
+        if not per_channel or dim < 2:
+            seed = (seed * 1_000_003 + dim * 7919 + cut.comm.rank + 1) % 2**62
+    generator = torch.Generator(input.local.device).manual_seed(seed)
+    kept = torch.rand(drawn.shape, generator=generator, device=drawn.device) >= p
+    scale = kept.to(input.local.dtype) * (0.0 if p == 1 else 1 / (1 - p))
+    if inplace or name == "dropout_":
+        input.local.mul_(scale)
+        return input
+    return like(input, input.local * scale)
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
+      "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss")  # fmt: skip
+def _loss(
+    func: Callable[..., Any],
+    input: Tensor,
+    target: Tensor,
+    *args: Any,
+    reduction: str = "mean",
+    **kwargs: Any,
+) -> Tensor:
+    if args or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+        raise NoRule("arguments of an unusual form")
+    if input.shape != target.shape:
+        raise NoRule("input and target of unlike shapes")
+    terms = pointwise(func, input, target, reduction="none", **kwargs)
+    if reduction == "none":
+        return terms
+    if reduction == "batchmean":
+        return reduced(terms, "sum") / input.shape[0]
+    return reduced(terms, reduction)
+
+
+@rule("cross_entropy", "nll_loss", "nll_loss2d")
+def _class_loss(
+    func: Callable[..., Any],
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    if (
+        size_average is not None
+        or reduce is not None
+        or input.ndim < 2
+        or isinstance(weight, Split)
+    ):
+        raise NoRule("arguments of an unusual form")
+    if reduction == "mean" and (label_smoothing or target.is_floating_point()):
+        raise NoRule("smoothed labels, or labels that are probabilities")
+    if label_smoothing or target.is_floating_point():
+        raise NoRule("smoothed labels, or labels that are probabilities")
+    layout: Layout = {}
+    run: Run | None = None
+    # Labels have no dim of classes: dims behind it count from the end, the batch from the start.
+    spatial = input.ndim - 2
+    for x, classes in ((input, 1), (target, None)):
+        if isinstance(x, Split):
+            run = x.run
+            for dim, cut in x.cuts.items():
+                if classes is not None and dim == classes:
+                    raise NoRule("classes are cut")
+                layout.setdefault(-spatial - 1 if dim == 0 else dim - x.ndim, cut)
+    if run is None or len({cut.comm for cut in layout.values()}) != len(layout):
+        raise NoRule("input and target cut along different dims")
+    of_input = {(-input.ndim if place == -spatial - 1 else place): c for place, c in layout.items()}
+    logits, labels = fitted(input, of_input, run), fitted(target, layout, run)
+    scale = None if weight is None else own_copy(weight, layout.values(), run)
+    result_cuts = {target.ndim + place: cut for place, cut in layout.items()}
+    if reduction == "none":
+        terms = func(logits, labels, scale, ignore_index=ignore_index, reduction="none")
+        return Split(terms, result_cuts, run)
+    total = func(logits, labels, scale, ignore_index=ignore_index, reduction="sum")
+    if reduction == "mean":
+        # The weights of all labels that count, as torch itself adds them up.
+        with torch.no_grad():
+            ones = torch.full_like(logits, -1.0)
+            count = F.nll_loss(ones, labels, scale, ignore_index=ignore_index, reduction="sum")
+        total = torch.stack([total, count.to(total.dtype)])
+    total = added(total, [*layout.values()])
+    return total[0] / total[1] if reduction == "mean" else total

@@ -1,0 +1,170 @@
+"""Rules for sums, means, extremes and softmax: blocks first, then one sum over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.nn.split_tensors.blocks import pointwise
+from unisono.nn.split_tensors.tensor import (
+    Cut,
+    NeedsWhole,
+    NoRule,
+    Split,
+    like,
+    own_copy,
+    rule,
+)
+from unisono.operators import sum_to_replicated
+
+
+def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(x.ndim))
+    return sorted({d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)})
+
+
+def _left(x: Split, dims: Sequence[int], keepdim: bool) -> dict[int, Cut]:
+    """Return the cuts of what is left when dims are reduced."""
+    return {
+        dim if keepdim else dim - sum(d < dim for d in dims): cut
+        for dim, cut in x.cuts.items()
+        if dim not in dims
+    }
+
+
+def added(local: Tensor, cuts: Sequence[Cut]) -> Tensor:
+    """Return the sum of what ranks hold along these cuts, which they then use alike."""
+    for cut in cuts:
+        local = sum_to_replicated(local, comm=cut.comm)
+    return local
+
+
+def reduced(
+    x: Tensor, how: str, dim: int | Sequence[int] | None = None, keepdim: bool = False
+) -> Tensor:
+    """Return the sum or mean of a tensor over dims."""
+    dims = _dims(x, dim)
+    if not isinstance(x, Split):
+        return (torch.mean if how == "mean" else torch.sum)(x, dims, keepdim)
+    total = x.local.sum(dims, keepdim)
+    total = added(total, [cut for d, cut in x.cuts.items() if d in dims])
+    if how == "mean":
+        total = total / math.prod(x.shape[d] for d in dims)
+    return like(x, total, _left(x, dims, keepdim))
+
+
+@rule("sum", "mean")
+def _sum(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if func.__name__ == "mean" and not (input.dtype.is_floating_point or input.dtype.is_complex):
+        raise NoRule("a mean of integers")
+    x = like(input, input.local.to(dtype)) if dtype is not None else input
+    return reduced(x, func.__name__, dim, keepdim)
+
+
+@rule("var", "std")
+def _var(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int | Sequence[int] | bool | None = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Tensor:
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    taken = correction if correction is not None else 0 if unbiased is False else 1
+    dims = _dims(input, dim)
+    inside = [cut for d, cut in input.cuts.items() if d in dims]
+    count = math.prod(input.shape[d] for d in dims)
+    mean = own_copy(added(input.local.sum(dims, True), inside) / count, inside, input.run)
+    squares = added((input.local - mean).abs().square().sum(dims, keepdim), inside)
+    result = squares / max(0.0, count - taken)
+    return like(
+        input, result.sqrt() if func.__name__ == "std" else result, _left(input, dims, keepdim)
+    )
+
+
+@rule("max", "min", "amax", "amin", "argmax", "argmin", "prod", "any", "all", "logsumexp", "median",
+      "topk", "sort", "argsort", "cumsum", "cumprod", "norm")  # fmt: skip
+def _along_whole_dims(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Any:
+    """Apply what looks along one whole dim to blocks; two arguments are compared point by point."""
+    name = func.__name__
+    if args and isinstance(args[0], Tensor):
+        if name in ("max", "min"):
+            return pointwise(func, input, *args, **kwargs)
+        raise NoRule("arguments of an unusual form")
+    at = 1 if name in ("topk", "norm") else 0
+    dim = kwargs.get("dim", args[at] if len(args) > at else None)
+    if dim is None and name in ("topk", "sort", "argsort"):
+        dim = -1
+    if dim is None:
+        raise NoRule("over all points")
+    dims = _dims(input, dim)
+    for d in dims:
+        if d in input.cuts:
+            raise NeedsWhole(d, "along the cut")
+    result = func(input.local, *args, **kwargs)
+    keeps = name in ("topk", "sort", "argsort", "cumsum", "cumprod") or bool(
+        kwargs.get("keepdim", args[at + 1] if len(args) > at + 1 else False)
+    )
+    cuts = _left(input, dims, keeps)
+    if isinstance(result, Tensor):
+        return like(input, result, cuts)
+    return type(result)([like(input, part, cuts) for part in result])
+
+
+@rule("softmax", "log_softmax", "softmin")
+def _softmax(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    name = func.__name__
+    if dim is None or name == "softmin":
+        raise NoRule("without a dim")
+    dim %= input.ndim
+    local = input.local if dtype is None else input.local.to(dtype)
+    cut = input.cuts.get(dim)
+    if cut is None:
+        return like(input, getattr(torch, name)(local, dim))
+    # The largest value only keeps exp in range; it has no part in the derivative.
+    with torch.no_grad():
+        top = cut.comm.all_reduce(local.detach().amax(dim, keepdim=True), "max")
+    shifted = local - top
+    total = own_copy(added(shifted.exp().sum(dim, True), [cut]), [cut], input.run)
+    return like(input, shifted.exp() / total if name == "softmax" else shifted - total.log())
+
+
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",
+      "adaptive_max_pool2d", "adaptive_max_pool3d")  # fmt: skip
+def _adaptive_pool(
+    func: Callable[..., Any], input: Split, output_size: Any, return_indices: bool = False
+) -> Tensor:
+    name = func.__name__
+    count = int(name[-2])
+    sizes = (output_size,) * count if isinstance(output_size, int) else tuple(output_size)
+    first = input.ndim - count
+    over = [first + i for i in range(count)]
+    cut_dims = [d for d in over if d in input.cuts]
+    if cut_dims and "avg" in name and all(n == 1 for n in sizes):
+        return reduced(input, "mean", over, True)
+    for d in cut_dims:
+        raise NeedsWhole(d, "windows of unlike sizes along the cut")
+    if return_indices:
+        raise NoRule("indices")
+    return like(input, func(input.local, output_size))

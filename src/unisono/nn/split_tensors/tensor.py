@@ -1,0 +1,607 @@
+"""`Split`: a tensor of which each rank holds a block, and which torch functions take as whole.
+
+Every torch function that meets a `Split` asks the table of rules what to do with the blocks. A
+tensor that is no `Split` is *replicated*: equal on all ranks, counted once. What has no rule is
+gathered, computed whole, and noted; what would pass by the rules is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm import Communicator
+from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
+from unisono.operators import concat_replicated, copy, slice_replicated
+from unisono.topology import Partition
+
+# The only way to make a tensor that shows one shape and holds another, and to look below it
+# without asking the rules again. Both are what torch's own subclasses use; seen with torch 2.13.
+_wrapper_of = Tensor._make_wrapper_subclass
+_plainly = torch._C.DisableTorchFunctionSubclass
+
+Rule = Callable[..., Any]
+RULES: dict[str, Rule] = {}
+"""Name of a torch function or method -> rule; `name.get` is an attribute."""
+_OWN_RULES: dict[Callable[..., Any], Rule] = {}
+"""Rules of the user's, by function."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one dim is spread over ranks: `outer` runs, each cut in `sizes` points, one per rank."""
+
+    sizes: tuple[int, ...]
+    """Points of each rank of `comm`."""
+    comm: Communicator
+    """The ranks along this axis of the partition."""
+    outer: int = 1
+    """Runs of `sum(sizes)` points in the dim; more than 1 after a view that merged dims."""
+
+    @property
+    def own(self) -> int:
+        """Points of this rank in one run."""
+        return self.sizes[self.comm.rank]
+
+    @cached_property
+    def length(self) -> int:
+        """Points of the whole dim."""
+        return self.outer * sum(self.sizes)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each rank's points begin in a run, and its end."""
+        return (0, *itertools.accumulate(self.sizes))
+
+
+Cuts = Mapping[int, Cut]
+"""Dim of the whole tensor -> how it is cut; other dims are whole on every rank."""
+
+
+class NoRule(Exception):
+    """A rule cannot do this with blocks; the reason goes into the report."""
+
+
+class NeedsWhole(Exception):
+    """A rule can go on once dim `dim` of its first split argument is whole."""
+
+    def __init__(self, dim: int, reason: str) -> None:
+        super().__init__(reason)
+        self.dim = dim
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Something that had to be gathered in a forward."""
+
+    function: str
+    """The torch function."""
+    reason: str
+    """Why its blocks did not do."""
+    shape: tuple[int, ...]
+    """Shape of the tensor that was gathered."""
+    module: str
+    """Path of the module in which it happened."""
+
+
+class Run:
+    """What the tensors of one forward share.
+
+    Args:
+        comm: all ranks of the partition.
+        module: the network, for the paths of its modules.
+        strict: refuse instead of gathering.
+    """
+
+    def __init__(self, comm: Communicator, module: nn.Module | None, strict: bool) -> None:
+        self.comm = comm
+        self.strict = strict
+        self.gathered: Counter[Gathered] = Counter()
+        self.copies: dict[tuple[int, tuple[Communicator, ...]], Tensor] = {}
+        """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf."""
+        self.moves = 0
+        """How often blocks were moved between ranks so far."""
+        self._module = module
+        self._watched: list[tuple[Any, int, Any, Tensor, int]] = []
+
+    def note(self, function: str, reason: str, x: Tensor) -> None:
+        """Write down that `x` has to be gathered, or refuse it."""
+        found = Gathered(function, reason, tuple(x.shape), self._path())
+        if self.strict:
+            where = f" in {found.module}" if found.module else ""
+            raise UnisonoError.because(
+                f"{function} of a split tensor {list(found.shape)}{where}, with strict=True",
+                reason,
+                None,
+                "a rule of your own (unisono.nn.split_rule), or strict=False to gather it",
+            )
+        self.gathered[found] += 1
+
+    def _path(self) -> str:
+        """Return the path of the innermost module of the network whose forward is running."""
+        if self._module is None:
+            return ""
+        names = {id(module): name for name, module in self._module.named_modules()}
+        frame = sys._getframe(1)
+        while frame is not None:
+            name = names.get(id(frame.f_locals.get("self")))
+            if name:
+                return name
+            frame = frame.f_back
+        return ""
+
+    def watch(self, base: Split, view: Tensor) -> None:
+        """Watch a tensor and what would be a view of it in one process, but had to be moved."""
+        if isinstance(view, Split):
+            base.moved = [*base.moved, weakref.ref(view)]
+            view.moved = [*view.moved, weakref.ref(base)]
+        else:  # nobody tells us of a change of a plain tensor: compare its version at the end
+            shown = view.detach()
+            seen = weakref.ref(base), base.local._version, weakref.ref(view), shown, shown._version
+            self._watched.append(seen)
+
+    def check_views(self) -> None:
+        """Raise if a plain tensor that had to be moved, or what it shows, was changed in place."""
+        watched, self._watched = self._watched, []
+        for base_of, base_version, view_of, shown, version in watched:
+            base = base_of()
+            # Whether anybody still looked at the base when its view changed cannot be known.
+            changed_view = shown._version != version
+            changed_base = base is not None and base.local._version != base_version
+            if changed_view or (changed_base and view_of() is not None):
+                raise _changed_in_place()
+
+
+def _changed_in_place() -> UnisonoError:
+    return UnisonoError.because(
+        "an in-place change of a split tensor or of a view of it",
+        "the view had to be moved between ranks, so the other one does not see the change",
+        None,
+        "the function without the underscore (x = x.mul(2)), or view.clone() first",
+    )
+
+
+class Split(Tensor):
+    """Own block of a tensor that is cut over ranks; shape, dtype and device are those of the whole.
+
+    Made by `unisono.nn.split`, or by `Split.of` and `Split.cut`.
+    """
+
+    local: Tensor
+    """Own block, a plain tensor with its gradient."""
+    cuts: Cuts
+    """How each cut dim is spread."""
+    run: Run
+    """The forward it belongs to."""
+    moved: list[Any] = []  # noqa: RUF012  # never changed in place
+    """Weak references to tensors that would share its memory in one process, but do not."""
+
+    @staticmethod
+    def __new__(cls: type[Split], local: Tensor, cuts: Cuts, run: Run) -> Split:  # noqa: D102
+        shape = list(local.shape)
+        for dim, cut in cuts.items():
+            shape[dim] = cut.length
+        # A wrapper that requires grad makes an autograd.Function that takes it record a node,
+        # which is how we notice that it has passed by the rules.
+        needs_grad = local.requires_grad and torch.is_grad_enabled()
+        self = _wrapper_of(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=needs_grad
+        )
+        self.local, self.cuts, self.run = local, dict(sorted(cuts.items())), run
+        return self
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    @staticmethod
+    def of(local: Tensor, partition: Partition, *, strict: bool = False) -> Tensor:
+        """Return own blocks as a `Split`, outside of a network. Collective over the partition."""
+        return entered(local, partition, Run(partition.comm, None, strict))[1]
+
+    @staticmethod
+    def cut(whole: Tensor, partition: Partition) -> Tensor:
+        """Return the own block of a tensor that all ranks hold equal, as a `Split`. Collective."""
+        local = whole
+        for dim, parts in enumerate(partition.shape):
+            if parts > 1:
+                local = slice_replicated(local, dim, comm=partition.sub(dim).comm)
+        return Split.of(local, partition)
+
+    def whole(self) -> Tensor:
+        """Return the whole tensor, equal on all ranks. Collective; differentiable."""
+        with _plainly():
+            return joined(self, self.cuts)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        with _plainly():
+            return (
+                f"Split({list(self.shape)}, cut {self.layout}, own block {list(self.local.shape)})"
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with _plainly():
+            return _dispatch(func, args, dict(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        raise UnisonoError.because(
+            f"{func} of a split tensor",
+            "a call from below torch's functions (an autograd.Function, C++ code, vmap), which "
+            "knows nothing of blocks",
+            None,
+            "x.whole() before the call, or unisono.nn.split_rule(fn) for the function around it",
+        )
+
+
+def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
+    """Return whether all ranks draw alike, and the own block as a `Split`.
+
+    The one meeting in which ranks tell each other shapes; all later ones follow by arithmetic.
+    """
+    if x.ndim != partition.dim:
+        raise PartitionError.because(
+            f"an input of shape {list(x.shape)} for {partition}",
+            arithmetic=f"{x.ndim} dims != {partition.dim}",
+            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
+        )
+    comm = partition.comm
+    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    needs = int(x.requires_grad and torch.is_grad_enabled())
+    records = comm.all_gather_ints([*x.shape, _code(x.dtype), needs, state])
+    shapes = [record[: x.ndim] for record in records]
+    if len({record[x.ndim : x.ndim + 2] for record in map(tuple, records)}) > 1:
+        raise CollectiveMismatch(
+            "inputs of a split network: dtype and requires_grad must be equal on all ranks",
+            {r: f"dtype number {rec[x.ndim]}, requires_grad {bool(rec[x.ndim + 1])}"
+             for r, rec in enumerate(records)},
+        )  # fmt: skip
+    cuts: dict[int, Cut] = {}
+    places = [partition.index_of(r) for r in range(comm.size)]
+    for dim, parts in enumerate(partition.shape):
+        sizes = [
+            shapes[next(r for r in range(comm.size) if places[r][dim] == i)][dim]
+            for i in range(parts)
+        ]
+        wrong = [r for r in range(comm.size) if shapes[r][dim] != sizes[places[r][dim]]]
+        if wrong:
+            raise PartitionError.because(
+                f"blocks of an input over {partition}",
+                f"rank {wrong[0]} has shape {list(shapes[wrong[0]])}",
+                f"dim {dim}: {shapes[wrong[0]][dim]} != {sizes[places[wrong[0]][dim]]}, "
+                f"which ranks at the same place along dim {dim} have",
+                "blocks that follow from one cut per dim: Split.cut(x, partition).local",
+            )
+        if min(sizes) == 0:
+            raise PartitionError.because(
+                f"blocks of an input over {partition}", f"sizes {sizes} along dim {dim}",
+                f"{sum(sizes)} points for {parts} ranks", "fewer ranks, or a larger input",
+            )  # fmt: skip
+        if parts > 1:
+            cuts[dim] = Cut(tuple(sizes), partition.sub(dim).comm)
+    alike = len({record[-1] for record in records}) == 1
+    return alike, Split(x, cuts, run) if cuts else x
+
+
+def _code(dtype: torch.dtype) -> int:
+    return zlib.crc32(str(dtype).encode())
+
+
+# -- movements of one dim -------------------------------------------------------------------------
+
+
+def joined(x: Split, dims: Iterable[int]) -> Tensor:
+    """Return `x` with these dims whole and replicated; a plain tensor if no cut is left."""
+    local, cuts = x.local, dict(x.cuts)
+    x.run.moves += 1
+    for dim in list(dims):
+        cut = cuts.pop(dim)
+        local = _unrolled(
+            local, dim, cut, lambda t, d, c: concat_replicated(t, d, c.sizes, comm=c.comm)
+        )
+    return Split(local, cuts, x.run) if cuts else local
+
+
+def sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
+    """Return the own block along `dim` of a tensor that the ranks of `cut` hold equal."""
+    return _unrolled(x, dim, cut, _sliced)
+
+
+def _concatenated(x: Tensor, dim: int, cut: Cut) -> Tensor:
+    return concat_replicated(x, dim, cut.sizes, comm=cut.comm)
+
+
+def _sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
+    return slice_replicated(x, dim, cut.sizes, comm=cut.comm)
+
+
+def _unrolled(x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], Tensor]) -> Tensor:
+    """Move along a dim of one run, or of several: then run and point are two dims meanwhile."""
+    if cut.outer == 1:
+        return move(x, dim, cut)
+    apart = move(x.unflatten(dim, (cut.outer, x.shape[dim] // cut.outer)), dim + 1, cut)
+    return apart.flatten(dim, dim + 1)
+
+
+def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
+    """Return a replicated tensor for own work along these cuts: its gradient is summed over them.
+
+    Leaves (parameters) are copied once per forward, so that their gradients are summed once.
+    """
+    if not x.requires_grad or not torch.is_grad_enabled():
+        return x
+    comms = tuple(cut.comm for cut in cuts)
+    if not comms:
+        return x
+    key = id(x), comms
+    known = run.copies.get(key) if x.is_leaf else None
+    if known is None:
+        known = x
+        for comm in comms:
+            known = copy(known, comm=comm)
+        if x.is_leaf:
+            run.copies[key] = known
+    return known
+
+
+# -- from a torch function to its rule ------------------------------------------------------------
+
+_VIEWS = frozenset(
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "permute",
+        "transpose",
+        "movedim",
+        "swapaxes",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "view_as",
+        "reshape_as",
+        "__getitem__",
+        "chunk",
+        "split",
+        "tensor_split",
+        "unbind",
+        "narrow",
+        "select",
+        "t",
+        "diagonal",
+        "T.get",
+        "mT.get",
+    ]
+)
+"""Functions whose result shows the memory of their argument."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Make a function the rule of torch functions and methods with these names."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> Any:
+    """Give a torch function, or one of your own, a rule for split tensors.
+
+    Args:
+        function: a function of torch, or one that calls `torch.overrides.handle_torch_function`.
+        how: `"pointwise"` for a function whose result at a point needs its arguments there only,
+            or the rule: called as `how(function, *args, **kwargs)` with `Split` arguments, it
+            returns a `Split` (`Split(local, x.cuts, x.run)`) or a replicated tensor. Without it,
+            this is a decorator.
+
+    >>> from unisono.nn import split_rule
+    >>> split_rule(torch.special.expit, "pointwise")
+    """
+    if how is None:
+        return lambda given: (split_rule(function, given), given)[1]
+    if isinstance(how, str):
+        if how != "pointwise":
+            raise ValueError(f"split_rule(how={how!r}): 'pointwise', or a function")
+        how = RULES["add"]
+    _OWN_RULES[function] = how
+    return None
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):  # an attribute: the descriptor knows its name
+        return f"{getattr(func, '__self__').__name__}.{name.strip('_')}"  # noqa: B009
+    return name
+
+
+def splits_in(values: Any) -> Iterator[Split]:
+    """Yield the split tensors in arguments, also inside lists, tuples and dicts."""
+    if isinstance(values, Split):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from splits_in(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from splits_in(value)
+
+
+def mapped(change: Callable[[Split], Any], values: Any) -> Any:
+    """Return arguments with every split tensor replaced."""
+    if isinstance(values, Split):
+        return change(values)
+    if isinstance(values, (list, tuple)):
+        items = [mapped(change, value) for value in values]
+        return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
+    if isinstance(values, dict):
+        return {key: mapped(change, value) for key, value in values.items()}
+    return values
+
+
+def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = _name_of(func)
+    how = _OWN_RULES.get(func) or RULES.get(name)
+    moves, base = 0, args[0] if args else None
+    if (
+        isinstance(base, Split)
+        and is_inplace(name)
+        and any(other() is not None for other in base.moved)
+    ):
+        raise _changed_in_place()
+    for x in splits_in((args, kwargs)):
+        moves = x.run.moves
+        refuse_passed_by(x)
+    while True:
+        try:
+            result = (
+                _gather_all(func, name, "no rule", args, kwargs)
+                if how is None
+                else how(func, *args, **kwargs)
+            )
+            break
+        except NeedsWhole as need:
+            args, kwargs = _first_whole(name, need, args, kwargs)
+            if next(splits_in((args, kwargs)), None) is None:
+                result = func(*args, **kwargs)
+                break
+        except NoRule as reason:
+            result = _gather_all(func, name, str(reason), args, kwargs)
+            break
+        except TypeError:
+            if how is None or _binds(how, func, args, kwargs):
+                raise
+            result = _gather_all(func, name, "arguments of an unusual form", args, kwargs)
+            break
+    if name in _VIEWS and isinstance(base, Split) and base.run.moves != moves:
+        _watch(base, result)
+    return result
+
+
+def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a torch function inside of a rule, by its own rule if an argument is split."""
+    if next(splits_in((args, kwargs)), None) is None:
+        return func(*args, **kwargs)
+    return _dispatch(func, args, kwargs)
+
+
+def refuse_passed_by(x: Split) -> None:
+    """Raise for a split tensor that an autograd.Function has made: rules make leaves only."""
+    with _plainly():
+        node = x.grad_fn
+    if node is None:
+        return
+    raise UnisonoError.because(
+        f"a split tensor out of {node.name()}",
+        "an autograd.Function, or re-entrant checkpointing, has passed by the rules: its backward "
+        "would lose gradients",
+        None,
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a Function of your own: "
+        "x.whole() before it, or a rule (unisono.nn.split_rule)",
+    )
+
+
+def _binds(how: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    try:
+        inspect.signature(how).bind(func, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _first_whole(
+    name: str, need: NeedsWhole, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gather one dim of the first split argument."""
+    first = next(splits_in((args, kwargs)))
+    if is_inplace(name):
+        raise NoRule(str(need))
+    first.run.note(name, str(need), first)
+    whole = joined(first, [need.dim])
+    args, kwargs = mapped(lambda x: whole if x is first else x, (args, kwargs))
+    return args, kwargs
+
+
+def is_inplace(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
+
+
+def _gather_all(
+    func: Callable[..., Any], name: str, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Compute with whole tensors; what is changed in place is cut again."""
+    found = list(splits_in((args, kwargs)))
+    if isinstance(kwargs.get("out"), Split):
+        raise UnisonoError.because(
+            f"{name}(..., out=a split tensor)", "its blocks cannot be written from here", None,
+            f"x = {name}(...)",
+        )  # fmt: skip
+    for x in found:
+        x.run.note(name, reason, x)
+    whole = mapped(lambda x: joined(x, x.cuts), (args, kwargs))
+    target = args[0] if args and is_inplace(name) else None
+    if not isinstance(target, Split):
+        return func(*whole[0], **whole[1])
+    value = whole[0][0].clone()
+    result = func(value, *whole[0][1:], **whole[1])
+    block = value
+    for dim, cut in target.cuts.items():
+        block = sliced(block, dim, cut)
+    target.local.copy_(block)  # in place, so that blocks that are views of each other agree
+    return target if result is value or result is None else result
+
+
+def _watch(base: Split, result: Any) -> None:
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    for one in results:
+        if isinstance(one, Tensor):
+            base.run.watch(base, one)
+
+
+def like(x: Split, local: Tensor, cuts: Cuts | None = None) -> Tensor:
+    """Return a block as a `Split` of the same forward; plain if nothing is cut."""
+    cuts = x.cuts if cuts is None else cuts
+    return Split(local, cuts, x.run) if cuts else local
+
+
+def without_runs(x: Split, dim: int) -> Cut:
+    """Return the cut of a dim for a rule that needs points of the dim to follow each other."""
+    cut = x.cuts[dim]
+    if cut.outer != 1:
+        raise NeedsWhole(dim, "the cut lies inside merged dims")
+    return cut
+
+
+def resized(cut: Cut, sizes: Iterable[int]) -> Cut:
+    """Return the cut with other sizes."""
+    return replace(cut, sizes=tuple(sizes))

@@ -1,0 +1,431 @@
+"""Rules for views: where the cut goes when dims are renamed, merged, parted or indexed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.nn.split_tensors.blocks import balanced, fitted, layout_of, recut, span, window
+from unisono.nn.split_tensors.tensor import (
+    Cut,
+    Cuts,
+    NeedsWhole,
+    NoRule,
+    Split,
+    like,
+    resized,
+    rule,
+    sliced,
+    without_runs,
+)
+from unisono.operators import concat_replicated
+from unisono.topology import Segment
+
+
+def _sizes(given: tuple[Any, ...]) -> list[int]:
+    """Return sizes that were given one by one or as one sequence."""
+    sizes = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+    return [int(n) for n in sizes]
+
+
+# -- dims get other places ------------------------------------------------------------------------
+
+
+@rule("permute")
+def _permute(func: Callable[..., Any], input: Split, *dims: Any) -> Tensor:
+    order = [d % input.ndim for d in _sizes(dims)]
+    cuts = {order.index(dim): cut for dim, cut in input.cuts.items()}
+    return like(input, input.local.permute(order), cuts)
+
+
+@rule("transpose", "swapaxes", "swapdims", "transpose_")
+def _transpose(func: Callable[..., Any], input: Split, dim0: int, dim1: int) -> Tensor:
+    a, b = dim0 % input.ndim, dim1 % input.ndim
+    if func.__name__.endswith("_"):
+        raise NoRule("in place")
+    cuts = {{a: b, b: a}.get(dim, dim): cut for dim, cut in input.cuts.items()}
+    return like(input, input.local.transpose(a, b), cuts)
+
+
+@rule("t", "mT.get", "T.get")
+def _transposed(func: Callable[..., Any], input: Split) -> Tensor:
+    if input.ndim < 2:
+        return input
+    if input.ndim > 2 and "mT" not in str(getattr(func, "__self__", "")):
+        raise NoRule("T of more than two dims")
+    return _transpose(torch.transpose, input, -2, -1)
+
+
+@rule("movedim", "moveaxis")
+def _movedim(func: Callable[..., Any], input: Split, source: Any, destination: Any) -> Tensor:
+    ndim = input.ndim
+    sources = [source] if isinstance(source, int) else source
+    places = [destination] if isinstance(destination, int) else destination
+    placed = {to % ndim: of % ndim for of, to in zip(sources, places, strict=True)}
+    rest = iter(d for d in range(ndim) if d not in placed.values())
+    order = [placed[i] if i in placed else next(rest) for i in range(ndim)]
+    return _permute(torch.permute, input, order)
+
+
+@rule("unsqueeze")
+def _unsqueeze(func: Callable[..., Any], input: Split, dim: int) -> Tensor:
+    dim %= input.ndim + 1
+    cuts = {d + (dim <= d): cut for d, cut in input.cuts.items()}
+    return like(input, input.local.unsqueeze(dim), cuts)
+
+
+@rule("squeeze")
+def _squeeze(func: Callable[..., Any], input: Split, dim: Any = None) -> Tensor:
+    asked = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = sorted({d % input.ndim for d in asked if input.shape[d] == 1})
+    for d in gone:
+        if d in input.cuts:
+            raise NeedsWhole(d, "one point")
+    cuts = {d - sum(g < d for g in gone): cut for d, cut in input.cuts.items()}
+    return like(input, input.local.squeeze(gone), cuts)
+
+
+@rule("expand", "expand_as")
+def _expand(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
+    asked = list(sizes[0].shape) if isinstance(sizes[0], Tensor) else _sizes(sizes)
+    more = len(asked) - input.ndim
+    for dim, cut in input.cuts.items():
+        if asked[dim + more] not in (-1, cut.length):
+            raise NoRule("expand of a cut dim")
+        asked[dim + more] = -1
+    return like(input, input.local.expand(asked), {d + more: c for d, c in input.cuts.items()})
+
+
+@rule("repeat", "tile")
+def _repeat(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
+    times = _sizes(sizes)
+    times = [1] * (input.ndim - len(times)) + times if func.__name__ == "tile" else times
+    more = len(times) - input.ndim
+    for dim in input.cuts:
+        if times[dim + more] != 1:
+            raise NeedsWhole(dim, "repeated along the cut")
+    return like(input, input.local.repeat(times), {d + more: c for d, c in input.cuts.items()})
+
+
+# -- dims are merged and parted -------------------------------------------------------------------
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Yield runs of old dims and of new dims that hold the same points."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        i0, j0 = i, j
+        left = right = 1
+        if i < len(old):
+            left, i = old[i], i + 1
+        if j < len(new):
+            right, j = new[j], j + 1
+        while left != right:
+            if left < right:
+                left, i = left * old[i], i + 1
+            else:
+                right, j = right * new[j], j + 1
+        if math.prod(old[i:]) == math.prod(new[j:]) == 1:  # only dims of one point are left
+            i, j = len(old), len(new)
+        yield range(i0, i), range(j0, j)
+
+
+def _reshaped(x: Split, new: list[int]) -> Tensor:
+    if 0 in x.shape:
+        raise NoRule("a tensor without points")
+    if -1 in new:
+        new[new.index(-1)] = x.numel() // -math.prod(new)
+    if math.prod(new) != x.numel():
+        raise RuntimeError(f"shape {new} is invalid for a tensor of shape {list(x.shape)}")
+    shape = list(new)
+    cuts: dict[int, Cut] = {}
+    for before, after in _groups(x.shape, new):
+        inside = [dim for dim in before if dim in x.cuts]
+        if not inside:
+            continue
+        if len(inside) > 1:
+            raise NeedsWhole(inside[1], "two cut dims merged into one")
+        dim, cut = inside[0], x.cuts[inside[0]]
+        outer = math.prod(x.shape[before.start : dim]) * cut.outer
+        inner = math.prod(x.shape[dim + 1 : before.stop])
+        place, runs = _place(new, after, outer, dim)
+        unit = math.prod(new[place + 1 : after.stop])
+        if any(n * inner % unit for n in cut.sizes):
+            # The cuts fall between points of the new dim: move them to where they do not.
+            points = new[place] // runs
+            wanted = [n * unit for n in balanced(points, x, dim, "a view of blocks")]
+            if any(n % inner for n in wanted):
+                raise NeedsWhole(dim, "a view without common cuts")
+            return _reshaped(recut(x, dim, [n // inner for n in wanted]), new)
+        cuts[place] = Cut(tuple(n * inner // unit for n in cut.sizes), cut.comm, runs)
+        shape[place] = runs * cuts[place].own
+    return like(x, x.local.reshape(shape), cuts)
+
+
+def _place(new: Sequence[int], after: range, outer: int, dim: int) -> tuple[int, int]:
+    """Return the new dim that is cut, and its runs: what lies before the cut is `outer` points."""
+    before = 1
+    for place in after:
+        runs = outer // before
+        is_last = place == after.stop - 1
+        if before * runs == outer and new[place] % runs == 0 and (new[place] > runs or is_last):
+            return place, runs
+        before *= new[place]
+        if outer % before:
+            break
+    raise NeedsWhole(dim, "a view that parts the cut dim elsewhere")
+
+
+@rule("view", "reshape", "view_as", "reshape_as")
+def _view(func: Callable[..., Any], input: Split, *sizes: Any, **kwargs: Any) -> Tensor:
+    asked = kwargs.pop("shape", kwargs.pop("size", None))
+    given = sizes if asked is None else (asked,)
+    if kwargs or not given or isinstance(given[0], torch.dtype):
+        raise NoRule("a view of another dtype")
+    return _reshaped(input, list(given[0].shape) if isinstance(given[0], Tensor) else _sizes(given))
+
+
+@rule("flatten")
+def _flatten(
+    func: Callable[..., Any], input: Split, start_dim: int = 0, end_dim: int = -1
+) -> Tensor:
+    a, b = start_dim % input.ndim, end_dim % input.ndim
+    shape = list(input.shape)
+    return _reshaped(input, [*shape[:a], math.prod(shape[a : b + 1]), *shape[b + 1 :]])
+
+
+@rule("unflatten")
+def _unflatten(func: Callable[..., Any], input: Split, dim: int, sizes: Sequence[int]) -> Tensor:
+    dim %= input.ndim
+    parts = list(sizes)
+    if -1 in parts:
+        parts[parts.index(-1)] = input.shape[dim] // -math.prod(parts)
+    shape = list(input.shape)
+    return _reshaped(input, [*shape[:dim], *parts, *shape[dim + 1 :]])
+
+
+@rule("pixel_shuffle", "pixel_unshuffle")
+def _pixel_shuffle(func: Callable[..., Any], input: Split, factor: int) -> Tensor:
+    x, last = input, input.ndim - 1
+    if last - 2 in x.cuts:
+        raise NeedsWhole(last - 2, "channels are cut")
+    grows = func.__name__ == "pixel_shuffle"
+    cuts = dict(x.cuts)
+    for dim in (last - 1, last):
+        if dim not in cuts:
+            continue
+        cut = without_runs(x, dim)
+        if grows:
+            cuts[dim] = resized(cut, [n * factor for n in cut.sizes])
+            continue
+        if x.shape[dim] % factor:
+            raise NoRule("sizes that do not fit")
+        after = balanced(x.shape[dim] // factor, x, dim, "pixel_unshuffle")
+        x = recut(x, dim, [n * factor for n in after])
+        cuts[dim] = resized(cut, after)
+    return like(x, func(x.local, factor), cuts)
+
+
+# -- parts of a dim -------------------------------------------------------------------------------
+
+
+def _narrowed(x: Split, dim: int, start: int, stop: int, step: int) -> Tensor:
+    """Return points `[start, stop)` of a cut dim, every `step`-th one; each rank keeps its own."""
+    cut = without_runs(x, dim)
+    if (start, stop, step) == (0, cut.length, 1):
+        return like(x, x.local)
+    sizes, first = [], []
+    for low, high in zip(cut.bounds, cut.bounds[1:], strict=False):
+        begin = start + max(0, -(-(low - start) // step)) * step
+        first.append(begin - low)
+        sizes.append(max(0, -(-(min(high, stop) - begin) // step)))
+    if sum(sizes) < cut.comm.size:
+        raise NeedsWhole(dim, f"{sum(sizes)} points for {cut.comm.size} ranks")
+    mine = cut.comm.rank
+    begin = min(first[mine], x.local.shape[dim])
+    local = x.local[(slice(None),) * dim + (slice(begin, begin + sizes[mine] * step, step),)]
+    part = Split(local, {**x.cuts, dim: resized(cut, sizes)}, x.run)
+    if min(sizes) == 0:
+        return recut(part, dim, balanced(sum(sizes), x, dim, "a slice"))
+    return part
+
+
+def _picked(x: Split, dim: int, at: int) -> Tensor:
+    """Return one point of a cut dim, which all ranks then have; the dim is gone."""
+    cut = without_runs(x, dim)
+    at += cut.length if at < 0 else 0
+    if not 0 <= at < cut.length:
+        raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {cut.length}")
+    low = cut.bounds[cut.comm.rank]
+    is_here = low <= at < low + cut.own
+    local = x.local.narrow(dim, at - low if is_here else 0, int(is_here))
+    sizes = [int(a <= at < b) for a, b in zip(cut.bounds, cut.bounds[1:], strict=False)]
+    x.run.moves += 1
+    whole = concat_replicated(local, dim, sizes, comm=cut.comm).squeeze(dim)
+    return like(x, whole, {d - (d > dim): c for d, c in x.cuts.items() if d != dim})
+
+
+@rule("__getitem__")
+def _getitem(func: Callable[..., Any], input: Split, index: Any) -> Tensor:
+    entries = list(index) if isinstance(index, tuple) else [index]
+    for entry in entries:
+        is_plain = entry is None or entry is Ellipsis or isinstance(entry, (int, slice))
+        if not is_plain or isinstance(entry, bool):
+            raise NoRule("indexed by something else than numbers and slices")
+    taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if Ellipsis in entries:
+        at = entries.index(Ellipsis)
+        entries[at : at + 1] = [slice(None)] * (input.ndim - taken)
+    else:
+        entries += [slice(None)] * (input.ndim - taken)
+    # Whole dims first, by one index of torch's own; then cut dims, from the last to the first.
+    local_index: list[Any] = []
+    kept: dict[int, Cut] = {}
+    later: list[tuple[int, Any]] = []
+    dim = place = 0
+    for entry in entries:
+        if entry is None:
+            local_index.append(None)
+            place += 1
+            continue
+        if dim in input.cuts:
+            local_index.append(slice(None))
+            kept[place] = input.cuts[dim]
+            if entry != slice(None):
+                later.append((place, entry))
+            place += 1
+        else:
+            local_index.append(entry)
+            place += isinstance(entry, slice)
+        dim += 1
+    result: Tensor = like(input, input.local[tuple(local_index)], kept)
+    for place, entry in reversed(later):
+        if not isinstance(result, Split) or place not in result.cuts:
+            raise NoRule("several parts of cut dims")
+        if isinstance(entry, int):
+            result = _picked(result, place, entry)
+            continue
+        start, stop, step = entry.indices(result.shape[place])
+        if step < 1:
+            raise NoRule("a negative step")
+        result = _narrowed(result, place, start, max(start, stop), step)
+    return result
+
+
+@rule("narrow")
+def _narrow(func: Callable[..., Any], input: Split, dim: int, start: int, length: int) -> Tensor:
+    dim %= input.ndim
+    if dim not in input.cuts:
+        return like(input, input.local.narrow(dim, int(start), length))
+    return _narrowed(input, dim, int(start), int(start) + length, 1)
+
+
+@rule("select")
+def _select(func: Callable[..., Any], input: Split, dim: int, index: int) -> Tensor:
+    dim %= input.ndim
+    if dim in input.cuts:
+        return _picked(input, dim, index)
+    cuts = {d - (d > dim): cut for d, cut in input.cuts.items()}
+    return like(input, input.local.select(dim, index), cuts)
+
+
+@rule("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
+def _parts(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Any:
+    by_dim = func.__name__ == "unbind"
+    at = 0 if by_dim else 1
+    dim = int(kwargs.get("dim", args[at] if len(args) > at else 0)) % input.ndim
+    if dim in input.cuts:
+        raise NeedsWhole(dim, "parts along the cut")
+    cuts: Cuts = {d - (by_dim and d > dim): cut for d, cut in input.cuts.items()}
+    return tuple(like(input, part, cuts) for part in func(input.local, *args, **kwargs))
+
+
+# -- joining --------------------------------------------------------------------------------------
+
+
+@rule("cat", "concat", "concatenate")
+def _cat(
+    func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any
+) -> Tensor:
+    if kwargs:
+        raise NoRule("arguments of an unusual form")
+    items = [x for x in tensors if not (x.ndim == 1 and x.numel() == 0)]
+    lead = next(x for x in items if isinstance(x, Split))
+    dim %= lead.ndim
+    layout = layout_of(x for x in items if isinstance(x, Split))
+    along = layout.pop(dim - lead.ndim, None)
+    if along is None:
+        blocks = [fitted(x, layout, lead.run) for x in items]
+        return like(lead, torch.cat(blocks, dim))
+    cut_here = [i for i, x in enumerate(items) if isinstance(x, Split) and dim in x.cuts]
+    if len(cut_here) != 1 or items[cut_here[0]].cuts[dim].outer != 1:  # type: ignore[attr-defined]
+        raise NoRule("two split tensors joined along the cut")
+    # Replicated parts before the split one go to the first rank, the others to the last.
+    sizes = list(along.sizes)
+    blocks = []
+    for i, x in enumerate(items):
+        if i == cut_here[0]:
+            everywhere = {**layout, dim - lead.ndim: along}
+            blocks.append(fitted(x, everywhere, lead.run))
+            continue
+        holder = 0 if i < cut_here[0] else along.comm.size - 1
+        alone = [0] * along.comm.size
+        alone[holder] = x.shape[dim]
+        sizes[holder] += x.shape[dim]
+        block = fitted(x, layout, lead.run) if layout else x.local if isinstance(x, Split) else x
+        blocks.append(sliced(block, dim, resized(along, alone)))
+    cuts = {lead.ndim + place: cut for place, cut in layout.items()}
+    return Split(torch.cat(blocks, dim), {**cuts, dim: resized(along, sizes)}, lead.run)
+
+
+@rule("stack", "hstack", "vstack")
+def _stack(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    if func.__name__ != "stack":
+        raise NoRule("arguments of an unusual form")
+    lead = next(x for x in tensors if isinstance(x, Split))
+    layout = layout_of(tensors)
+    dim %= lead.ndim + 1
+    blocks = [fitted(x, layout, lead.run) for x in tensors]
+    cuts = {lead.ndim + place: cut for place, cut in layout.items()}
+    return like(lead, torch.stack(blocks, dim), {d + (dim <= d): cut for d, cut in cuts.items()})
+
+
+@rule("roll")
+def _roll(func: Callable[..., Any], input: Split, shifts: Any, dims: Any = None) -> Tensor:
+    if dims is None or dims == ():
+        raise NoRule("the flat tensor rolled")
+    by = [shifts] if isinstance(shifts, int) else list(shifts)
+    over = [dims] if isinstance(dims, int) else list(dims)
+    x = input
+    for shift, dim in zip(by, (d % input.ndim for d in over), strict=True):
+        if dim not in x.cuts:
+            x = Split(torch.roll(x.local, shift, dim), x.cuts, x.run)
+            continue
+        cut = without_runs(x, dim)
+        wanted = [_wrapped(low - shift, high - low, cut.length)
+                  for low, high in zip(cut.bounds, cut.bounds[1:], strict=False)]  # fmt: skip
+        x = Split(window(x, dim, wanted), x.cuts, x.run)
+    return x
+
+
+def _wrapped(start: int, count: int, length: int) -> tuple[Segment, ...]:
+    """Return `count` points from `start` on, around the ends of the dim."""
+    start %= length
+    head = min(count, length - start)
+    first = span(start, start + head)
+    if head == count:
+        return first
+    return (*first, Segment((head, count), (0, count - head), "copy"))
+
+
+@rule("flip")
+def _flip(func: Callable[..., Any], input: Split, *dims: Any) -> Tensor:
+    over = {d % input.ndim for d in _sizes(dims)}
+    for dim in over:
+        if dim in input.cuts:
+            raise NeedsWhole(dim, "reversed along the cut")
+    return like(input, input.local.flip(sorted(over)))

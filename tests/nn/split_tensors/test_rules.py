@@ -1,0 +1,214 @@
+"""Every rule against torch in one process: cut in each dim, even, uneven and with few points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unisono import Partition
+from unisono.nn.split_tensors import Split
+
+IMAGE, TOKENS = (4, 6, 9, 10), (4, 7, 8)
+
+
+def param(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + 1)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def held(x: Tensor) -> Tensor:
+    """A replicated tensor that a network would hold."""
+    return param(*x.shape)
+
+
+IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda x: x + held(x),
+    "broadcast": lambda x: x * param(6, 1, 1) + param(1, 6, 9, 1) * 2 - param(10),
+    "where": lambda x: torch.where(x > 0, x, param(1)),
+    "clamp": lambda x: x.clamp(min=-0.5).exp().sqrt(),
+    "inplace": lambda x: (x * 1).add_(param(6, 1, 1)).mul_(2).relu_(),
+    "mask": lambda x: x.masked_fill(held(x).detach() > 0, 0.0),
+    "prelu": lambda x: F.prelu(x, param(6)),
+    "glu": lambda x: F.glu(x, 1),
+    "softmax 1": lambda x: x.softmax(1),
+    "softmax 2": lambda x: F.softmax(x, dim=2),
+    "log_softmax -1": lambda x: F.log_softmax(x, dim=-1),
+    "mean": lambda x: x - x.mean((2, 3), keepdim=True),
+    "mean all": lambda x: x.mean() * x,
+    "sum 0": lambda x: x.sum(0) * param(6, 9, 10),
+    "var": lambda x: x.var((0, 2), keepdim=True) + x.std(3, keepdim=True),
+    "amax": lambda x: x.amax((2, 3), keepdim=True) * x,
+    "max dim": lambda x: x.max(1)[0],
+    "maximum": lambda x: torch.max(x, held(x)),
+    "cumsum": lambda x: x.cumsum(2),
+    "conv": lambda x: F.conv2d(x, param(5, 6, 3, 3), param(5), padding=1),
+    "conv stride": lambda x: F.conv2d(x, param(4, 3, 3, 2), None, (2, 1), (1, 0), groups=2),
+    "conv dilated": lambda x: F.conv2d(x, param(4, 6, 2, 3), None, 1, "same", dilation=(2, 1)),
+    "conv valid": lambda x: F.conv2d(x, param(2, 6, 5, 5), padding="valid"),
+    "transposed": lambda x: F.conv_transpose2d(x, param(6, 3, 3, 3), param(3), 2, 1, 1),
+    "transposed 2": lambda x: F.conv_transpose2d(x, param(6, 2, 2, 2), None, 2),
+    "max_pool": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "max_pool ceil": lambda x: F.max_pool2d(x, 2, ceil_mode=True),
+    "avg_pool": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "avg_pool no pad": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "adaptive 1": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (3, 5)),
+    "adaptive max": lambda x: F.adaptive_max_pool2d(x, 2),
+    "pad": lambda x: F.pad(x, (1, 2, 3, 0), value=2.0),
+    "pad reflect": lambda x: F.pad(x, (2, 1, 1, 2), mode="reflect"),
+    "pad circular": lambda x: F.pad(x, (2, 1, 1, 2), mode="circular"),
+    "pad replicate": lambda x: F.pad(x, (2, 1, 1, 2), mode="replicate"),
+    "crop": lambda x: F.pad(x, (-2, -1, -1, 1)),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "bilinear": lambda x: F.interpolate(x, size=(13, 21), mode="bilinear"),
+    "bilinear corners": lambda x: F.interpolate(
+        x, scale_factor=(1.7, 2), mode="bilinear", align_corners=True
+    ),
+    "bicubic": lambda x: F.interpolate(x, scale_factor=1.5, mode="bicubic"),
+    "area": lambda x: F.interpolate(x, size=(3, 5), mode="area"),
+    "shrink": lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear"),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, param(6), param(6), True),
+    "batch_norm eval": lambda x: F.batch_norm(
+        x, param(6).detach(), torch.ones(6).double(), param(6)
+    ),
+    "instance_norm": lambda x: F.instance_norm(x, weight=param(6), bias=param(6)),
+    "group_norm": lambda x: F.group_norm(x, 3, param(6), param(6)),
+    "layer_norm": lambda x: F.layer_norm(x, (9, 10), param(9, 10), param(9, 10)),
+    "layer_norm last": lambda x: F.layer_norm(x, (10,)),
+    "permute": lambda x: x.permute(0, 2, 3, 1) @ param(6, 3),
+    "flatten": lambda x: x.flatten(2).transpose(1, 2) * param(6),
+    "flatten all": lambda x: x.flatten(1) @ param(540, 2),
+    "view heads": lambda x: x.view(4, 2, 3, 9, 10).sum(2),
+    "merge batch": lambda x: x.reshape(24, 9, 10).mul(2).view(4, 6, 90).sum(-1),
+    "windows": lambda x: (
+        (
+            F.pad(x, (0, 2, 0, 3))
+            .view(4, 6, 3, 4, 3, 4)
+            .permute(0, 2, 4, 3, 5, 1)
+            .reshape(-1, 16, 6)
+            @ param(6, 6)
+        )
+        .view(4, 3, 3, 4, 4, 6)
+        .permute(0, 5, 1, 3, 2, 4)
+        .reshape(4, 6, 12, 12)[:, :, :9, :10]
+    ),
+    "unsqueeze": lambda x: x.unsqueeze(2).squeeze(2)[:, None].squeeze(1),
+    "expand": lambda x: x.unsqueeze(0).expand(2, -1, -1, -1, -1) * param(2, 1, 1, 1, 1),
+    "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "repeat space": lambda x: x.repeat(1, 1, 2, 1),
+    "chunk": lambda x: torch.cat(x.chunk(3, 1)[::-1], 1),
+    "split": lambda x: x.split(4, 2)[1] * 2,
+    "slice": lambda x: x[:, :, 1:-1, ::2] * 3,
+    "pick": lambda x: x[:, :, 3] + x[:, :, -1],
+    "pick two": lambda x: x[:, 2, :, 4] * 2,
+    "index": lambda x: x[:, torch.tensor([2, 0])],
+    "setitem": lambda x: _set(x),
+    "cat": lambda x: torch.cat([x, held(x), x.relu()], 1),
+    "cat space": lambda x: torch.cat([held(x)[:, :, :2], x, held(x)[:, :, :1]], 2),
+    "cat self": lambda x: torch.cat([x, x], 3),
+    "stack": lambda x: torch.stack([x, held(x)], 2).sum(2),
+    "roll": lambda x: torch.roll(x, (3, -2), (2, 3)) + torch.roll(x, 1, 0),
+    "flip": lambda x: x.flip(2),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(F.conv2d(x, param(8, 6, 1, 1)), 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x[:, :, :8], 2),
+    "unfold": lambda x: F.unfold(x, 3),
+    "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, param(6, 2)),
+    "einsum sum": lambda x: torch.einsum("nchw,hw->nc", x, param(9, 10)),
+    "gram": lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2),
+    "item": lambda x: x * (2.0 if x.sum().item() > 1e9 else 3.0),
+    "inner mean": lambda x: x * x.mean(2, keepdim=True) * x.mean(3, keepdim=True),
+    "movedim": lambda x: x.movedim(1, -1) * param(6),
+    "dtype": lambda x: x.float().double().to(torch.float64),
+    "norm": lambda x: x / x.norm(dim=1, keepdim=True).clamp(min=1e-6),
+    "topk": lambda x: x.topk(2, 1)[0],
+}
+SEQUENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, param(5, 8), param(5)),
+    "layer_norm": lambda x: F.layer_norm(x, (8,), param(8), param(8)),
+    "rms_norm": lambda x: F.rms_norm(x, (8,), param(8)),
+    "class token": lambda x: torch.cat([param(1, 1, 8).expand(4, -1, -1), x], 1)[:, 0],
+    "class token 2": lambda x: torch.cat([param(1, 1, 8).expand(4, -1, -1), x], 1)[:, 1:] + x,
+    "positions": lambda x: x + param(1, 7, 8),
+    "attention": lambda x: F.scaled_dot_product_attention(*_heads(x)),
+    "causal": lambda x: F.scaled_dot_product_attention(*_heads(x), is_causal=True),
+    "masked": lambda x: F.scaled_dot_product_attention(*_heads(x), attn_mask=param(7, 7)),
+    "by hand": lambda x: _by_hand(*_heads(x)),
+    "multi head": lambda x: F.multi_head_attention_forward(
+        *[x.transpose(0, 1)] * 3, 8, 2, param(24, 8), param(24), None, None, False, 0.0,
+        param(8, 8), param(8), need_weights=False,
+    )[0],
+    "cross": lambda x: F.scaled_dot_product_attention(x, param(4, 5, 8), param(4, 5, 8)),
+    "einsum": lambda x: torch.einsum("btd,bsd->bts", x, x * 2),
+    "linear attention": lambda x: x @ (x.transpose(1, 2) @ x),
+    "conv1d": lambda x: F.conv1d(x.transpose(1, 2), param(3, 8, 3), padding=1),
+    "pool": lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), 1).squeeze(-1),
+    "last": lambda x: x[:, -1] @ param(8, 3),
+    "gathered ids": lambda x: x.gather(1, torch.zeros(4, 2, 8, dtype=torch.long)),
+    "baddbmm": lambda x: torch.baddbmm(param(4, 7, 7), x, x.transpose(1, 2), alpha=0.5),
+}  # fmt: skip
+
+
+def _set(x: Tensor) -> Tensor:
+    y = x * 1
+    y[:, 1:3, 2] = 0.5
+    return y * 2
+
+
+def _heads(x: Tensor) -> list[Tensor]:
+    qkv = (x @ param(8, 24)).reshape(x.shape[0], x.shape[1], 3, 2, 4).permute(2, 0, 3, 1, 4)
+    return list(qkv.unbind(0))
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = ((q @ k.transpose(-2, -1)) * 0.5).softmax(-1)
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def compare(
+    program: Callable[[Tensor], Tensor], shape: tuple[int, ...], cuts: dict[int, int]
+) -> None:
+    """Run a program whole and on blocks; outputs, and gradients of a loss of them, must agree."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+    y = program(x)
+    probe = torch.randn(y.shape, dtype=torch.float64, generator=generator)
+    (wanted,) = torch.autograd.grad((y * probe).sum(), x)
+
+    partition = Partition([cuts.get(d, 1) for d in range(len(shape))])
+    if not partition.active:
+        return
+    own = partition.local_slices(shape)
+    block = x.detach()[own].clone().requires_grad_()
+    split = Split.of(block, partition)
+    result = program(split)
+    whole = result.whole() if isinstance(result, Split) else result
+    torch.testing.assert_close(whole, y, rtol=1e-9, atol=1e-11)
+    loss = (result * probe).sum()
+    assert not isinstance(loss, Split)
+    (grad,) = torch.autograd.grad(loss, block)
+    torch.testing.assert_close(grad, wanted[own], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_cut_in_any_dim(name):
+    for cuts in ({0: 3}, {1: 3}, {2: 3}, {3: 3}, {2: 2}, {0: 2}):
+        compare(IMAGES[name], IMAGE, cuts)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_cut_in_two_dims(name):
+    for cuts in ({2: 2, 3: 2}, {0: 2, 2: 2}, {1: 2, 3: 2}):
+        compare(IMAGES[name], IMAGE, cuts)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_cut_in_any_dim(name):
+    for cuts in ({0: 3}, {1: 3}, {2: 3}, {1: 2}):
+        compare(SEQUENCES[name], TOKENS, cuts)

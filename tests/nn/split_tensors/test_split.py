@@ -1,0 +1,403 @@
+"""Whole networks on blocks: results of one process, and nothing that passes by in silence."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import unisono
+from unisono import Partition
+from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
+from unisono.nn import Split, split, split_rule
+
+SHAPE = (2, 3, 11, 8)
+ROWS = [1, 1, 2, 1]
+
+
+class Net(nn.Module):
+    """A forward of its own, with what networks do: skips, norms, pooling, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.down = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.last = nn.Conv2d(8, 2, 1)
+        self.gate = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.relu(self.norm(self.stem(x)), inplace=True)
+        gate = torch.sigmoid(self.gate(first.mean((2, 3))))
+        first = first * gate[:, :, None, None]
+        deep = F.interpolate(self.up(F.gelu(self.down(first))), first.shape[2:], mode="bilinear")
+        return self.last(torch.cat([first, deep], 1))
+
+
+def made(kind=Net):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def whole_input(shape=SHAPE):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def own_block(x: Tensor, partition: Partition) -> Tensor:
+    return x[partition.local_slices(tuple(x.shape))].clone().requires_grad_()
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def step(net, x: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(net(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.ranks([2, 3])
+@pytest.mark.parametrize("dim", [0, 2, 3])
+def test_a_step_of_a_split_network_is_that_of_one_process(dim):
+    comm = unisono.world()
+    shape = (3, 3, 11, 8)
+    partition = Partition([comm.size if d == dim else 1 for d in range(4)])
+    net = made()
+    whole, x = copy.deepcopy(net), whole_input(shape).requires_grad_()
+    labels = torch.randint(2, (3, 11, 8), generator=torch.Generator().manual_seed(1))
+    wanted = step(whole, x, labels)
+    block = own_block(x.detach(), partition)
+    parts = split(net, partition)
+    close(step(parts, block, labels), wanted)
+    close(block.grad, x.grad[partition.local_slices(shape)])
+    for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-11, msg=name)
+    for p, q in zip(net.buffers(), whole.buffers(), strict=True):
+        close(p.double(), q.double())
+    assert parts.report() == []
+
+
+@pytest.mark.ranks(2)
+def test_labels_may_be_split_too_and_classes_weighted():
+    partition = Partition(ROWS)
+    y = whole_input((2, 4, 6, 5))
+    labels = torch.randint(4, (2, 6, 5), generator=torch.Generator().manual_seed(1))
+    weight = torch.tensor([0.1, 2.0, 3.0, 0.5], dtype=torch.float64)
+    wanted = F.cross_entropy(y, labels, weight, ignore_index=3)
+    parts = Split.of(own_block(y, partition), partition)
+    own = Split.of(labels[:, partition.local_slices((2, 4, 6, 5))[2]], Partition([1, 2, 1]))
+    close(F.cross_entropy(parts, labels, weight, ignore_index=3), wanted)
+    close(F.cross_entropy(parts, own, weight, ignore_index=3), wanted)
+    close(F.mse_loss(parts, y.flip(0)), F.mse_loss(y, y.flip(0)))
+    close(F.l1_loss(parts, y * 2, reduction="sum"), F.l1_loss(y, y * 2, reduction="sum"))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_all_parameters_are_summed_in_one_call():
+    partition = Partition(ROWS)
+    net = split(made(), partition)
+    loss = net(own_block(whole_input(), partition)).square().mean()
+    with unisono.comm.trace() as trace:
+        loss.backward()
+    convolutions = [p for name, p in net.named_parameters() if "gate" not in name]
+    sums = [event.sent for event in trace.events if event.op == "all_reduce"]
+    assert sums.count(8 * sum(p.numel() for p in convolutions)) == 1
+    assert len(sums) == 3, "beside it, the statistics of a norm and of a mean"
+
+
+@pytest.mark.ranks(2)
+def test_second_derivatives_are_those_of_one_process():
+    partition = Partition(ROWS)
+    net = made().train()
+    x = whole_input().requires_grad_()
+
+    def penalty(module, value, loss_of):
+        (grad,) = torch.autograd.grad(loss_of(module(value)), value, create_graph=True)
+        return grad
+
+    g = penalty(net, x, lambda y: (y**3).sum())
+    (wanted,) = torch.autograd.grad(g.square().sum(), x)
+    block = own_block(x.detach(), partition)
+    g = penalty(split(made(), partition), block, lambda y: (y**3).sum())
+    total = Split.of(g, partition).square().sum()
+    (found,) = torch.autograd.grad(total, block)
+    close(found, wanted[partition.local_slices(SHAPE)])
+
+
+@pytest.mark.ranks(2)
+def test_what_has_no_rule_is_gathered_and_reported_or_refused():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Identity(), Sorting())
+
+        def forward(self, x):
+            return self.inner(x) + 1
+
+    class Sorting(nn.Module):
+        def forward(self, x):
+            return torch.fft.rfft(x, dim=2).real
+
+    partition = Partition(ROWS)
+    x = whole_input()
+    net = split(Odd(), partition)
+    close(net(own_block(x, partition)), torch.fft.rfft(x, dim=2).real + 1)
+    ((found, times),) = net.report()
+    assert (found.function, found.module, found.shape) == ("fft_rfft", "inner.1", SHAPE)
+    assert times == 1
+    with pytest.raises(UnisonoError, match=r"strict=True(.|\n)*split_rule"):
+        split(Odd(), partition, strict=True)(own_block(x, partition))
+
+
+@pytest.mark.ranks(2)
+def test_a_rule_of_the_users_own():
+    partition = Partition(ROWS)
+    x = whole_input()
+    before = Split.of(own_block(x, partition), partition, strict=True)
+    with pytest.raises(UnisonoError):
+        torch.special.i0(before)
+    split_rule(torch.special.i0, "pointwise")
+    close(torch.special.i0(before).whole(), torch.special.i0(x))
+    with pytest.raises(ValueError, match="pointwise"):
+        split_rule(torch.special.i0, "anything")
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.ranks(2)
+def test_what_passes_by_the_rules_is_refused():
+    partition = Partition(ROWS)
+    block = own_block(whole_input(), partition)
+    x = Split.of(block, partition)
+    with pytest.raises(UnisonoError, match=r"autograd|below"):
+        Twice.apply(x) + 1
+
+    class Reentrant(nn.Module):
+        def forward(self, x):
+            return checkpoint(torch.sin, x, use_reentrant=True)
+
+    with pytest.raises(UnisonoError, match=r"use_reentrant=False"):
+        split(Reentrant(), partition)(block)
+    with pytest.raises(UnisonoError):
+        torch.func.vmap(torch.sin)(x)
+    with pytest.raises(UnisonoError, match="out="):
+        torch.add(block, 1, out=x)
+
+
+@pytest.mark.ranks(2)
+def test_a_view_that_moved_must_not_be_changed_in_place():
+    class Doubles(nn.Module):
+        def __init__(self, view):
+            super().__init__()
+            self.view = view
+
+        def forward(self, x):
+            y = x * 1
+            self.view(y).mul_(2)
+            return y.sum()
+
+    partition = Partition(ROWS)
+    block = torch.ones(1, 1, [4, 2][partition.comm.rank], 1, requires_grad=True)
+    for view in (lambda y: y.view(1, 1, 2, 3), lambda y: y[:, :, 3]):
+        with torch.no_grad(), pytest.raises(UnisonoError, match="in-place"):
+            split(Doubles(view), partition)(block)
+    with pytest.raises(UnisonoError, match="in-place"):
+        split(Doubles(lambda y: y.view(1, 1, 2, 3)), partition)(block)
+    kept = split(Doubles(lambda y: y.view(1, 6)), partition)(block)  # no move: one memory
+    assert kept.item() == 12
+
+
+@pytest.mark.ranks(2)
+def test_checkpointing_that_is_not_reentrant():
+    class Saving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    partition = Partition(ROWS)
+    net = made(Saving).eval()
+    whole, x = copy.deepcopy(net), whole_input().requires_grad_()
+    whole(x).square().sum().backward()
+    block = own_block(x.detach(), partition)
+    split(net, partition)(block).square().sum().backward()
+    close(block.grad, x.grad[partition.local_slices(SHAPE)])
+    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+        close(p.grad, q.grad)
+
+
+@pytest.mark.ranks(2)
+def test_random_numbers_are_those_of_one_network():
+    comm = unisono.world()
+
+    class Drops(nn.Module):
+        def forward(self, x):
+            kept = (torch.rand(x.shape[0], 1, 1, 1, dtype=x.dtype) > 0.5).double()
+            return F.dropout(x, 0.5), F.dropout2d(x, 0.5), x * kept
+
+    partition = Partition(ROWS)
+    torch.manual_seed(comm.rank)  # as ranks often are
+    before = torch.get_rng_state()
+    ones = torch.ones(partition.local_shape((8, 16, 12, 6)), dtype=torch.float64)
+    single, channels, path = (y.whole() for y in split(Drops(), partition)(ones))
+    assert set(single.unique().tolist()) == {0.0, 2.0}
+    assert not torch.equal(single[:, :, :6], single[:, :, 6:])
+    assert channels.flatten(2).unique(dim=2).shape[2] == 1
+    assert path.flatten(1).unique(dim=1).shape[1] == 1
+    assert 0.4 < single.mean() / 2 < 0.6
+    assert len({str(t) for t in comm.all_gather_object(single)}) == 1
+    after = torch.get_rng_state()
+    assert not torch.equal(before, after)  # one number was drawn to agree on a seed
+    torch.manual_seed(comm.rank)
+    torch.randint(2**31, ())
+    assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.ranks(2)
+def test_states_are_those_of_the_plain_module():
+    net = made()
+    parts = split(net, Partition(ROWS))
+    assert list(parts.state_dict()) == list(net.state_dict())
+    other = made()
+    with torch.no_grad():
+        other.stem.weight.add_(1)
+    parts.load_state_dict(other.state_dict())
+    close(net.stem.weight.detach(), other.stem.weight.detach())
+    outer = nn.Sequential(split(made(), Partition(ROWS)))
+    assert next(iter(outer.state_dict())) == "0.stem.weight"
+    outer.load_state_dict(outer.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_modes_and_precisions():
+    partition = Partition(ROWS)
+    net, x = made().float(), whole_input().float()
+    block = x[partition.local_slices(SHAPE)]
+    for context in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+        for training in (True, False):
+            wanted_net = copy.deepcopy(net).train(training)
+            parts = split(copy.deepcopy(net).train(training), partition)
+            with context:
+                wanted, found = wanted_net(x), parts(block).whole()
+            assert found.dtype == wanted.dtype
+            torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.ranks(4)
+def test_by_data_and_by_space_on_one_mesh():
+    comm = unisono.world()
+    from unisono import DataParallel, Mesh
+
+    mesh = Mesh(data=2, rows=2)
+    partition = Partition.from_mesh(mesh, {"rows": 2}, ndim=4)
+    x = whole_input((4, 3, 11, 8))
+    mine = x.chunk(2)[comm.rank // 2]
+    net = made().eval()
+    whole = copy.deepcopy(net)
+    whole(x).square().mean().backward()
+    model = DataParallel(split(net, partition), comm=mesh.comm("data"))
+    model(own_block(mine, partition)).square().mean().backward()
+    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+        close(p.grad, q.grad)
+
+
+@pytest.mark.ranks(2)
+def test_blocks_that_do_not_fit_are_refused_on_all_ranks():
+    comm = unisono.world()
+    partition = Partition(ROWS)
+    net = split(nn.Conv2d(3, 1, 3), partition)
+    with pytest.raises(PartitionError, match="dims"):
+        net(torch.zeros(3, 4, 4))
+    with pytest.raises(PartitionError, match="dim 3"):
+        net(torch.zeros(1, 3, 4, 4 + comm.rank))
+    with pytest.raises(PartitionError, match="points"):
+        net(torch.zeros(1, 3, comm.rank, 4))
+    with pytest.raises(CollectiveMismatch, match="dtype"):
+        net(torch.zeros(1, 3, 4, 4, dtype=[torch.float32, torch.float64][comm.rank]))
+    with pytest.raises(UnisonoError, match="without a tensor"):
+        net()
+    with pytest.raises(TypeError, match="partition"):
+        split(net, [1, 1, 2, 1])
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+def test_one_rank_needs_no_split_at_all():
+    net = made()
+    x = whole_input()
+    close(split(net, Partition([1, 1, 1, 1]))(x), net(x))
+
+
+# -- random programs ------------------------------------------------------------------------------
+
+STEPS = {
+    "conv": lambda x: F.conv2d(x, torch.ones(x.shape[1], x.shape[1], 3, 3).double() / 9, padding=1),
+    "pool": lambda x: F.max_pool2d(x, 2) if min(x.shape[2:]) > 3 else x,
+    "grow": lambda x: F.interpolate(x, scale_factor=2) if max(x.shape[2:]) < 9 else x,
+    "norm": lambda x: F.group_norm(x, 1),
+    "batch": lambda x: F.batch_norm(x, None, None, training=True),
+    "skip": lambda x: x + torch.roll(x, 1, 2),
+    "mean": lambda x: x - x.mean(3, keepdim=True),
+    "gate": lambda x: x * torch.sigmoid(x.sum((2, 3), keepdim=True) / 50),
+    "relu_": lambda x: (x * 1.5).relu_(),
+    "swap": lambda x: x.transpose(2, 3),
+    "tokens": lambda x: x.flatten(2).transpose(1, 2).transpose(1, 2).reshape(x.shape),
+    "attend": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3)
+    .transpose(1, 2).reshape(x.shape),
+    "crop": lambda x: x[:, :, 1:] if x.shape[2] > 4 else x,
+    "every": lambda x: x[:, :, :, ::2] if x.shape[3] > 6 else x,
+    "pad": lambda x: F.pad(x, (1, 0, 0, 2), mode="reflect") if min(x.shape[2:]) > 2 else x,
+    "join": lambda x: torch.cat([x, x.flip(0)], 1)[:, : x.shape[1]],
+    "view": lambda x: x.reshape(-1, *x.shape[2:]).mul(0.5).view(x.shape),
+    "set": lambda x: _first_row_doubled(x),
+    "softmax": lambda x: x.softmax(2) * x.shape[2],
+    "sort": lambda x: x.sort(1)[0],
+}  # fmt: skip
+
+
+def _first_row_doubled(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, :, 0] *= 2
+    return y
+
+
+@pytest.mark.ranks(3)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=7),
+    dim=st.sampled_from([0, 1, 2, 3]),
+    shape=st.tuples(st.just(3), st.just(3), st.integers(3, 9), st.integers(3, 9)),
+)
+def test_random_programs_are_those_of_one_process(names, dim, shape):
+    partition = Partition([3 if d == dim else 1 for d in range(4)])
+    x = whole_input(shape).requires_grad_()
+
+    def program(value):
+        for name in names:
+            value = STEPS[name](value)
+        return value
+
+    y = program(x)
+    (wanted,) = torch.autograd.grad(y.square().sum(), x)
+    block = own_block(x.detach(), partition)
+    parts = program(Split.of(block, partition))
+    close(parts.whole() if isinstance(parts, Split) else parts, y)
+    (grad,) = torch.autograd.grad(parts.square().sum(), block)
+    close(grad, wanted[partition.local_slices(shape)])
