@@ -51,9 +51,7 @@ class HaloExchange(LinearMap):
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
         """Return the window."""
         flight = start_exchange(x, plan, x.dtype) if plan.flight is None else plan.flight
-        window, flight.window = flight.window, None
-        if window is None:
-            window = _own_window(x, plan)
+        window = _own_window(x, plan)  # while messages travel
         for message, values in arrived(plan, flight, plan.halo.recvs):
             for piece, part in zip(message.pieces, values, strict=True):
                 place(window, piece, part)
@@ -190,14 +188,6 @@ def start_exchange(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> F
             flat = torch.cat([x[piece.source_slices].reshape(-1) for piece in message.pieces])
         packed.append((message, flat))
     return post(plan, packed, plan.halo.recvs, dtype)
-
-
-def start_window(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> Flight:
-    """`start_exchange`, and all that needs no message is placed while they travel."""
-    flight = start_exchange(x, plan, dtype)
-    if x is not None:
-        flight.window = _own_window(x, plan)
-    return flight
 
 
 def post(

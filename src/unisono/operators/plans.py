@@ -58,8 +58,6 @@ class Flight:
     ) -> None:
         self._pending = pending
         self._landed = landed
-        self.window: Tensor | None = None
-        """A halo window in which all that needs no message stands already."""
 
     def take(self) -> dict[int, Tensor]:
         """Wait and return the tensor from each peer; they are handed over, not kept."""
