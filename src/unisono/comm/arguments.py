@@ -26,7 +26,7 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
     """Return `x` if it is a dense tensor on the communicator's kind of device."""
     if (
         isinstance(x, Tensor)
-        and x.device.type == device.type
+        and (x.device == device or x.device.type == device.type)
         and x.layout is torch.strided
         and x.dtype in _MOVABLE
         and not is_batchedtensor(x)

@@ -86,13 +86,13 @@ class Collectives(Performer):
     ) -> Transfer[Tensor]:
         """Prepare the reduction of `out`, which is `x` or a copy of it."""
         check_op(op, x.dtype)
-        engine, target = self._engine, out.detach()
+        engine, target = self._engine, out.detach() if out.requires_grad else out
         is_plain = target.is_contiguous() and target.dtype in engine.reduces
         work = target if is_plain else dense(encode(target, op))
         divides = op == "mean" and not engine.knows_mean
         leaves = out is x and leaves_graph(x, "all_reduce_")
         call = self._described("all_reduce", x, kind=op)
-        call.sent = call.received = work.numel() * work.element_size()
+        call.sent = call.received = work.nbytes
 
         def finish() -> Tensor:
             if divides:
