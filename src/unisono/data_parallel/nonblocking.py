@@ -209,11 +209,15 @@ class DeferredUpdates:
         return self._owed is not None
 
     def step(self) -> None:
-        """Take a step: at once for what has arrived, else when it has. Local."""
+        """Take a step: at once for what is here on all ranks, later for the rest. Local.
+
+        Whoever looks at a parameter before then sees the same value on all ranks.
+        """
         if self._owed is not None:
             self.finalize()
         engine, optimizer = self._engine, self._optimizer
-        waiting = [b for b in engine.buckets if not engine.has_arrived(b)]
+        # Not only those that have not arrived: which these are differs from rank to rank.
+        waiting = engine.under_way
         if not waiting or _is_watched(optimizer, self._step_hook.id):
             self.finalize()
             optimizer.step()

@@ -472,7 +472,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def ask_for_stacks(
     directory: Path, ranks: int, attempt: int, timeout_s: float = 2.0
 ) -> dict[int, str]:
-    """Have the minders of an attempt take stacks; return those that come in time."""
+    """Have the agents of an attempt take stacks; return those that come in time."""
     paths = {rank: directory / f"rank-{rank}.stack" for rank in range(ranks)}
     begin = {rank: size_of(path) for rank, path in paths.items()}
     try:

@@ -1,4 +1,4 @@
 """Jobs on a SLURM cluster: the batch script, its submission, the driver inside, the handle.
 
-What ranks on other hosts have in common with MPI's (agent, oversight, files) is not here.
+What ranks on other hosts have in common with MPI's (agents, supervisor, files) is not here.
 """
