@@ -104,5 +104,8 @@ def test_a_rank_stopped_at_any_step_is_named_at_the_deadline(faulty_worlds, kern
         assert report is not None, (step, rank)
         # Whoever gives up first tells the others, who then need not wait for their own deadline.
         assert report["error"] in ("RankTimeout", "RankFailed"), (step, rank, report)
-        assert report["missing"] == [victim] or report["rank"] == victim, (step, rank, report)
+        named = [*report["missing"], report["rank"]]
+        if "message" in kernel:  # a third rank, in a barrier, sees neither end of it come
+            named = [other for other in named if other == victim]
+        assert set(named) - {None} == {victim}, (step, rank, report)
         assert STOP_DEADLINE_S * 0.5 < report["seconds"] < STOP_DEADLINE_S * 3 + 5
