@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import UnisonoError
-from unisono.expect import expect
+from unisono.expect import expect, expect_choice
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Gathered,
@@ -31,11 +31,14 @@ _BUCKET_BYTES = 25 * 2**20
 class SplitModule(nn.Module):
     """A network whose input is cut over ranks; see `split`."""
 
-    def __init__(self, module: nn.Module, partition: Partition, strict: bool) -> None:
+    def __init__(
+        self, module: nn.Module, partition: Partition, strict: bool, attention: str = "auto"
+    ) -> None:
         super().__init__()
         self.module = module
         self.partition = partition
         self.strict = strict
+        self.attention = attention
         self._gathered: Counter[Gathered] = Counter()
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -62,7 +65,7 @@ class SplitModule(nn.Module):
                 "its input is cut here, so it takes the own block",
                 hint="x.local, or the plain module for a tensor that is split already",
             )
-        run = Run(partition.comm, self.module, self.strict)
+        run = Run(partition.comm, self.module, self.strict, self.attention)
         draws_alike, entry = entered(first, partition, run)
         if not isinstance(entry, Split):
             return self.module(*args, **kwargs)
@@ -107,7 +110,9 @@ class SplitModule(nn.Module):
         return f"partition={list(self.partition.shape)}, strict={self.strict}"
 
 
-def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> SplitModule:
+def split(
+    module: nn.Module, partition: Partition, *, strict: bool = False, attention: str = "auto"
+) -> SplitModule:
     """Return a network that runs unchanged on an input of which each rank holds a block.
 
     Nothing in `module` is replaced: its parameters, its states and its `forward` stay what they
@@ -118,6 +123,12 @@ def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> S
         module: any network made of torch functions, equal on all ranks.
         partition: how its input is cut, e.g. `Partition([1, 1, 2, 2])` for height and width.
         strict: refuse instead of gathering.
+        attention: how `scaled_dot_product_attention` works where the tokens are cut. `"ulysses"`
+            gives each rank all tokens of its share of the heads, which sends and keeps least;
+            `"ring"` sends keys and values around, for memory linear in the own tokens;
+            `"gathered"` has all keys and values on every rank. `"auto"`: ulysses where the heads
+            divide by the ranks and no mask has a row per query, else gathered up to 64 MB of keys
+            and values, else ring. What cannot serve is refused, unless it is `"auto"`.
 
     Returns:
         A module. `net(x_own)` takes this rank's block; `y.whole()`, `y.local` and `y.layout` are
@@ -136,7 +147,8 @@ def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> S
     """
     expect("module", module, nn.Module, "a torch.nn.Module")
     expect("partition", partition, Partition, "Partition([1, 1, 2, 1])")
-    return SplitModule(module, partition, strict)
+    expect_choice("attention", attention, ("auto", "gathered", "ulysses", "ring"))
+    return SplitModule(module, partition, strict, attention)
 
 
 class _CopyBucket(torch.autograd.Function):
