@@ -6,7 +6,8 @@ one message for each pair of ranks that share points: post, place what is here, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,12 +51,10 @@ class HaloExchange(LinearMap):
     @staticmethod
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
         """Return the window."""
-        flight = start_exchange(x, plan, x.dtype) if plan.flight is None else plan.flight
-        window = _own_window(x, plan)  # while messages travel
-        for message, values in arrived(plan, flight, plan.halo.recvs):
-            for piece, part in zip(message.pieces, values, strict=True):
-                place(window, piece, part)
-        return window
+        flight = plan.flight
+        if flight is None:
+            flight = start_exchange(x, plan, x.dtype, waits=True)
+        return filled(x, plan, flight.take())
 
 
 class HaloAdd(LinearMap):
@@ -170,13 +169,41 @@ def _on_group(
     return HaloOnGroup(comm, plan, None if ranks is None else tuple(ranks), fill)
 
 
-def start_exchange(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> Flight:
+def filled(x: Tensor, plan: HaloOnGroup, received: Mapping[int, Tensor]) -> Tensor:
+    """Return the window of the own block and what has arrived. Not recorded by autograd."""
+    halo, strip = plan.halo, plan.halo.strip
+    if strip is None or not x.is_contiguous():
+        window = _own_window(x, plan)
+        for message, values in arrived(plan, Flight(landed=dict(received)), halo.recvs):
+            for piece, part in zip(message.pieces, values, strict=True):
+                place(window, piece, part)
+        return window
+    (dim, runs), shape, ranks = strip, list(x.shape), plan.ranks
+    row = x.numel() // shape[dim] if shape[dim] else math.prod(shape[:dim] + shape[dim + 1 :])
+    parts: list[Tensor] = []
+    for owner, start, length in runs:
+        if owner == halo.rank:
+            parts.append(x if length == x.shape[dim] else x.narrow(dim, start, length))
+            continue
+        shape[dim] = length
+        if owner < 0:
+            parts.append(x.new_full(shape, plan.fill))
+        else:
+            flat = received[owner if ranks is None else ranks[owner]]
+            parts.append(flat[start : start + row * length].view(shape))
+    return torch.cat(parts, dim)
+
+
+def start_exchange(
+    x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype, *, waits: bool = False
+) -> Flight:
     """Post the messages of an exchange; `HaloExchange` with this flight in its plan finishes it.
 
     Args:
         x: own block, or None to take part with zeros.
         plan: the exchange.
         dtype: of the data.
+        waits: the messages are wanted at once: they have arrived on return.
     """
     packed: list[tuple[Message, Tensor]] = []
     for message in plan.halo.sends:
@@ -187,7 +214,7 @@ def start_exchange(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> F
         else:
             flat = torch.cat([x[piece.source_slices].reshape(-1) for piece in message.pieces])
         packed.append((message, flat))
-    return post(plan, packed, plan.halo.recvs, dtype)
+    return post(plan, packed, plan.halo.recvs, dtype, waits=waits)
 
 
 def post(
@@ -195,6 +222,8 @@ def post(
     sends: Sequence[tuple[Message, Tensor]],
     recvs: Sequence[Message],
     dtype: torch.dtype,
+    *,
+    waits: bool = False,
 ) -> Flight:
     """Post all messages at once: one flat tensor for each."""
     comm, ranks = plan.comm, plan.ranks or range(plan.comm.size)
@@ -204,7 +233,7 @@ def post(
         going[ranks[message.peer]] = flat
     for message in recvs:
         coming[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=comm.device)
-    return plans.post(comm, going, coming)
+    return plans.post(comm, going, coming, waits=waits)
 
 
 def arrived(

@@ -70,19 +70,26 @@ class Flight:
         self.take()
 
 
-def post(comm: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> Flight:
+def post(
+    comm: Communicator,
+    sends: dict[int, Tensor],
+    recvs: dict[int, Tensor],
+    *,
+    waits: bool = False,
+) -> Flight:
     """Start messages whose peers and sizes follow from a plan.
 
     Args:
         comm: the ranks.
         sends: a dense tensor for each destination, none of them this rank.
         recvs: a tensor to fill for each source.
+        waits: for messages that are wanted at once: they have arrived on return.
     """
     if not sends and not recvs:
         return Flight()
     # Not `comm.start.exchange`: a plan knows its peers and sizes, nothing is left to check.
     messages = comm._exchanged("exchange", sends, recvs, EXCHANGE_TAG, lambda: recvs, None)
-    return Flight(comm._start(messages))
+    return Flight(landed=comm._perform(messages)) if waits else Flight(comm._start(messages))
 
 
 def check_comm(comm: object, verb: str) -> Communicator:
