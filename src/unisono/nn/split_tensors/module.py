@@ -69,10 +69,15 @@ class SplitModule(nn.Module):
         swap = {id(first): entry}
         args = tuple(swap.get(id(x), x) for x in args)
         kwargs = {key: swap.get(id(x), x) for key, x in kwargs.items()}
+        with _one_stream(draws_alike, run):
+            return self.run(entry, *args, **kwargs)
+
+    def run(self, entry: Split, *args: Any, **kwargs: Any) -> Any:
+        """Call the network with arguments among which `entry` is, and which are cut as they are."""
+        run = entry.run
         self._copy_parameters(run, tuple(entry.cuts.values()))
         try:
-            with _one_stream(draws_alike, run):
-                result = self.module(*args, **kwargs)
+            result = self.module(*args, **kwargs)
         finally:
             self._gathered = run.gathered
             run.copies = {}

@@ -13,7 +13,7 @@ import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -262,31 +262,39 @@ def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
 
     The one meeting in which ranks tell each other shapes; all later ones follow by arithmetic.
     """
-    if x.ndim != partition.dim:
-        raise PartitionError.because(
-            f"an input of shape {list(x.shape)} for {partition}",
-            arithmetic=f"{x.ndim} dims != {partition.dim}",
-            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
-        )
-    comm = partition.comm
+    check_dims(x, partition)
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     needs = int(x.requires_grad and torch.is_grad_enabled())
-    records = comm.all_gather_ints([*x.shape, _code(x.dtype), needs, state])
-    shapes = [record[: x.ndim] for record in records]
+    records = partition.comm.all_gather_ints([*x.shape, _code(x.dtype), needs, state])
     if len({record[x.ndim : x.ndim + 2] for record in map(tuple, records)}) > 1:
         raise CollectiveMismatch(
             "inputs of a split network: dtype and requires_grad must be equal on all ranks",
             {r: f"dtype number {rec[x.ndim]}, requires_grad {bool(rec[x.ndim + 1])}"
              for r, rec in enumerate(records)},
         )  # fmt: skip
+    cuts = cuts_of([record[: x.ndim] for record in records], partition)
+    alike = len({record[-1] for record in records}) == 1
+    return alike, Split(x, cuts, run) if cuts else x
+
+
+def check_dims(x: Tensor, partition: Partition) -> None:
+    """Refuse an input with other dims than the partition has."""
+    if x.ndim != partition.dim:
+        raise PartitionError.because(
+            f"an input of shape {list(x.shape)} for {partition}",
+            arithmetic=f"{x.ndim} dims != {partition.dim}",
+            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
+        )
+
+
+def cuts_of(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[int, Cut]:
+    """Return how a tensor is cut whose blocks have these shapes, one for each rank."""
     cuts: dict[int, Cut] = {}
-    places = [partition.index_of(r) for r in range(comm.size)]
+    places = [partition.index_of(r) for r in range(partition.size)]
     for dim, parts in enumerate(partition.shape):
-        sizes = [
-            shapes[next(r for r in range(comm.size) if places[r][dim] == i)][dim]
-            for i in range(parts)
-        ]
-        wrong = [r for r in range(comm.size) if shapes[r][dim] != sizes[places[r][dim]]]
+        sizes = [shapes[next(r for r, at in enumerate(places) if at[dim] == i)][dim]
+                 for i in range(parts)]  # fmt: skip
+        wrong = [r for r, at in enumerate(places) if shapes[r][dim] != sizes[at[dim]]]
         if wrong:
             raise PartitionError.because(
                 f"blocks of an input over {partition}",
@@ -302,8 +310,7 @@ def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
             )  # fmt: skip
         if parts > 1:
             cuts[dim] = Cut(tuple(sizes), partition.sub(dim).comm)
-    alike = len({record[-1] for record in records}) == 1
-    return alike, Split(x, cuts, run) if cuts else x
+    return cuts
 
 
 def _code(dtype: torch.dtype) -> int:
