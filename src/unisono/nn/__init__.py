@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from unisono.nn import functional
 from unisono.nn.agreement import structure_check
-from unisono.nn.distribute import DistributedSequential, distribute
+from unisono.nn.distribute import distribute
 from unisono.nn.gradients import clip_grad_norm_
 from unisono.nn.layers.batch_norm import DistributedBatchNorm
 from unisono.nn.layers.conv import (
@@ -119,7 +119,6 @@ __all__ = [
     "DistributedPad",
     "DistributedPoissonNLLLoss",
     "DistributedRMSNorm",
-    "DistributedSequential",
     "DistributedTranspose",
     "DistributedUpsample",
     "HaloExchange",

@@ -25,7 +25,7 @@ from unisono.comm.health import trace
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect
 from unisono.nn.split_tensors.module import SplitModule
-from unisono.nn.split_tensors.tensor import Gathered, Run, Split, check_dims, cuts_of, splits_in
+from unisono.nn.split_tensors.tensor import Gathered, Run, Split, cuts_of, problem_with, splits_in
 from unisono.topology import Partition
 
 _FORWARD, _BACKWARD = "forward", "backward"
@@ -186,7 +186,9 @@ def _played(
 ) -> RankPlan:
     """Run the forward and backward of the rank that `partition` is seen from."""
     whole, *rest = arguments
-    check_dims(whole, partition)
+    problem = problem_with(whole, partition)
+    if problem is not None:
+        raise problem
     made = SplitModule(_without_data(net), partition, strict=False)
     notes = _Notes(made.module)
     shapes = [partition.local_shape(whole.shape, rank=r) for r in range(partition.size)]

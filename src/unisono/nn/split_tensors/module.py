@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import UnisonoError
 from unisono.expect import expect
+from unisono.nn.parameters import summed_gradients
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Gathered,
@@ -21,7 +21,6 @@ from unisono.nn.split_tensors.tensor import (
     refuse_passed_by,
     splits_in,
 )
-from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 
 _BUCKET_BYTES = 25 * 2**20
@@ -37,6 +36,8 @@ class SplitModule(nn.Module):
         self.partition = partition
         self.strict = strict
         self._gathered: Counter[Gathered] = Counter()
+        self._unsummed: dict[nn.Parameter, Tensor] | None = None
+        """In `no_sync`: leaves that stand for parameters in own work, and keep its gradients."""
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
@@ -51,17 +52,6 @@ class SplitModule(nn.Module):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         partition = self.partition
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if first is None:
-            raise UnisonoError.because(
-                f"a split {type(self.module).__name__} called without a tensor",
-                hint="the own block of its input first, then tensors that all ranks hold equal",
-            )
-        if isinstance(first, Split):
-            raise UnisonoError.because(
-                f"a split {type(self.module).__name__} called with {first!r}",
-                "its input is cut here, so it takes the own block",
-                hint="x.local, or the plain module for a tensor that is split already",
-            )
         run = Run(partition.comm, self.module, self.strict)
         draws_alike, entry = entered(first, partition, run)
         if not isinstance(entry, Split):
@@ -91,17 +81,32 @@ class SplitModule(nn.Module):
         if not torch.is_grad_enabled():
             return
         comms = tuple(cut.comm for cut in cuts)
-        buckets: list[list[nn.Parameter]] = []
-        size = 0
-        for p in reversed([p for p in self.module.parameters() if p.requires_grad]):
-            if not buckets or size > _BUCKET_BYTES or buckets[-1][0].dtype != p.dtype:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(p)
-            size += p.numel() * p.element_size()
-        for bucket in buckets:
-            for p, own in zip(bucket, _CopyBucket.apply(run.comm, *bucket), strict=True):
+        for bucket in _buckets(p for p in self.module.parameters() if p.requires_grad):
+            if self._unsummed is None:
+                copies = summed_gradients(run.comm, *bucket)
+            else:
+                copies = [self._unsummed.setdefault(p, _leaf_like(p)) for p in bucket]
+            for p, own in zip(bucket, copies, strict=True):
                 run.copies[id(p), comms] = own
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of own work unsummed inside the block; sum them once at its end.
+
+        For accumulation over several backwards. Collective at its end.
+        """
+        before, self._unsummed = self._unsummed, {}
+        try:
+            yield
+            held = self._unsummed
+        finally:
+            self._unsummed = before
+        for bucket in _buckets(held):
+            grads = [torch.zeros_like(p) if held[p].grad is None else held[p].grad for p in bucket]
+            flat = torch.cat([g.reshape(-1) for g in grads])  # type: ignore[union-attr]
+            total = self.partition.comm.all_reduce_(flat)
+            for p, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
+                p.grad = part.view_as(p) if p.grad is None else p.grad + part.view_as(p)
 
     def report(self) -> list[tuple[Gathered, int]]:
         """Return what had to be gathered in the latest forward, and how often."""
@@ -144,24 +149,21 @@ def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> S
     return SplitModule(module, partition, strict)
 
 
-class _CopyBucket(torch.autograd.Function):
-    """Copies of replicated parameters for own work; their gradients are summed in one call."""
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return parameters whose gradients travel together, last ones first: backward has them so."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for p in reversed(list(parameters)):
+        if not buckets or size > _BUCKET_BYTES or buckets[-1][0].dtype != p.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(p)
+        size += p.numel() * p.element_size()
+    return buckets
 
-    @staticmethod
-    def forward(ctx: Any, comm: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm = comm
-        ctx.set_materialize_grads(False)
-        return tuple(p.view_as(p) for p in parameters)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [g for g in grads if g is not None]
-        if not given:
-            return (None, *grads)
-        flat = torch.cat([g.reshape(-1) for g in given])
-        total = sum_to_replicated(flat, comm=ctx.comm)
-        parts = iter(total.split([g.numel() for g in given]))
-        return (None, *[None if g is None else next(parts).view_as(g) for g in grads])
+def _leaf_like(p: nn.Parameter) -> Tensor:
+    return p.detach().requires_grad_()
 
 
 @contextmanager

@@ -257,34 +257,55 @@ class Split(Tensor):
         )
 
 
-def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
+def entered(x: Tensor | None, partition: Partition, run: Run) -> tuple[bool, Tensor]:
     """Return whether all ranks draw alike, and the own block as a `Split`.
 
     The one meeting in which ranks tell each other shapes; all later ones follow by arithmetic.
     """
-    check_dims(x, partition)
-    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    needs = int(x.requires_grad and torch.is_grad_enabled())
-    records = partition.comm.all_gather_ints([*x.shape, _code(x.dtype), needs, state])
-    if len({record[x.ndim : x.ndim + 2] for record in map(tuple, records)}) > 1:
+    problem = problem_with(x, partition)
+    record = [1, *[0] * (partition.dim + 3)]
+    if x is not None and problem is None:
+        state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        needs = int(x.requires_grad and torch.is_grad_enabled())
+        record = [0, *x.shape, _code(x.dtype), needs, state]
+    records = [tuple(record) for record in partition.comm.all_gather_ints(record)]
+    odd = [r for r, record in enumerate(records) if record[0]]
+    if x is None or odd:
+        raise problem or PartitionError.because(
+            "a split network", f"rank {odd[0]} was called without a tensor of {partition.dim} dims",
+            None, "a block of its input on every rank",
+        )  # fmt: skip
+    if len({record[-3:-1] for record in records}) > 1:
         raise CollectiveMismatch(
             "inputs of a split network: dtype and requires_grad must be equal on all ranks",
-            {r: f"dtype number {rec[x.ndim]}, requires_grad {bool(rec[x.ndim + 1])}"
-             for r, rec in enumerate(records)},
+            {r: f"dtype number {record[-3]}, requires_grad {bool(record[-2])}"
+             for r, record in enumerate(records)},
         )  # fmt: skip
-    cuts = cuts_of([record[: x.ndim] for record in records], partition)
+    cuts = cuts_of([record[1:-3] for record in records], partition)
     alike = len({record[-1] for record in records}) == 1
     return alike, Split(x, cuts, run) if cuts else x
 
 
-def check_dims(x: Tensor, partition: Partition) -> None:
-    """Refuse an input with other dims than the partition has."""
+def problem_with(x: Tensor | None, partition: Partition) -> UnisonoError | None:
+    """Return what is wrong with an own block, as far as this rank can tell."""
+    if x is None:
+        return PartitionError.because(
+            "a split network called without a tensor",
+            hint="the own block of its input first, then tensors that all ranks hold equal",
+        )
     if x.ndim != partition.dim:
-        raise PartitionError.because(
+        return PartitionError.because(
             f"an input of shape {list(x.shape)} for {partition}",
             arithmetic=f"{x.ndim} dims != {partition.dim}",
             hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
         )
+    if isinstance(x, Split):
+        return PartitionError.because(
+            f"a split network called with {x!r}",
+            "its input is cut here, so it takes the own block",
+            hint="x.local, or the plain module for a tensor that is split already",
+        )
+    return None
 
 
 def cuts_of(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[int, Cut]:
