@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -326,6 +327,8 @@ def test_blocks_that_do_not_fit_are_refused_on_all_ranks():
     net = split(nn.Conv2d(3, 1, 3), partition)
     with pytest.raises(PartitionError, match="dims"):
         net(torch.zeros(3, 4, 4))
+    with pytest.raises(CollectiveMismatch, match="dims"):
+        net(torch.zeros((1, 3, 4, 4)[comm.rank :]))
     with pytest.raises(PartitionError, match="dim 3"):
         net(torch.zeros(1, 3, 4, 4 + comm.rank))
     with pytest.raises(PartitionError, match="points"):
@@ -337,6 +340,93 @@ def test_blocks_that_do_not_fit_are_refused_on_all_ranks():
     with pytest.raises(TypeError, match="partition"):
         split(net, [1, 1, 2, 1])
     assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+class Two(nn.Module):
+    """A network of two images and a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor, more: dict | None = None, factor: float = 1.0):
+        z = self.conv(x) * self.conv(y) * factor
+        return z if more is None else z + more["bias"][0]
+
+
+@pytest.mark.ranks([2, 4])
+def test_a_second_input_may_be_split_too():
+    comm = unisono.world()
+    partition = Partition(ROWS if comm.size == 2 else [1, 1, 2, 2])
+    net = made(Two)
+    whole = copy.deepcopy(net)
+    x, y = whole_input().requires_grad_(), (whole_input() * 2).requires_grad_()
+    more = {"bias": [torch.linspace(0, 1, 8).double()]}
+    wanted = whole(x, y, more)
+    wanted.square().sum().backward()
+    parts, (a, b) = split(net, partition), [own_block(t.detach(), partition) for t in (x, y)]
+    for call in (
+        lambda: parts(a, Split.of(b, partition), more),
+        lambda: parts(a, y=Split.of(b, partition), more=more),
+        lambda: parts(Split.of(a, partition), Split.of(b, partition), more),
+    ):
+        net.zero_grad()
+        a.grad = b.grad = None
+        found = call()
+        close(found.whole(), wanted)
+        found.square().sum().backward()
+        own = partition.local_slices(SHAPE)
+        close(a.grad, x.grad[own])
+        close(b.grad, y.grad[own])
+        close(net.conv.weight.grad, whole.conv.weight.grad)
+    replicated = parts(a, y.detach(), more)  # the same on all ranks: each takes its part
+    close(replicated.whole(), wanted)
+    assert "[6, 5]" in repr(found), "the sizes of the blocks"
+    again = split(nn.ReLU(), partition)(found)  # what one network makes goes into the next
+    close(again.whole(), wanted.relu())
+
+
+@pytest.mark.ranks(2)
+def test_what_should_be_equal_on_all_ranks_is_compared():
+    comm = unisono.world()
+    partition = Partition(ROWS)
+    x = whole_input((2, 3, 10, 8))
+    a = own_block(x, partition)
+    net = split(made(Two), partition)
+    mine = torch.arange(8).double() + comm.rank
+    for unlike, words in (
+        (lambda: net(a, a), "1: .*bits"),  # a second own block of equal shape
+        (lambda: net(a, own_block(x[:, :, :9], partition)), "1: .*5, 8.*\n.*4, 8"),
+        (lambda: net(a, x, {"bias": [mine]}), r"more|bias\[0\]"),
+        (lambda: net(a, x, factor=1.0 + comm.rank), "factor: 2.0"),
+        (lambda: net(a, x) if comm.rank else net(a, x, None), "None"),
+        (lambda: net(a, x.float() if comm.rank else x), "float32"),
+        (lambda: net.train(comm.rank == 0)(a, x), "train mode: 0"),
+    ):
+        with pytest.raises(CollectiveMismatch, match=r"Split.of") as raised:
+            unlike()
+        assert re.search(words, str(raised.value)), str(raised.value)
+    large = torch.zeros(2, 3, 10, 8000, dtype=torch.bool)
+    large[..., 4000 * comm.rank] = True  # as many on both ranks, at other places
+    with pytest.raises(CollectiveMismatch):
+        split(made(Two), partition)(torch.zeros(2, 3, 5, 8000).double(), large)
+    with unisono.nn.structure_check("off"):
+        net.train()(a, Split.of(a, partition), factor=1.0 + comm.rank)
+    torch.manual_seed(comm.rank)
+    other = split(Two().double(), partition)
+    with pytest.raises(CollectiveMismatch, match=r"conv.weight(.|\n)*manual_seed"):
+        other(a, x)
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+@pytest.mark.ranks(4)
+def test_a_split_tensor_of_other_ranks_is_refused():
+    comm = unisono.world()
+    a = torch.ones(2, 3, 4, 4, dtype=torch.float64)
+    other = Split.of(a, Partition([4, 1, 1, 1]))
+    with pytest.raises(UnisonoError, match=r"other ranks(.|\n)*Split.of"):
+        split(made(Two), Partition([1, 1, 2, 2]))(a, other)
+    assert comm.all_reduce(torch.ones(1)).item() == 4
 
 
 def test_one_rank_needs_no_split_at_all():
