@@ -25,7 +25,7 @@ from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import devices
 from unisono.launch.console import IO
 from unisono.launch.devices import Device
-from unisono.launch.rendezvous import owner_of_port
+from unisono.launch.places.rendezvous import owner_of_port
 
 if TYPE_CHECKING:
     import torch

@@ -6,18 +6,17 @@ Here `on` becomes a checked platform: it may be a word, a profile, a `Device` or
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import PlatformError, an
+from unisono.errors import PlatformError
 from unisono.launch import devices
+from unisono.launch.calling import Convention, check_call, function_name
 from unisono.launch.devices import Device
 from unisono.launch.logs import Logs, checked_logs
 from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Platform
@@ -25,8 +24,6 @@ from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_config
 
 PLACES = ("cpu", "gpu", "mps", "mpi", "slurm", "inline")
 """Places where ranks can be started."""
-RESERVED = (*RUN_NAMES, "seed", "record", "watch")
-"""Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 _OF_ONE_HOST = ("cpu", "gpu", "cuda", "mps")
 _DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "inline": 1}
 _TRACES = ("RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "SLURM_STEP_ID")
@@ -61,6 +58,8 @@ class Request:
     """Whether it is a whole script, which may initialise torch.distributed by itself."""
     seed: int | None = None
     """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
+    convention: Convention = field(default_factory=Convention)
+    """How ranks call the function."""
     decided_by_file: str = ""
     """A line that says what a settings file decides; empty if there is none."""
 
@@ -86,23 +85,23 @@ def checked_request(
     timeout_s: float | None,
     max_restarts: int | None,
     logs: str | Path | Logs | None,
-    is_called_plainly: bool = True,
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
     is_script: bool = False,
     seed: int | None = None,
+    convention: Convention | None = None,
 ) -> Request:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
-    `is_called_plainly` is false where ranks add arguments of their own to the call; `fields` are
-    more fields of the platform that the caller gives; `title` is shown instead of the function;
-    `is_script` leaves it to the function when its ranks join their world; `seed` is that of `run`.
+    `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
+    function; `is_script` leaves it to the function when its ranks join their world; `seed` is that
+    of `run`; with a `convention` ranks add arguments of their own, and it has checked the call.
     """
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
         fields = {**(fields or {}), "seed": seed}
-    if is_called_plainly:
+    if convention is None:
         check_call(fn, args, kwargs)
     is_explicit = ranks is not None or on not in (None, "auto")
     configuration = read_configuration()
@@ -144,6 +143,7 @@ def checked_request(
         name=title or function_name(fn),
         is_script=is_script,
         seed=seed,
+        convention=convention or Convention(),
         decided_by_file=f"unisono: {configuration.path} decides: {', '.join(decided)}"
         if decided
         else "",
@@ -254,91 +254,3 @@ def is_in_world() -> bool:
     from unisono.environment import detect
 
     return detect().is_world
-
-
-def check_names(fn: Callable[..., object], args: tuple[object, ...], **given: object) -> None:
-    """Raise `PlatformError` if a keyword given to `run` is a parameter of `fn`, too.
-
-    Nobody can know which of the two is meant. What a partial or a positional argument fills is
-    settled.
-    """
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    filled = [p.name for p in parameters.values() if p.kind in kinds][: len(args)]
-    if isinstance(fn, functools.partial):
-        filled += fn.keywords
-    for name, value in given.items():
-        parameter = parameters.get(name)
-        if value is None or parameter is None or name in filled:
-            continue
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            fn_name = function_name(fn)
-            raise PlatformError.because(
-                f"unisono.run({fn_name}, ..., {name}={value!r})",
-                f"run takes {name} itself, and {fn_name} has a parameter of that name",
-                None,
-                f"unisono.run(functools.partial({fn_name}, {name}=...), ...): that one is "
-                f"{fn_name}'s; {name}= beside it is run's",
-            )
-
-
-def check_call(
-    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> None:
-    """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called."""
-    if not callable(fn):
-        raise PlatformError.because(
-            f"unisono.run({fn!r}, ...)",
-            f"{an(type(fn).__name__)}, which cannot be called",
-            None,
-            "unisono.run(train, cfg), with the function and its arguments apart",
-        )
-    if inspect.iscoroutinefunction(fn):
-        raise PlatformError.because(
-            f"unisono.run({function_name(fn)}, ...)",
-            "a coroutine function: calling it runs nothing",
-            None,
-            f"lambda: asyncio.run({function_name(fn)}(...))",
-        )
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise PlatformError.because(
-            f"unisono.run({function_name(fn)}, ...)",
-            "a generator function: calling it runs nothing",
-            None,
-            f"lambda: list({function_name(fn)}(...))",
-        )
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return  # builtins without a signature: the call itself will tell
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        wanted = [
-            name
-            for name in RESERVED
-            if (p := signature.parameters.get(name)) is not None
-            and p.default is p.empty
-            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        hint = (
-            f"functools.partial({function_name(fn)}, {wanted[0]}=...): run takes {wanted[0]} itself"
-            if wanted
-            else f"unisono.run({function_name(fn)}, ...) with the arguments of its signature"
-        )
-        raise PlatformError.because(
-            f"unisono.run({function_name(fn)}, ...) calls {function_name(fn)}{signature}",
-            f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
-            str(error),
-            hint,
-        ) from None
-
-
-def function_name(fn: object) -> str:
-    """Return a name to show for `fn`."""
-    if isinstance(fn, functools.partial):
-        return function_name(fn.func)
-    return getattr(fn, "__qualname__", None) or type(fn).__qualname__

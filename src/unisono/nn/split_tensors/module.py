@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
-from unisono.expect import expect
+from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import current_mode
 from unisono.nn.split_tensors.tensor import (
     Cut,
@@ -35,11 +35,14 @@ _BUCKET_BYTES = 25 * 2**20
 class SplitModule(nn.Module):
     """A network whose input is cut over ranks; see `split`."""
 
-    def __init__(self, module: nn.Module, partition: Partition, strict: bool) -> None:
+    def __init__(
+        self, module: nn.Module, partition: Partition, strict: bool, attention: str = "auto"
+    ) -> None:
         super().__init__()
         self.module = module
         self.partition = partition
         self.strict = strict
+        self.attention = attention
         self._gathered: Counter[Gathered] = Counter()
         self._is_compared = False
         self.register_state_dict_post_hook(_without_prefix)
@@ -56,7 +59,7 @@ class SplitModule(nn.Module):
 
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        run = Run(self.partition.comm, self.module, self.strict)
+        run = Run(self.partition.comm, self.module, self.strict, self.attention)
         first, others = self._told_apart(args, kwargs)
         checked = current_mode() != "off"
         told = [*self._modes(), *_described(others)] if checked else []
@@ -109,7 +112,8 @@ class SplitModule(nn.Module):
                     "cut over other ranks than those of the partition",
                     hint="Split.of(own_block, partition), by a partition of the same ranks",
                 )
-        return given.pop(at), given
+        first = given[at]
+        return first, {key: x for key, x in given.items() if x is not first}
 
     def _modes(self) -> list[str]:
         """Describe in which modes the network runs."""
@@ -169,7 +173,9 @@ class SplitModule(nn.Module):
         return f"partition={list(self.partition.shape)}, strict={self.strict}"
 
 
-def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> SplitModule:
+def split(
+    module: nn.Module, partition: Partition, *, strict: bool = False, attention: str = "auto"
+) -> SplitModule:
     """Return a network that runs unchanged on an input of which each rank holds a block.
 
     Nothing in `module` is replaced: its parameters, its states and its `forward` stay what they
@@ -180,6 +186,12 @@ def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> S
         module: any network made of torch functions, equal on all ranks.
         partition: how its input is cut, e.g. `Partition([1, 1, 2, 2])` for height and width.
         strict: refuse instead of gathering.
+        attention: how `scaled_dot_product_attention` works where the tokens are cut. `"ulysses"`
+            gives each rank all tokens of its share of the heads, which sends and keeps least;
+            `"ring"` sends keys and values around, for memory linear in the own tokens;
+            `"gathered"` has all keys and values on every rank. `"auto"`: ulysses where the heads
+            divide by the ranks and no mask has a row per query, else gathered up to 64 MB of keys
+            and values, else ring. What cannot serve is refused, unless it is `"auto"`.
 
     Returns:
         A module. `net(x_own)` takes this rank's block; `y.whole()`, `y.local` and `y.cuts` are
@@ -201,7 +213,8 @@ def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> S
     """
     expect("module", module, nn.Module, "a torch.nn.Module")
     expect("partition", partition, Partition, "Partition([1, 1, 2, 1])")
-    return SplitModule(module, partition, strict)
+    expect_choice("attention", attention, ("auto", "gathered", "ulysses", "ring"))
+    return SplitModule(module, partition, strict, attention)
 
 
 def _described(values: Any, path: str = "") -> list[str]:

@@ -102,11 +102,15 @@ class Run:
         comm: all ranks of the partition.
         module: the network, for the paths of its modules.
         strict: refuse instead of gathering.
+        attention: how attention over a split sequence is computed.
     """
 
-    def __init__(self, comm: Communicator, module: nn.Module | None, strict: bool) -> None:
+    def __init__(
+        self, comm: Communicator, module: nn.Module | None, strict: bool, attention: str = "auto"
+    ) -> None:
         self.comm = comm
         self.strict = strict
+        self.attention = attention
         self.gathered: Counter[Gathered] = Counter()
         self.copies: dict[tuple[int, tuple[Communicator, ...]], Tensor] = {}
         """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf."""

@@ -1,21 +1,27 @@
-"""How a task is called: plainly, or with what DDPW's releases hand to it.
+"""The function of a run: whether it can be called as asked, and how ranks call it.
 
-The choice is made once, in the launcher, from the signature; ranks only follow it.
+That is plainly, or with what DDPW's releases hand to a task. The choice is made once, in the
+launcher, from the signature; ranks only follow it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from unisono.errors import PlatformError
-from unisono.launch.context import Here
-from unisono.launch.request import check_call, function_name
+from unisono.errors import PlatformError, an
+from unisono.launch.settings import RUN_NAMES
+
+if TYPE_CHECKING:
+    from unisono.launch.context import Here
 
 __all__ = ["Convention", "choose_convention"]
 
+RESERVED = (*RUN_NAMES, "seed", "record", "watch")
+"""Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 INJECTED = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""
 _KINDS = ("auto", "seed", "ddpw6", "plain")
@@ -160,3 +166,91 @@ def _named(
             str(error),
         ) from None
     return Convention("named", names=names)
+
+
+def check_names(fn: Callable[..., object], args: tuple[object, ...], **given: object) -> None:
+    """Raise `PlatformError` if a keyword given to `run` is a parameter of `fn`, too.
+
+    Nobody can know which of the two is meant. What a partial or a positional argument fills is
+    settled.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    filled = [p.name for p in parameters.values() if p.kind in kinds][: len(args)]
+    if isinstance(fn, functools.partial):
+        filled += fn.keywords
+    for name, value in given.items():
+        parameter = parameters.get(name)
+        if value is None or parameter is None or name in filled:
+            continue
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            fn_name = function_name(fn)
+            raise PlatformError.because(
+                f"unisono.run({fn_name}, ..., {name}={value!r})",
+                f"run takes {name} itself, and {fn_name} has a parameter of that name",
+                None,
+                f"unisono.run(functools.partial({fn_name}, {name}=...), ...): that one is "
+                f"{fn_name}'s; {name}= beside it is run's",
+            )
+
+
+def check_call(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called."""
+    if not callable(fn):
+        raise PlatformError.because(
+            f"unisono.run({fn!r}, ...)",
+            f"{an(type(fn).__name__)}, which cannot be called",
+            None,
+            "unisono.run(train, cfg), with the function and its arguments apart",
+        )
+    if inspect.iscoroutinefunction(fn):
+        raise PlatformError.because(
+            f"unisono.run({function_name(fn)}, ...)",
+            "a coroutine function: calling it runs nothing",
+            None,
+            f"lambda: asyncio.run({function_name(fn)}(...))",
+        )
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise PlatformError.because(
+            f"unisono.run({function_name(fn)}, ...)",
+            "a generator function: calling it runs nothing",
+            None,
+            f"lambda: list({function_name(fn)}(...))",
+        )
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return  # builtins without a signature: the call itself will tell
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wanted = [
+            name
+            for name in RESERVED
+            if (p := signature.parameters.get(name)) is not None
+            and p.default is p.empty
+            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        hint = (
+            f"functools.partial({function_name(fn)}, {wanted[0]}=...): run takes {wanted[0]} itself"
+            if wanted
+            else f"unisono.run({function_name(fn)}, ...) with the arguments of its signature"
+        )
+        raise PlatformError.because(
+            f"unisono.run({function_name(fn)}, ...) calls {function_name(fn)}{signature}",
+            f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
+            str(error),
+            hint,
+        ) from None
+
+
+def function_name(fn: object) -> str:
+    """Return a name to show for `fn`."""
+    if isinstance(fn, functools.partial):
+        return function_name(fn.func)
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
