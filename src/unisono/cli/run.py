@@ -136,7 +136,6 @@ def execute(args: argparse.Namespace) -> int:
 def _execute(args: argparse.Namespace) -> int:
     """Check the request and carry it out, in a process that serves the libraries asked for."""
     from unisono.launch.api import execute as execute_request
-    from unisono.launch.conventions import Convention
 
     function, is_script = _function(args)
     if is_script and _starts_its_own_ranks(args):
@@ -160,10 +159,7 @@ def _execute(args: argparse.Namespace) -> int:
             f"{_count(request.platform.cpus_per_rank, 'thread')} each",
             file=sys.stderr,
         )
-        if args.watch:
-            results = _watched(request, directory)
-        else:
-            results = execute_request(request, Convention())
+        results = _watched(request, directory) if args.watch else execute_request(request)
     if not is_script:
         for rank, text in enumerate(results):
             if text is not None:

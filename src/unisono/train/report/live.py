@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.launch.job import ENDS
-from unisono.launch.stacks import outside_collectives, user_line
+from unisono.launch.pool.stacks import outside_collectives, user_line
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics, timeline
 from unisono.train.report.building import page
