@@ -25,7 +25,7 @@ from unisono.comm.health import trace
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect
 from unisono.nn.split_tensors.module import SplitModule
-from unisono.nn.split_tensors.tensor import Gathered, Run, Split, cuts_of, problem_with, splits_in
+from unisono.nn.split_tensors.tensor import Gathered, Run, Split, agreed_cuts, splits_in
 from unisono.topology import Partition
 
 _FORWARD, _BACKWARD = "forward", "backward"
@@ -186,9 +186,12 @@ def _played(
 ) -> RankPlan:
     """Run the forward and backward of the rank that `partition` is seen from."""
     whole, *rest = arguments
-    problem = problem_with(whole, partition)
-    if problem is not None:
-        raise problem
+    if whole.ndim != partition.dim:
+        raise PartitionError.because(
+            f"an input of shape {list(whole.shape)} for a partition {list(partition.shape)}",
+            arithmetic=f"{whole.ndim} dims != {partition.dim}",
+            hint=f"plan_report(net, {list(whole.shape)}, {[1] * (whole.ndim - 1) + [2]})",
+        )
     made = SplitModule(_without_data(net), partition, strict=False)
     notes = _Notes(made.module)
     shapes = [partition.local_shape(whole.shape, rank=r) for r in range(partition.size)]
@@ -199,7 +202,7 @@ def _played(
         around.enter_context(notes.taken())
         block = torch.empty(partition.local_shape(whole.shape), dtype=whole.dtype)
         block.requires_grad_(input_grad)
-        cuts = cuts_of(shapes, partition)
+        cuts = agreed_cuts(shapes, partition)
         try:
             if cuts:
                 entry = Split(block, cuts, Run(partition.comm, made.module, strict=False))
