@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from unisono.errors import PlatformError
 from unisono.launch.attempts import Attempts, job_directory, telling
-from unisono.launch.calling import check_names, choose_convention
+from unisono.launch.calling import check_call, choose_convention
 from unisono.launch.console import IO
 from unisono.launch.devices import Device
 from unisono.launch.in_process import run_here, run_in_process, run_inline
@@ -25,7 +25,7 @@ from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import own_frames_hidden
 from unisono.launch.request import Request, checked_request, is_in_world
 from unisono.launch.results import Results
-from unisono.launch.settings import say_what_file_decides
+from unisono.launch.settings import say_once
 from unisono.launch.stopping import signals_of_launcher
 
 __all__ = ["Wrapper", "dry_run", "run", "submit", "wrapper"]
@@ -94,7 +94,7 @@ def run(
         "seed": seed,
     }
     with own_frames_hidden():
-        check_names(fn, args, **given, record=record, watch=watch)
+        check_call(fn, args, kwargs, {**given, "record": record, "watch": watch})
         request = checked_request(fn, args, kwargs, **given)
         if not record and not watch:
             return execute(request)
@@ -108,7 +108,8 @@ def execute(request: Request) -> Results[Any]:
     """Run a checked request to its end, and tell the platform's own functions of it."""
     if request.joins_world:
         return run_here(request)
-    say_what_file_decides(request.decided_by_file)
+    if request.decided_by_file:
+        say_once(request.decided_by_file)
     if request.place == "slurm":
         from unisono.launch.places.slurm.submit import run_on_slurm
 
@@ -157,7 +158,7 @@ def submit(
         "logs": logs,
         "seed": seed,
     }
-    check_names(fn, args, **given)
+    check_call(fn, args, kwargs, given)
     if not isinstance(logs, Logs):
         given["logs"] = Logs(dir=logs, console="none")
     return submit_request(checked_request(fn, args, kwargs, **given))
@@ -172,7 +173,8 @@ def submit_request(request: Request) -> Job:
             None,
             "unisono.run",
         )
-    say_what_file_decides(request.decided_by_file)
+    if request.decided_by_file:
+        say_once(request.decided_by_file)
     if request.place == "slurm":
         from unisono.launch.places.slurm.submit import submit_job
 
@@ -210,7 +212,7 @@ def dry_run(
         "logs": logs,
         "seed": seed,
     }
-    check_names(fn, args, **given)
+    check_call(fn, args, kwargs, given)
     return describe_request(checked_request(fn, args, kwargs, **given))
 
 
