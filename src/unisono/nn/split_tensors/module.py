@@ -108,8 +108,8 @@ class SplitModule(nn.Module):
         at = next((key for key, x in given.items() if isinstance(x, Tensor)), None)
         if at is None:
             return None, given
-        axes = {self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
         for x in splits_in(given):
+            axes = {self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
             if not {cut.comm for cut in x.cuts.values()} <= axes:
                 raise UnisonoError.because(
                     f"{name}, split by {self.partition}, called with {x!r}",
@@ -268,7 +268,8 @@ def _bits(x: Tensor) -> int:
         if points.device.type == "meta":
             return 0
         some = points if points.nbytes <= 2**16 else points[:: (points.numel() // 2**12) | 1]
-        code = zlib.crc32(some.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        # A copy: memory that numpy has seen cannot be resized any more, which FSDP wants to do.
+        code = zlib.crc32(some.clone().view(torch.uint8).cpu().numpy().tobytes())
         if some is points:
             return code
         words = points.view(torch.uint8)

@@ -580,8 +580,8 @@ def _binds(how: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 def _first_whole(
     name: str, need: NeedsWhole, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather one dim of the first split argument."""
-    first = next(splits_in((args, kwargs)))
+    """Gather one dim of the first split argument that is cut there."""
+    first = next(x for x in splits_in((args, kwargs)) if need.dim in x.cuts)
     if is_inplace(name):
         raise NoRule(str(need))
     first.run.note(name, str(need), first)
