@@ -127,9 +127,8 @@ class RankMonitor:
 
     def read_report(self, rank: RankProcess) -> bool:
         """Take the messages of a rank that have come; say whether there may be more."""
-        messages = rank.read_messages()
+        messages = rank.receive()
         for message in messages or ():
-            rank.note(message)
             self.heard(rank, message)
         if messages is None and rank.process.end_fd is None:
             self._note_end(rank)  # where the system cannot tell us of an exit in another way
@@ -211,9 +210,8 @@ class RankMonitor:
     def _note_end(self, rank: RankProcess) -> bool:
         """A rank's process has ended: take its last words and its status."""
         if rank.is_running:
-            while messages := rank.read_messages():
+            while messages := rank.receive():
                 for message in messages:
-                    rank.note(message)
                     self.heard(rank, message)
             rank.collect()
         return False
