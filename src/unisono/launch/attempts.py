@@ -19,12 +19,12 @@ from unisono.errors import JobCancelled, RankFailed, RankTimeout
 from unisono.launch import job_files
 from unisono.launch.console import Console, stdin_rank
 from unisono.launch.devices import Device
-from unisono.launch.logs import SHOW_ALL_UP_TO
+from unisono.launch.logs import SHOW_ALL_UP_TO, tail
 from unisono.launch.places.local import run_local
 from unisono.launch.places.mpi import run_mpi
 from unisono.launch.platform import Platform
 from unisono.launch.pool import cleanup
-from unisono.launch.pool.monitor import Outcome, Watch, tail
+from unisono.launch.pool.monitor import Outcome, Watch
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Job as RankJob
 from unisono.launch.pool.surroundings import Surroundings, common_variables
