@@ -27,6 +27,7 @@ from typing import Protocol
 
 from unisono.launch.devices import is_cuda_initialized
 from unisono.launch.logs import FAILED, RankLog
+from unisono.launch.pool import interpreter
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import (
@@ -85,7 +86,7 @@ class WarmServer:
         words = (search_path, own, str(theirs.fileno()))
         with theirs:
             self._process = subprocess.Popen(
-                _python(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
+                interpreter.command(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
@@ -235,12 +236,6 @@ def _frozen_surroundings() -> tuple[object, ...]:
     """Return what a server cannot take over after its start."""
     variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(_FROZEN))
     return sys.executable, tuple(variables)
-
-
-def _python(code: str, *words: str) -> list[str]:
-    """Return the command of an interpreter with the options of this one."""
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
-    return [sys.executable, *flags, "-c", code, *words]
 
 
 def _renew_lock() -> None:
@@ -556,7 +551,7 @@ def spawn_rank(
     label = f"unisono rank {rank} of {ranks}"
     try:
         process = subprocess.Popen(
-            _python(_RANK_BOOTSTRAP, label, *map(str, inherited)),
+            interpreter.command(_RANK_BOOTSTRAP, label, *map(str, inherited)),
             stdin=stdin_fd,
             stdout=pipes.streams[1],
             stderr=pipes.streams[2],
