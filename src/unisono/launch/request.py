@@ -19,13 +19,14 @@ from typing import Any
 from unisono.errors import PlatformError, an
 from unisono.launch import devices
 from unisono.launch.devices import Device
+from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
 from unisono.launch.logs import Logs, checked_logs
 from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Platform
 from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_configuration
 
 PLACES = ("cpu", "gpu", "mps", "mpi", "slurm", "inline")
 """Places where ranks can be started."""
-RESERVED = (*RUN_NAMES, "seed", "record", "watch")
+RESERVED = (*RUN_NAMES, "seed", "record", "watch", "elastic")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 _OF_ONE_HOST = ("cpu", "gpu", "cuda", "mps")
 _DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "inline": 1}
@@ -61,6 +62,8 @@ class Request:
     """Whether it is a whole script, which may initialise torch.distributed by itself."""
     seed: int | None = None
     """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
+    elastic: Elastic | None = None
+    """How the job may grow and shrink; None: its first death ends it."""
     decided_by_file: str = ""
     """A line that says what a settings file decides; empty if there is none."""
 
@@ -81,11 +84,13 @@ def checked_request(
     kwargs: Mapping[str, object],
     *,
     on: str | Device | Platform | None,
-    ranks: int | None,
+    ranks: int | tuple[int, int] | None,
     nodes: int | None,
     timeout_s: float | None,
     max_restarts: int | None,
     logs: str | Path | Logs | None,
+    elastic: bool | None = None,
+    chaos: Chaos | None = None,
     is_called_plainly: bool = True,
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
@@ -97,13 +102,15 @@ def checked_request(
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
     `is_called_plainly` is false where ranks add arguments of their own to the call; `fields` are
     more fields of the platform that the caller gives; `title` is shown instead of the function;
-    `is_script` leaves it to the function when its ranks join their world; `seed` is that of `run`.
+    `is_script` leaves it to the function when its ranks join their world; `seed` and `elastic` are
+    those of `run`; `chaos` kills ranks of an elastic job.
     """
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
         fields = {**(fields or {}), "seed": seed}
     if is_called_plainly:
         check_call(fn, args, kwargs)
+    least, ranks = bounds(ranks, elastic)
     is_explicit = ranks is not None or on not in (None, "auto")
     configuration = read_configuration()
     asked: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
@@ -130,6 +137,9 @@ def checked_request(
         fields=fields,
     )
     decided = configuration.from_file(given)
+    grows = checked(place, platform, least, chaos)
+    if grows is not None:  # members meet at their coordinator, and nowhere else
+        platform = platform.but(ipc_groups=None)
     is_endless = asked["timeout_s"] is not None and math.isinf(asked["timeout_s"])
     return Request(
         fn=fn,
@@ -144,6 +154,7 @@ def checked_request(
         name=title or function_name(fn),
         is_script=is_script,
         seed=seed,
+        elastic=grows,
         decided_by_file=f"unisono: {configuration.path} decides: {', '.join(decided)}"
         if decided
         else "",

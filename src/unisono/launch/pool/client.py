@@ -509,7 +509,8 @@ def fork_ranks(
         processes: list[ForkedProcess] = []
         is_refused = False
         try:
-            for rank, variables in enumerate(own):
+            for variables in own:
+                rank = int(variables["RANK"])
                 pipes = Pipes(rank, job_dir)
                 stdin = {0: 0} if rank == stdin_rank else {}
                 process = server.fork_rank(main, variables, pipes, payload_fd, stdin=stdin)
