@@ -26,6 +26,8 @@ from unisono.launch.pool.protocol import Preempt, Ready, read_available
 
 LOOK_S = 0.1
 """Seconds between two looks at ranks for whom others wait."""
+PRELOAD = ("torch._dynamo", "unisono.train.exact.run")
+"""What a rank would else load for seconds, while others wait for it."""
 EVENTS = "members.jsonl"
 """File of a job with one line for each member that joined, died or was taken away."""
 
@@ -60,6 +62,7 @@ class ElasticSupervisor(Supervisor):
         self._random = random.Random(chaos.seed if chaos else 0)
         self._kills_left = chaos.kills if chaos else 0
         self._next_kill: float | None = None
+        self._condemned: set[int] = set()
         self.listen(self.hub.fileno(), self.hub.turn)
 
     def __exit__(self, *error: object) -> None:
@@ -207,11 +210,13 @@ class ElasticSupervisor(Supervisor):
             return
         if self._next_kill is None:
             self._next_kill = now + chaos.every_s * self._random.uniform(0.2, 1.8)
-        members = sorted(self.coordinator.members)
+        members = sorted(self.coordinator.members.keys() - self._condemned)
         if now < self._next_kill or len(members) < 2:
             return
         self._next_kill, self._kills_left = None, self._kills_left - 1
-        seat = self.hub.seats[self._random.choice(members)]
+        victim = self._random.choice(members)
+        self._condemned.add(victim)  # it may take a moment to die; somebody has to stay
+        seat = self.hub.seats[victim]
         number = signal.SIGSTOP if self._random.random() < 0.2 else signal.SIGKILL
         self._say(f"chaos: {number.name} to rank {seat.rank} at step {self.coordinator.step}")
         with suppress(ProcessLookupError, PermissionError):

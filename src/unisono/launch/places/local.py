@@ -13,7 +13,7 @@ from typing import Any
 from unisono.environment import Environment
 from unisono.launch.console import Console, lent_to, stdin_rank
 from unisono.launch.elastic.settings import Elastic
-from unisono.launch.elastic.supervisor import ElasticSupervisor
+from unisono.launch.elastic.supervisor import PRELOAD, ElasticSupervisor
 from unisono.launch.payload import Parcel
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import Outcome, Supervisor
@@ -51,7 +51,13 @@ def run_local(
         ]
         own = [{**rank_variables(place, run_id, job_dir, attempt), **more} for place in places]
         if why_not(platform.spawn_method) is None:
-            ranks = fork_ranks(own, payload_fd=payload_fd, job_dir=job_dir, stdin_rank=reader)
+            ranks = fork_ranks(
+                own,
+                payload_fd=payload_fd,
+                job_dir=job_dir,
+                stdin_rank=reader,
+                preload=PRELOAD if elastic else (),
+            )
         else:
             ranks = []
         for rank, variables in zip(numbers, own, strict=True):

@@ -20,9 +20,9 @@ from unisono.errors import CheckpointError, LayoutError, PlatformError, UnisonoE
 from unisono.expect import expect, expect_float, expect_int
 from unisono.launch import stopping
 from unisono.launch.context import here
-from unisono.train.elastic.data import Loader, Shards
-from unisono.train.elastic.link import VARIABLE, Link, open_link
-from unisono.train.elastic.shards import (
+from unisono.train.exact.data import Loader, Shards
+from unisono.train.exact.link import VARIABLE, Link, open_link
+from unisono.train.exact.shards import (
     Layout,
     nodes_in,
     seed_generators,

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono.errors import PlatformError
 from unisono.launch.elastic.coordinator import Run, split
-from unisono.train.elastic.shards import fresh, seed_generators, seed_of
+from unisono.train.exact.shards import fresh, seed_generators, seed_of
 
 
 class Pair(NamedTuple):
