@@ -28,14 +28,15 @@ from unisono.errors import (
     RemoteError,
     UnisonoError,
 )
+from unisono.expect import expect_int
 from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, job_directory, telling
-from unisono.launch.conventions import Convention
-from unisono.launch.payload import dump_call
-from unisono.launch.pool.remote import CANCEL
+from unisono.launch.elastic.settings import RESIZE
+from unisono.launch.places.mailbox import CANCEL
+from unisono.launch.pool.payload import dump_call
+from unisono.launch.pool.stacks import own_frames_hidden, user_threads
 from unisono.launch.request import Request
 from unisono.launch.results import Results
-from unisono.launch.stacks import own_frames_hidden, user_threads
 
 __all__ = ["Job"]
 
@@ -136,6 +137,19 @@ class Job:
             job_files.write_private(self.dir / CANCEL, b"")
             self._is_cancelled = True
             self.wait(self.CANCEL_S)
+
+    def resize(self, ranks: int) -> None:
+        """Have another number of ranks, from the next step on; for jobs with `elastic=True`."""
+        expect_int("ranks", ranks, 1, error=PlatformError)
+        least, most = self._entry.get("elastic") or (0, 0)
+        if not least <= ranks <= most:
+            raise PlatformError.because(
+                f"job {self.id} with {ranks} ranks",
+                f"it may have {least} to {most}" if most else "it is not elastic",
+                None,
+                f"{least} to {most}" if most else "unisono.submit(..., ranks=(1, 8))",
+            )
+        job_files.write_private(self.dir / RESIZE, str(ranks).encode())
 
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands; nothing if none runs (here, without a scheduler)."""
@@ -249,7 +263,7 @@ class Job:
 class LocalJob(Job):
     """A run that a thread of this process supervises; its ranks end with this process."""
 
-    def __init__(self, request: Request, convention: Convention) -> None:
+    def __init__(self, request: Request) -> None:
         """Start a checked request in the background."""
         call = dump_call(request.fn, request.args, request.kwargs)
         with ExitStack() as stack:
@@ -260,7 +274,6 @@ class LocalJob(Job):
             request=request,
             call=call,
             job_dir=self.dir,
-            convention=convention,
             on_state=self._note,
         )
         self._outcome: Results[Any] | BaseException | None = None
@@ -269,6 +282,7 @@ class LocalJob(Job):
             "id": self.id,
             "name": request.name,
             "ranks": request.ranks,
+            "elastic": request.elastic and (request.elastic.least, request.elastic.most),
             "submitted": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.launch.elastic.coordinator import Coordinator
-from unisono.launch.payload import nameless_file
+from unisono.launch.pool.payload import nameless_file
 
 QUIET_S = 3
 """A host of which nothing comes for so many seconds, not even from its kernel, is gone."""

@@ -9,6 +9,9 @@ from typing import Any
 from unisono.errors import PlatformError
 from unisono.launch.platform import COUNT, Platform
 
+RESIZE = "resize"
+"""File of a job in which somebody has left another number of ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chaos:

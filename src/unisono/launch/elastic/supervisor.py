@@ -16,13 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import CollectiveMismatch, RankFailed
+from unisono.errors import CollectiveMismatch, PlatformError, RankFailed
 from unisono.launch.elastic.coordinator import Coordinator
 from unisono.launch.elastic.hub import Hub
-from unisono.launch.elastic.settings import Elastic
+from unisono.launch.elastic.settings import RESIZE, Elastic
+from unisono.launch.job_files import check_ours
 from unisono.launch.pool.client import RankProcess
-from unisono.launch.pool.monitor import Outcome, Supervisor
-from unisono.launch.pool.protocol import Preempt, Ready, read_available
+from unisono.launch.pool.monitor import COLLECT_S, Outcome, Supervisor
+from unisono.launch.pool.protocol import Preempt, Ready, Returned, read_available
 
 LOOK_S = 0.1
 """Seconds between two looks at ranks for whom others wait."""
@@ -73,6 +74,16 @@ class ElasticSupervisor(Supervisor):
 
     def heard(self, rank: RankProcess, message: Any) -> None:
         """Pass on what is for other ranks."""
+        if isinstance(message, Returned):
+            self.hub.turn()  # it may have told us so before
+            if rank.pid not in self.hub.leavers:
+                raise PlatformError.because(
+                    "unisono.run(..., elastic=True)",
+                    f"rank {rank.rank} has returned without training: each rank is a world of one",
+                    None,
+                    "for step in unisono.train.elastic(model, optimizer, data, ...) in the "
+                    "function; elastic=False for all other trainings",
+                )
         if isinstance(message, Ready) and self._ready_at is not None:
             return  # a newcomer: the deadline goes on
         if isinstance(message, Preempt):
@@ -88,6 +99,15 @@ class ElasticSupervisor(Supervisor):
         self.hub.deliver()
         self._say(f"resized to {self.coordinator.target} ranks")
         self._bring_to_size()
+
+    def _heed_resize(self) -> None:
+        path = self._job_dir / RESIZE
+        with suppress(OSError, ValueError):
+            if path.exists():
+                check_ours(path)
+                ranks = int(path.read_text())
+                path.unlink()
+                self.resize(ranks)
 
     def until_all_returned(self) -> Outcome:
         """Return when the members that are left have returned; raise if none can go on."""
@@ -114,6 +134,11 @@ class ElasticSupervisor(Supervisor):
 
     def _look_after(self) -> None:
         if self.coordinator.error is not None:
+            # A rank that fails leaves its loop, too; then its own error says more.
+            self._is_growing = False
+            self.step_until(lambda: any(rank.is_bad for rank in self._ranks), COLLECT_S)
+            if any(rank.is_bad for rank in self._ranks):
+                return
             raise CollectiveMismatch.because(
                 "the loops of an elastic training",
                 self.coordinator.error,
@@ -126,6 +151,7 @@ class ElasticSupervisor(Supervisor):
         self._bring_to_size()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
+            self._heed_resize()
             self._end_who_stands_still()
             self._make_chaos()
 

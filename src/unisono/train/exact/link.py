@@ -237,11 +237,11 @@ class FarLink(NearLink):
 
     def publish(self, begin: int, end: int) -> None:
         """Send what was written there."""
-        self._write(BOARD, memoryview(self._board.numpy())[begin:end], begin)
+        self._write(BOARD, self._board.numpy().data[begin:end], begin)
 
     def view(self, begin: int, end: int) -> Tensor:
         """Fetch bytes of the board."""
-        self._read_into(BOARD, memoryview(self._board.numpy())[begin:end], begin)
+        self._read_into(BOARD, self._board.numpy().data[begin:end], begin)
         return self._board[begin:end]
 
     def put_state(self, data: bytes) -> None:

@@ -406,10 +406,10 @@ class ElasticRun:
         try:
             loss = closure(batch)
             _check_loss(loss)
-            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            gradients = torch.autograd.grad(
-                loss * (weight * scale), self._parameters, allow_unused=True
-            )
+            share = loss * weight
+            if self._scaler is not None:
+                share = self._scaler.scale(share)
+            gradients = torch.autograd.grad(share, self._parameters, allow_unused=True)
         finally:
             logged, step.logged = step.logged, None
         views = self._layout.views(out)
@@ -493,6 +493,7 @@ class ElasticRun:
                 else:
                     buffer.copy_(view)
         if self._scaler is not None:
+            self._scaler.scale(self._result.new_zeros(1))  # a member without shards has to begin
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._clip)
