@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -221,15 +221,15 @@ class TransportProcessGroup(dist.ProcessGroup):
         timeout_s = self._timeout_s(opts)
         if not is_async:
 
-            def run(async_op: bool, deadline: float) -> None:
-                kernel({"async_op": async_op, "timeout_s": deadline})
+            def run(**how: Unpack[How]) -> None:
+                kernel(how)
 
             performer._perform(Transfer(call, run, targets.deliver, timeout_s))
             return DoneWork(targets.wanted)
         _ = call.site  # whoever waits for it, in another thread, could not look it up
         waited = self.unisono_engine.waited_ns or 0
         performer._begin(call, is_collective=True, deadline=timeout_s)
-        with performer._inside(call, timeout_s, is_taken=False):
+        with torch.no_grad(), performer._translating(call, timeout_s):
             entry.collectives = call.number = entry.collectives + 1
             tickets = kernel({"async_op": True, "timeout_s": timeout_s})
         return self._under_way(call, tickets, targets, timeout_s, waited)
@@ -313,9 +313,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             timeout_s = self._deadline_s or self.options._timeout.total_seconds()
         transfer = Transfer(
             call,
-            lambda async_op, deadline: engine.all_reduce_(
-                x, op, async_op=async_op, timeout_s=deadline
-            ),
+            functools.partial(engine.all_reduce_, x, op),
             lambda: None,
             timeout_s,
         )

@@ -6,6 +6,7 @@ import math
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,86 +44,21 @@ OPS: tuple[str, ...] = ("sum", "product", "min", "max", "and", "or", "xor", "sum
 """Reductions by the number under which they travel; the core has the same order."""
 
 _OP_NUMBERS = {op: number for number, op in enumerate(OPS)}
-_MISMATCH, _SIZES, _ABORTED = 1, 2, 3
+_MISMATCH, _SIZES, _ABORTED, _REFUSED = 1, 2, 3, 4
 _TEXT_BYTES = 2048
 _PAGE, _MB = 4096, 1 << 20
 _FIRST = _PAGE + 512
 """Where the region of rank 0 begins in a shared buffer: a copy between places that lie equally far
 from the start of a page can be slow, and large tensors lie 64 bytes from it."""
 _STAGGER = 1024
+_MOST_KEPT = 16
+"""Calls under way, from which on all of them are looked at."""
 
 
 def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
     if blocks is None:
         return None
-    return [(block.data_ptr(), block.numel() * block.element_size()) for block in blocks]
-
-
-class StartedTicket:
-    """A call of the core under way. It keeps its tensors alive until it has ended."""
-
-    def __init__(self, started: Any, tensors: object) -> None:
-        self._started = started
-        self._tensors = tensors
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the call has raised."""
-        return self._started.error
-
-    def wait(self, timeout_s: float) -> None:
-        """See `Ticket`."""
-        if not self._started.wait(timeout_s):
-            raise TimeoutError(f"a call of a shm group did not end within {timeout_s:g} s")
-
-    def done(self) -> bool:
-        """See `Ticket`."""
-        return self._started.done()
-
-    def ended(self, timeout_s: float) -> bool:
-        """Whether the call has ended, well or badly, within the time."""
-        try:
-            return self._started.wait(max(timeout_s, 0.0))
-        except Exception:  # told to whoever waits for it
-            return True
-
-    def then(self, callback: Any) -> None:
-        """Call `callback()` when the call has ended; at once if it has."""
-        self._started.then(callback)
-
-
-class MessageTicket:
-    """Messages under way, as the verbs see them."""
-
-    def __init__(
-        self, engine: ShmEngine, transfers: Any, recvs: Sequence[Tensor], sent: object, tag: int
-    ) -> None:
-        self._engine = engine
-        self._transfers = transfers
-        self._recvs = recvs
-        self._sent = sent
-        self._tag = tag
-
-    def wait(self, timeout_s: float) -> None:
-        """See `Ticket`."""
-        self._transfers.wait(timeout_s)
-        for x, (peer, refused, nbytes, dtype) in zip(
-            self._recvs, self._transfers.outcome(), strict=False
-        ):
-            if refused:
-                sent = DTYPES[dtype] if dtype >= 0 else None
-                error = wrong_message(x, self._engine.ranks[peer], nbytes, self._tag, sent)
-                self._engine.fail(error)
-                raise error
-
-    def done(self) -> bool:
-        """See `Ticket`."""
-        return self._transfers.done()
-
-    @property
-    def source(self) -> int:
-        """See `SourceTicket`."""
-        return self._transfers.outcome()[0][0]
+    return [(block.data_ptr(), block.nbytes) for block in blocks]
 
 
 class ShmEngine(TransportEngine):
@@ -162,8 +98,8 @@ class ShmEngine(TransportEngine):
         self._max_bytes = math.inf if max_mb is None else max_mb * _MB
         self._segment_bytes = common + size * own
         self._buffers: dict[int, _Buffer] = {}
-        self._touched: set[tuple[int, int]] = set()
-        self._kept: list[Ticket] = []
+        self._touched: set[int] = set()
+        self._kept: deque[Any] = deque()
         self.watch = Watch(rank, ranks, processes)
         own_cores = size <= usable_cores()
         weak: weakref.ref[ShmEngine] = weakref.ref(self)
@@ -187,7 +123,7 @@ class ShmEngine(TransportEngine):
         if self.cause is not None:
             raise self.unusable()
         started = self._core.all_reduce(
-            async_op or None,
+            x if async_op else None,
             timeout_s,
             x.data_ptr(),
             x.numel(),
@@ -195,7 +131,7 @@ class ShmEngine(TransportEngine):
             _OP_NUMBERS[op],
             root,
         )
-        return None if started is None else self._keep(started, x)
+        return None if started is None else self._keep(started)
 
     def reduce_(
         self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
@@ -206,11 +142,11 @@ class ShmEngine(TransportEngine):
     def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
         """See `Engine`."""
         self.check_usable()
-        nbytes, dtype = x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1)
+        nbytes, dtype = x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.broadcast(
-            async_op or None, timeout_s, x.data_ptr(), nbytes, dtype, src
+            x if async_op else None, timeout_s, x.data_ptr(), nbytes, dtype, src
         )
-        return self._keep(started, x)
+        return self._keep(started)
 
     def all_gather(
         self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
@@ -218,12 +154,14 @@ class ShmEngine(TransportEngine):
         """See `Engine`."""
         if self.cause is not None:
             raise self.unusable()
-        blocks = [(out.data_ptr(), out.numel() * out.element_size()) for out in outs]
+        blocks: list[tuple[int, int]] = []
+        for out in outs:
+            blocks.append((out.data_ptr(), out.nbytes))
         dtype = DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.all_gather(
-            async_op or None, timeout_s, blocks, x.data_ptr(), dtype, alike
+            (outs, x) if async_op else None, timeout_s, blocks, x.data_ptr(), dtype, alike
         )
-        return None if started is None else self._keep(started, (outs, x))
+        return None if started is None else self._keep(started)
 
     def reduce_scatter(
         self,
@@ -238,7 +176,7 @@ class ShmEngine(TransportEngine):
         """See `Engine`."""
         self.check_usable()
         started = self._core.reduce_scatter(
-            async_op or None,
+            (out, ins) if async_op else None,
             timeout_s,
             out.data_ptr(),
             _listed(ins),
@@ -246,7 +184,7 @@ class ShmEngine(TransportEngine):
             _OP_NUMBERS[op],
             alike,
         )
-        return self._keep(started, (out, ins))
+        return self._keep(started)
 
     def all_to_all(
         self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
@@ -255,9 +193,9 @@ class ShmEngine(TransportEngine):
         self.check_usable()
         dtype = DTYPE_NUMBERS.get(ins[0].dtype, -1)
         started = self._core.all_to_all(
-            async_op or None, timeout_s, _listed(outs), _listed(ins), dtype
+            (outs, ins) if async_op else None, timeout_s, _listed(outs), _listed(ins), dtype
         )
-        return self._keep(started, (outs, ins))
+        return self._keep(started)
 
     def gather(
         self,
@@ -270,11 +208,17 @@ class ShmEngine(TransportEngine):
     ) -> Ticket | None:
         """See `Engine`."""
         self.check_usable()
-        nbytes, dtype = x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1)
+        nbytes, dtype = x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.gather(
-            async_op or None, timeout_s, _listed(outs), x.data_ptr(), nbytes, dtype, dst
+            (outs, x) if async_op else None,
+            timeout_s,
+            _listed(outs),
+            x.data_ptr(),
+            nbytes,
+            dtype,
+            dst,
         )
-        return self._keep(started, (outs, x))
+        return self._keep(started)
 
     def scatter(
         self,
@@ -287,16 +231,22 @@ class ShmEngine(TransportEngine):
     ) -> Ticket | None:
         """See `Engine`."""
         self.check_usable()
-        nbytes, dtype = out.numel() * out.element_size(), DTYPE_NUMBERS.get(out.dtype, -1)
+        nbytes, dtype = out.nbytes, DTYPE_NUMBERS.get(out.dtype, -1)
         started = self._core.scatter(
-            async_op or None, timeout_s, out.data_ptr(), nbytes, _listed(ins), dtype, src
+            (out, ins) if async_op else None,
+            timeout_s,
+            out.data_ptr(),
+            nbytes,
+            _listed(ins),
+            dtype,
+            src,
         )
-        return self._keep(started, (out, ins))
+        return self._keep(started)
 
     def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
         """See `Engine`."""
         self.check_usable()
-        return self._keep(self._core.barrier(async_op or None, timeout_s), None)
+        return self._keep(self._core.barrier(() if async_op else None, timeout_s))
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """See `Engine`."""
@@ -304,13 +254,15 @@ class ShmEngine(TransportEngine):
             raise self.unusable()
         return self._core.ints(timeout_s, values)
 
-    def _keep(self, started: Any, tensors: object) -> Ticket | None:
-        """Return the ticket of a started call; its tensors live on if nobody keeps the ticket."""
-        if started is None:
-            return None
-        ticket = StartedTicket(started, tensors)
-        self._kept = [kept for kept in self._kept if not kept.done()]
-        self._kept.append(ticket)
+    def _keep(self, ticket: Any) -> Any:
+        """Return the ticket of a started call; its tensors live on if nobody else keeps it."""
+        if ticket is not None:
+            kept = self._kept
+            while kept and kept[0].done():  # they end in about this order
+                kept.popleft()
+            if len(kept) > _MOST_KEPT:  # behind a message that nobody sends
+                kept = self._kept = deque(other for other in kept if not other.done())
+            kept.append(ticket)
         return ticket
 
     # -- messages -------------------------------------------------------------------------------
@@ -325,42 +277,34 @@ class ShmEngine(TransportEngine):
         timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`. Messages do not queue behind collectives."""
-        ticket = self._post(sends, recvs, tag, waits=not async_op)
+        if self.cause is not None:
+            raise self.unusable()
+        numbers = DTYPE_NUMBERS
+        going: list[tuple[int, Tensor, int, int, int]] = []
+        coming: list[tuple[int, Tensor, int, int, int]] = []
+        for dst, x in sends:
+            if dst not in self._touched:
+                self._touch(dst)
+            going.append((dst, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
+        for src, x in recvs:
+            coming.append((src, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
+        ticket = self._core.post(going, coming, tag, not async_op)
         if async_op:
-            self._kept = [kept for kept in self._kept if not kept.done()]
-            self._kept.append(ticket)
-            return ticket
+            return self._keep(ticket)
         ticket.wait(timeout_s)
         return None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
         """See `TransportEngine`."""
-        ticket = self._post([], [(-1, x)], tag, waits=False)
-        self._kept.append(ticket)
+        ticket: Any = self.exchange([], [(-1, x)], tag, async_op=True, timeout_s=0.0)
         return ticket
 
-    def _post(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        tag: int,
-        *,
-        waits: bool,
-    ) -> MessageTicket:
-        self.check_usable()
-        for dst, _ in sends:
-            self._touch(self.rank, dst)
-        transfers = self._core.post(_messages(sends), _messages(recvs), tag, waits)
-        return MessageTicket(self, transfers, [x for _, x in recvs], sends, tag)
-
-    def _touch(self, src: int, dst: int) -> None:
+    def _touch(self, dst: int) -> None:
         """Take the memory of the ring to `dst` before the first message goes through it."""
-        if (src, dst) in self._touched:
-            return
-        place = src * (self.size - 1) + (dst if dst < src else dst - 1)
+        place = self.rank * (self.size - 1) + (dst if dst < self.rank else dst - 1)
         offset = self._rings + place * self._ring_bytes
         core.load().populate(self._address + offset, self._ring_bytes)
-        self._touched.add((src, dst))
+        self._touched.add(dst)
 
     # -- shared buffers -------------------------------------------------------------------------
 
@@ -458,13 +402,26 @@ class ShmEngine(TransportEngine):
         self,
         status: int,
         verb: int,
-        error: BaseException | None,
+        found: Any,
         rows: list[tuple[int, int, int]],
         table: list[int],
     ) -> BaseException:
-        """Return the exception for a call that went wrong, and tell the others."""
-        if status == _ABORTED and error is not None:
-            told = error
+        """Return the exception for a call that went wrong, and tell the others.
+
+        Args:
+            status: how it went wrong.
+            verb: number of the call.
+            found: what looking around has raised; of a refused message the receive.
+            rows: code, bytes and digest of each rank's call; of a message sender, bytes and dtype.
+            table: what ranks send and expect; of a message its tag.
+        """
+        told: BaseException
+        if status == _ABORTED and isinstance(found, BaseException):
+            told = found
+        elif status == _REFUSED:
+            (sender, nbytes, dtype), (_, x, *_) = rows[0], found
+            sent = DTYPES[dtype] if dtype >= 0 else None
+            told = wrong_message(x, self.ranks[sender], nbytes, table[0], sent)
         elif status == _SIZES:
             told = self._mismatch(rows, self._wrong_sizes(verb, rows, table))
         else:
@@ -535,7 +492,8 @@ class ShmEngine(TransportEngine):
         """See `TransportEngine`."""
         end = time.monotonic() + timeout_s
         for ticket in self._kept:
-            if isinstance(ticket, StartedTicket) and not ticket.ended(end - time.monotonic()):
+            is_call = hasattr(ticket, "ended")  # messages do not end by themselves
+            if is_call and not ticket.ended(max(end - time.monotonic(), 0.0)):
                 return False
         return True
 
@@ -573,13 +531,6 @@ def _of(weak: weakref.ref[ShmEngine]) -> ShmEngine:
 
 def _name(verb: int) -> str:
     return VERBS[verb] if verb < len(VERBS) else "send or recv"
-
-
-def _messages(rows: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int, int, int]]:
-    return [
-        (peer, x.data_ptr(), x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1))
-        for peer, x in rows
-    ]
 
 
 def describe(code: int) -> str:
