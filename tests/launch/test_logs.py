@@ -10,8 +10,7 @@ import pytest
 
 from unisono.errors import PlatformError
 from unisono.launch.console import Console
-from unisono.launch.following import LogFollower
-from unisono.launch.logs import RankLog
+from unisono.launch.logs import LogFollower, RankLog
 
 SCRIPT = """
 import resource, sys, warnings

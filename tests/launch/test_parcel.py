@@ -15,9 +15,8 @@ from torch import nn
 
 import unisono
 from unisono.errors import RankFailed
-from unisono.launch import payload
-from unisono.launch.payload import APART_BYTES, INLINE_BYTES, Parcel
-from unisono.launch.pool import client
+from unisono.launch.pool import client, payload
+from unisono.launch.pool.payload import APART_BYTES, INLINE_BYTES, Parcel
 
 LARGE = INLINE_BYTES // 4
 """So many numbers of four bytes do not fit into a message."""

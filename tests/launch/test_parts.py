@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from unisono.cores import cgroup_quota, threads_per_rank, usable_cores
 from unisono.errors import PlatformError
-from unisono.launch import payload
-from unisono.launch.existing import pack, unpack
+from unisono.launch.in_process import pack, unpack
 from unisono.launch.logs import Logs
+from unisono.launch.pool import payload
 from unisono.launch.pool.protocol import Hello, MessageReader, Ready, Returned, send_message
+from unisono.launch.pool.stacks import outside_collectives, user_line, user_threads
 from unisono.launch.results import Elsewhere, Results
-from unisono.launch.stacks import outside_collectives, user_line, user_threads
 
 DUMP = """\
 Thread 0x00007f1200000640 (most recent call first):

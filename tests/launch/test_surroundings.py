@@ -26,9 +26,10 @@ import torch
 import unisono
 from unisono.cores import usable_cores
 from unisono.errors import PlatformError, RankFailed, RankTimeout
-from unisono.launch import console, payload
+from unisono.launch import console
+from unisono.launch.pool import payload
+from unisono.launch.pool.stacks import is_own_file
 from unisono.launch.results import Elsewhere, Results
-from unisono.launch.stacks import is_own_file
 from unisono.launch.stopping import signals_of_launcher
 
 QUIET = unisono.Logs(console="none")

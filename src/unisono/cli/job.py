@@ -136,7 +136,7 @@ def _logs(args: argparse.Namespace) -> int:
 def _follow(job: Job, ranks: range | list[int], args: argparse.Namespace) -> None:
     """Show the lines of some ranks as they come, to the end of the job."""
     from unisono.launch.console import Console
-    from unisono.launch.following import LogFollower
+    from unisono.launch.logs import LogFollower
 
     console = Console(ranks, prefix=args.rank is None)
     follower = LogFollower(job.dir, console, ranks, tail=args.tail, tracebacks=True)

@@ -18,19 +18,18 @@ from typing import Any
 from unisono.errors import JobCancelled, RankFailed, RankTimeout
 from unisono.launch import job_files
 from unisono.launch.console import Console, stdin_rank
-from unisono.launch.conventions import Convention
 from unisono.launch.devices import Device
 from unisono.launch.logs import SHOW_ALL_UP_TO
-from unisono.launch.payload import Parcel
 from unisono.launch.places.local import run_local
 from unisono.launch.places.mpi import run_mpi
 from unisono.launch.platform import Platform
 from unisono.launch.pool import cleanup
 from unisono.launch.pool.monitor import Outcome, Watch, tail
+from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Job as RankJob
+from unisono.launch.pool.surroundings import Surroundings, common_variables
 from unisono.launch.request import Request
 from unisono.launch.results import Results
-from unisono.launch.surroundings import Surroundings, common_variables
 
 LONGEST_PAUSE_S = 30.0
 """Longest wait before another attempt."""
@@ -46,8 +45,6 @@ class Attempts:
     """Function and arguments."""
     job_dir: Path
     """Directory of the run."""
-    convention: Convention = field(default_factory=Convention)
-    """How ranks call the function."""
     on_state: Callable[[str], None] = lambda _state: None
     """Told of each change: `"running"`, `"requeued"`."""
     number: int = 0
@@ -78,7 +75,7 @@ class Attempts:
         job = RankJob(
             argv=list(sys.argv),
             call=self.call,
-            convention=self.convention,
+            convention=request.convention,
             platform=travelling(request.platform),
             setting=Surroundings.now(variables),
             is_script=request.is_script,

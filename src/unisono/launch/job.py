@@ -30,12 +30,11 @@ from unisono.errors import (
 )
 from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, job_directory, telling
-from unisono.launch.conventions import Convention
-from unisono.launch.payload import dump_call
-from unisono.launch.pool.remote import CANCEL
+from unisono.launch.places.mailbox import CANCEL
+from unisono.launch.pool.payload import dump_call
+from unisono.launch.pool.stacks import own_frames_hidden, user_threads
 from unisono.launch.request import Request
 from unisono.launch.results import Results
-from unisono.launch.stacks import own_frames_hidden, user_threads
 
 __all__ = ["Job"]
 
@@ -249,7 +248,7 @@ class Job:
 class LocalJob(Job):
     """A run that a thread of this process supervises; its ranks end with this process."""
 
-    def __init__(self, request: Request, convention: Convention) -> None:
+    def __init__(self, request: Request) -> None:
         """Start a checked request in the background."""
         call = dump_call(request.fn, request.args, request.kwargs)
         with ExitStack() as stack:
@@ -260,7 +259,6 @@ class LocalJob(Job):
             request=request,
             call=call,
             job_dir=self.dir,
-            convention=convention,
             on_state=self._note,
         )
         self._outcome: Results[Any] | BaseException | None = None

@@ -24,7 +24,7 @@ from unisono.errors import PlatformError, RankTimeout, Requeue
 from unisono.expect import expect_int
 from unisono.launch.context import here
 from unisono.launch.pool.protocol import Preempt, send_message
-from unisono.launch.stacks import grouped
+from unisono.launch.pool.stacks import grouped
 
 __all__ = ["job_dir", "requeue", "restart_count", "should_stop", "simulate_preemption"]
 
@@ -116,7 +116,7 @@ def should_stop(*, every: int = 1) -> bool:
 def _any_rank(mine: bool) -> bool:
     import torch
 
-    from unisono.launch.existing import world
+    from unisono.launch.in_process import world
 
     comm = world().with_device("cpu")
     if comm.size == 1:
@@ -126,7 +126,7 @@ def _any_rank(mine: bool) -> bool:
 
 def requeue() -> None:
     """Say on all ranks: what is needed is saved, start me again. Collective; raises `Requeue`."""
-    from unisono.launch.existing import world
+    from unisono.launch.in_process import world
 
     world().with_device("cpu").barrier()
     raise Requeue

@@ -60,6 +60,7 @@ from unisono.nn.layers.norm import (
     DistributedGroupNorm,
     DistributedInstanceNorm,
     DistributedLayerNorm,
+    DistributedRMSNorm,
 )
 from unisono.nn.layers.pooling import (
     DistributedAvgPool1d,
@@ -116,6 +117,7 @@ __all__ = [
     "DistributedNLLLoss",
     "DistributedPad",
     "DistributedPoissonNLLLoss",
+    "DistributedRMSNorm",
     "DistributedSequential",
     "DistributedTranspose",
     "DistributedUpsample",

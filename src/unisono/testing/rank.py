@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import FileStore
 
 from unisono.comm import seal
 from unisono.errors import an
-from unisono.launch.payload import dump_value
+from unisono.launch.pool.payload import dump_value
 from unisono.launch.pool.protocol import (
     Hello,
     Returned,
@@ -41,7 +41,7 @@ from unisono.launch.pool.protocol import (
     receive_message,
     send_message,
 )
-from unisono.launch.stacks import chain_of
+from unisono.launch.pool.stacks import chain_of
 from unisono.testing.calls import STACK_SIGNAL, Call, Closed, Command, Open, Opened, Raised, Reply
 from unisono.testing.leaks import HOST_KINDS, KINDS, Holdings
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from unisono.environment import Environment
 from unisono.launch.console import Console, lent_to, stdin_rank
-from unisono.launch.payload import Parcel
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import Outcome, Supervisor
+from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Job, payload_file
-from unisono.launch.surroundings import rank_variables
+from unisono.launch.pool.surroundings import rank_variables
 
 
 def run_local(

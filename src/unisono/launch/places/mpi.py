@@ -22,15 +22,15 @@ from typing import Literal
 from unisono.errors import JobCancelled, PlatformError
 from unisono.launch import job_files
 from unisono.launch.console import STDIN_VARIABLE, Console, stdin_rank
-from unisono.launch.following import LogFollower
+from unisono.launch.logs import LogFollower
+from unisono.launch.places import mailbox as files
 from unisono.launch.places.local import write_payload
-from unisono.launch.places.remote import Plan, own_failure, read_error, read_outcome
+from unisono.launch.places.mailbox import Plan
+from unisono.launch.places.remote import RemoteSupervisor, own_failure, read_error, read_outcome
 from unisono.launch.platform import Platform
-from unisono.launch.pool import remote as files
 from unisono.launch.pool.cleanup import unused_memory
 from unisono.launch.pool.monitor import Outcome, Watch
 from unisono.launch.pool.rank import Job
-from unisono.launch.pool.remote import RemoteSupervisor
 from unisono.launch.stopping import announce, first_told_to
 
 _VERSION_S = 30.0

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Protocol
 
 from unisono.launch.devices import is_cuda_initialized
-from unisono.launch.following import FAILED
-from unisono.launch.logs import RankLog
-from unisono.launch.payload import Parcel, nameless_file
+from unisono.launch.logs import FAILED, RankLog
 from unisono.launch.pool.cleanup import end_processes_of
+from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import (
     Failed,
     Finishing,

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.errors import name_ranks
-from unisono.launch import verdict
-from unisono.launch.caution import warn
-from unisono.launch.console import Console, RankStream
-from unisono.launch.payload import Parcel
+from unisono.launch.console import Console, RankStream, warn
+from unisono.launch.pool import verdict
 from unisono.launch.pool.client import RankProcess
+from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import (
     Address,
     Preempt,
@@ -32,7 +31,7 @@ from unisono.launch.pool.protocol import (
     Standing,
     read_available,
 )
-from unisono.launch.stacks import crash_in, user_threads
+from unisono.launch.pool.stacks import crash_in, user_threads
 from unisono.launch.stopping import announce, first_told_to
 
 COLLECT_S = 0.25

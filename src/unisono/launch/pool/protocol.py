@@ -24,12 +24,12 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from unisono.launch.payload import ROOM, Parcel
+from unisono.launch.pool.payload import ROOM, Parcel
 
 if TYPE_CHECKING:
-    from unisono.launch.conventions import Convention
+    from unisono.launch.calling import Convention
     from unisono.launch.platform import Platform
-    from unisono.launch.surroundings import Surroundings
+    from unisono.launch.pool.surroundings import Surroundings
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 20

@@ -62,6 +62,17 @@ def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> 
     return x if result is x.local else result
 
 
+@rule("register_hook")
+def _hook(func: Callable[..., Any], x: Split, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Show a hook the gradient of the own block as a split tensor."""
+
+    def of_block(grad: Tensor) -> Tensor | None:
+        changed = hook(like(x, grad))
+        return changed.local if isinstance(changed, Split) else changed
+
+    return func(x.local, of_block)
+
+
 @rule("stride")
 def _stride(func: Callable[..., Any], x: Split, dim: int | None = None) -> Any:
     strides = [math.prod(x.shape[d + 1 :]) for d in range(x.ndim)]

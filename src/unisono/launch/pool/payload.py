@@ -33,7 +33,7 @@ from typing import Any
 import cloudpickle
 
 from unisono.errors import PlatformError
-from unisono.launch.caution import warn
+from unisono.launch.console import warn
 
 LARGE_BYTES = 64 << 20
 """A call larger than this is worth a warning."""

@@ -1,21 +1,27 @@
-"""How a task is called: plainly, or with what DDPW's releases hand to it.
+"""The function of a run: whether it can be called as asked, and how ranks call it.
 
-The choice is made once, in the launcher, from the signature; ranks only follow it.
+That is plainly, or with what DDPW's releases hand to a task. The choice is made once, in the
+launcher, from the signature; ranks only follow it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from unisono.errors import PlatformError
-from unisono.launch.context import Here
-from unisono.launch.request import check_call, function_name
+from unisono.errors import PlatformError, an
+from unisono.launch.settings import RUN_NAMES
+
+if TYPE_CHECKING:
+    from unisono.launch.context import Here
 
 __all__ = ["Convention", "choose_convention"]
 
+RESERVED = (*RUN_NAMES, "seed", "record", "watch")
+"""Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 INJECTED = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""
 _KINDS = ("auto", "seed", "ddpw6", "plain")
@@ -160,3 +166,97 @@ def _named(
             str(error),
         ) from None
     return Convention("named", names=names)
+
+
+def check_call(
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    of_run: Mapping[str, object] | None = None,
+) -> None:
+    """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called.
+
+    Nor if one of the keywords `of_run`, given to `run` itself, is a parameter of `fn` that is still
+    open: nobody can know which of the two is meant.
+    """
+    if not callable(fn):
+        raise PlatformError.because(
+            f"unisono.run({fn!r}, ...)",
+            f"{an(type(fn).__name__)}, which cannot be called",
+            None,
+            "unisono.run(train, cfg), with the function and its arguments apart",
+        )
+    name = function_name(fn)
+    if inspect.iscoroutinefunction(fn):
+        raise PlatformError.because(
+            f"unisono.run({name}, ...)",
+            "a coroutine function: calling it runs nothing",
+            None,
+            f"lambda: asyncio.run({name}(...))",
+        )
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise PlatformError.because(
+            f"unisono.run({name}, ...)",
+            "a generator function: calling it runs nothing",
+            None,
+            f"lambda: list({name}(...))",
+        )
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return  # builtins without a signature: the call itself will tell
+    for word, value in (of_run or {}).items():
+        if value is not None and word in signature.parameters:
+            _check_is_ours(fn, signature, args, word, value)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wanted = [
+            word
+            for word in RESERVED
+            if (p := signature.parameters.get(word)) is not None
+            and p.default is p.empty
+            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        hint = (
+            f"functools.partial({name}, {wanted[0]}=...): run takes {wanted[0]} itself"
+            if wanted
+            else f"unisono.run({name}, ...) with the arguments of its signature"
+        )
+        raise PlatformError.because(
+            f"unisono.run({name}, ...) calls {name}{signature}",
+            f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
+            str(error),
+            hint,
+        ) from None
+
+
+def _check_is_ours(
+    fn: Callable[..., object],
+    signature: inspect.Signature,
+    args: Sequence[object],
+    word: str,
+    value: object,
+) -> None:
+    """Raise `PlatformError` unless a partial or an argument fills the parameter of that name."""
+    filled = {p.name for p in _positional(signature)[: len(args)]}
+    if isinstance(fn, functools.partial):
+        filled |= fn.keywords.keys()
+    parameter = signature.parameters[word]
+    by_name = (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    if word not in filled and parameter.kind in by_name:
+        name = function_name(fn)
+        raise PlatformError.because(
+            f"unisono.run({name}, ..., {word}={value!r})",
+            f"run takes {word} itself, and {name} has a parameter of that name",
+            None,
+            f"unisono.run(functools.partial({name}, {word}=...), ...): that one is "
+            f"{name}'s; {word}= beside it is run's",
+        )
+
+
+def function_name(fn: object) -> str:
+    """Return a name to show for `fn`."""
+    if isinstance(fn, functools.partial):
+        return function_name(fn.func)
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__

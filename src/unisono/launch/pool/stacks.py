@@ -33,7 +33,7 @@ _OWN_THREADS = re.compile(
 )
 """Threads of ours, which always wait."""
 _CRASH = "Fatal Python error: "
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _SHIPPED = tuple(str(Path(_PACKAGE, name)) for name in ("_examples", "_benchmarks"))
 """Programs that an installed package carries along: users run them as they run their own."""
 _FOLDED = "<frames of unisono>"

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks
-from unisono.launch.payload import load_exception
+from unisono.launch.pool.payload import load_exception
 from unisono.launch.pool.protocol import Failed, Standing
-from unisono.launch.stacks import grouped, outside_collectives, user_line
+from unisono.launch.pool.stacks import grouped, outside_collectives, user_line
 
 LOG_LINES = 20
 """Lines of a rank's log that the error of a rank without traceback shows."""

@@ -1,7 +1,8 @@
-"""`run` and `world` in a process that somebody else started as a rank: join, start nothing.
+"""Running in this very process: as a rank of the world it is in, or as a world of one.
 
-So one script works under plain python, `unisono run`, torchrun, mpiexec and srun. Return values are
-shared as plain data only; nothing that comes from another rank is unpickled.
+A process that somebody else started as a rank joins that world and starts nothing. So one script
+works under plain python, `unisono run`, torchrun, mpiexec and srun. Return values are shared as
+plain data only; nothing that comes from another rank is unpickled.
 """
 
 from __future__ import annotations
@@ -15,21 +16,33 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import RankFailed
-from unisono.launch.context import Here, here, own_group, seeded
-from unisono.launch.conventions import Convention
+from unisono.environment import RANK_PID, detect, rank_mark
+from unisono.errors import PlatformError, RankFailed, Requeue
+from unisono.launch import stopping
+from unisono.launch.calling import choose_convention
+from unisono.launch.context import (
+    Here,
+    enter_world,
+    here,
+    own_group,
+    random_states,
+    seeded,
+    set_here,
+    set_random_states,
+)
 from unisono.launch.devices import Device
 from unisono.launch.job_files import check_ours
+from unisono.launch.platform import Platform
+from unisono.launch.pool.stacks import hide_own_frames, site_of
 from unisono.launch.request import Request
 from unisono.launch.results import Elsewhere, Results
-from unisono.launch.stacks import hide_own_frames, site_of
 from unisono.launch.stopping import deadline
 
 if TYPE_CHECKING:
@@ -38,6 +51,16 @@ if TYPE_CHECKING:
     from unisono.comm import Communicator
     from unisono.environment import Environment
 
+_ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # whoever listens there gets a free port
+    "UNISONO_DETECT": "0",  # still nobody's rank
+}
+"""With these a script can initialise torch.distributed in a process on its own."""
 MEET_S = 300.0
 """Longest wait for ranks that the user's own `srun` started to find each other."""
 
@@ -74,7 +97,7 @@ def _meeting_in_step(environment: Environment) -> Iterator[tuple[dist.Store, Env
 
     They meet through a file of a private directory, which is gone after the block.
     """
-    from unisono.launch.rendezvous import meet
+    from unisono.launch.places.rendezvous import meet
 
     directory = _step_directory(environment)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,7 +153,7 @@ def _show_own_errors_only() -> None:
     sys.excepthook = show
 
 
-def run_here(request: Request, convention: Convention) -> Results[Any]:
+def run_here(request: Request) -> Results[Any]:
     """Call the function on this rank of the world it is in; collective over that world."""
     from unisono.comm.health.failures import post_failure
 
@@ -150,7 +173,7 @@ def run_here(request: Request, convention: Convention) -> Results[Any]:
             deadline(request.timeout_s, rank=comm.rank, size=comm.size),
             seeded(request.seed, comm.rank),
         ):
-            value = convention.call(request.fn, request.args, request.kwargs, place)
+            value = request.convention.call(request.fn, request.args, request.kwargs, place)
     except BaseException as error:
         post_failure(error)
         raise
@@ -167,6 +190,128 @@ def run_here(request: Request, convention: Convention) -> Results[Any]:
         wall_s=wall_s,
         start_s=ready - begin,
     )
+
+
+def run_inline(request: Request) -> Results[Any]:
+    """Call the function here; `requeue` in it calls it again."""
+    own = {"UNISONO_RESTART": "0", **(_ALONE if request.is_script else {})}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ |= own
+    begin = time.perf_counter()
+    try:
+        for attempt in range(request.platform.max_requeues + 1):
+            os.environ["UNISONO_RESTART"] = str(attempt)
+            stopping.forget_request()
+            try:
+                with seeded(request.seed, 0):
+                    value = request.fn(*request.args, **request.kwargs)
+            except Requeue:
+                continue
+            return Results(
+                [value],
+                hosts=[socket.gethostname()],
+                platform="inline",
+                wall_s=time.perf_counter() - begin,
+                restarts=attempt,
+            )
+    finally:
+        stopping.forget_request()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+    limit = request.platform.max_requeues
+    raise RankFailed(f"the function asked to be started again more than max_requeues={limit} times")
+
+
+def run_in_process(request: Request) -> Results[Any]:
+    """Run a request for one rank in this process; exceptions pass as they are."""
+    begin = time.perf_counter()
+    with _as_rank(request.platform, rank=0, local_rank=0, node=0) as place:
+        ready = time.perf_counter()
+        value = request.convention.call(request.fn, request.args, request.kwargs, place)
+        wall_s = time.perf_counter() - ready
+    return Results(
+        [value],
+        hosts=[socket.gethostname()],
+        platform=request.place,
+        wall_s=wall_s,
+        start_s=ready - begin,
+        threads=request.platform.cpus_per_rank,
+    )
+
+
+def setup(
+    node: int,
+    global_rank: int,
+    local_rank: int,
+    platform: Platform,
+    target: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Be the given rank of `platform` in this process and run `target`; return what it returns.
+
+    Collective over all ranks of the platform: for more than one, `master_addr` and `master_port`
+    say where they meet.
+    """
+    if platform.requires_ipc and (platform.master_addr is None or platform.master_port is None):
+        raise PlatformError.because(
+            f"setup(..., global_rank={global_rank}) of {platform.world_size} ranks",
+            "no address at which the ranks meet",
+            None,
+            "Platform(master_addr='127.0.0.1', master_port=29400)",
+        )
+    convention = choose_convention(target, args, kwargs)
+    if platform.seed_per_rank is None:
+        platform = platform.but(seed_per_rank=False)
+    with _as_rank(platform, rank=global_rank, local_rank=local_rank, node=node) as place:
+        return convention.call(target, args, kwargs, place)
+
+
+@contextmanager
+def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> Iterator[Here]:
+    """Make this process a rank for the length of the block."""
+    from unisono.comm.lifecycle import open_store, stop_world
+
+    before, known = dict(os.environ), here()
+    states = random_states()
+    run_id = secrets.token_hex(8)
+    for name in (RANK_PID, "MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
+        os.environ.pop(name, None)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(platform.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(platform.ranks_per_node),
+        "NODE_RANK": str(node),
+        "UNISONO_RUN_ID": run_id,
+        "UNISONO_RESTART": "0",
+        **(platform.env or {}),
+    }
+    try:
+        environment = detect()
+        store = None
+        if platform.ipc_groups is not None:
+            store = open_store(
+                environment,
+                addr=platform.master_addr,
+                port=platform.master_port or 0,
+                timeout_s=platform.start_timeout_s,
+            )
+            addr = platform.master_addr or "127.0.0.1"
+            port = platform.master_port or store.port  # pyright: ignore[reportAttributeAccessIssue]
+            platform = platform.but(master_addr=addr, master_port=port)
+            os.environ |= {"MASTER_ADDR": addr, "MASTER_PORT": str(port)}
+        os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
+        yield enter_world(environment, platform, store=store, name="in-process")
+    finally:
+        stop_world()
+        set_here(known)
+        os.environ.clear()
+        os.environ.update(before)
+        set_random_states(states)
 
 
 def _unused(request: Request, comm: Communicator) -> list[str]:
