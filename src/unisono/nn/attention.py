@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.blocks import dense
+from unisono.comm.arguments import dense
 from unisono.operators import all_gather, move_cut
 from unisono.operators.plans import Flight, post
 
