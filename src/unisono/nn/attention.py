@@ -123,8 +123,13 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Send the gradients of keys and values around with their blocks, and home."""
-        with torch.autocast(grads[0].device.type, enabled=False):
+        with torch.autocast(_device_kind(grads[0]), enabled=False):
             return *_gradients(ctx, grads[0]), None
+
+
+def _device_kind(x: Tensor) -> str:
+    """Return the kind of device whose autocast counts; on paper, that of the CPU."""
+    return "cpu" if x.is_meta else x.device.type
 
 
 def _gradients(ctx: Any, dout: Tensor) -> list[Tensor | None]:
@@ -462,7 +467,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Attenti
     elif mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    kind = q.device.type
+    kind = _device_kind(q)
     if not torch.is_autocast_enabled(kind):
         return Attention.apply(q, k, v, mask, plan).reshape(shape)
     if q.dtype == torch.float32:  # as autocast treats torch's own attention
