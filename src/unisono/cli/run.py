@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import targets
 from unisono.compat.libraries import LIBRARIES
-from unisono.compat.serving import call_served, notice, serving
+from unisono.compat.serving import AS_CPU, call_served, notice, serving
 from unisono.errors import PlatformError, RankFailed
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=list(LIBRARIES),
         help="let `import NAME` find unisono's own; may be given several times",
     )
+    places.add_argument(
+        "--as-cpu", action="store_true", help="take the CPU for CUDA (with --compat pytagi)"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
     how.add_argument("--max-restarts", type=int, metavar="N", help="new attempts after a failure")
@@ -145,7 +148,9 @@ def execute(args: argparse.Namespace) -> int:
     for name in () if args.supervise else args.compat:
         library = LIBRARIES[name]
         print(f"unisono: {notice(library, library.installed_at())}", file=sys.stderr)
-    with serving(*args.compat):
+    if args.as_cpu and not args.supervise:
+        print(f"unisono: {AS_CPU}", file=sys.stderr)
+    with serving(*args.compat, as_cpu=args.as_cpu):
         return _execute(args)
 
 
@@ -304,7 +309,7 @@ def _function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
         path = targets.check_script(args.target)
         function = functools.partial(targets.run_script, path, args.forwarded)
     if args.compat:
-        function = functools.partial(call_served, args.compat, function)
+        function = functools.partial(call_served, args.compat, args.as_cpu, function)
     return function, is_script
 
 
