@@ -5,6 +5,7 @@ On a cluster the same series is run by the driver of the job (`places/slurm/driv
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -69,11 +70,15 @@ class Attempts:
                 file=sys.stderr,
             )
         threads, more = request.platform.cpus_per_rank, request.platform.env
+        if request.elastic is not None:  # MKL takes the same way through a sum at any address
+            more = {"MKL_CBWR": "AUTO", **(more or {})}
         variables = common_variables(os.environ, threads=threads, more=more)
         if (width := console.width()) is not None:
             variables |= {"COLUMNS": str(width), "LINES": "24"}
         job = rank_job(request, self.call, variables)
         run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local
+        if request.elastic is not None:
+            run_attempt = functools.partial(run_local, elastic=request.elastic)
         causes: list[str] = []
         while True:
             if self.on_state is not None:

@@ -28,8 +28,10 @@ from unisono.errors import (
     RemoteError,
     UnisonoError,
 )
+from unisono.expect import expect_int
 from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, job_directory, telling
+from unisono.launch.elastic.settings import RESIZE
 from unisono.launch.places.mailbox import CANCEL
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
@@ -135,6 +137,19 @@ class Job:
             job_files.write_private(self.dir / CANCEL, b"")
             self._is_cancelled = True
             self.wait(self.CANCEL_S)
+
+    def resize(self, ranks: int) -> None:
+        """Have another number of ranks, from the next step on; for jobs with `elastic=True`."""
+        expect_int("ranks", ranks, 1, error=PlatformError)
+        least, most = self._entry.get("elastic") or (0, 0)
+        if not least <= ranks <= most:
+            raise PlatformError.because(
+                f"job {self.id} with {ranks} ranks",
+                f"it may have {least} to {most}" if most else "it is not elastic",
+                None,
+                f"{least} to {most}" if most else "unisono.submit(..., ranks=(1, 8))",
+            )
+        job_files.write_private(self.dir / RESIZE, str(ranks).encode())
 
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands; nothing if none runs (here, without a scheduler)."""
@@ -263,6 +278,7 @@ class LocalJob(Job):
             "id": self.id,
             "name": request.name,
             "ranks": request.ranks,
+            "elastic": request.elastic and (request.elastic.least, request.elastic.most),
             "submitted": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),

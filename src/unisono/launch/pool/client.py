@@ -124,6 +124,7 @@ class WarmServer:
         *,
         streams: Mapping[int, int] | None = None,
         linger_s: float | None = 0.0,
+        preload: Sequence[str] = (),
     ) -> ForkedProcess:
         """Ask for a process, leader of a group of its own; raise `ServerGone` if nobody can.
 
@@ -133,6 +134,7 @@ class WarmServer:
             fds: descriptors of this process that it gets.
             streams: its standard streams, as number in it -> descriptor of this process.
             linger_s: how long what it started may outlive it before that is killed; None: for ever.
+            preload: modules that the server loads first, for this process and all after it.
         """
         streams = streams or {}
         request = {
@@ -140,6 +142,7 @@ class WarmServer:
             "own": dict(own),
             "streams": list(streams),
             "linger_s": linger_s,
+            "preload": list(preload),
         }
         status_read, status_write = os.pipe()
         try:
@@ -160,11 +163,19 @@ class WarmServer:
         *fds: int,
         stdin: Mapping[int, int] | None = None,
         linger_s: float = 0.0,
+        preload: Sequence[str] = (),
     ) -> ForkedProcess:
         """Ask for a rank at the other ends of `pipes`, which are closed here; see `fork`."""
         streams = {**pipes.streams, **(stdin or {})}
         try:
-            return self.fork(main, own, (*fds, *pipes.theirs), streams=streams, linger_s=linger_s)
+            return self.fork(
+                main,
+                own,
+                (*fds, *pipes.theirs),
+                streams=streams,
+                linger_s=linger_s,
+                preload=preload,
+            )
         except BaseException:
             pipes.close()
             raise
@@ -487,7 +498,12 @@ class RankProcess:
 
 
 def fork_ranks(
-    own: Sequence[Mapping[str, str]], *, payload_fd: int, job_dir: Path, stdin_rank: int | None
+    own: Sequence[Mapping[str, str]],
+    *,
+    payload_fd: int,
+    job_dir: Path,
+    stdin_rank: int | None,
+    preload: Sequence[str] = (),
 ) -> list[RankProcess]:
     """Return ranks forked by the warm server; none if it cannot fork, or is not there to stay.
 
@@ -496,6 +512,7 @@ def fork_ranks(
         payload_fd: what all ranks are told, see `protocol.payload_file`.
         job_dir: directory of the run.
         stdin_rank: who reads our standard input.
+        preload: modules that the server loads before it forks.
     """
     main = "unisono.launch.pool.rank:live_as_forked"
     for _ in range(2):  # a server may have left, idle, at this very moment
@@ -504,10 +521,13 @@ def fork_ranks(
         processes: list[ForkedProcess] = []
         is_refused = False
         try:
-            for rank, variables in enumerate(own):
+            for variables in own:
+                rank = int(variables["RANK"])
                 pipes = Pipes(rank, job_dir)
                 stdin = {0: 0} if rank == stdin_rank else {}
-                process = server.fork_rank(main, variables, pipes, payload_fd, stdin=stdin)
+                process = server.fork_rank(
+                    main, variables, pipes, payload_fd, stdin=stdin, preload=preload
+                )
                 processes.append(process)
                 ranks.append(RankProcess(rank, process, pipes))
             for process in processes:
