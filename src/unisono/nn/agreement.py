@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unisono import errors
 from unisono.comm import Communicator
-from unisono.comm.blocks import pack_shape, unpack_shape
+from unisono.comm.arguments import pack_shape, unpack_shape
 from unisono.errors import (
     CollectiveMismatch,
     PartitionError,
