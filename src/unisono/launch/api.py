@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from unisono.errors import PlatformError
 from unisono.launch.attempts import Attempts, job_directory, telling
-from unisono.launch.calling import check_names, choose_convention
+from unisono.launch.calling import check_call, choose_convention
 from unisono.launch.console import IO
 from unisono.launch.devices import Device
 from unisono.launch.in_process import run_here, run_in_process, run_inline
@@ -25,7 +25,7 @@ from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import own_frames_hidden
 from unisono.launch.request import Request, checked_request, is_in_world
 from unisono.launch.results import Results
-from unisono.launch.settings import say_what_file_decides
+from unisono.launch.settings import say_once
 from unisono.launch.stopping import signals_of_launcher
 
 __all__ = ["Wrapper", "dry_run", "run", "submit", "wrapper"]
@@ -38,7 +38,7 @@ def run(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
@@ -46,6 +46,7 @@ def run(
     seed: int | None = None,
     record: str | bool | None = None,
     watch: bool | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> Results[T]:
     """Call `fn(*args, **kwargs)` on every rank and return what each returned, in rank order.
@@ -62,6 +63,7 @@ def run(
             of `unisono.toml`, a `Device` or a `Platform`. Default: GPUs if there are any.
         ranks: number of ranks over all nodes; if not given 2 on `"cpu"` and `"mpi"`, all GPUs on
             `"gpu"`, 1 on `"mps"`, one a node on `"slurm"`. Each rank gets cores / ranks threads.
+            `(2, 8)` are the fewest and the most of an elastic job.
         nodes: number of hosts, for `"mpi"` and `"slurm"`; 1 if not given.
         timeout_s: deadline, counted from the moment all ranks are ready.
         max_restarts: how many times to start again after a failure; 0 if not given.
@@ -71,6 +73,8 @@ def run(
             `results.report`; True takes the function's name.
         watch: serve a page that shows the run while it lasts, and record it; in a notebook the
             page appears below the cell.
+        elastic: whether ranks may die and join while `unisono.train.elastic` trains; the dead are
+            replaced.
         kwargs: keyword arguments of `fn`; one that `run` has, too, goes into a
             `functools.partial(fn, ...)`.
 
@@ -92,9 +96,10 @@ def run(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
     with own_frames_hidden():
-        check_names(fn, args, **given, record=record, watch=watch)
+        check_call(fn, args, kwargs, {**given, "record": record, "watch": watch})
         request = checked_request(fn, args, kwargs, **given)
         if not record and not watch:
             return execute(request)
@@ -108,7 +113,8 @@ def execute(request: Request) -> Results[Any]:
     """Run a checked request to its end, and tell the platform's own functions of it."""
     if request.joins_world:
         return run_here(request)
-    say_what_file_decides(request.decided_by_file)
+    if request.decided_by_file:
+        say_once(request.decided_by_file)
     if request.place == "slurm":
         from unisono.launch.places.slurm.submit import run_on_slurm
 
@@ -128,12 +134,13 @@ def submit(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> Job:
     """Start what `run` would run, and return at once with a handle on it.
@@ -156,8 +163,9 @@ def submit(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
-    check_names(fn, args, **given)
+    check_call(fn, args, kwargs, given)
     if not isinstance(logs, Logs):
         given["logs"] = Logs(dir=logs, console="none")
     return submit_request(checked_request(fn, args, kwargs, **given))
@@ -172,7 +180,8 @@ def submit_request(request: Request) -> Job:
             None,
             "unisono.run",
         )
-    say_what_file_decides(request.decided_by_file)
+    if request.decided_by_file:
+        say_once(request.decided_by_file)
     if request.place == "slurm":
         from unisono.launch.places.slurm.submit import submit_job
 
@@ -185,12 +194,13 @@ def dry_run(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> str:
     """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
@@ -209,8 +219,9 @@ def dry_run(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
-    check_names(fn, args, **given)
+    check_call(fn, args, kwargs, given)
     return describe_request(checked_request(fn, args, kwargs, **given))
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Convention", "choose_convention"]
 
-RESERVED = (*RUN_NAMES, "seed", "record", "watch")
+RESERVED = (*RUN_NAMES, "seed", "record", "watch", "elastic")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 INJECTED = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""
@@ -168,39 +168,17 @@ def _named(
     return Convention("named", names=names)
 
 
-def check_names(fn: Callable[..., object], args: tuple[object, ...], **given: object) -> None:
-    """Raise `PlatformError` if a keyword given to `run` is a parameter of `fn`, too.
-
-    Nobody can know which of the two is meant. What a partial or a positional argument fills is
-    settled.
-    """
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    filled = [p.name for p in parameters.values() if p.kind in kinds][: len(args)]
-    if isinstance(fn, functools.partial):
-        filled += fn.keywords
-    for name, value in given.items():
-        parameter = parameters.get(name)
-        if value is None or parameter is None or name in filled:
-            continue
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            fn_name = function_name(fn)
-            raise PlatformError.because(
-                f"unisono.run({fn_name}, ..., {name}={value!r})",
-                f"run takes {name} itself, and {fn_name} has a parameter of that name",
-                None,
-                f"unisono.run(functools.partial({fn_name}, {name}=...), ...): that one is "
-                f"{fn_name}'s; {name}= beside it is run's",
-            )
-
-
 def check_call(
-    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    of_run: Mapping[str, object] | None = None,
 ) -> None:
-    """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called."""
+    """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called.
+
+    Nor if one of the keywords `of_run`, given to `run` itself, is a parameter of `fn` that is still
+    open: nobody can know which of the two is meant.
+    """
     if not callable(fn):
         raise PlatformError.because(
             f"unisono.run({fn!r}, ...)",
@@ -208,45 +186,73 @@ def check_call(
             None,
             "unisono.run(train, cfg), with the function and its arguments apart",
         )
+    name = function_name(fn)
     if inspect.iscoroutinefunction(fn):
         raise PlatformError.because(
-            f"unisono.run({function_name(fn)}, ...)",
+            f"unisono.run({name}, ...)",
             "a coroutine function: calling it runs nothing",
             None,
-            f"lambda: asyncio.run({function_name(fn)}(...))",
+            f"lambda: asyncio.run({name}(...))",
         )
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise PlatformError.because(
-            f"unisono.run({function_name(fn)}, ...)",
+            f"unisono.run({name}, ...)",
             "a generator function: calling it runs nothing",
             None,
-            f"lambda: list({function_name(fn)}(...))",
+            f"lambda: list({name}(...))",
         )
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return  # builtins without a signature: the call itself will tell
+    for word, value in (of_run or {}).items():
+        if value is not None and word in signature.parameters:
+            _check_is_ours(fn, signature, args, word, value)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         wanted = [
-            name
-            for name in RESERVED
-            if (p := signature.parameters.get(name)) is not None
+            word
+            for word in RESERVED
+            if (p := signature.parameters.get(word)) is not None
             and p.default is p.empty
             and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         hint = (
-            f"functools.partial({function_name(fn)}, {wanted[0]}=...): run takes {wanted[0]} itself"
+            f"functools.partial({name}, {wanted[0]}=...): run takes {wanted[0]} itself"
             if wanted
-            else f"unisono.run({function_name(fn)}, ...) with the arguments of its signature"
+            else f"unisono.run({name}, ...) with the arguments of its signature"
         )
         raise PlatformError.because(
-            f"unisono.run({function_name(fn)}, ...) calls {function_name(fn)}{signature}",
+            f"unisono.run({name}, ...) calls {name}{signature}",
             f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
             str(error),
             hint,
         ) from None
+
+
+def _check_is_ours(
+    fn: Callable[..., object],
+    signature: inspect.Signature,
+    args: Sequence[object],
+    word: str,
+    value: object,
+) -> None:
+    """Raise `PlatformError` unless a partial or an argument fills the parameter of that name."""
+    filled = {p.name for p in _positional(signature)[: len(args)]}
+    if isinstance(fn, functools.partial):
+        filled |= fn.keywords.keys()
+    parameter = signature.parameters[word]
+    by_name = (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    if word not in filled and parameter.kind in by_name:
+        name = function_name(fn)
+        raise PlatformError.because(
+            f"unisono.run({name}, ..., {word}={value!r})",
+            f"run takes {word} itself, and {name} has a parameter of that name",
+            None,
+            f"unisono.run(functools.partial({name}, {word}=...), ...): that one is "
+            f"{name}'s; {word}= beside it is run's",
+        )
 
 
 def function_name(fn: object) -> str:

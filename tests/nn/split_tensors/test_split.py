@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -225,27 +226,6 @@ def test_a_view_that_moved_must_not_be_changed_in_place():
 
 
 @pytest.mark.ranks(2)
-def test_checkpointing_that_is_not_reentrant():
-    class Saving(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Net()
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    partition = Partition(ROWS)
-    net = made(Saving).eval()
-    whole, x = copy.deepcopy(net), whole_input().requires_grad_()
-    whole(x).square().sum().backward()
-    block = own_block(x.detach(), partition)
-    split(net, partition)(block).square().sum().backward()
-    close(block.grad, x.grad[partition.local_slices(SHAPE)])
-    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
-        close(p.grad, q.grad)
-
-
-@pytest.mark.ranks(2)
 def test_random_numbers_are_those_of_one_network():
     comm = unisono.world()
 
@@ -288,45 +268,14 @@ def test_states_are_those_of_the_plain_module():
 
 
 @pytest.mark.ranks(2)
-def test_modes_and_precisions():
-    partition = Partition(ROWS)
-    net, x = made().float(), whole_input().float()
-    block = x[partition.local_slices(SHAPE)]
-    for context in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
-        for training in (True, False):
-            wanted_net = copy.deepcopy(net).train(training)
-            parts = split(copy.deepcopy(net).train(training), partition)
-            with context:
-                wanted, found = wanted_net(x), parts(block).whole()
-            assert found.dtype == wanted.dtype
-            torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)
-
-
-@pytest.mark.ranks(4)
-def test_by_data_and_by_space_on_one_mesh():
-    comm = unisono.world()
-    from unisono import DataParallel, Mesh
-
-    mesh = Mesh(data=2, rows=2)
-    partition = Partition.from_mesh(mesh, {"rows": 2}, ndim=4)
-    x = whole_input((4, 3, 11, 8))
-    mine = x.chunk(2)[comm.rank // 2]
-    net = made().eval()
-    whole = copy.deepcopy(net)
-    whole(x).square().mean().backward()
-    model = DataParallel(split(net, partition), comm=mesh.comm("data"))
-    model(own_block(mine, partition)).square().mean().backward()
-    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
-        close(p.grad, q.grad)
-
-
-@pytest.mark.ranks(2)
 def test_blocks_that_do_not_fit_are_refused_on_all_ranks():
     comm = unisono.world()
     partition = Partition(ROWS)
     net = split(nn.Conv2d(3, 1, 3), partition)
     with pytest.raises(PartitionError, match="dims"):
         net(torch.zeros(3, 4, 4))
+    with pytest.raises(CollectiveMismatch, match="dims"):
+        net(torch.zeros((1, 3, 4, 4)[comm.rank :]))
     with pytest.raises(PartitionError, match="dim 3"):
         net(torch.zeros(1, 3, 4, 4 + comm.rank))
     with pytest.raises(PartitionError, match="points"):
@@ -338,6 +287,94 @@ def test_blocks_that_do_not_fit_are_refused_on_all_ranks():
     with pytest.raises(TypeError, match="partition"):
         split(net, [1, 1, 2, 1])
     assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+class Two(nn.Module):
+    """A network of two images and a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor, more: dict | None = None, factor: float = 1.0):
+        z = self.conv(x) * self.conv(y) * factor
+        return z if more is None else z + more["bias"][0]
+
+
+@pytest.mark.ranks([2, 4])
+def test_a_second_input_may_be_split_too():
+    comm = unisono.world()
+    partition = Partition(ROWS if comm.size == 2 else [1, 1, 2, 2])
+    net = made(Two)
+    whole = copy.deepcopy(net)
+    x, y = whole_input().requires_grad_(), (whole_input() * 2).requires_grad_()
+    more = {"bias": [torch.linspace(0, 1, 8).double()]}
+    wanted = whole(x, y, more)
+    wanted.square().sum().backward()
+    parts, (a, b) = split(net, partition), [own_block(t.detach(), partition) for t in (x, y)]
+    for call in (
+        lambda: parts(a, Split.of(b, partition), more),
+        lambda: parts(a, y=Split.of(b, partition), more=more),
+        lambda: parts(Split.of(a, partition), Split.of(b, partition), more),
+    ):
+        net.zero_grad()
+        a.grad = b.grad = None
+        found = call()
+        close(found.whole(), wanted)
+        found.square().sum().backward()
+        own = partition.local_slices(SHAPE)
+        close(a.grad, x.grad[own])
+        close(b.grad, y.grad[own])
+        close(net.conv.weight.grad, whole.conv.weight.grad)
+    close(parts(a, a).whole(), whole(x, x))
+    replicated = parts(a, y.detach(), more)  # the same on all ranks: each takes its part
+    close(replicated.whole(), wanted)
+    assert "[6, 5]" in repr(found), "the sizes of the blocks"
+    again = split(nn.ReLU(), partition)(found)  # what one network makes goes into the next
+    close(again.whole(), wanted.relu())
+
+
+@pytest.mark.ranks(2)
+def test_what_should_be_equal_on_all_ranks_is_compared():
+    comm = unisono.world()
+    partition = Partition(ROWS)
+    x = whole_input((2, 3, 10, 8))
+    a = own_block(x, partition)
+    net = split(made(Two), partition)
+    mine = torch.arange(8).double() + comm.rank
+    for unlike, words in (
+        (lambda: net(a, a.clone()), "1: .*bits"),  # a second own block of equal shape
+        (lambda: net(a, own_block(x[:, :, :9], partition)), "1: .*5, 8.*\n.*4, 8"),
+        (lambda: net(a, x, {"bias": [mine]}), r"more|bias\[0\]"),
+        (lambda: net(a, x, factor=1.0 + comm.rank), "factor: 2.0"),
+        (lambda: net(a, x) if comm.rank else net(a, x, None), "None"),
+        (lambda: net(a, x.float() if comm.rank else x), "float32"),
+        (lambda: net.train(comm.rank == 0)(a, x), "train mode: 0"),
+    ):
+        with pytest.raises(CollectiveMismatch, match=r"Split.of") as raised:
+            unlike()
+        assert re.search(words, str(raised.value)), str(raised.value)
+    large = torch.zeros(2, 3, 10, 8000, dtype=torch.bool)
+    large[..., 4000 * comm.rank] = True  # as many on both ranks, at other places
+    with pytest.raises(CollectiveMismatch):
+        split(made(Two), partition)(torch.zeros(2, 3, 5, 8000).double(), large)
+    with unisono.nn.structure_check("off"):
+        net.train()(a, Split.of(a, partition), factor=1.0 + comm.rank)
+    torch.manual_seed(comm.rank)
+    other = split(Two().double(), partition)
+    with pytest.raises(CollectiveMismatch, match=r"conv.weight(.|\n)*manual_seed"):
+        other(a, x)
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+@pytest.mark.ranks(4)
+def test_a_split_tensor_of_other_ranks_is_refused():
+    comm = unisono.world()
+    a = torch.ones(2, 3, 4, 4, dtype=torch.float64)
+    other = Split.of(a, Partition([4, 1, 1, 1]))
+    with pytest.raises(UnisonoError, match=r"other ranks(.|\n)*Split.of"):
+        split(made(Two), Partition([1, 1, 2, 2]))(a, other)
+    assert comm.all_reduce(torch.ones(1)).item() == 4
 
 
 def test_one_rank_needs_no_split_at_all():

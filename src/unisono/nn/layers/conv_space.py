@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Cuts
@@ -32,7 +33,6 @@ from unisono.operators.halo import (
     post,
     start_exchange,
 )
-from unisono.operators.plans import Flight
 from unisono.topology import Partition
 from unisono.topology.cover import Cover, Patch, cover
 from unisono.topology.halo import Box
@@ -247,11 +247,11 @@ def _convolved(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the own share, and what has arrived from other ranks for it."""
     if plan.cover is not None:
-        flight = start_exchange(x, plan.exchange, x.dtype)
+        pending = start_exchange(x, plan.exchange)
         main = _main_pass(plan.settings, plan.cover, x, weight, bias)
-        received = flight.take()
+        received = pending.wait()
         return _patched(plan, plan.cover, x, weight, bias, main, received), received
-    received = start_exchange(x, plan.exchange, x.dtype, waits=True).take()
+    received = start_exchange(x, plan.exchange).wait()
     if 0 in plan.exchange.halo.output_shape:
         return x.new_empty(plan.output_shape(weight)), received
     window = _whole_window(plan, x, received)
@@ -343,11 +343,11 @@ def _by_patches(
             for came in patch.received:
                 target = home[came.message][came.number]
                 target[came.piece.source_slices] += gathered(g, came.piece)
-    flight = Flight()
+    pending: Pending[dict[int, Tensor]] | None = None
     if needs_x:
         packed = [torch.cat([part.reshape(-1) for part in parts]) for parts in home]
         sends = list(zip(exchange.halo.recvs, packed, strict=True))
-        flight = post(exchange, sends, exchange.halo.sends, x.dtype)
+        pending = post(exchange, sends, exchange.halo.sends, x.dtype)
     if cover.has_main:
         mask = (needs_x, needs_w, needs_b)
         part = dy if cover.is_whole else dy[_in_space(cover.output)]
@@ -358,7 +358,8 @@ def _by_patches(
         dx = _on_block(dx, cover, x)
         for box, values in kept:
             dx[_slices(box)] += values
-        for message, parts in arrived(exchange, flight, exchange.halo.sends):
+        came = {} if pending is None else pending.wait()
+        for message, parts in arrived(exchange, came, exchange.halo.sends):
             for piece, values in zip(message.pieces, parts, strict=True):
                 dx[piece.source_slices] += values
     return dx, dw, db
@@ -379,7 +380,7 @@ def _composed(
     with torch.enable_grad():
         window = x
         if not plan.exchange.halo.is_identity:
-            landed = replace(plan.exchange, flight=Flight(landed=received))
+            landed = replace(plan.exchange, landed=received)
             window = HaloExchange.apply(x, landed)
         shape = plan.output_shape(weight)
         if 0 in shape:
@@ -407,7 +408,7 @@ def empty_output(
 def _found(plan: SpacePlan, received: dict[int, Tensor]) -> list[list[Tensor]]:
     """Return what has arrived: the pieces of each message."""
     halo = plan.exchange.halo
-    return [parts for _, parts in arrived(plan.exchange, Flight(landed=received), halo.recvs)]
+    return [parts for _, parts in arrived(plan.exchange, received, halo.recvs)]
 
 
 def _window(patch: Patch, x: Tensor, found: Sequence[Sequence[Tensor]]) -> Tensor:

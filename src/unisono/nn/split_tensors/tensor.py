@@ -201,7 +201,7 @@ class Split(Tensor):
     @staticmethod
     def of(local: Tensor, partition: Partition, *, strict: bool = False) -> Tensor:
         """Return own blocks as a `Split`, outside of a network. Collective over the partition."""
-        return entered(local, partition, Run(partition.comm, None, strict))[1]
+        return entered(local, partition, Run(partition.comm, None, strict)).tensor
 
     @staticmethod
     def cut(whole: Tensor, partition: Partition) -> Tensor:
@@ -218,10 +218,9 @@ class Split(Tensor):
             return joined(self, self.cuts)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
+        cuts = {dim: list(cut.sizes) for dim, cut in self.cuts.items()}
         with _plainly():
-            return (
-                f"Split({list(self.shape)}, cut {self.layout}, own block {list(self.local.shape)})"
-            )
+            return f"Split({list(self.shape)}, cut {cuts}, own block {list(self.local.shape)})"
 
     @classmethod
     def __torch_function__(
@@ -275,36 +274,75 @@ def _made(local: Tensor, shape: Sequence[int], cuts: Cuts, run: Run) -> Split:
     return self
 
 
-def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
-    """Return whether all ranks draw alike, and the own block as a `Split`.
+@dataclass(frozen=True)
+class Entry:
+    """What ranks have told each other at the entry of a network."""
+
+    tensor: Tensor
+    """The own block as a `Split`; as it is if nothing is cut."""
+    draws_alike: bool
+    """Whether the default generators of all ranks stand alike."""
+    alike: bool
+    """Whether all ranks have given the same further numbers."""
+
+
+def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[int] = ()) -> Entry:
+    """Return the own block as a `Split`, and what else ranks agree on.
 
     The one meeting in which ranks tell each other shapes; all later ones follow by arithmetic.
+
+    Args:
+        x: own block; a `Split` stays as it is. None is refused, on all ranks alike.
+        partition: how it is cut.
+        run: the forward to come.
+        numbers: what should be equal on all ranks; 0 is equal to anything.
     """
-    if x.ndim != partition.dim:
-        raise PartitionError.because(
-            f"an input of shape {list(x.shape)} for {partition}",
-            arithmetic=f"{x.ndim} dims != {partition.dim}",
-            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
-        )
-    comm = partition.comm
+    comm, known, dims = partition.comm, isinstance(x, Split), partition.dim
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    needs = int(x.requires_grad and torch.is_grad_enabled())
-    records = comm.all_gather_ints([*x.shape, _code(x.dtype), needs, state])
-    shapes = [record[: x.ndim] for record in records]
-    if len({record[x.ndim : x.ndim + 2] for record in map(tuple, records)}) > 1:
+    shape, own = [0] * dims, [-1, 0, 0, 0]
+    if x is not None:
+        with _plainly():
+            shape = list(x.shape) if x.ndim == dims and not known else shape
+        local = x.local if isinstance(x, Split) else x
+        needs = int(local.requires_grad and torch.is_grad_enabled())
+        own = [local.ndim, _code(local.dtype), needs, int(known)]
+    records = comm.all_gather_ints([*shape, *own, state, *numbers])
+    if len({record[dims : dims + 4] for record in map(tuple, records)}) > 1:
         raise CollectiveMismatch(
-            "inputs of a split network: dtype and requires_grad must be equal on all ranks",
-            {r: f"dtype number {rec[x.ndim]}, requires_grad {bool(rec[x.ndim + 1])}"
+            "inputs of a split network: dims, dtype and requires_grad must be equal on all ranks",
+            {r: "no tensor" if rec[dims] < 0 else
+                f"{rec[dims]} dims, dtype number {rec[dims + 1]}, "
+                f"requires_grad {bool(rec[dims + 2])}, split already {bool(rec[dims + 3])}"
              for r, rec in enumerate(records)},
         )  # fmt: skip
+    if x is None:
+        raise UnisonoError.because(
+            "a split network called without a tensor",
+            hint="the own block of its input first, then tensors that all ranks hold equal",
+        )
+    further = zip(*[record[dims + 5 :] for record in records], strict=True)
+    draws_alike = len({record[dims + 4] for record in records}) == 1
+    alike = all(len(set(column)) == 1 or 0 in column for column in further)
+    if isinstance(x, Split):
+        return Entry(Split(x.local, x.cuts, run), draws_alike, alike)
+    if x.ndim != dims:
+        raise PartitionError.because(
+            f"an input of shape {list(x.shape)} for {partition}",
+            arithmetic=f"{x.ndim} dims != {dims}",
+            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
+        )
+    cuts = agreed_cuts([record[:dims] for record in records], partition)
+    return Entry(Split(x, cuts, run) if cuts else x, draws_alike, alike)
+
+
+def agreed_cuts(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[int, Cut]:
+    """Return the cuts that follow from the blocks of all ranks."""
     cuts: dict[int, Cut] = {}
-    places = [partition.index_of(r) for r in range(comm.size)]
+    ranks = range(partition.comm.size)
+    places = [partition.index_of(r) for r in ranks]
     for dim, parts in enumerate(partition.shape):
-        sizes = [
-            shapes[next(r for r in range(comm.size) if places[r][dim] == i)][dim]
-            for i in range(parts)
-        ]
-        wrong = [r for r in range(comm.size) if shapes[r][dim] != sizes[places[r][dim]]]
+        sizes = [shapes[next(r for r in ranks if places[r][dim] == i)][dim] for i in range(parts)]
+        wrong = [r for r in ranks if shapes[r][dim] != sizes[places[r][dim]]]
         if wrong:
             raise PartitionError.because(
                 f"blocks of an input over {partition}",
@@ -320,8 +358,7 @@ def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
             )  # fmt: skip
         if parts > 1:
             cuts[dim] = Cut(tuple(sizes), partition.sub(dim).comm)
-    alike = len({record[-1] for record in records}) == 1
-    return alike, Split(x, cuts, run) if cuts else x
+    return cuts
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -337,15 +374,13 @@ def joined(x: Split, dims: Iterable[int]) -> Tensor:
     x.run.moves += 1
     for dim in list(dims):
         cut = cuts.pop(dim)
-        local = _unrolled(
-            local, dim, cut, lambda t, d, c: concat_replicated(t, d, c.sizes, comm=c.comm)
-        )
+        local = unrolled(local, dim, cut, _concatenated)
     return Split(local, cuts, x.run) if cuts else local
 
 
 def sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
     """Return the own block along `dim` of a tensor that the ranks of `cut` hold equal."""
-    return _unrolled(x, dim, cut, _sliced)
+    return unrolled(x, dim, cut, _sliced)
 
 
 def _concatenated(x: Tensor, dim: int, cut: Cut) -> Tensor:
@@ -356,7 +391,7 @@ def _sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
     return slice_replicated(x, dim, cut.sizes, comm=cut.comm)
 
 
-def _unrolled(x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], Tensor]) -> Tensor:
+def unrolled(x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], Tensor]) -> Tensor:
     """Move along a dim of one run, or of several: then run and point are two dims meanwhile."""
     if cut.outer == 1:
         return move(x, dim, cut)
@@ -512,9 +547,11 @@ def _splits_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Split]:
 
 
 def mapped(change: Callable[[Split], Any], values: Any) -> Any:
-    """Return arguments with every split tensor replaced."""
+    """Return arguments with every split tensor replaced; what holds none stays what it is."""
     if isinstance(values, Split):
         return change(values)
+    if next(splits_in(values), None) is None:
+        return values
     if isinstance(values, (list, tuple)):
         items = [mapped(change, value) for value in values]
         return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
@@ -648,8 +685,8 @@ def _binds(how: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 def _first_whole(
     name: str, need: NeedsWhole, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather one dim of the first split argument."""
-    first = next(splits_in((args, kwargs)))
+    """Gather one dim of the first split argument that is cut there."""
+    first = next(x for x in splits_in((args, kwargs)) if need.dim in x.cuts)
     if is_inplace(name):
         raise NoRule(str(need))
     first.run.note(name, str(need), first)

@@ -82,7 +82,8 @@ def _conv(
     if all(dim < x.ndim - count for dim in x.cuts):
         return like(x, func(x.local, w, b, stride, padding, dilation, groups))
     numbers = (_fixed(stride), _fixed(padding), _fixed(dilation), groups)
-    plan = _conv_plan(x.local.shape, tuple(x.cuts.items()), weight.shape, numbers)
+    places = tuple([cut.comm.rank for cut in x.cuts.values()])
+    plan = _conv_plan(x.local.shape, tuple(x.cuts.items()), places, weight.shape, numbers)
     local = x.local if x.ndim == count + 2 else x.local[None]
     for exchange in plan.before:
         local = HaloExchange.apply(local, exchange)
@@ -115,10 +116,15 @@ class _ConvPlan:
 def _conv_plan(
     shape: Sequence[int],
     cuts: tuple[tuple[int, Cut], ...],
+    _: tuple[int, ...],
     weight: Sequence[int],
     numbers: tuple[Any, Any, Any, int],
 ) -> _ConvPlan:
-    """Return the plan of a convolution, given the shape of the own block and its cuts."""
+    """Return the plan of a convolution, given the shape of the own block, its cuts and places.
+
+    Communicators of the same ranks are equal, whichever rank they are seen from (on paper, one
+    process sees them from all).
+    """
     stride, padding, dilation, groups = numbers
     count, kernel = len(weight) - 2, tuple(weight[2:])
     steps, spread = per_dim(stride, count, "stride"), per_dim(dilation, count, "dilation")
@@ -430,8 +436,8 @@ def _taps(
     with torch.inference_mode(False):  # kept, and used where gradients are wanted
         return tuple(
             (
-                torch.tensor([tap.points[k] - first for tap in taps]),
-                torch.tensor([tap.weights[k] for tap in taps], dtype=torch.float64),
+                torch.tensor([tap.points[k] - first for tap in taps], device="cpu"),
+                torch.tensor([tap.weights[k] for tap in taps], dtype=torch.float64, device="cpu"),
             )
             for k in range(len(taps[0].points))
         )

@@ -15,7 +15,7 @@ from typing import Any
 from unisono.environment import detect
 from unisono.errors import PlatformError
 from unisono.launch.api import execute, submit_request
-from unisono.launch.request import Request, is_in_world
+from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stopping import signals_of_launcher
 from unisono.train.report.building import Report, conclude
@@ -23,7 +23,7 @@ from unisono.train.report.building import Report, conclude
 
 def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
     """Run a request with recording ranks, and with a page that shows them if that is wanted."""
-    if request.platform.detect and is_in_world():
+    if request.joins_world:
         if watch and detect().rank == 0:
             print("unisono: already in a world; watch is not used", file=sys.stderr)
         return execute(in_world(request, name))
