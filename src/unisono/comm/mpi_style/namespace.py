@@ -48,7 +48,29 @@ __all__ = [
     "SUM",
     "UNDEFINED",
     "Comm",
+    "Finalize",
+    "Init",
+    "Is_finalized",
+    "Is_initialized",
     "Op",
     "Request",
     "Status",
 ]
+
+
+def Init() -> None:
+    """Do nothing: ranks meet at the first verb."""
+
+
+def Finalize() -> None:
+    """Do nothing: the world is closed, by all ranks together, when they end."""
+
+
+def Is_initialized() -> bool:
+    """Return True, as after any import of mpi4py."""
+    return True
+
+
+def Is_finalized() -> bool:
+    """Return False: see `Finalize`."""
+    return False
