@@ -226,27 +226,6 @@ def test_a_view_that_moved_must_not_be_changed_in_place():
 
 
 @pytest.mark.ranks(2)
-def test_checkpointing_that_is_not_reentrant():
-    class Saving(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Net()
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    partition = Partition(ROWS)
-    net = made(Saving).eval()
-    whole, x = copy.deepcopy(net), whole_input().requires_grad_()
-    whole(x).square().sum().backward()
-    block = own_block(x.detach(), partition)
-    split(net, partition)(block).square().sum().backward()
-    close(block.grad, x.grad[partition.local_slices(SHAPE)])
-    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
-        close(p.grad, q.grad)
-
-
-@pytest.mark.ranks(2)
 def test_random_numbers_are_those_of_one_network():
     comm = unisono.world()
 
@@ -286,39 +265,6 @@ def test_states_are_those_of_the_plain_module():
     outer = nn.Sequential(split(made(), Partition(ROWS)))
     assert next(iter(outer.state_dict())) == "0.stem.weight"
     outer.load_state_dict(outer.state_dict())
-
-
-@pytest.mark.ranks(2)
-def test_modes_and_precisions():
-    partition = Partition(ROWS)
-    net, x = made().float(), whole_input().float()
-    block = x[partition.local_slices(SHAPE)]
-    for context in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
-        for training in (True, False):
-            wanted_net = copy.deepcopy(net).train(training)
-            parts = split(copy.deepcopy(net).train(training), partition)
-            with context:
-                wanted, found = wanted_net(x), parts(block).whole()
-            assert found.dtype == wanted.dtype
-            torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)
-
-
-@pytest.mark.ranks(4)
-def test_by_data_and_by_space_on_one_mesh():
-    comm = unisono.world()
-    from unisono import DataParallel, Mesh
-
-    mesh = Mesh(data=2, rows=2)
-    partition = Partition.from_mesh(mesh, {"rows": 2}, ndim=4)
-    x = whole_input((4, 3, 11, 8))
-    mine = x.chunk(2)[comm.rank // 2]
-    net = made().eval()
-    whole = copy.deepcopy(net)
-    whole(x).square().mean().backward()
-    model = DataParallel(split(net, partition), comm=mesh.comm("data"))
-    model(own_block(mine, partition)).square().mean().backward()
-    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
-        close(p.grad, q.grad)
 
 
 @pytest.mark.ranks(2)
