@@ -27,7 +27,6 @@ def test_the_packages_of_distdl_hold_every_layer_that_we_have():
         "DistributedInstanceNorm",
         "DistributedPad",
         "DistributedRMSNorm",  # theirs is called Zero
-        "DistributedSequential",
     }
     assert offered <= set(distdl.nn.__all__)
     for name in distdl.nn.__all__:

@@ -20,7 +20,7 @@ from torch.distributed import config
 from unisono.comm.communicator import register_source
 from unisono.comm.engines import mpi
 from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.process_group import ShmProcessGroup
+from unisono.comm.engines.shm.rendezvous import ShmProcessGroup
 from unisono.errors import MissingExtra, PlatformError
 
 NAMES: tuple[str, ...] = ("gloo", "nccl", "shm", "mpi")

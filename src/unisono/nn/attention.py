@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.blocks import dense
+from unisono.comm.arguments import dense
+from unisono.comm.perform import Pending
 from unisono.operators import all_gather, move_cut
-from unisono.operators.plans import Flight, post
 
 _SCORES = 1 << 21
 """Scores that are computed at a time where torch's kernel does not serve."""
+Messages = Pending[dict[int, Tensor]]
+"""Blocks under way around the ring."""
 _KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -121,8 +123,13 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Send the gradients of keys and values around with their blocks, and home."""
-        with torch.autocast(grads[0].device.type, enabled=False):
+        with torch.autocast(_device_kind(grads[0]), enabled=False):
             return *_gradients(ctx, grads[0]), None
+
+
+def _device_kind(x: Tensor) -> str:
+    """Return the kind of device whose autocast counts; on paper, that of the CPU."""
+    return "cpu" if x.is_meta else x.device.type
 
 
 def _gradients(ctx: Any, dout: Tensor) -> list[Tensor | None]:
@@ -174,13 +181,13 @@ def _blocks(k: Tensor, v: Tensor, plan: AttentionPlan) -> Iterator[tuple[int, Te
     held = torch.cat([k.reshape(-1), v.reshape(-1)])
     for step in range(comm.size):
         block = (comm.rank - step) % comm.size
-        flight = Flight()
+        flight: Messages | None = None
         if step + 1 < comm.size:
             coming = _elements(k, v, plan, (block - 1) % comm.size)
             flight = _passed_on(comm, held, coming, k.dtype)
         yield block, *_unpacked(held, k, v, plan, block)
-        if step + 1 < comm.size:
-            held = next(iter(flight.take().values()), held[:0])
+        if flight is not None:
+            held = next(iter(flight.wait().values()), held[:0])
 
 
 class _Homeward:
@@ -192,8 +199,7 @@ class _Homeward:
 
     def __init__(self, plan: AttentionPlan, k: Tensor, v: Tensor) -> None:
         self._plan, self._like = plan, (k, v)
-        self._flight = Flight()
-        self._started = False
+        self._flight: Messages | None = None
         self._own: tuple[Tensor, Tensor] | None = None
 
     def add(self, block: int, dk: Tensor, dv: Tensor) -> None:
@@ -203,12 +209,11 @@ class _Homeward:
             self._own = dk, dv
             return
         total = torch.cat([dk.reshape(-1), dv.reshape(-1)])
-        if self._started:
-            for came in self._flight.take().values():
+        if self._flight is not None:
+            for came in self._flight.wait().values():
                 total += came
         coming = _elements(*self._like, self._plan, (block - 1) % comm.size)
         self._flight = _passed_on(comm, total, coming, total.dtype)
-        self._started = True
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of own keys and values."""
@@ -216,15 +221,15 @@ class _Homeward:
             return self._own
         k, v = self._like
         plan, comm = self._plan, self._plan.comm
-        came = next(iter(self._flight.take().values()), k.new_empty(0))
+        landed = {} if self._flight is None else self._flight.wait()
+        came = next(iter(landed.values()), k.new_empty(0))
         return _unpacked(came, k, v, plan, 0 if comm is None else comm.rank)
 
 
-def _passed_on(comm: Communicator, held: Tensor, coming: int, dtype: torch.dtype) -> Flight:
+def _passed_on(comm: Communicator, held: Tensor, coming: int, dtype: torch.dtype) -> Messages:
     """Start to send a flat block to the next rank, and to receive that of the rank before."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    return post(
-        comm,
+    return comm._post(
         {after: dense(held)} if held.numel() else {},
         {before: torch.empty(coming, dtype=dtype, device=held.device)} if coming else {},
     )
@@ -462,7 +467,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Attenti
     elif mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    kind = q.device.type
+    kind = _device_kind(q)
     if not torch.is_autocast_enabled(kind):
         return Attention.apply(q, k, v, mask, plan).reshape(shape)
     if q.dtype == torch.float32:  # as autocast treats torch's own attention

@@ -73,7 +73,7 @@ def block_plan(
                 f"{x.shape[dim]} + the lengths of {others} other blocks = ?",
                 "sizes=[...], the length of each block; natoms=N for the balanced split of N",
             )
-        return BlockPlan(comm, dim, comm.block_lengths(x, dim))
+        return BlockPlan(comm, dim, comm._lengths(x, dim, verb))
     given = check_sizes(sizes, comm.size, verb)
     if given[comm.rank] != x.shape[dim]:
         raise PartitionError.because(
@@ -106,7 +106,8 @@ def _joined(x: Tensor, plan: BlockPlan) -> Tensor:
         return plan.landed
     if torch.compiler.is_compiling():
         return traced.all_gather(x, plan.dim, plan.sizes, plan.comm)
-    return plan.comm.all_gather(x, plan.dim, plan.sizes)
+    # The plan was checked when it was made; the verb would do so once more.
+    return plan.comm._perform(plan.comm._joined(x, plan.dim, plan.sizes))
 
 
 class AllGather(LinearMap):
@@ -127,7 +128,7 @@ class ReduceScatter(LinearMap):
             return plan.landed
         if torch.compiler.is_compiling():
             return traced.reduce_scatter(x, plan.dim, plan.sizes, plan.comm)
-        return plan.comm.reduce_scatter(x, plan.dim, plan.sizes)
+        return plan.comm._perform(plan.comm._reduced_block(x, plan.dim, plan.sizes))
 
 
 class ConcatReplicated(LinearMap):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import current_mode
+from unisono.nn.parameters import summed_gradients
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Gathered,
@@ -25,7 +26,6 @@ from unisono.nn.split_tensors.tensor import (
     refuse_passed_by,
     splits_in,
 )
-from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 
 _BUCKET_BYTES = 25 * 2**20
@@ -45,6 +45,8 @@ class SplitModule(nn.Module):
         self.attention = attention
         self._gathered: Counter[Gathered] = Counter()
         self._is_compared = False
+        self._unsummed: dict[nn.Parameter, Tensor] | None = None
+        """In `no_sync`: leaves that stand for parameters in own work, and keep its gradients."""
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
@@ -80,10 +82,15 @@ class SplitModule(nn.Module):
             swap = {id(first): entry.tensor}
             args = tuple(swap.get(id(x), mapped(inside, x)) for x in args)
             kwargs = {key: swap.get(id(x), mapped(inside, x)) for key, x in kwargs.items()}
-        self._copy_parameters(run, tuple(entry.tensor.cuts.values()))
+        with _one_stream(entry.draws_alike, run):
+            return self.run(entry.tensor, *args, **kwargs)
+
+    def run(self, entry: Split, *args: Any, **kwargs: Any) -> Any:
+        """Call the network with arguments among which `entry` is, and which are cut as they are."""
+        run = entry.run
+        self._copy_parameters(run, tuple(entry.cuts.values()))
         try:
-            with _one_stream(entry.draws_alike, run):
-                result = self.module(*args, **kwargs)
+            result = self.module(*args, **kwargs)
         finally:
             self._gathered = run.gathered
             run.copies = {}
@@ -94,16 +101,13 @@ class SplitModule(nn.Module):
 
     def _told_apart(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Return the own block, and all other arguments by name."""
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return the own block, None if there is none, and all other arguments by name."""
         name = type(self.module).__name__
         given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         at = next((key for key, x in given.items() if isinstance(x, Tensor)), None)
         if at is None:
-            raise UnisonoError.because(
-                f"a split {name} called without a tensor",
-                hint="the own block of its input first, then tensors that all ranks hold equal",
-            )
+            return None, given
         for x in splits_in(given):
             axes = {self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
             if not {cut.comm for cut in x.cuts.values()} <= axes:
@@ -152,17 +156,32 @@ class SplitModule(nn.Module):
         if not torch.is_grad_enabled():
             return
         comms = tuple(cut.comm for cut in cuts)
-        buckets: list[list[nn.Parameter]] = []
-        size = 0
-        for p in reversed([p for p in self.module.parameters() if p.requires_grad]):
-            if not buckets or size > _BUCKET_BYTES or buckets[-1][0].dtype != p.dtype:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(p)
-            size += p.numel() * p.element_size()
-        for bucket in buckets:
-            for p, own in zip(bucket, _CopyBucket.apply(run.comm, *bucket), strict=True):
+        for bucket in _buckets(p for p in self.module.parameters() if p.requires_grad):
+            if self._unsummed is None:
+                copies = summed_gradients(run.comm, *bucket)
+            else:
+                copies = [self._unsummed.setdefault(p, _leaf_like(p)) for p in bucket]
+            for p, own in zip(bucket, copies, strict=True):
                 run.copies[id(p), comms] = own
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of own work unsummed inside the block; sum them once at its end.
+
+        For accumulation over several backwards. Collective at its end.
+        """
+        before, self._unsummed = self._unsummed, {}
+        try:
+            yield
+            held = self._unsummed
+        finally:
+            self._unsummed = before
+        for bucket in _buckets(held):
+            grads = [torch.zeros_like(p) if held[p].grad is None else held[p].grad for p in bucket]
+            flat = torch.cat([g.reshape(-1) for g in grads])  # type: ignore[union-attr]
+            total = self.partition.comm.all_reduce_(flat)
+            for p, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
+                p.grad = part.view_as(p) if p.grad is None else p.grad + part.view_as(p)
 
     def report(self) -> list[tuple[Gathered, int]]:
         """Return what had to be gathered in the latest forward, and how often."""
@@ -263,24 +282,21 @@ def _digest(lines: list[str]) -> int:
     return zlib.crc32("\n".join(lines).encode()) + 1 if lines else 0
 
 
-class _CopyBucket(torch.autograd.Function):
-    """Copies of replicated parameters for own work; their gradients are summed in one call."""
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return parameters whose gradients travel together, last ones first: backward has them so."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for p in reversed(list(parameters)):
+        if not buckets or size > _BUCKET_BYTES or buckets[-1][0].dtype != p.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(p)
+        size += p.numel() * p.element_size()
+    return buckets
 
-    @staticmethod
-    def forward(ctx: Any, comm: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm = comm
-        ctx.set_materialize_grads(False)
-        return tuple(p.view_as(p) for p in parameters)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [g for g in grads if g is not None]
-        if not given:
-            return (None, *grads)
-        flat = torch.cat([g.reshape(-1) for g in given])
-        total = sum_to_replicated(flat, comm=ctx.comm)
-        parts = iter(total.split([g.numel() for g in given]))
-        return (None, *[None if g is None else next(parts).view_as(g) for g in grads])
+def _leaf_like(p: nn.Parameter) -> Tensor:
+    return p.detach().requires_grad_()
 
 
 @contextmanager

@@ -272,32 +272,40 @@ class Entry:
     """Whether all ranks have given the same further numbers."""
 
 
-def entered(x: Tensor, partition: Partition, run: Run, numbers: Sequence[int] = ()) -> Entry:
+def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[int] = ()) -> Entry:
     """Return the own block as a `Split`, and what else ranks agree on.
 
     The one meeting in which ranks tell each other shapes; all later ones follow by arithmetic.
 
     Args:
-        x: own block; a `Split` stays as it is.
+        x: own block; a `Split` stays as it is. None is refused, on all ranks alike.
         partition: how it is cut.
         run: the forward to come.
         numbers: what should be equal on all ranks; 0 is equal to anything.
     """
     comm, known, dims = partition.comm, isinstance(x, Split), partition.dim
-    with _plainly():
-        shape = list(x.shape) if x.ndim == dims and not known else [0] * dims
-    local = x.local if isinstance(x, Split) else x
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    needs = int(local.requires_grad and torch.is_grad_enabled())
-    own = [local.ndim, _code(local.dtype), needs, int(known)]
+    shape, own = [0] * dims, [-1, 0, 0, 0]
+    if x is not None:
+        with _plainly():
+            shape = list(x.shape) if x.ndim == dims and not known else shape
+        local = x.local if isinstance(x, Split) else x
+        needs = int(local.requires_grad and torch.is_grad_enabled())
+        own = [local.ndim, _code(local.dtype), needs, int(known)]
     records = comm.all_gather_ints([*shape, *own, state, *numbers])
     if len({record[dims : dims + 4] for record in map(tuple, records)}) > 1:
         raise CollectiveMismatch(
             "inputs of a split network: dims, dtype and requires_grad must be equal on all ranks",
-            {r: f"{rec[dims]} dims, dtype number {rec[dims + 1]}, "
+            {r: "no tensor" if rec[dims] < 0 else
+                f"{rec[dims]} dims, dtype number {rec[dims + 1]}, "
                 f"requires_grad {bool(rec[dims + 2])}, split already {bool(rec[dims + 3])}"
              for r, rec in enumerate(records)},
         )  # fmt: skip
+    if x is None:
+        raise UnisonoError.because(
+            "a split network called without a tensor",
+            hint="the own block of its input first, then tensors that all ranks hold equal",
+        )
     further = zip(*[record[dims + 5 :] for record in records], strict=True)
     draws_alike = len({record[dims + 4] for record in records}) == 1
     alike = all(len(set(column)) == 1 or 0 in column for column in further)
@@ -309,11 +317,11 @@ def entered(x: Tensor, partition: Partition, run: Run, numbers: Sequence[int] = 
             arithmetic=f"{x.ndim} dims != {dims}",
             hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
         )
-    cuts = _agreed_cuts([record[:dims] for record in records], partition)
+    cuts = agreed_cuts([record[:dims] for record in records], partition)
     return Entry(Split(x, cuts, run) if cuts else x, draws_alike, alike)
 
 
-def _agreed_cuts(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[int, Cut]:
+def agreed_cuts(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[int, Cut]:
     """Return the cuts that follow from the blocks of all ranks."""
     cuts: dict[int, Cut] = {}
     ranks = range(partition.comm.size)
