@@ -224,6 +224,55 @@ def test_a_view_that_moved_must_not_be_changed_in_place():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_change_beside_a_view_that_moved_is_noticed(mode):
+    """Also through other views, a positional `inplace`, and views of views."""
+
+    class Program(nn.Module):
+        def __init__(self, program):
+            super().__init__()
+            self.program = program
+
+        def forward(self, x):
+            return self.program(x * 1)
+
+    def through_another_view(y):
+        moved, beside = y.view(1, 1, 2, 3), y[:, :, :, :1]
+        beside.mul_(2)
+        return moved.sum()
+
+    def by_a_positional_argument(y):
+        moved = y.view(1, 1, 2, 3)
+        F.relu(y, True)
+        return moved.sum()
+
+    def of_parts(y):
+        part = torch.split_with_sizes(y, [2, 4], 2)[0]
+        y.mul_(2)
+        return part.sum()
+
+    def of_a_view_of_a_view(y):
+        last = y.view(1, 1, 2, 3)[:, :, :, :2].reshape(1, 1, 4)
+        y.mul_(2)
+        return last.sum()
+
+    def nobody_looks(y):
+        y.view(1, 1, 2, 3)
+        return y.mul_(2).sum()
+
+    partition = Partition(ROWS)
+    block = torch.full((1, 1, [4, 2][partition.comm.rank], 1), 2.0, requires_grad=True)
+    programs = [through_another_view, of_parts, of_a_view_of_a_view]
+    if mode is not torch.inference_mode:  # which does not count changes
+        programs.append(by_a_positional_argument)
+    for program in programs:
+        with mode(), pytest.raises(UnisonoError, match="in-place"):
+            split(Program(program), partition)(block)
+    with mode():
+        assert split(Program(nobody_looks), partition)(block).item() == 24
+
+
+@pytest.mark.ranks(2)
 def test_random_numbers_are_those_of_one_network():
     comm = unisono.world()
 
