@@ -27,6 +27,7 @@ from typing import Protocol
 
 from unisono.launch.devices import is_cuda_initialized
 from unisono.launch.logs import FAILED, RankLog
+from unisono.launch.pool import interpreter
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import (
@@ -41,7 +42,6 @@ from unisono.launch.pool.protocol import (
     Returned,
     Standing,
     read_available,
-    send_order,
 )
 
 ANSWER_S = 120.0
@@ -86,7 +86,7 @@ class WarmServer:
         words = (search_path, own, str(theirs.fileno()))
         with theirs:
             self._process = subprocess.Popen(
-                _python(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
+                interpreter.command(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
@@ -249,12 +249,6 @@ def _frozen_surroundings() -> tuple[object, ...]:
     return sys.executable, tuple(variables)
 
 
-def _python(code: str, *words: str) -> list[str]:
-    """Return the command of an interpreter with the options of this one."""
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
-    return [sys.executable, *flags, "-c", code, *words]
-
-
 def _renew_lock() -> None:
     """In a fork of the launcher: another thread may have held the lock at that moment."""
     global _lock
@@ -312,10 +306,10 @@ class ForkedProcess:
             left = None if end is None else max(0.0, end - time.monotonic())
             if not select.select([self.end_fd], [], [], left)[0]:
                 return None
-            data = read_available(self.end_fd)
-            if data == b"":
+            data = os.read(self.end_fd, 4096)
+            if not data:
                 return None
-            self._rest += data or b""
+            self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode().split(" ")
 
@@ -441,35 +435,34 @@ class RankProcess:
             return Parcel(self.returned.value)
         return Parcel(fd=os.dup(self.pipes.result), is_owner=True)
 
-    def read_messages(self) -> list[Message] | None:
-        """Return the messages that have come; None when the rank can send no more."""
+    def receive(self) -> list[Message] | None:
+        """Note and return the messages that have come; None when the rank can send no more."""
         data = read_available(self.pipes.report)
         if data == b"":
             return None
-        return self._reader.feed(data or b"")
-
-    def note(self, message: object) -> None:
-        """Remember what the rank has said."""
-        match message:
-            case Hello():
-                self.hello = message
-            case Ready():
-                self.is_ready = True
-            case Returned():
-                self.returned, self.is_done = message, True
-            case Requeued():
-                self.is_requeued = self.is_done = True
-            case Standing():
-                self.standing = message
-            case Lingering():
-                self.lingering = message.threads
-            case Finishing():
-                self.finishing_s = message.seconds
-            case Failed():
-                self.failed, self.failed_at, self.is_bad = message, time.monotonic(), True
-                self.log.write(FAILED + message.traceback.encode(errors="replace"))
-            case _:
-                pass
+        messages: list[Message] = self._reader.feed(data or b"")
+        for message in messages:
+            match message:
+                case Hello():
+                    self.hello = message
+                case Ready():
+                    self.is_ready = True
+                case Returned():
+                    self.returned, self.is_done = message, True
+                case Requeued():
+                    self.is_requeued = self.is_done = True
+                case Standing():
+                    self.standing = message
+                case Lingering():
+                    self.lingering = message.threads
+                case Finishing():
+                    self.finishing_s = message.seconds
+                case Failed():
+                    self.failed, self.failed_at, self.is_bad = message, time.monotonic(), True
+                    self.log.write(FAILED + message.traceback.encode(errors="replace"))
+                case _:
+                    pass
+        return messages
 
     def collect(self) -> None:
         """Wait for the end of the process, end its group, and keep its status."""
@@ -478,9 +471,12 @@ class RankProcess:
         self.is_bad = self.is_bad or not self.is_done
 
     def order(self, **order: object) -> None:
-        """Send the rank an order. If it has gone, its exit status tells more than this could."""
+        """Send the rank an order, which is short, so that the pipe takes it whole.
+
+        If the rank has gone, its exit status tells more than an error here could.
+        """
         with suppress(OSError):
-            send_order(self.pipes.control, **order)
+            os.write(self.pipes.control, json.dumps(order).encode() + b"\n")
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank alone."""
@@ -575,7 +571,7 @@ def spawn_rank(
     label = f"unisono rank {rank} of {ranks}"
     try:
         process = subprocess.Popen(
-            _python(_RANK_BOOTSTRAP, label, *map(str, inherited)),
+            interpreter.command(_RANK_BOOTSTRAP, label, *map(str, inherited)),
             stdin=stdin_fd,
             stdout=pipes.streams[1],
             stderr=pipes.streams[2],
