@@ -94,25 +94,31 @@ def mace(head: str | None = None) -> Adapter:
 
     def energies(model: Any, piece: Piece) -> Tensor:
         known = model.atomic_numbers
-        kinds = (piece.numbers[:, None] == known).long().argmax(1)
+        # MACE cannot be called without atoms: a rank that has none brings one that counts nothing.
+        numbers = piece.numbers if piece.own else known[:1]
+        own = piece.own or 1
+        kinds = (numbers[:, None] == known).long().argmax(1)
         data = {
             "node_attrs": nn.functional.one_hot(kinds, len(known)).to(piece.vectors.dtype),
             "edge_index": piece.edge_index,
             "vectors": piece.vectors,
-            "batch": torch.zeros_like(kinds[: piece.own]),
+            "batch": torch.zeros_like(kinds[:own]),
             "head": torch.full((1,), _head(model, head), device=kinds.device),
-            "natoms": (piece.own, len(kinds) - piece.own),
+            "natoms": (own, len(kinds) - own),
             "lammps_class": piece,
         }
 
         def fetch(node_feats: Tensor, *, first_layer: bool, **_: Any) -> Tensor:
-            # The first layer's features are of elements alone: every rank has made them itself.
-            return node_feats if first_layer else piece.extend(node_feats)
+            if first_layer:  # features of elements alone: every rank has made them itself
+                return node_feats
+            rows = piece.extend(node_feats[: piece.own])
+            return rows if piece.own else torch.cat([node_feats, rows])
 
         with ExitStack() as stack:
             for interaction in model.interactions:
                 stack.enter_context(replaced(interaction, "handle_lammps", fetch))
-            return model(data, compute_force=False, lammps_mliap=True)["node_energy"]
+            out = model(data, compute_force=False, lammps_mliap=True)
+        return out["node_energy"][: piece.own]
 
     return Adapter(
         energies,

@@ -74,6 +74,14 @@ def radius_graph(
     return Neighbours(edges.to(pos.device), shift[order].to(pos.device, pos.dtype))
 
 
+def wrapped(pos: Tensor, cell: Tensor | None, pbc: bool | Sequence[bool]) -> Tensor:
+    """Return positions inside the cell, along the vectors where things repeat."""
+    cells, repeats = _cells(cell, pbc, pos.shape[1], torch.empty(0, dtype=torch.int64))
+    points = pos.detach().cpu().double()
+    fraction = points @ torch.linalg.inv(cells[0])
+    return points - torch.where(repeats, fraction.floor(), 0.0) @ cells[0]
+
+
 class _Grid(NamedTuple):
     """Places in cells of side `cutoff`, sorted by cell.
 
@@ -179,10 +187,8 @@ def _cells(
         raise PartitionError.because(asked, "nan or infinity in it", None, "finite vectors")
     repeats = torch.tensor([pbc] * dims if isinstance(pbc, bool) else [bool(p) for p in pbc])
     if repeats.shape != (dims,):
-        found = f"{len(repeats)} entries for {dims} vectors"
-        raise PartitionError.because(
-            "radius_graph(pbc=...)", found, None, "pbc=(True, True, False)"
-        )
+        found, hint = f"{len(repeats)} entries for {dims} vectors", "pbc=(True, True, False)"
+        raise PartitionError.because("radius_graph(pbc=...)", found, None, hint)
     kept = int(repeats.sum())
     for vectors in cells:
         periodic = vectors[repeats]
