@@ -69,7 +69,9 @@ def adapter_of(model: nn.Module) -> Adapter:
 @contextmanager
 def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
     """Let `module.name` be `value` for a while; nothing of the model's source changes."""
-    place = module._modules if name in module._modules else vars(module)
+    place: dict[str, Any] = vars(module)
+    if name in module._modules:  # assigning it would ask for a module that stays
+        place = module._modules
     missing = object()
     before = place.get(name, missing)
     place[name] = value

@@ -36,6 +36,8 @@ ATOMS = 16
 """A system with fewer atoms than this for each rank is not split: its halo would be all of it."""
 WORSE = 1.1
 """A partition is replaced when its halo, or its imbalance, has grown by this factor."""
+PROPERTIES = ("energy", "free_energy", "forces", "stress", "hessian")
+"""What can be asked for."""
 _VOIGT = [0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]
 
 
@@ -66,7 +68,7 @@ class Calculator(AseCalculator):
         ...     atoms.get_potential_energy()
     """
 
-    implemented_properties = ("energy", "free_energy", "forces", "stress", "hessian")
+    implemented_properties = [*PROPERTIES]  # noqa: RUF012  as ASE has it
 
     def __init__(
         self, model: nn.Module, ranks: int = 2, *, adapter: Adapter | None = None, **options: Any
@@ -111,7 +113,7 @@ class Calculator(AseCalculator):
 
     def get_hessian(self, atoms: Any = None) -> np.ndarray:
         """Return the second derivatives of the energy by positions, `[3 N, 3 N]`."""
-        return self.get_property("hessian", atoms)
+        return np.asarray(self.get_property("hessian", atoms))
 
     def close(self) -> None:
         """End the ranks. Safe to repeat; a later call would start new ones."""
