@@ -8,8 +8,11 @@ Each drawing first runs the Python blocks of the tutorial it stands in.
 
 from __future__ import annotations
 
+import html
 import re
+import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import unisono
+from unisono.errors import UnisonoError
 
 HERE = Path(__file__).parent
 RANKS = ("#3f51b5", "#ff7043", "#26a69a", "#ab47bc")
@@ -129,6 +133,60 @@ def _rectangle(corner: tuple[float, float], side: float, colour: str) -> Any:
     return Rectangle(corner, side, side, fill=False, edgecolor=colour, lw=1.5)
 
 
+def explained() -> None:
+    """A failure and a hang, as the launcher tells of them: text of real runs, drawn."""
+    program = """
+import time, torch, unisono
+
+
+def divide():
+    comm = unisono.world()
+    share = torch.tensor(12 / (comm.rank - 1))
+    return comm.all_reduce(share)
+
+
+def oversleep():
+    comm = unisono.world()
+    if comm.rank == 1:
+        time.sleep(600)
+    comm.barrier()
+"""
+    panels = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.py")
+        path.write_text(program, encoding="utf-8")
+        for name, deadline in (("divide", None), ("oversleep", 2)):
+            names: dict[str, Any] = {"__name__": "__main__"}
+            exec(compile(program, str(path), "exec"), names)
+            try:
+                unisono.run(names[name], ranks=2, timeout_s=deadline, logs=folder)
+            except UnisonoError as error:
+                told = str(error).replace(f"{folder}/", "")
+                told = told.replace(socket.gethostname(), "laptop").splitlines()
+                # Frames of ours are left out: the picture shows the reader's own program.
+                own = [line for line in told if 'File "/' not in line and "thread 0x" not in line]
+                call = f"unisono.run({name}, ranks=2{f', timeout_s={deadline}' * bool(deadline)})"
+                panels.append([f">>> {call}", *(line.partition("; logs")[0] for line in own)])
+    (HERE / "img" / "explained.svg").write_text(_terminals(panels), encoding="utf-8")
+
+
+def _terminals(panels: list[list[str]]) -> str:
+    """Return texts as windows of a terminal, one below the other."""
+    parts, top = [], 0
+    for lines in panels:
+        height = 20 * len(lines) + 24
+        parts.append(f'<rect y="{top}" width="820" height="{height}" rx="8" fill="#1e2430"/>')
+        for number, line in enumerate(lines):
+            is_loud = line.startswith(("rank", "HINT", "Stopped", "Latest"))
+            colour = "#ffb08f" if is_loud else "#9fb3ff" if line.startswith(">>>") else "#d8dee9"
+            y, shown = top + 28 + 20 * number, html.escape(line).replace(" ", "&#160;")
+            parts.append(f'<text x="16" y="{y}" fill="{colour}">{shown}</text>')
+        top += height + 12
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {top - 12}" width="820"'
+    style = 'font-family="monospace" font-size="13"'
+    return "\n".join([f"{head} {style}>", *parts, "</svg>\n"])
+
+
 def _save(figure: Figure, name: str) -> None:
     path = HERE / "img" / name
     figure.savefig(path, dpi=110, metadata={"Date": None} if name.endswith("svg") else None)
@@ -136,7 +194,7 @@ def _save(figure: Figure, name: str) -> None:
 
 
 if __name__ == "__main__":
-    pictures = (data_losses, graph_owners, space_fields, error_bars)
+    pictures = (data_losses, graph_owners, space_fields, error_bars, explained)
     for picture in pictures:
         if not sys.argv[1:] or picture.__name__ in sys.argv[1:]:
             picture()

@@ -72,7 +72,7 @@ def train(grid: Partition | None) -> tuple[list[float], Tensor]:
     torch.manual_seed(0)
     net, loss = UNet().double(), nn.MSELoss()
     if grid is not None:
-        net, loss = distribute(net, grid, custom="recurse"), DistributedMSELoss(grid)
+        net, loss = distribute(net, grid), DistributedMSELoss(grid)
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
     losses: list[float] = []
     for _ in range(STEPS):

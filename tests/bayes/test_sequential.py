@@ -82,6 +82,59 @@ def test_arrays_come_back_as_they_were_sent():
     assert net.double()(flat)[0].dtype == np.float64
 
 
+@pytest.mark.parametrize(
+    ("layers", "size"),
+    [
+        (lambda: [RMSNorm([4])], 4),
+        (lambda: [LayerNorm([4])], 4),
+        (lambda: [ReLU(), BatchNorm2d(4), Tanh()], 4),
+        (lambda: [MultiheadAttention(4, 2)], 4),
+        (lambda: [MultiheadAttention(4, 2, seq_len=3), Linear(12, 1)], 12),
+        (lambda: [MultiheadAttention(4, 2), Linear(12, 1)], 12),
+        (lambda: [LayerBlock(RMSNorm([4]), Linear(4, 2))], 4),
+        (lambda: [LSTM(2, 3, 2), Linear(6, 1)], 4),
+    ],
+)
+def test_a_flat_input_is_cut_into_the_samples_of_the_first_layer(layers, size):
+    bayes.manual_seed(1)
+    net = Sequential(*layers())
+    x = np.linspace(-1, 1, 3 * size)
+    flat, rows = net(x), net(x.reshape(3, size))
+    np.testing.assert_array_equal(flat, rows)
+    assert net.output_z_buffer.block_size == 3
+
+
+@pytest.mark.parametrize("last", [[], [ReLU], [Tanh]])
+def test_a_net_goes_on_from_the_states_of_another(last):
+    """Two nets, one behind the other, are one net: an encoder and its decoder."""
+    x, y = np.linspace(-1, 1, 12).reshape(3, 4), np.linspace(0, 1, 12)
+    bayes.manual_seed(2)
+    front, back = [Linear(4, 6), ReLU(), Linear(6, 2), *(kind() for kind in last)], [Linear(2, 4)]
+    whole = Sequential(*copy.deepcopy(front), *copy.deepcopy(back))
+    encoder, decoder = Sequential(*front), Sequential(*back)
+    decoder.input_state_update = True
+    for _ in range(3):
+        encoder(x.reshape(-1))
+        mean, var = decoder(encoder.output_z_buffer)
+        np.testing.assert_allclose((mean, var), whole(x.reshape(-1)), rtol=1e-6)
+        for net in (whole, decoder):
+            states, deltas = net.output_z_buffer, net.input_delta_z_buffer
+            OutputUpdater("cpu").update(states, y, 0.1, deltas)
+            net.backward()
+        encoder.input_delta_z_buffer = decoder.output_delta_z_buffer
+        encoder.backward()
+        for net in (whole, encoder, decoder):
+            net.step()
+    halves = [*encoder.state_dict().values(), *decoder.state_dict().values()]
+    for mine, theirs in zip(halves, whole.state_dict().values(), strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    other = Sequential(Linear(4, 3))
+    other(x)
+    with pytest.raises(ValueError, match="the net reads 2 per sample"):
+        decoder(other.output_z_buffer)
+
+
 def test_inputs_and_outputs_are_not_shared_with_the_net():
     net = Sequential(Linear(2, 2))
     x = np.ones((3, 2), np.float32)

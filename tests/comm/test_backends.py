@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
 
+import pytest
+from torch.distributed import config
+
+from unisono.comm import backends
 from unisono.comm.backends import choose_backend
 from unisono.errors import MissingExtra, PlatformError
 
@@ -47,3 +52,51 @@ def test_a_misspelt_or_missing_backend_is_refused():
         choose_backend("mpi", device="cpu", nodes=1, available={"mpi": "no mpi4py"}, environ={})
     with pytest.raises(PlatformError, match="no memory"):
         choose_backend("shm", device="cpu", nodes=1, available={"shm": "no memory"}, environ={})
+
+
+def test_torchcomms_that_makes_all_groups_leaves_none_to_us(tmp_path, monkeypatch):
+    (tmp_path / "torchcomms").mkdir()
+    (tmp_path / "torchcomms" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with config.patch(use_torchcomms=True):
+        found = backends.available()
+    with pytest.raises(PlatformError, match="TORCH_DISTRIBUTED_USE_TORCHCOMMS=1"):
+        choose_backend("shm", device="cpu", nodes=1, available=found, environ={})
+    choice = choose_backend(None, device="cpu", nodes=1, available=found, environ={})
+    assert choice.name == "gloo"
+
+
+NEVER_IMPORTS_US = """
+import sys
+import torch
+import torch.distributed as dist
+
+loaded = {name for name in sys.modules if name.partition(".")[0] == "unisono"}
+assert loaded == {"unisono", "unisono.autoload"}, loaded
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("shm", store=store, rank=rank, world_size=2)
+x = torch.full((3,), rank + 1.0)
+dist.all_reduce(x)
+assert x.tolist() == [3.0] * 3, x
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(backends.available()["shm"] != "ok", reason=backends.available()["shm"])
+def test_torch_knows_our_backends_in_programs_that_never_import_us(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", NEVER_IMPORTS_US, str(rank), str(tmp_path / "store")]
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+
+
+def test_torch_can_be_told_not_to_load_us():
+    code = (
+        "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
+        "import sys, torch; assert 'unisono' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -57,11 +57,14 @@ def compare(layer, plain, P_x, P_y, x):
         torch.testing.assert_close(mine.grad, own(whole.grad, P_x))
     theirs = dict(plain.named_parameters()) if isinstance(plain, nn.Module) else {}
     for name, p in layer.named_parameters():
-        assert p.grad is not None, name
-        assert p.grad.shape == p.shape
-        if p.numel():
-            torch.testing.assert_close(p.grad, theirs[name].grad[layer._holdings[name].slices])
+        torch.testing.assert_close(p.grad, theirs[name].grad[layer._holdings[name].slices])
     return y
+
+
+def owned(layer):
+    """Return the names of a layer's parameters; what optimizers see has elements."""
+    assert all(p.numel() for p in layer.parameters())
+    return sorted(name for name, _ in layer.named_parameters())
 
 
 def same_weights(layer, plain):
@@ -88,6 +91,7 @@ def test_convolutions_store_weights_once_and_equal_torch():
     assert layer.conv_layer.weight is layer.weight
     assert layer.conv_layer.bias is layer.bias
     assert layer.weight.numel() == (6 * 4 * 9 if me == 0 else 0)
+    assert owned(layer) == (["bias", "weight"] if me == 0 else [])
     same_weights(layer, plain)
     compare(layer, plain, P_x, P_x, x)
     assert layer.bias.grad.numel() == (6 if me == 0 else 0)
@@ -99,6 +103,7 @@ def test_convolutions_store_weights_once_and_equal_torch():
     assert type(layer) is distdl.nn.DistributedChannelConv1d
     assert (layer.stores_bias, layer.receives_bias) == (me in (0, 2), me in (0, 2))
     assert layer.conv_layer.weight.shape == (3, 2, 3)
+    assert owned(layer) == (["bias", "weight"] if me in (0, 2) else ["weight"])
     same_weights(layer, plain)
     compare(layer, plain, P_x, P_y, x[..., 0])
 
@@ -200,6 +205,11 @@ def test_norms_and_embeddings_keep_their_parameters_on_first_ranks():
     layer = distdl.nn.DistributedBatchNorm(P_x, 6, dtype=x.dtype)
     same_weights(layer, plain)
     assert layer.weight.shape == ((3,) if me < 2 else (0,))
+    assert owned(layer) == (["bias", "weight"] if me < 2 else [])
+    assert owned(copy.deepcopy(layer)) == owned(layer)
+    assert layer.float().weight.dtype == torch.float32
+    assert layer.double().weight.dtype == torch.float64
+    same_weights(layer, plain)
     assert layer.gamma.shape == layer.beta.shape == (1, layer.weight.numel(), 1, 1)
     compare(layer, plain, P_x, P_x, x)
     assert torch.equal(layer.gamma.grad.flatten(), layer.weight.grad)
@@ -237,7 +247,26 @@ def test_norms_and_embeddings_keep_their_parameters_on_first_ranks():
     assert layer.weight.numel() == ((9, 6, 0, 0)[me])
     compare(layer, plain, P_x, P_x, x)
 
+    P_x = grid([2, 1, 2, 1])
+    plain = nn.RMSNorm((5, 3), 1e-6, dtype=x.dtype)
+    nn.init.normal_(plain.weight)
+    layer = distdl.nn.rmsnorm_zero.DistributedRMSNormZero(P_x, (5, 3), 1e-6, dtype=x.dtype)
+    same_weights(layer, plain)
+    assert owned(layer) == (["weight"] if me < 2 else [])
+    compare(layer, plain, P_x, P_x, x)
+    layer.requires_grad_(False)  # frozen where it is stored; the others still take part
+    compare(layer, plain.requires_grad_(False), P_x, P_x, x)
+
     P_x = grid([2, 2])
+    for kind in (
+        distdl.nn.DistributedLinearAllGatherZero,
+        distdl.nn.DistributedLinearReduceScatterZero,
+    ):
+        plain = nn.Linear(6, 4, dtype=x.dtype)
+        layer = kind(P_x, 6, 4, collect_state=True, checkpoint=True, dtype=x.dtype)
+        same_weights(layer, plain)
+        assert ("weight" in owned(layer)) == (me < 2)
+        compare(layer, plain, P_x, P_x, x[..., 0, 0])
     ids = torch.arange(8) % 5
     plain = nn.Embedding(5, 6, dtype=x.dtype)
     layer = distdl.nn.DistributedEmbedding(P_x, 5, 6, dtype=x.dtype, collect_state=False)
@@ -390,6 +419,26 @@ def test_upsampling_takes_whole_sizes_and_families_of_modes():
     torch.testing.assert_close(local(window), own(expected, P_x))
     inactive = Partition().create_cartesian_topology_partition([1, 1, 2, 2])
     assert Resampling()._compute_exchange_info(inactive, y, y, None, "linear", False) == (None,) * 4
+
+
+@pytest.mark.ranks([1, 3])
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+def test_interpolation_of_own_points_alone_is_a_share_of_the_whole(mode):
+    comm = unisono.world()
+    torchs = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
+    x = drawn(2, 3, 7, 5)
+    for P_x in (grid([1, 1, comm.size, 1]), grid([1, 1, 1, comm.size])):
+        here = layout_of(P_x).local_slices(x.shape)
+        start, stop = [s.start for s in here], [s.stop for s in here]
+        whole = (torch.zeros(4).int(), torch.tensor([2, 3, 11, 9]))
+        layer = distdl.nn.Interpolate(start, stop, x.shape, *whole, whole[1], None, mode, False)
+        mine, plain = x[here].clone().requires_grad_(), x.clone().requires_grad_()
+        y, expected = layer(mine), F.interpolate(plain, (11, 9), mode=torchs)
+        torch.testing.assert_close(comm.all_reduce(y.detach()), expected.detach())
+        probe = drawn(*expected.shape, seed=2)
+        y.backward(probe)
+        expected.backward(probe)
+        torch.testing.assert_close(mine.grad, plain.grad[here])
 
 
 @pytest.mark.ranks(3)

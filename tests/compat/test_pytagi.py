@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from unisono import bayes
-from unisono.compat import pytagi
+from unisono.cli import main
+from unisono.compat import pytagi, serving
 
 
 def test_every_class_is_ours():
@@ -88,6 +89,61 @@ def test_a_program_runs_after_one_more_line(printed_by, tmp_path):
     served = "import unisono.compat\nunisono.compat.serve('pytagi')\n"
     (tmp_path / "program.py").write_text(served + PROGRAM)
     assert "error" in printed_by("program.py")
+
+
+INSISTS = """
+import sys
+import numpy as np
+import pytagi
+from pytagi.nn import DDPConfig, DDPSequential, Linear, OutputUpdater, ReLU, Sequential
+
+if not (pytagi.cuda.is_available() and pytagi.is_cuda_available()):
+    sys.exit("CUDA is not available")
+if not pytagi.cuda.is_nccl_available():
+    sys.exit("NCCL is not available")
+devices = list(range(pytagi.cuda.get_device_count()))
+config = DDPConfig(device_ids=devices, backend="nccl", rank=0, world_size=1)
+net = Sequential(Linear(2, 4), ReLU(), Linear(4, 1))
+net.to_device("cuda")
+ddp = DDPSequential(net, config, average=True)
+device = pytagi.cuda.get_current_device()
+assert pytagi.cuda.set_device(device) and min(pytagi.cuda.get_device_memory(device)) > 0
+updater = OutputUpdater(net.device)
+x = np.ones((4, 2), np.float32) * (1 + device)
+for _ in range(3):
+    ddp(x.flatten())
+    updater.update(ddp.output_z_buffer, np.ones(4), np.full(4, 0.1), ddp.input_delta_z_buffer)
+    ddp.backward()
+    ddp.step()
+ddp.check_sync()
+print("devices", len(devices), "mine", device, ddp.get_device_with_index())
+"""
+
+
+def test_a_program_that_insists_on_cuda_runs_where_there_is_none(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text(INSISTS)
+    run = ["run", "--compat", "pytagi", "--ranks", "2"]
+    assert main([*run, "--as-cpu", str(script)]) == 0
+    said = capfd.readouterr()
+    lines = [f"[{rank}] devices 2 mine {rank} cpu" for rank in (0, 1)]
+    assert sorted(said.out.splitlines()) == lines
+    assert 'unisono: where there is no CUDA, "cuda" means the CPU' in said.err
+    assert main([*run, str(script)]) != 0
+    assert "CUDA is not available" in capfd.readouterr().err
+    assert main(["run", "--as-cpu", str(script)]) == 2
+    assert "HINT: --compat pytagi --as-cpu" in capfd.readouterr().err
+    with serving("pytagi", as_cpu=True):
+        assert pytagi.is_cuda_available()
+        assert bayes.Linear(1, 1).to_cuda().device == "cpu"
+    assert not pytagi.is_cuda_available()
+
+
+def test_serving_in_python_takes_the_cpu_for_cuda_and_says_so(printed_by, tmp_path):
+    served = "import unisono.compat, warnings\nwarnings.simplefilter('ignore')\n"
+    served += "unisono.compat.serve('pytagi', as_cpu=True)\n"
+    (tmp_path / "program.py").write_text(served + INSISTS)
+    assert printed_by("program.py") == "devices 1 mine 0 cpu\n"
 
 
 def test_the_table_can_stand_under_another_name(tmp_path, monkeypatch):

@@ -23,7 +23,9 @@ UNLOADED = ("bayes_ddp", "checkpoint_resume", "composed", "launch_hello", "mpi_s
 """Those that have a world in their own process, and a plain one, end to the last destructor."""
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example", [path for path in EXAMPLES if path.stem != "trainers"], ids=lambda path: path.stem
+)
 def test_an_example_runs(example, interpreter, tmp_path):
     if example.stem == "mace_split" and find_spec("mace") is None:
         pytest.skip('no MACE here: pip install "unisono[potentials]"')
@@ -33,6 +35,16 @@ def test_an_example_runs(example, interpreter, tmp_path):
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.strip(), "an example shows something"
     assert list(tmp_path.glob("unisono-*")) == []
+
+
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning", "transformers"])
+def test_a_trainer_of_another_library_gives_the_weights_of_one_rank(trainer, interpreter, tmp_path):
+    pytest.importorskip(trainer, reason=f"{trainer} is not installed")
+    example = next(path for path in EXAMPLES if path.stem == "trainers")
+    words = [str(example), "--trainer", trainer]
+    done = interpreter.run(words, cwd=tmp_path, timeout_s=110.0)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "differ by" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["checkpoint_resume", "composed", "save_on_two_load_on_one"])

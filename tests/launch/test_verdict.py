@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError
-from unisono.launch import verdict
+from unisono.launch.pool import verdict
 from unisono.launch.pool.protocol import Failed, Standing
-from unisono.launch.verdict import Fate, choose_cause, failure, timeout
+from unisono.launch.pool.verdict import Fate, choose_cause, failure, timeout
 
 
 def report(summary="ValueError: bad", *, consequence=False, error=None, code=None, site=""):

@@ -168,22 +168,3 @@ def test_the_first_plan_is_final_with_the_check_off():
         with pytest.raises(CollectiveMismatch, match=r"\[2, 3, 4\] float32 -> \[2, 3, 5\] float32"):
             layer(torch.ones(2, 3, 5))
         assert layer(torch.ones(2, 3, 4)).shape == (2, 3, 2)
-
-
-@pytest.mark.ranks(2, backend=["gloo", "shm"])
-def test_a_chain_agrees_once_for_all_of_its_layers():
-    P = Partition([1, 1, 2])
-    torch.manual_seed(0)
-    plain = torch.nn.Sequential(
-        torch.nn.Conv1d(3, 3, 3, padding=1), torch.nn.BatchNorm1d(3), torch.nn.MaxPool1d(2)
-    )
-    net = nn.distribute(plain, P)
-    for n in (8, 9, 9, 8):
-        whole = drawn(2, 3, n)
-        with trace() as seen:
-            y = net(cut(whole, P))
-        torch.testing.assert_close(y, cut(plain(whole), P))
-    assert [layer._setups for layer in net] == [2, 2, 2]  # both inputs are known then
-    with trace() as seen:
-        net(cut(whole, P))
-    assert Counter(event.op for event in seen.events) == {"all_gather": 1, "exchange": 1}

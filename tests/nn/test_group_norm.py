@@ -59,11 +59,6 @@ def test_a_scale_without_a_shift_counts(proof):
         ours = unn.DistributedGroupNorm(P, 2, 4, bias=False, weights=weights, **DOUBLE)
         ours.load_state_dict(theirs.state_dict())
         proof.compare(ours, theirs, proof.drawn(2, 4, 7), P)
-    for plain in (theirs, scrambled(nn.InstanceNorm1d(4, affine=True, bias=False, **DOUBLE))):
-        net, x = unn.distribute(nn.Sequential(plain), P), proof.drawn(2, 4, 7)
-        torch.testing.assert_close(
-            net(x[P.local_slices(x.shape)]), plain(x)[P.local_slices(x.shape)]
-        )
 
 
 @pytest.mark.ranks([1, 2, 3])
@@ -177,7 +172,7 @@ def test_what_cannot_be_normalised_is_refused_on_all_ranks():
 @pytest.mark.ranks([1, 2, 4], timeout=60)
 def test_in_a_network_they_train_as_in_one_process():
     size = unisono.world().size
-    P = Partition([2, 1, 2, 1] if size == 4 else [1, 1, size, 1])
+    P = Partition([1, 1, 2, 2] if size == 4 else [1, 1, size, 1])
     torch.manual_seed(3)
     plain = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1),

@@ -47,7 +47,13 @@ def test_a_change_that_one_rank_alone_sees_is_planned_anew_on_all(kind, proof):
     elif kind == "chain":
         layer = unn.distribute(plain, P)
     else:
-        layer = unn.distribute(nn.Sequential(plain), P)[0]
+        layer = {
+            "conv": lambda: unn.DistributedFeatureConv1d(P, 2, 3, 3, padding=1).double(),
+            "pool": lambda: unn.DistributedMaxPool1d(P, 3, 2, 1),
+            "upsample": lambda: unn.DistributedUpsample(P, scale_factor=2),
+            "norm": lambda: unn.DistributedBatchNorm(P, 2, dtype=torch.float64),
+        }[kind]()
+        layer.load_state_dict(plain.state_dict())
     # lengths 9 and 10 are blocks [5, 4] and [5, 5]: rank 0 sees no change
     for length in (9, 10, 9, 10, 10):
         x = proof.drawn(2, 2, length)
@@ -97,9 +103,13 @@ def test_a_scatter_notices_what_only_its_root_sees_and_flipping_gradients_sets_n
 def test_any_memory_layout_of_inputs_and_gradients_gives_right_values(proof):
     P = Partition([1, 1, 2, 1])
     conv = nn.Conv2d(4, 8, 3, padding=1, dtype=torch.float64)
-    net = unn.distribute(nn.Sequential(conv, nn.MaxPool2d(3, 1, 1), nn.Conv2d(8, 2, 1).double()), P)
     plain = nn.Sequential(conv, nn.MaxPool2d(3, 1, 1), nn.Conv2d(8, 2, 1).double())
-    plain.load_state_dict(net.state_dict())
+    net = nn.Sequential(
+        first := unn.DistributedFeatureConv2d(P, 4, 8, 3, padding=1, dtype=torch.float64),
+        unn.DistributedMaxPool2d(P, 3, 1, 1),
+        unn.DistributedFeatureConv2d(P, 8, 2, 1, dtype=torch.float64),
+    )
+    net.load_state_dict(plain.state_dict())
     x = proof.drawn(2, 4, 6, 5)
     where = P.local_slices(x.shape)
     shapes = {
@@ -119,7 +129,7 @@ def test_any_memory_layout_of_inputs_and_gradients_gives_right_values(proof):
         torch.testing.assert_close(own.grad, z_in.grad[where], msg=name)
     last = block(x, P).contiguous(memory_format=torch.channels_last)
     for layer in (
-        net[0],
+        first,
         unn.DistributedMaxPool2d(P, 3, 1, 1),
         unn.DistributedAvgPool2d(P, 3, 1, 1),
         unn.HaloExchange(P, (3, 3)),
@@ -297,7 +307,7 @@ def test_results_without_elements_have_the_dtype_of_the_data():
 def test_each_backward_uses_the_plan_of_its_own_forward(proof):
     P = Partition([1, 1, 2])
     conv = nn.Conv1d(2, 3, 3, padding=1, dtype=torch.float64)
-    layer = unn.distribute(nn.Sequential(conv), P)[0]
+    layer = unn.DistributedFeatureConv1d(P, 2, 3, 3, padding=1, dtype=torch.float64)
     conv.load_state_dict(layer.state_dict())
     pairs = []
     for length in (9, 12, 5):

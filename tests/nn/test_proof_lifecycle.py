@@ -321,7 +321,7 @@ def test_replicas_in_the_head_of_a_split_network_are_compared_too():
     unn.check_replicas(net)
     if unisono.world().rank == 1:
         with torch.no_grad():
-            net[2].weight[0, 0] += 0.5
+            net.module[2].weight[0, 0] += 0.5
     with pytest.raises(CollectiveMismatch, match=r"2\.weight[\s\S]*difference 0\.5"):
         unn.check_replicas(net)
 

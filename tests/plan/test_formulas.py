@@ -49,9 +49,9 @@ from unisono.plan.workload import (
     GraphLoad,
     Layer,
     Pace,
+    Sending,
     SentBucket,
     SpaceCut,
-    Window,
     Workload,
     fit_pace,
 )
@@ -60,15 +60,26 @@ LINK = Link(name="net", latency_s=2e-6, bytes_per_s=1e10)
 SLOW = Link(name="slow", latency_s=1e-3, bytes_per_s=1e7)
 NODE = Link(name="shm", latency_s=5e-5, bytes_per_s=5e9, overlap=0.0, direct=True, on_cores=True)
 CLUSTER = Cluster(nodes=16, ranks_per_node=4, inner=NODE, outer=LINK)
-WINDOW = Window(kernel=(3, 3), stride=(1, 1), dilation=(1, 1))
 CONV = Layer(
-    name="conv", kind="Conv2d", parameter_bytes=4000, share=0.8, window=WINDOW,
+    name="conv", kind="Conv2d", parameter_bytes=4000, share=0.8,
     input_shape=(8, 32, 32), output_shape=(8, 32, 32),
 )  # fmt: skip
 LINEAR = Layer(
     name="head", kind="Linear", parameter_bytes=4_000_000, share=0.2,
     input_shape=(8192,), output_shape=(128,),
 )  # fmt: skip
+
+
+def space(grid, samples):
+    """Say what a network sends whose one convolution looks one point around."""
+    if max(grid) > 32:
+        return SpaceCut(refusal=f"32 points for {max(grid)} ranks")
+    sides = [32 // parts for parts in grid]
+    cut = [d for d, parts in enumerate(grid) if parts > 1]
+    halos = [Sending("exchange", 2 * 4 * samples * 8 * sides[1 - d], 2) for d in cut]
+    return SpaceCut(layers=frozenset({"conv"}), sent=halos)
+
+
 WORK = Workload(
     name="small",
     forward=Pace(fixed_s=1e-3, sample_s=1e-3),
@@ -82,6 +93,7 @@ WORK = Workload(
         SentBucket(nbytes=4_000, ready=1.0, needed=0.0),
     ],
     layers=[CONV, LINEAR],
+    space=space,
     graph=GraphLoad(
         nodes=1000, row_bytes=256, exchanges=3,
         cuts={4: GraphCut(halo_rows=60, neighbours=3, imbalance=1.05)},
@@ -260,21 +272,13 @@ def test_oversubscribed_ranks_are_predicted_slower():
 def test_impossible_ways_say_why():
     bare = replace(WORK, layers=(), graph=None)
     reasons = {e.way: e.reason for e in compare(bare, CLUSTER, 8) if isinstance(e, Impossible)}
-    assert "no convolution" in reasons["spatial (halos)"]
+    assert "no spatial dims" in reasons["spatial (halos)"]
     assert "no Linear" in reasons["tensor (features)"]
     assert "no graph" in reasons["graph (halos)"]
     assert "unisono.bayes" in reasons["Bayesian"]
     many = spatial(WORK, replace(CLUSTER, ranks_per_node=2048), 8)
-    assert isinstance(many, Prediction), "distribute allows blocks without points"
-    assert "64 ranks along the 32 points of layer conv, some idle" in many.note
-    full = spatial(WORK, replace(CLUSTER, ranks_per_node=1024), 8)
-    assert isinstance(full, Prediction)
-    assert many.samples_per_s < 2 * full.samples_per_s, "idle ranks do not help"
-    said = {(0,): SpaceCut(refusal="its forward looks along dim 2"), (0, 1): SpaceCut()}
-    no = spatial(replace(WORK, space=said), CLUSTER, 8, team=2)
-    assert isinstance(no, Impossible)
-    assert "looks along dim 2" in no.reason
-    assert isinstance(spatial(replace(WORK, space=said), CLUSTER, 8, team=4), Impossible)
+    assert isinstance(many, Impossible)
+    assert "32 points for 64 ranks" in many.reason
     wide = tensor(WORK, replace(CLUSTER, nodes=64), 8, team=256)
     assert isinstance(wide, Impossible)
     assert "256 ranks share the features of 8192 to 128" in wide.reason
@@ -291,11 +295,10 @@ def test_halos_grow_with_the_surface_of_a_block():
     # 8 channels, 32 x 32 points on 2 x 2 ranks: 16 points a side, one row and one column each way.
     free = replace(NODE, latency_s=0.0)
     cluster = Cluster(nodes=1, ranks_per_node=4, inner=free, outer=free)
-    small = replace(WORK, layers=[CONV], buckets=[])
-    found = spatial(small, cluster, 1)
+    found = spatial(WORK, cluster, 1)
     assert isinstance(found, Prediction)
     nbytes = 4 * 4 * 8 * (2 * 16 + 2 * 16)  # samples of the team, 4 bytes, channels, points
-    assert found.communication_s == pytest.approx(2 * nbytes / 5e9)
+    assert found.communication_s == pytest.approx(nbytes / 5e9)
     assert (grid_of(8, (28, 28)), grid_of(12, (10, 10, 10))) == ((4, 2), (3, 2, 2))
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from unisono.errors import PlatformError
-from unisono.launch.stacks import readable_threads
+from unisono.launch.pool.stacks import readable_threads
 from unisono.testing.leaks import Holdings
 from unisono.testing.plugin import RanksMarker
 from unisono.testing.report import Findings, RankFailure, headline, how_it_died

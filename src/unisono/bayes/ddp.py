@@ -6,7 +6,7 @@ import atexit
 import hashlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from unisono import launch
+from unisono.bayes import cuda
 from unisono.bayes.layers.base import same_info
 from unisono.bayes.layers.normalization import BatchNorm2d
 from unisono.bayes.moments import ArrayLike, BaseDeltaStates, BaseHiddenStates, Output
 from unisono.bayes.parameters import CAPS, TAIL, cap_class
-from unisono.bayes.sequential import Sequential, not_a_number
+from unisono.bayes.sequential import Input, Sequential, not_a_number
 from unisono.comm import (
     Communicator,
     Environment,
@@ -97,6 +98,8 @@ class DDPSequential:
         _check_choice("cap_batch", cap_batch, CAP_BATCHES)
         _check_choice("sync_norm_stats", sync_norm_stats, NORM_STATS)
         self.model, self.config, self.average, self.cap_batch = model, config, average, cap_batch
+        if config.backend == "nccl" and cuda.is_on_cpu():
+            config = replace(config, backend="auto")
         self.comm = _join(config, comm, timeout_s)
         if self.comm.device.type == "cuda":
             model.to(self.comm.device)
@@ -185,11 +188,11 @@ class DDPSequential:
     def input_delta_z_buffer(self, value: BaseDeltaStates) -> None:
         self.model.input_delta_z_buffer = value
 
-    def __call__(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
         """As `forward`."""
         return self.forward(mu_x, var_x)
 
-    def forward(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+    def forward(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
         """Return mean and variance of this rank's rows.
 
         Local; collective in training with `sync_norm_stats="batch"`.
@@ -375,7 +378,7 @@ def _check_config(config: DDPConfig) -> None:
             'DDPConfig(backend="nccl")',
             "no CUDA device on this machine",
             None,
-            'backend="gloo" (or "auto")',
+            'backend="gloo" (or "auto"); unisono run --compat pytagi --as-cpu if a program insists',
         )
     if not 0 <= config.rank < config.world_size:
         raise PlatformError.because(

@@ -23,6 +23,7 @@ from unisono.bayes.layers.base import (
     check_layers,
     checked_device,
     fixed_input,
+    flat_input,
     forward_through,
     plan_through,
 )
@@ -47,6 +48,8 @@ from unisono.bayes.parameters import CAPS, Arena, cap_class
 from unisono.errors import PartitionError, PlatformError, UnisonoError
 from unisono.expect import expect_int
 
+Input = ArrayLike | BaseHiddenStates
+"""Numbers, or the states of another net."""
 Values = tuple[Any, Any, Any, Any]
 """mu_w, var_w, mu_b, var_b of one layer: lists, or tensors."""
 NormValues = tuple[list[list[float]], list[list[float]], list[list[float]], list[list[float]]]
@@ -187,21 +190,25 @@ class Sequential:
 
     # Forward, backward, step.
 
-    def __call__(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
         """As `forward`."""
         return self.forward(mu_x, var_x)
 
     @torch.no_grad()
-    def forward(self, mu_x: ArrayLike, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+    def forward(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
         """Return mean and variance of the output.
 
         Args:
             mu_x: finite means of the input, `[batch, input_size]` or flat; sequences and images in
-                any shape of `batch * input_size` numbers.
+                any shape of `batch * input_size` numbers. Or the `output_z_buffer` of another net,
+                which this one then goes on from: variances and slopes are those of the states.
             var_x: variances of the input; None: it is certain.
         """
         with self._all_or_nothing():
-            x = self._read(mu_x, var_x)
+            if isinstance(mu_x, BaseHiddenStates):
+                x = self._continued(mu_x)
+            else:
+                x = self._read(mu_x, var_x)
             out = forward_through(self.layers, x)
             self._check_output(x, out)
         self._input, self._batch, self._remembers = x, x.mean.shape[0], self._training
@@ -244,17 +251,26 @@ class Sequential:
                     "var_x of the shape of mu_x",
                 )
             check_variance(var, "var_x")
-        batch, shape = self._sample_shape(mean)
+        return self._shaped(Moments(mean, var))
+
+    def _continued(self, states: BaseHiddenStates) -> Moments:
+        """Return the output of another net as an input of this one."""
+        parts = (t.to(self._device, self._dtype) for t in states.live.values())
+        return self._shaped(Moments(*parts).reshaped(max(states.block_size, 1), -1))
+
+    def _shaped(self, x: Moments) -> Moments:
+        """Return the input sample by sample, once the layers know the shape of one."""
+        batch, shape = self._sample_shape(x.mean)
         if shape != self._planned:
             plan_through(self.layers, shape)
             self._planned = shape
-        return Moments(mean, var).reshaped(batch, *shape)
+        return x.reshaped(batch, *shape)
 
     def _sample_shape(self, mean: Tensor) -> tuple[int, Shape]:
         """Return the number of samples and the shape of one."""
         told = self._told_input
         if told is None and mean.dim() < 4:
-            told = fixed_input(self.layers)
+            told = (fixed_input if mean.dim() > 1 else flat_input)(self.layers)
         own = tuple(mean.shape[1:]) if mean.dim() > 1 else (1,)
         if mean.dim() and (told is None or (mean.dim() > 1 and math.prod(own) == told)):
             return mean.shape[0], own if len(own) == 3 else (math.prod(own),)

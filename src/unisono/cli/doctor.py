@@ -33,6 +33,8 @@ _EXTRAS = {
     "examples": "sklearn",
     "plot": "matplotlib",
     "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
 }
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cli import targets
 from unisono.compat.libraries import LIBRARIES
-from unisono.compat.serving import call_served, notice, serving
+from unisono.compat.serving import AS_CPU, call_served, notice, serving
 from unisono.errors import PlatformError, RankFailed
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ _ONLY_AT = {
 _ABOUT_RANKS = (
     *("on", "ranks", "nodes", "gpus", "partition", "timeout_s", "max_restarts", "logs", "console"),
     "record",
+    "to",
 )
 """Options that are for ranks which the command starts."""
 
@@ -63,7 +64,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     places = parser.add_argument_group("sizes and places")
     places.add_argument("--on", help="cpu, gpu, mps, mpi, slurm, inline, or a profile")
     places.add_argument(
-        "-n", "--ranks", type=int, metavar="N", help="number of ranks (2 on cpu and mpi)"
+        "-n",
+        "--ranks",
+        type=_ranks,
+        metavar="N",
+        help="number of ranks (2 on cpu and mpi); 2:8 are fewest and most of an elastic job",
     )
     places.add_argument("--nodes", type=int, metavar="N", help="number of hosts (1)")
     places.add_argument("--gpus", type=int, metavar="N", help="GPUs, and ranks, of each node")
@@ -82,9 +87,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=list(LIBRARIES),
         help="let `import NAME` find unisono's own; may be given several times",
     )
+    places.add_argument(
+        "--as-cpu", action="store_true", help="take the CPU for CUDA (with --compat pytagi)"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
     how.add_argument("--max-restarts", type=int, metavar="N", help="new attempts after a failure")
+    how.add_argument(
+        "--elastic", action="store_true", help="ranks may die and join (unisono.train.elastic)"
+    )
+    how.add_argument(
+        "--chaos", metavar="WORDS", help="kill ranks of an elastic job: seed=7,kills=20,every_s=0.5"
+    )
     how.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
     how.add_argument("--console", metavar="WHO", help="auto, all, rank0, none, or ranks as 0,2")
     how.add_argument(
@@ -93,6 +107,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         const="",
         metavar="NAME",
         help="write runs/NAME with a report.html; a NAME with a slash is a path of its own",
+    )
+    how.add_argument(
+        "--to",
+        action="append",
+        metavar="TRACKER",
+        help="send what --record keeps to mlflow, wandb or tensorboard when it has ended",
     )
     how.add_argument("--watch", action="store_true", help="serve a page that shows it, and record")
     how.add_argument(
@@ -104,6 +124,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument("--supervise", action="store_true", help=argparse.SUPPRESS)
     how.add_argument("--debug", action="store_true", help="show the launcher's own traceback")
     parser.set_defaults(execute=execute)
+
+
+def _ranks(text: str) -> int | tuple[int, int]:
+    """Read a number of ranks, or the fewest and the most."""
+    first, colon, last = text.partition(":")
+    return (int(first), int(last)) if colon else int(text)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -122,14 +148,15 @@ def execute(args: argparse.Namespace) -> int:
     for name in () if args.supervise else args.compat:
         library = LIBRARIES[name]
         print(f"unisono: {notice(library, library.installed_at())}", file=sys.stderr)
-    with serving(*args.compat):
+    if args.as_cpu and not args.supervise:
+        print(f"unisono: {AS_CPU}", file=sys.stderr)
+    with serving(*args.compat, as_cpu=args.as_cpu):
         return _execute(args)
 
 
 def _execute(args: argparse.Namespace) -> int:
     """Check the request and carry it out, in a process that serves the libraries asked for."""
     from unisono.launch.api import execute as execute_request
-    from unisono.launch.conventions import Convention
 
     function, is_script = _function(args)
     if is_script and _starts_its_own_ranks(args):
@@ -153,10 +180,7 @@ def _execute(args: argparse.Namespace) -> int:
             f"{_count(request.platform.cpus_per_rank, 'thread')} each",
             file=sys.stderr,
         )
-        if args.watch:
-            results = _watched(request, directory)
-        else:
-            results = execute_request(request, Convention())
+        results = _watched(request, directory) if args.watch else execute_request(request)
     if not is_script:
         for rank, text in enumerate(results):
             if text is not None:
@@ -180,6 +204,7 @@ def _request(
 ) -> Request:
     """Check what the command line asks for."""
     from unisono.launch import Logs
+    from unisono.launch.elastic.settings import Chaos
     from unisono.launch.request import checked_request
 
     fields: dict[str, Any] = {
@@ -208,6 +233,8 @@ def _request(
         timeout_s=args.timeout_s,
         max_restarts=args.max_restarts,
         logs=logs,
+        elastic=True if args.elastic or args.chaos is not None else None,
+        chaos=None if args.chaos is None else Chaos.read(args.chaos),
         fields=fields,
         title=args.module or Path(args.target.rpartition(":")[2]).stem,
         is_script=is_script,
@@ -282,7 +309,7 @@ def _function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
         path = targets.check_script(args.target)
         function = functools.partial(targets.run_script, path, args.forwarded)
     if args.compat:
-        function = functools.partial(call_served, args.compat, function)
+        function = functools.partial(call_served, args.compat, args.as_cpu, function)
     return function, is_script
 
 
@@ -407,7 +434,7 @@ def _settle_words(args: argparse.Namespace) -> None:
     """Give a script back that `--record script.py` took for the name of the run."""
     if args.record and args.target is None and args.module is None:
         args.target, args.record = args.record, ""
-    if args.watch and args.record is None:
+    if (args.watch or args.to) and args.record is None:
         args.record = ""
 
 
@@ -424,12 +451,14 @@ def _recording(args: argparse.Namespace, request: Request) -> Iterator[tuple[Req
         yield request, None
         return
     from unisono.train.recording import launching
+    from unisono.train.report.trackers import check_trackers
 
+    kept: Any = {"has_command": not args.no_command, "to": check_trackers(args.to or ())}
     name = _recorded_name(args)
     if request.joins_world:
-        yield launching.in_world(request, name, has_command=not args.no_command), None
+        yield launching.in_world(request, name, **kept), None
         return
-    request, directory = launching.into_directory(request, name, has_command=not args.no_command)
+    request, directory = launching.into_directory(request, name, **kept)
     if args.detach:  # to a scheduler: nobody here waits for the end
         yield request, directory
         where = launching.near(directory)

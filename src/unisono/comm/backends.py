@@ -11,14 +11,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import config
 
 from unisono.comm.communicator import register_source
 from unisono.comm.engines import mpi
 from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.process_group import ShmProcessGroup
+from unisono.comm.engines.shm.rendezvous import ShmProcessGroup
 from unisono.errors import MissingExtra, PlatformError
 
 NAMES: tuple[str, ...] = ("gloo", "nccl", "shm", "mpi")
@@ -26,6 +28,12 @@ NAMES: tuple[str, ...] = ("gloo", "nccl", "shm", "mpi")
 
 _TORCH_NAME = {"mpi": "mpi4py"}
 """Names torch.distributed uses where they differ; it keeps "mpi" for a backend of its own."""
+
+_GROUPS: dict[str, type[ShmProcessGroup | mpi.MpiProcessGroup]] = {
+    "shm": ShmProcessGroup,
+    "mpi4py": mpi.MpiProcessGroup,
+}
+"""Our backends, by torch's names."""
 
 
 @dataclass(frozen=True)
@@ -98,21 +106,20 @@ def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:
 
 
 def register() -> None:
-    """Make the backends known to torch.distributed. Idempotent, local."""
-    for name, kind in (("shm", ShmProcessGroup), ("mpi4py", mpi.MpiProcessGroup)):
-        if name.upper() not in dist.Backend._plugins:
+    """Make the backends known to torch.distributed. Idempotent, local.
+
+    Usually `unisono.autoload` has done it when torch was imported.
+    """
+    for name in _GROUPS:
+        if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(
-                name, partial(_create, kind), extended_api=True, devices=["cpu"]
+                name, partial(create, name), extended_api=True, devices=["cpu"]
             )
-            if kind is mpi.MpiProcessGroup:
-                register_source(mpi.is_communicator, mpi.entry_of)
 
 
-def _create(
-    kind: type[ShmProcessGroup | mpi.MpiProcessGroup], options: Any, _: Any
-) -> dist.ProcessGroup:
-    """Make a group for torch.distributed from its backend options."""
-    return kind(
+def create(name: str, options: Any, _: Any) -> dist.ProcessGroup:
+    """Make a group of one of our backends for torch.distributed, from its backend options."""
+    return _GROUPS[name](
         options.store,
         options.group_rank,
         options.group_size,
@@ -124,8 +131,19 @@ def _create(
 
 def available() -> dict[str, str]:
     """Return for each transport "ok", or why it is not to be had here."""
-    no_shm, no_mpi = core.unavailable(), mpi.unavailable()
+    taken = _taken_by_torchcomms()
+    no_shm, no_mpi = taken or core.unavailable(), taken or mpi.unavailable()
     return {
         "shm": "ok" if no_shm is None else f"{no_shm}; tensors go over gloo instead",
         "mpi": "ok" if no_mpi is None else no_mpi,
     }
+
+
+def _taken_by_torchcomms() -> str | None:
+    """Return why torch would not come to us for a group, if it would not."""
+    if config.use_torchcomms and find_spec("torchcomms") is not None:
+        return "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 has torchcomms make all groups"
+    return None
+
+
+register_source(mpi.is_communicator, mpi.entry_of)

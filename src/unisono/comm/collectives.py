@@ -21,19 +21,17 @@ from torch.autograd.graph import increment_version
 
 from unisono.comm import seal
 from unisono.comm.arguments import (
+    bytes_of,
     check_dim,
     check_rank,
     check_sizes,
     check_target,
     check_tensor,
     check_timeout,
-    refuse_transformed,
-)
-from unisono.comm.blocks import (
-    bytes_of,
     dense,
     do_not_fit,
     pack_shape,
+    refuse_transformed,
     rows_back,
     rows_first,
     split_evenly,
@@ -105,9 +103,7 @@ class Collectives(Performer):
 
         return Transfer(
             call,
-            lambda async_op, deadline: engine.all_reduce_(
-                work, "sum" if divides else op, async_op=async_op, timeout_s=deadline
-            ),
+            partial(engine.all_reduce_, work, "sum" if divides else op),
             finish,
             timeout_s,
             verify=target,
@@ -127,7 +123,7 @@ class Collectives(Performer):
         # A private copy: backends use the tensor as scratch space on the other ranks.
         work = dense(encode(x.detach(), op).clone())
         call = self._described("reduce", x, kind=op, root=dst)
-        call.sent = work.numel() * work.element_size()
+        call.sent = work.nbytes
         added = "sum" if op == "mean" else op
 
         def finish() -> Tensor | None:
@@ -137,9 +133,7 @@ class Collectives(Performer):
 
         return Transfer(
             call,
-            lambda async_op, deadline: self._engine.reduce_(
-                work, dst, added, async_op=async_op, timeout_s=deadline
-            ),
+            partial(self._engine.reduce_, work, dst, added),
             finish,
             timeout_s,
         )
@@ -162,14 +156,24 @@ class Collectives(Performer):
         check_tensor(x, self.device, "reduce_scatter")
         check_op(op, x.dtype)
         dim = check_dim(dim, x, "reduce_scatter")
+        lengths = self._block_sizes(sizes, x.shape[dim] if x.dim() else 1, "reduce_scatter")
+        return self._reduced_block(x, dim, lengths, op, timeout_s)
+
+    def _reduced_block(
+        self,
+        x: Tensor,
+        dim: int,
+        lengths: tuple[int, ...],
+        op: str = "sum",
+        timeout_s: float | None = None,
+    ) -> Transfer[Tensor]:
+        """Prepare `reduce_scatter` with arguments that were checked before."""
         rows = rows_first(x, dim)
-        lengths = self._block_sizes(sizes, rows.shape[0], "reduce_scatter")
         work = encode(rows, op)
         ins = work.split_with_sizes(lengths)
         out = work.new_empty((lengths[self.rank], *work.shape[1:]))
         call = self._described("reduce_scatter", x, kind=op, dim=dim, sizes=lengths)
-        call.sent = work.numel() * work.element_size()
-        call.received = out.numel() * out.element_size()
+        call.sent, call.received = work.nbytes, out.nbytes
         alike, added = hash((dim, rows.shape)), "sum" if op == "mean" else op
 
         def finish() -> Tensor:
@@ -177,14 +181,8 @@ class Collectives(Performer):
                 out.div_(self.size)
             return rows_back(decode(out, op, x.dtype), dim)
 
-        return Transfer(
-            call,
-            lambda async_op, deadline: self._engine.reduce_scatter(
-                out, ins, added, alike=alike, async_op=async_op, timeout_s=deadline
-            ),
-            finish,
-            timeout_s,
-        )
+        kernel = partial(self._engine.reduce_scatter, out, ins, added, alike=alike)
+        return Transfer(call, kernel, finish, timeout_s)
 
     @contextlib.contextmanager
     def coalesce(self, max_mb: float = 1.0) -> Iterator[None]:
@@ -291,7 +289,7 @@ class Collectives(Performer):
     ) -> Transfer[Tensor]:
         leaves = out is x and self.rank != src and leaves_graph(out, "broadcast_")
         call = self._described("broadcast", x, root=src)
-        nbytes = work.numel() * work.element_size()
+        nbytes = work.nbytes
         call.sent, call.received = (nbytes, 0) if self.rank == src else (0, nbytes)
 
         def finish() -> Tensor:
@@ -303,9 +301,7 @@ class Collectives(Performer):
 
         return Transfer(
             call,
-            lambda async_op, deadline: self._engine.broadcast_(
-                work, src, async_op=async_op, timeout_s=deadline
-            ),
+            partial(self._engine.broadcast_, work, src),
             finish,
             timeout_s,
         )
@@ -326,24 +322,21 @@ class Collectives(Performer):
         """
         check_tensor(x, self.device, "all_gather")
         dim = check_dim(dim, x, "all_gather")
-        rows, engine = rows_first(x, dim), self._engine
-        lengths = self._lengths(rows, dim, sizes, "all_gather", timeout_s)
+        lengths = self._lengths_or(sizes, x, dim, "all_gather", timeout_s)
+        return self._joined(x, dim, lengths, timeout_s)
+
+    def _joined(
+        self, x: Tensor, dim: int, lengths: Sequence[int], timeout_s: float | None = None
+    ) -> Transfer[Tensor]:
+        """Prepare `all_gather` with arguments that were checked before."""
+        rows = rows_first(x, dim)
         out = rows.new_empty((sum(lengths), *rows.shape[1:]))
         call = self._described("all_gather", x, dim=dim, sizes=lengths)
-        call.sent = rows.numel() * rows.element_size()
-        call.received = out.numel() * out.element_size() - call.sent
-        return Transfer(
-            call,
-            lambda async_op, deadline: engine.all_gather(
-                out.split_with_sizes(lengths),
-                rows,
-                alike=dim,
-                async_op=async_op,
-                timeout_s=deadline,
-            ),
-            partial(rows_back, out, dim),
-            timeout_s,
-        )
+        call.sent = rows.nbytes
+        call.received = out.nbytes - call.sent
+        outs = out.split_with_sizes(lengths)
+        kernel = partial(self._engine.all_gather, outs, rows, alike=dim)
+        return Transfer(call, kernel, partial(rows_back, out, dim), timeout_s)
 
     @verb
     def gather(
@@ -362,18 +355,16 @@ class Collectives(Performer):
         check_rank(dst, self.size, "dst", "gather")
         check_tensor(x, self.device, "gather")
         dim = check_dim(dim, x, "gather")
+        lengths = self._lengths_or(sizes, x, dim, "gather", timeout_s)
         rows = rows_first(x, dim)
-        lengths = self._lengths(rows, dim, sizes, "gather", timeout_s)
         out = rows.new_empty((sum(lengths), *rows.shape[1:])) if dst == self.rank else None
         call = self._described("gather", x, root=dst, dim=dim, sizes=lengths)
-        call.sent = rows.numel() * rows.element_size()
-        call.received = 0 if out is None else out.numel() * out.element_size()
+        call.sent = rows.nbytes
+        call.received = 0 if out is None else out.nbytes
         outs = None if out is None else out.split_with_sizes(lengths)
         return Transfer(
             call,
-            lambda async_op, deadline: self._engine.gather(
-                outs, rows, dst, async_op=async_op, timeout_s=deadline
-            ),
+            partial(self._engine.gather, outs, rows, dst),
             lambda: None if out is None else rows_back(out, dim),
             timeout_s,
         )
@@ -422,7 +413,9 @@ class Collectives(Performer):
             # Shape, dtype, lengths and dim of what is scattered, and whether `src` refuses.
             whole = rows if rows is not None else torch.empty(0)
             mine = [refused is not None, dim, *lengths, *pack_shape(whole.shape, whole.dtype)]
-            record = self._exchange_ints("scatter", src, timeout_s, mine)[src]
+            record = self._exchange("scatter", src, timeout_s, self._engine.all_gather_ints, mine)[
+                src
+            ]
             if refused is not None:
                 raise refused
             if record[0]:
@@ -434,13 +427,11 @@ class Collectives(Performer):
             shape, dtype = unpack_shape(record[2 + self.size :])
         call = self._described("scatter", x, root=src, dim=dim, sizes=lengths)
         out = torch.empty((lengths[self.rank], *shape[1:]), dtype=dtype, device=self.device)
-        call.received = out.numel() * out.element_size()
+        call.received = out.nbytes
         ins = None if rows is None else rows.split_with_sizes(lengths)
         return Transfer(
             call,
-            lambda async_op, deadline: self._engine.scatter(
-                out, ins, src, async_op=async_op, timeout_s=deadline
-            ),
+            partial(self._engine.scatter, out, ins, src),
             lambda: rows_back(out, dim),
             timeout_s,
         )
@@ -481,22 +472,21 @@ class Collectives(Performer):
             )
         sent = self._block_sizes(send_sizes, rows.shape[0], "all_to_all", what="send_sizes")
         if recv_sizes is None:
-            matrix = self._exchange_ints("all_to_all", None, timeout_s, sent)
+            matrix = self._exchange(
+                "all_to_all", None, timeout_s, self._engine.all_gather_ints, sent
+            )
             got = tuple(row[self.rank] for row in matrix)
         else:
             got = check_sizes(recv_sizes, self.size, "all_to_all", what="recv_sizes")
         out = rows.new_empty((sum(got), *rows.shape[1:]))
         brought = rows if is_list else x
         call = self._described("all_to_all", brought, dim=0, sizes=sent, recv_sizes=got)
-        call.sent = rows.numel() * rows.element_size()
-        call.received = out.numel() * out.element_size()
+        call.sent = rows.nbytes
+        call.received = out.nbytes
         return Transfer(
             call,
-            lambda async_op, deadline: self._engine.all_to_all(
-                out.split_with_sizes(got),
-                rows.split_with_sizes(sent),
-                async_op=async_op,
-                timeout_s=deadline,
+            partial(
+                self._engine.all_to_all, out.split_with_sizes(got), rows.split_with_sizes(sent)
             ),
             lambda: list(out.split_with_sizes(got)) if is_list else out,
             timeout_s,
@@ -527,23 +517,12 @@ class Collectives(Performer):
         """Return when every rank has called it; on time-out the error names the missing ranks."""
         return Transfer(
             self._described("barrier", None),
-            lambda async_op, deadline: self._engine.barrier(async_op=async_op, timeout_s=deadline),
+            self._engine.barrier,
             lambda: None,
             timeout_s,
         )
 
     # -- small exchanges ------------------------------------------------------------------------
-
-    def all_gather_ints(
-        self, values: Sequence[int], *, timeout_s: float | None = None
-    ) -> list[tuple[int, ...]]:
-        """Return the integers of all ranks, in rank order, on every rank. Collective.
-
-        All ranks bring equally many. The cheapest way to agree on sizes.
-        """
-        if timeout_s is not None:
-            check_timeout(timeout_s)
-        return self._exchange_ints("all_gather_ints", None, timeout_s, values)
 
     def block_lengths(
         self, x: Tensor, dim: int = 0, *, timeout_s: float | None = None
@@ -556,44 +535,43 @@ class Collectives(Performer):
         dim = check_dim(dim, check_tensor(x, self.device, "block_lengths"), "block_lengths")
         if timeout_s is not None:
             check_timeout(timeout_s)
-        rows = x.detach()
-        rows = rows.reshape(1) if rows.dim() == 0 else rows.movedim(dim, 0)
-        return self._lengths(rows, dim, None, "block_lengths", timeout_s)
+        return self._lengths(x, dim, "block_lengths", timeout_s)
 
     def _lengths(
+        self, x: Tensor, dim: int, verb: str, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Learn the block lengths of all ranks; what cannot be joined is refused on all alike."""
+        shape = x.shape or (1,)
+        rest = (*shape[:dim], *shape[dim + 1 :])
+        mine = (*pack_shape((shape[dim], *rest), x.dtype), dim)
+        engine = self._engine
+        records = self._exchange(verb, None, timeout_s, engine.all_gather_ints, mine)
+        lengths: list[int] = []
+        for record in records:
+            if record[1:] != records[0][1:]:
+                raise do_not_fit(verb, self.ranks, records)
+            lengths.append(record[0])
+        return tuple(lengths)
+
+    def _lengths_or(
         self,
-        rows: Tensor,
-        dim: int,
         sizes: Sequence[int] | None,
+        x: Tensor,
+        dim: int,
         verb: str,
         timeout_s: float | None,
     ) -> tuple[int, ...]:
-        """Return the block lengths of all ranks: those given, else learned.
-
-        Blocks that cannot be joined are refused on all ranks alike.
-        """
+        """Return the block lengths of all ranks: those given, else learned."""
         if sizes is None:
-            mine = (*pack_shape(rows.shape, rows.dtype), dim)
-            records = self._exchange_ints(verb, None, timeout_s, mine)
-            lengths: list[int] = []
-            for record in records:
-                if record[1:] != records[0][1:]:
-                    raise do_not_fit(verb, self.ranks, records)
-                lengths.append(record[0])
-            return tuple(lengths)
-        given = check_sizes(sizes, self.size, verb)
-        if given[self.rank] != rows.shape[0]:
+            return self._lengths(x, dim, verb, timeout_s)
+        given, rows = check_sizes(sizes, self.size, verb), x.shape[dim] if x.dim() else 1
+        if given[self.rank] != rows:
             raise PartitionError.because(
                 f"{verb}(sizes={list(given)}) on rank {self.rank}",
-                f"this rank's block has {rows.shape[0]} rows",
-                f"sizes[{self.rank}] = {given[self.rank]} != {rows.shape[0]}",
+                f"this rank's block has {rows} rows",
+                f"sizes[{self.rank}] = {given[self.rank]} != {rows}",
             )
         return given
-
-    def _exchange_ints(
-        self, op: str, root: int | None, timeout_s: float | None, values: Sequence[int]
-    ) -> list[tuple[int, ...]]:
-        return self._exchange(op, root, timeout_s, partial(self._engine.all_gather_ints, values))
 
     def _block_sizes(
         self, sizes: Sequence[int] | None, rows: int, verb: str, what: str = "sizes"
@@ -674,7 +652,12 @@ class Collectives(Performer):
 
     def _byte_counts(self, mine: Tensor | None, timeout_s: float | None) -> list[int]:
         count = 0 if mine is None else mine.numel()
-        return [n for (n,) in self._exchange_ints("all_gather_ints", None, timeout_s, [count])]
+        return [
+            n
+            for (n,) in self._exchange(
+                "all_gather_ints", None, timeout_s, self._engine.all_gather_ints, [count]
+            )
+        ]
 
 
 class StartedCollectives:
@@ -764,7 +747,7 @@ class Coalescer:
 
     def takes(self, x: Tensor) -> bool:
         """Whether `x` is small enough to be held."""
-        return x.numel() * x.element_size() <= self.max_bytes
+        return x.nbytes <= self.max_bytes
 
     def settle(self, x: Tensor) -> None:
         """Do what is held if `x` lies in memory that waits for a result: `x` is to be read now."""
@@ -808,7 +791,7 @@ class Coalescer:
         batches: list[list[Tensor]] = [[]]
         filled = 0
         for x in tensors:
-            nbytes = x.numel() * x.element_size()
+            nbytes = x.nbytes
             if batches[-1] and filled + nbytes > self.max_bytes:
                 batches.append([])
                 filled = 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +15,8 @@ from unisono.comm.arguments import (
     check_target,
     check_tensor,
     check_timeout,
-    refuse_transformed,
+    dense,
 )
-from unisono.comm.blocks import dense
 from unisono.comm.collectives import (
     Collectives,
     Like,
@@ -27,14 +24,8 @@ from unisono.comm.collectives import (
     leaves_graph,
     replaced,
 )
-from unisono.comm.perform import Pending, Transfer, started, verb
-from unisono.comm.torch import private
+from unisono.comm.perform import EXCHANGE_TAG, Pending, Transfer, started, verb
 from unisono.errors import MeshError, PartitionError
-
-T = TypeVar("T")
-
-EXCHANGE_TAG = 1 << 20
-"""Tag of `exchange`, out of the way of the user's own tags."""
 
 
 class Messages(Collectives):
@@ -49,7 +40,7 @@ class Messages(Collectives):
         self._check_peer(dst, "dst", "send")
         check_tag(tag, "send")
         sends = {dst: dense(x.detach())}
-        return self._exchanged("send", sends, {}, tag, lambda: None, timeout_s)
+        return self._messages("send", sends, {}, tag, lambda: None, timeout_s)
 
     @verb
     def recv(
@@ -59,7 +50,7 @@ class Messages(Collectives):
         self._check_peer(src, "src", "recv")
         check_tag(tag, "recv")
         out = self._empty(like, "recv")
-        return self._exchanged("recv", {}, {src: out}, tag, lambda: out, timeout_s)
+        return self._messages("recv", {}, {src: out}, tag, lambda: out, timeout_s)
 
     @verb
     def recv_(
@@ -78,7 +69,7 @@ class Messages(Collectives):
             replaced(out, leaves)
             return out
 
-        return self._exchanged("recv", {}, {src: work}, tag, finish, timeout_s)
+        return self._messages("recv", {}, {src: work}, tag, finish, timeout_s)
 
     @verb
     def exchange(
@@ -117,7 +108,7 @@ class Messages(Collectives):
         if mine is not None and own is not None:
             own.copy_(mine)
         remote = {peer: out for peer, out in outs.items() if peer != self.rank}
-        return self._exchanged("exchange", blocks, remote, EXCHANGE_TAG, lambda: outs, timeout_s)
+        return self._messages("exchange", blocks, remote, EXCHANGE_TAG, lambda: outs, timeout_s)
 
     def post_ints(
         self, values: Sequence[int], *, timeout_s: float | None = None
@@ -140,7 +131,7 @@ class Messages(Collectives):
             check_timeout(timeout_s)
         sends = dict.fromkeys(others, mine)
         return self._start(
-            self._exchanged("post_ints", sends, outs, EXCHANGE_TAG, finish, timeout_s)
+            self._messages("post_ints", sends, outs, EXCHANGE_TAG, finish, timeout_s)
         )
 
     def shared_buffer(
@@ -159,8 +150,8 @@ class Messages(Collectives):
         check_fits_memory(sizes, dtype, self.size, "shared_buffer")
         if timeout_s is not None:
             check_timeout(timeout_s)
-        make = partial(self._engine.shared_buffer, sizes, dtype)
-        buffer = self._exchange("shared_buffer", None, timeout_s, make)
+        make = self._engine.shared_buffer
+        buffer = self._exchange("shared_buffer", None, timeout_s, make, sizes, dtype)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
 
     def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
@@ -169,45 +160,6 @@ class Messages(Collectives):
         Local. What another rank writes is seen after both have met (`barrier`, any collective).
         """
         return self._engine.shared_views(buffer)
-
-    def _exchanged(
-        self,
-        op: str,
-        sends: Mapping[int, Tensor],
-        recvs: Mapping[int, Tensor],
-        tag: int,
-        finish: Callable[[], T],
-        timeout_s: float | None,
-    ) -> Transfer[T]:
-        """Prepare messages to and from several ranks; empty tensors make none."""
-        if private.transforms_active():
-            for x in sends.values():
-                refuse_transformed(x, op)
-        engine = self._engine
-        outgoing = [(peer, x) for peer, x in sends.items() if x.numel()]
-        incoming = [(peer, x) for peer, x in recvs.items() if x.numel()]
-        call = self._described(op, None, sends_to=tuple(sends), receives_from=tuple(recvs))
-        call.sent = sum(x.numel() * x.element_size() for _, x in outgoing)
-        call.received = sum(x.numel() * x.element_size() for _, x in incoming)
-        if tag <= EXCHANGE_TAG:  # others are announced before they are waited for
-            # Counted, so that a message which will never be sent is told from a late one.
-            sent, awaited, ranks = self._entry.sent, self._entry.awaited, self.ranks
-            for peer, _ in outgoing:
-                key = ranks[peer], tag
-                sent[key] = sent.get(key, 0) + 1
-            for peer, _ in incoming:
-                key = ranks[peer], tag
-                awaited[key] = awaited.get(key, 0) + 1
-                call.awaits += ((*key, awaited[key]),)
-        return Transfer(
-            call,
-            lambda async_op, deadline: engine.exchange(
-                outgoing, incoming, tag, async_op=async_op, timeout_s=deadline
-            ),
-            finish,
-            timeout_s,
-            is_collective=False,
-        )
 
     def _check_peer(self, peer: int, what: str, verb: str) -> None:
         check_rank(peer, self.size, what, verb)

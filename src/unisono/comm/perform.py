@@ -12,8 +12,9 @@ import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
@@ -33,6 +34,9 @@ U = TypeVar("U")
 P = ParamSpec("P")
 V = TypeVar("V", bound="Performer")
 
+EXCHANGE_TAG = 1 << 20
+"""Tag of messages without one of their own, out of the way of the user's."""
+
 
 @dataclass(slots=True, eq=False)
 class Transfer(Generic[T]):
@@ -40,8 +44,8 @@ class Transfer(Generic[T]):
 
     call: Call
     """What it is, for traces, check mode and reports."""
-    kernel: Callable[[bool, float], Ticket | None]
-    """`(async_op, timeout_s)`: has the engine do it."""
+    kernel: Callable[..., Ticket | None]
+    """Takes `async_op` and `timeout_s`, and has the engine do it."""
     finish: Callable[[], T]
     """Returns the result, once the kernel has ended."""
     timeout_s: float | None = None
@@ -70,12 +74,13 @@ class Pending(Generic[T]):
     The tensors involved must not be changed before `wait` has returned.
     """
 
-    __slots__ = ("_complete", "_done", "_is_ready", "_value")
+    __slots__ = ("_complete", "_is_ready", "_value")
 
-    def __init__(self, complete: Callable[[float | None], T], is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, complete: Callable[[float | None], T], is_ready: Callable[[], bool] | None
+    ) -> None:
         self._complete: Callable[[float | None], T] | None = complete
         self._is_ready = is_ready
-        self._done = False
         self._value: T | None = None
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -89,13 +94,12 @@ class Pending(Generic[T]):
             if timeout_s is not None:
                 check_timeout(timeout_s)
             self._value = self._complete(timeout_s)
-            self._complete = None
-            self._done = True
+            self._complete = self._is_ready = None
         return self._value  # type: ignore[return-value]
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._done or self._is_ready()
+        return self._is_ready is None or self._is_ready()
 
     @property
     def result(self) -> T:
@@ -170,7 +174,7 @@ class Performer:
         grad_mode = torch.is_grad_enabled()
         private.set_grad_enabled(False)
         try:
-            ticket = transfer.kernel(False, deadline)
+            ticket = transfer.kernel(async_op=False, timeout_s=deadline)
             if ticket is not None:
                 began = time.perf_counter_ns()
                 ticket.wait(deadline)
@@ -194,40 +198,71 @@ class Performer:
 
     def _start(self, transfer: Transfer[T]) -> Pending[T]:
         """Leave a transfer under way; waiting for what it hands out completes it."""
-        call, entry = transfer.call, self._entry
+        call, entry, turn = transfer.call, self._entry, None
         call.is_async = True
         deadline = self.timeout_s if transfer.timeout_s is None else transfer.timeout_s
         self._begin(call, transfer.is_collective, deadline)
-        with self._inside(call, deadline, transfer.is_collective and self.size > 1):
-            if transfer.is_collective:
-                entry.collectives = call.number = entry.collectives + 1
-            ticket = transfer.kernel(True, deadline)
+        if transfer.is_collective:
+            turn = entry.turn if self.size > 1 else None
+            if turn is not None:
+                if not turn.acquire(blocking=False):
+                    raise self._second_thread(call)
+                entry.inside = threading.get_ident()
+            entry.collectives = call.number = entry.collectives + 1
+        grad_mode = torch.is_grad_enabled()
+        private.set_grad_enabled(False)
+        try:
+            ticket = transfer.kernel(async_op=True, timeout_s=deadline)
+        except Exception as error:
+            told = self._translated(call, error, deadline)
+            if told is error:
+                raise
+            raise told from None
+        finally:
+            private.set_grad_enabled(grad_mode)
+            if turn is not None:
+                turn.release()
+        return Pending(
+            partial(self._complete, transfer, ticket, deadline),
+            None if ticket is None else ticket.done,
+        )
 
-        def complete(own_s: float | None) -> T:
-            began = time.perf_counter_ns()
-            calls.waited_call = call
-            try:
-                with torch.no_grad(), self._translating(call, deadline):
-                    if ticket is not None:
-                        ticket.wait(deadline if own_s is None else own_s)
-                    result = transfer.finish()
-            finally:
-                calls.waited_call = None
-            call.wait_ns = time.perf_counter_ns() - began
-            call.done = True
+    def _complete(
+        self, transfer: Transfer[T], ticket: Ticket | None, deadline: float, own_s: float | None
+    ) -> T:
+        """Wait for a transfer under way and return its result; `own_s` replaces its deadline."""
+        began = time.perf_counter_ns()
+        calls.waited_call = call = transfer.call
+        grad_mode = torch.is_grad_enabled()
+        private.set_grad_enabled(False)
+        try:
+            if ticket is not None:
+                ticket.wait(deadline if own_s is None else own_s)
+            result = transfer.finish()
+        except Exception as error:
+            told = self._translated(call, error, deadline)
+            if told is error:
+                raise
+            raise told from None
+        finally:
+            private.set_grad_enabled(grad_mode)
+            calls.waited_call = None
+        call.wait_ns = time.perf_counter_ns() - began
+        call.done = True
+        if trace.recorder is not None or check.active:
             self._observe_end(transfer, deadline)
-            return result
-
-        return Pending(complete, lambda: ticket is None or ticket.done())
+        return result
 
     def _begin(self, call: Call, is_collective: bool, deadline: float) -> None:
         """Begin a call that does not end at once."""
         entry = self._entry
-        if self._closed or entry.broken is not None or not entry.is_alive():
+        is_alive = entry.group is None or entry.group in private.known_groups or entry.is_alive()
+        if self._closed or entry.broken is not None or not is_alive:
             raise self._unusable(call.op)
         entry.calls = call.seq = entry.calls + 1
         calls.latest_call = call
-        self._observe(call, is_collective, deadline)
+        if trace.recorder is not None or check.active:
+            self._observe(call, is_collective, deadline)
 
     def _observe(self, call: Call, is_collective: bool, deadline: float) -> None:
         """Note a call for the trace; compare it with the other ranks' in check mode."""
@@ -265,8 +300,78 @@ class Performer:
             op, entry.name, entry.key, 0, x.shape, x.dtype, requires_grad=needs_grad, **facts
         )
 
+    def _messages(
+        self,
+        op: str,
+        sends: Mapping[int, Tensor],
+        recvs: Mapping[int, Tensor],
+        tag: int,
+        finish: Callable[[], T],
+        timeout_s: float | None = None,
+    ) -> Transfer[T]:
+        """Prepare messages to and from several ranks; empty tensors make none."""
+        if private.transforms_active():
+            for x in sends.values():
+                refuse_transformed(x, op)
+        entry, ranks = self._entry, self.ranks
+        call = Call(op, entry.name, entry.key, 0)
+        call.sends_to, call.receives_from = tuple(sends), tuple(recvs)
+        # Counted, so that a message which will never be sent is told from a late one; those of
+        # higher tags are announced before they are waited for.
+        is_counted = tag <= EXCHANGE_TAG
+        outgoing: list[tuple[int, Tensor]] = []
+        incoming: list[tuple[int, Tensor]] = []
+        for peer, x in sends.items():
+            if nbytes := x.nbytes:
+                outgoing.append((peer, x))
+                call.sent += nbytes
+                if is_counted:
+                    key = ranks[peer], tag
+                    entry.sent[key] = entry.sent.get(key, 0) + 1
+        for peer, x in recvs.items():
+            if nbytes := x.nbytes:
+                incoming.append((peer, x))
+                call.received += nbytes
+                if is_counted:
+                    key = ranks[peer], tag
+                    entry.awaited[key] = number = entry.awaited.get(key, 0) + 1
+                    call.awaits += ((*key, number),)
+        kernel = partial(self._engine.exchange, outgoing, incoming, tag)
+        return Transfer(call, kernel, finish, timeout_s, is_collective=False)
+
+    def _post(
+        self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]
+    ) -> Pending[dict[int, Tensor]]:
+        """Start messages whose peers and sizes follow from a plan: nothing is left to check.
+
+        Args:
+            sends: a dense tensor for each destination, none of them this rank.
+            recvs: a tensor to fill for each source; the result.
+        """
+        if not sends and not recvs:
+            return Pending(lambda _: recvs, None)
+        messages = self._messages("exchange", sends, recvs, EXCHANGE_TAG, recvs.copy)
+        return self._start(messages)
+
+    def all_gather_ints(
+        self, values: Sequence[int], *, timeout_s: float | None = None
+    ) -> list[tuple[int, ...]]:
+        """Return the integers of all ranks, in rank order, on every rank. Collective.
+
+        All ranks bring equally many. The cheapest way to agree on sizes.
+        """
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        engine = self._engine
+        return self._exchange("all_gather_ints", None, timeout_s, engine.all_gather_ints, values)
+
     def _exchange(
-        self, op: str, root: int | None, timeout_s: float | None, kernel: Callable[..., T]
+        self,
+        op: str,
+        root: int | None,
+        timeout_s: float | None,
+        kernel: Callable[..., T],
+        *args: object,
     ) -> T:
         """Run a small blocking exchange, such as the one before `op`, and report it as one of `op`.
 
@@ -274,7 +379,8 @@ class Performer:
             op: name of the verb.
             root: its root, if it has one.
             timeout_s: its deadline; None is the communicator's.
-            kernel: takes `timeout_s`.
+            kernel: called with `args` and `timeout_s`.
+            *args: of the kernel.
         """
         entry, turn = self._entry, self._entry.turn
         is_alive = entry.group is None or entry.group in private.known_groups or entry.is_alive()
@@ -294,8 +400,8 @@ class Performer:
             if private.transforms_active():
                 # What ranks tell each other is no part of a transform around the call.
                 with private.outside_transforms():
-                    return kernel(timeout_s=deadline)
-            return kernel(timeout_s=deadline)
+                    return kernel(*args, timeout_s=deadline)
+            return kernel(*args, timeout_s=deadline)
         except Exception as error:
             told = self._translated(call, error, deadline)
             if told is error:
@@ -304,21 +410,6 @@ class Performer:
         finally:
             private.set_grad_enabled(grad_mode)
             calls.waited_call = None
-            if turn is not None:
-                turn.release()
-
-    @contextlib.contextmanager
-    def _inside(self, call: Call, deadline: float, is_taken: bool) -> Iterator[None]:
-        """Take the group for this thread; translate what goes wrong inside."""
-        turn = self._entry.turn if is_taken else None
-        if turn is not None:
-            if not turn.acquire(blocking=False):
-                raise self._second_thread(call)
-            self._entry.inside = threading.get_ident()
-        try:
-            with torch.no_grad(), self._translating(call, deadline):
-                yield
-        finally:
             if turn is not None:
                 turn.release()
 

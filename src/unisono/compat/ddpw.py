@@ -12,7 +12,7 @@ from typing import Any
 from unisono import launch
 from unisono.compat.modules import Module, build
 from unisono.errors import PlatformError
-from unisono.launch import context, functional
+from unisono.launch import functional, in_process
 
 OLD_NAMES = {"n_gpus": "n_gpus_per_node", "n_cpus": "n_cpus_per_node", "ram": "mem_per_node"}
 """Fields of a platform as the first releases of DDPW spelled them."""
@@ -87,7 +87,7 @@ MODULES = {
     "wrapper": Module(
         "DDPW's `wrapper`. The package's attribute of that name is the decorator.",
         (launch, "Wrapper wrapper"),
-        (context, "setup"),
+        (in_process, "setup"),
     ),
 }
 

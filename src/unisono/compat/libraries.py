@@ -27,6 +27,8 @@ class Library:
     """Whether the library itself does the rest: it is to be kept, and ours imported beside it."""
     release: str = ""
     """Which releases of the library have these names, where that matters."""
+    insists_on_cuda: bool = False
+    """Whether its programs ask for CUDA first, and the CPU can be taken for it."""
 
     @property
     def root(self) -> str:
@@ -88,12 +90,12 @@ LIBRARIES = {
         ),
         Library(
             "heat",
-            "for arrays keep heat, import unisono.compat.heat as ht for the training, and pass "
-            "x.larray",
+            "for more of its arrays keep heat, import unisono.compat.heat as ht for the training, "
+            "and pass x.larray",
             beside=True,
         ),
         Library("ocpmodels", _graph_parallel("ocpmodels.common.gp_utils"), beside=True),
-        Library("pytagi", "everything that is offered is in unisono.bayes"),
+        Library("pytagi", "everything that is offered is in unisono.bayes", insists_on_cuda=True),
     )
 }
 """By name."""

@@ -54,6 +54,7 @@ MODULES = {
         "",
         TOOLS,
         (bayes, "HRCSoftmaxMetric manual_seed"),
+        (cuda, "is_cuda_available=is_available"),
         hint="layers are in pytagi.nn; everything that is offered is in unisono.bayes",
         version="0.2.1",
     ),

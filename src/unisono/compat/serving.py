@@ -16,15 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
-from unisono.compat.libraries import Library, library_named
+from unisono.compat.libraries import LIBRARIES, Library, library_named
 from unisono.compat.modules import module_names
 from unisono.errors import PlatformError, explain
 
-__all__ = ["call_served", "serve", "serving"]
+__all__ = ["AS_CPU", "call_served", "serve", "serving"]
 
 
-def serve(*names: str) -> None:
+AS_CPU = 'where there is no CUDA, "cuda" means the CPU of the rank, "nccl" the best backend here'
+
+
+def serve(*names: str, as_cpu: bool = False) -> None:
     """Let `import name` find our spelling of each library, in this process and in its children.
 
     To be called before the first import of the library. Calling it again changes nothing. Warns
@@ -33,18 +37,24 @@ def serve(*names: str) -> None:
     Args:
         names: `"ddpw"`, `"distdl"`, `"fairchem"` (1.x), `"fairchem_v2"`, `"heat"`, `"ocpmodels"`,
             `"pytagi"`.
+        as_cpu: for programs that insist on CUDA, where there is none (pytagi's): the CPU is taken
+            for it, until the process ends.
     """
     for library in map(library_named, names):
         where = library.installed_at()
         if _start(library) and where is not None:
             warnings.warn(notice(library, where), UserWarning, stacklevel=2)
+    if as_cpu:
+        _cuda(names).take_cpu()
+        warnings.warn(AS_CPU, UserWarning, stacklevel=2)
 
 
 @contextlib.contextmanager
-def serving(*names: str) -> Iterator[None]:
+def serving(*names: str, as_cpu: bool = False) -> Iterator[None]:
     """Serve these libraries inside, without warnings; what was served before stays.
 
-    An error about a name that is not offered leaves the block with what is, in a note.
+    An error about a name that is not offered leaves the block with what is, in a note. `as_cpu` is
+    that of `serve`.
 
     >>> with serving("ocpmodels"):
     ...     import ocpmodels.common
@@ -53,6 +63,8 @@ def serving(*names: str) -> Iterator[None]:
     """
     libraries = [library_named(name) for name in names]
     started: list[Library] = []
+    cuda = _cuda(names) if as_cpu else None
+    before = cuda is not None and cuda.take_cpu()
     try:
         for library in libraries:
             if _start(library):
@@ -64,6 +76,21 @@ def serving(*names: str) -> Iterator[None]:
     finally:
         for library in started:
             _stop(library)
+        if cuda is not None:
+            cuda.take_cpu(before)
+
+
+def _cuda(names: Sequence[str]) -> Any:
+    """Return the module that can take the CPU for CUDA, if one of these libraries asks it."""
+    able = [name for name, library in LIBRARIES.items() if library.insists_on_cuda]
+    if not set(names) & set(able):
+        raise PlatformError.because(
+            f"as_cpu for {', '.join(names) or 'no library'}",
+            f"programs of {', '.join(able)} ask for CUDA",
+            None,
+            f"--compat {able[0]} --as-cpu",
+        )
+    return importlib.import_module("unisono.bayes.cuda")  # loads torch
 
 
 def _explain_missing(error: Exception, libraries: Sequence[Library]) -> None:
@@ -74,9 +101,9 @@ def _explain_missing(error: Exception, libraries: Sequence[Library]) -> None:
             error.add_note(f"{_offer(library)}\nHINT: {library.instead}")
 
 
-def call_served(names: Sequence[str], function: Callable[[], object]) -> object:
+def call_served(names: Sequence[str], as_cpu: bool, function: Callable[[], object]) -> object:
     """Call `function` while these libraries are served."""
-    with serving(*names):
+    with serving(*names, as_cpu=as_cpu):
         return function()
 
 

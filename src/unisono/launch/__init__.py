@@ -6,10 +6,10 @@ Starting this package imports neither torch nor numpy.
 
 from __future__ import annotations
 
-from unisono.launch.api import dry_run, run, submit
+from unisono.launch.api import Wrapper, dry_run, run, submit, wrapper
 from unisono.launch.console import IO
 from unisono.launch.devices import Device
-from unisono.launch.existing import world
+from unisono.launch.in_process import world
 from unisono.launch.job import Job
 from unisono.launch.logs import Logs
 from unisono.launch.platform import Platform
@@ -22,7 +22,6 @@ from unisono.launch.stopping import (
     should_stop,
     simulate_preemption,
 )
-from unisono.launch.wrapping import Wrapper, wrapper
 
 __all__ = [
     "IO",

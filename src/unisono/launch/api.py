@@ -1,47 +1,36 @@
-"""`run`, `submit` and `dry_run`: one function, any number of ranks, their return values back."""
+"""`run`, `submit` and `dry_run`: one function, any number of ranks, their return values back.
+
+`Wrapper` and `wrapper` do the same as DDPW spells it.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
-import os
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unisono.errors import PlatformError, RankFailed, Requeue
-from unisono.launch import stopping
+from unisono.errors import PlatformError
 from unisono.launch.attempts import Attempts, job_directory, telling
-from unisono.launch.context import seeded
-from unisono.launch.conventions import Convention
+from unisono.launch.calling import check_call, choose_convention
+from unisono.launch.console import IO
 from unisono.launch.devices import Device
-from unisono.launch.existing import run_here
+from unisono.launch.in_process import run_here, run_in_process, run_inline
 from unisono.launch.job import Job, LocalJob
 from unisono.launch.logs import Logs
-from unisono.launch.payload import dump_call
 from unisono.launch.platform import Platform
 from unisono.launch.pool.client import prepare
-from unisono.launch.request import Request, check_names, checked_request, is_in_world
+from unisono.launch.pool.payload import dump_call
+from unisono.launch.pool.stacks import own_frames_hidden
+from unisono.launch.request import Request, checked_request, is_in_world
 from unisono.launch.results import Results
-from unisono.launch.settings import say_what_file_decides
-from unisono.launch.stacks import own_frames_hidden
+from unisono.launch.settings import say_once
 from unisono.launch.stopping import signals_of_launcher
 
-__all__ = ["dry_run", "run", "submit"]
+__all__ = ["Wrapper", "dry_run", "run", "submit", "wrapper"]
 
 T = TypeVar("T")
-
-_ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # whoever listens there gets a free port
-    "UNISONO_DETECT": "0",  # still nobody's rank
-}
-"""With these a script can initialise torch.distributed in a process on its own."""
 
 
 def run(
@@ -49,7 +38,7 @@ def run(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
@@ -57,6 +46,7 @@ def run(
     seed: int | None = None,
     record: str | bool | None = None,
     watch: bool | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> Results[T]:
     """Call `fn(*args, **kwargs)` on every rank and return what each returned, in rank order.
@@ -73,6 +63,7 @@ def run(
             of `unisono.toml`, a `Device` or a `Platform`. Default: GPUs if there are any.
         ranks: number of ranks over all nodes; if not given 2 on `"cpu"` and `"mpi"`, all GPUs on
             `"gpu"`, 1 on `"mps"`, one a node on `"slurm"`. Each rank gets cores / ranks threads.
+            `(2, 8)` are the fewest and the most of an elastic job.
         nodes: number of hosts, for `"mpi"` and `"slurm"`; 1 if not given.
         timeout_s: deadline, counted from the moment all ranks are ready.
         max_restarts: how many times to start again after a failure; 0 if not given.
@@ -82,6 +73,8 @@ def run(
             `results.report`; True takes the function's name.
         watch: serve a page that shows the run while it lasts, and record it; in a notebook the
             page appears below the cell.
+        elastic: whether ranks may die and join while `unisono.train.elastic` trains; the dead are
+            replaced.
         kwargs: keyword arguments of `fn`; one that `run` has, too, goes into a
             `functools.partial(fn, ...)`.
 
@@ -103,70 +96,37 @@ def run(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
     with own_frames_hidden():
-        check_names(fn, args, **given, record=record, watch=watch)
+        check_call(fn, args, kwargs, {**given, "record": record, "watch": watch})
         request = checked_request(fn, args, kwargs, **given)
         if not record and not watch:
-            return execute(request, Convention())
+            return execute(request)
         # Records live above this layer; only who asks for one has to load them.
         recording = importlib.import_module("unisono.train.recording.launching")
         name = record if isinstance(record, str) else request.name
         return recording.run_recorded(request, name, watch=bool(watch))
 
 
-def execute(request: Request, convention: Convention) -> Results[Any]:
+def execute(request: Request) -> Results[Any]:
     """Run a checked request to its end, and tell the platform's own functions of it."""
     if request.joins_world:
-        return run_here(request, convention)
-    say_what_file_decides(request.decided_by_file)
+        return run_here(request)
+    if request.decided_by_file:
+        say_once(request.decided_by_file)
     if request.place == "slurm":
         from unisono.launch.places.slurm.submit import run_on_slurm
 
-        return run_on_slurm(request, convention)
+        return run_on_slurm(request)
     with telling(request.platform):
         if request.place == "inline":
-            return _run_inline(request)
+            return run_inline(request)
         if request.platform.kind is not Device.MPI:
             prepare(request.platform.spawn_method)
         call = dump_call(request.fn, request.args, request.kwargs)
         with signals_of_launcher(), job_directory(request) as job_dir:
-            return Attempts(
-                request=request, call=call, job_dir=job_dir, convention=convention
-            ).run()
-
-
-def _run_inline(request: Request) -> Results[Any]:
-    """Call the function here; `requeue` in it calls it again."""
-    own = {"UNISONO_RESTART": "0", **(_ALONE if request.is_script else {})}
-    before = {name: os.environ.get(name) for name in own}
-    os.environ |= own
-    begin = time.perf_counter()
-    try:
-        for attempt in range(request.platform.max_requeues + 1):
-            os.environ["UNISONO_RESTART"] = str(attempt)
-            stopping.forget_request()
-            try:
-                with seeded(request.seed, 0):
-                    value = request.fn(*request.args, **request.kwargs)
-            except Requeue:
-                continue
-            return Results(
-                [value],
-                hosts=[socket.gethostname()],
-                platform="inline",
-                wall_s=time.perf_counter() - begin,
-                restarts=attempt,
-            )
-    finally:
-        stopping.forget_request()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-    limit = request.platform.max_requeues
-    raise RankFailed(f"the function asked to be started again more than max_requeues={limit} times")
+            return Attempts(request=request, call=call, job_dir=job_dir).run()
 
 
 def submit(
@@ -174,12 +134,13 @@ def submit(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> Job:
     """Start what `run` would run, and return at once with a handle on it.
@@ -202,16 +163,16 @@ def submit(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
-    check_names(fn, args, **given)
+    check_call(fn, args, kwargs, given)
     if not isinstance(logs, Logs):
         given["logs"] = Logs(dir=logs, console="none")
     return submit_request(checked_request(fn, args, kwargs, **given))
 
 
-def submit_request(request: Request, convention: Convention | None = None) -> Job:
+def submit_request(request: Request) -> Job:
     """Start a checked request in the background."""
-    convention = convention or Convention()
     if is_in_world() or request.place == "inline":
         raise PlatformError.because(
             f"unisono.submit({request.name}, ...)",
@@ -219,12 +180,13 @@ def submit_request(request: Request, convention: Convention | None = None) -> Jo
             None,
             "unisono.run",
         )
-    say_what_file_decides(request.decided_by_file)
+    if request.decided_by_file:
+        say_once(request.decided_by_file)
     if request.place == "slurm":
         from unisono.launch.places.slurm.submit import submit_job
 
-        return submit_job(request, convention)
-    return LocalJob(request, convention)
+        return submit_job(request)
+    return LocalJob(request)
 
 
 def dry_run(
@@ -232,12 +194,13 @@ def dry_run(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> str:
     """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
@@ -256,8 +219,9 @@ def dry_run(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
-    check_names(fn, args, **given)
+    check_call(fn, args, kwargs, given)
     return describe_request(checked_request(fn, args, kwargs, **given))
 
 
@@ -269,3 +233,81 @@ def describe_request(request: Request) -> str:
     from unisono.launch.places.slurm.submit import script_text
 
     return f"{script_text(request)}\n{table}"
+
+
+class Wrapper:
+    """Starts tasks on a platform.
+
+    Attributes:
+        platform: where.
+    """
+
+    def __init__(self, platform: Platform, *, convention: str = "auto") -> None:
+        """Take a platform.
+
+        Args:
+            platform: where tasks run; `IO.verbose` follows its `verbose`.
+            convention: how tasks are called: `"seed"` (ranks, group, one value), `"ddpw6"` (by
+                keyword), `"plain"`, or `"auto"` by their signature.
+        """
+        self.platform = platform
+        self._convention = convention
+        IO.verbose = platform.verbose
+
+    def start(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Results[Any] | Job:
+        """Run `task` on every rank of the platform and return what each returned.
+
+        On SLURM the job is queued, and its handle returned at once.
+        """
+        with own_frames_hidden():
+            return self._start(task, args, kwargs, is_decorated=False)
+
+    def _start(
+        self,
+        task: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_decorated: bool,
+    ) -> Results[Any] | Job:
+        convention = choose_convention(
+            task, args, kwargs, asked=self._convention, is_decorated=is_decorated
+        )
+        platform = self.platform
+        if platform.seed_per_rank is None:  # equal weights and splits everywhere, as DDPW has it
+            platform = platform.but(seed_per_rank=False)
+        request = checked_request(
+            task,
+            args,
+            kwargs,
+            on=platform,
+            ranks=None,
+            nodes=None,
+            timeout_s=None,
+            max_restarts=None,
+            logs=None,
+            convention=convention,
+        )
+        request.platform.print()
+        if request.place == "slurm" and not request.joins_world:
+            return submit_request(request)
+        if request.ranks == 1 and not request.joins_world:
+            with telling(request.platform):
+                return run_in_process(request)
+        return execute(request)
+
+
+def wrapper(
+    platform: Platform,
+) -> Callable[[Callable[..., Any]], Callable[..., Results[Any] | Job]]:
+    """Decorate a function so that calling it runs it on every rank of `platform`."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Results[Any] | Job]:
+        @functools.wraps(fn)
+        def launch(*args: Any, **kwargs: Any) -> Results[Any] | Job:
+            with own_frames_hidden():
+                return Wrapper(platform)._start(fn, args, kwargs, is_decorated=True)
+
+        return launch
+
+    return decorate

@@ -16,8 +16,11 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from unisono.errors import PlatformError
@@ -27,6 +30,7 @@ __all__ = ["IO"]
 STDIN_VARIABLE = "UNISONO_STDIN_RANK"
 _STDIN = 0
 
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 _CLEAR_LINE = "\r\x1b[K"
 
 
@@ -251,3 +255,13 @@ class IO:
         """Print as the builtin does, unless `verbose` (default: `IO.verbose`) is false."""
         if IO.verbose if verbose is None else verbose:
             print(*args, flush=flush, **print_kwargs)
+
+
+def warn(message: str) -> None:
+    """Issue a `RuntimeWarning` at the innermost frame that is not of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -9,6 +9,7 @@ import difflib
 import os
 import platform
 import sys
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -42,9 +43,9 @@ class Device(Enum):
             return device
         word = device.strip().lower() if isinstance(device, str) else str(device)
         word = _ALIASES.get(word, word)
-        values = [member.value for member in cls]
-        if word in values:
+        with suppress(ValueError):
             return cls(word)
+        values = [member.value for member in cls]
         near = difflib.get_close_matches(word, [*values, *_ALIASES], n=1)
         raise PlatformError.because(
             f"device={device!r}",
@@ -61,9 +62,9 @@ def visible_gpus() -> int:
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0
-    has_driver = sys.platform != "linux" or any(Path(file).exists() for file in _DRIVER_FILES)
-    if "torch" not in sys.modules and not has_driver:
-        return 0
+    if "torch" not in sys.modules and sys.platform == "linux":
+        if not any(Path(file).exists() for file in _DRIVER_FILES):
+            return 0
     import torch
 
     return torch.cuda.device_count()

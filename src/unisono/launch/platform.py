@@ -25,7 +25,7 @@ from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import devices
 from unisono.launch.console import IO
 from unisono.launch.devices import Device
-from unisono.launch.rendezvous import owner_of_port
+from unisono.launch.places.rendezvous import owner_of_port
 
 if TYPE_CHECKING:
     import torch
@@ -156,11 +156,12 @@ def nearest(word: str, names: Collection[str]) -> str | None:
 def _noting_given(cls: T) -> T:
     """Have a platform note which of its fields the caller gave, and refuse unknown ones."""
     init = cls.__init__
+    names = [f.name for f in fields(cls)]
 
     @functools.wraps(init)
     def noting(self: Any, *args: Any, **named: Any) -> None:
-        names = [f.name for f in fields(cls)]
-        if unknown := sorted(set(named).difference(names)):
+        if not named.keys() <= set(names):
+            unknown = sorted(set(named).difference(names))
             near = nearest(unknown[0], names)
             raise PlatformError.because(
                 f"Platform({unknown[0]}=...)",
@@ -262,10 +263,12 @@ class Platform:
     mpiexec_args: Sequence[str] = field(default=(), metadata=_STRINGS)
     """More words for `mpiexec`."""
 
-    _given: ClassVar[frozenset[str]] = frozenset()  # each platform has its own, see above
+    # Each platform has its own of these: what `device` means, and which fields were given.
+    kind: ClassVar[Device] = Device.GPU
+    _given: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        vars(self)["device"] = Device.from_str(self.device)
+        vars(self)["device"] = vars(self)["kind"] = Device.from_str(self.device)
 
     @classmethod
     def at(cls, place: Device, given: Mapping[str, Any]) -> Self:
@@ -281,21 +284,16 @@ class Platform:
         Later changes of what this platform holds do not reach it.
         """
         twin = copy.copy(self)
-        held = ("ipc_groups", "env", "slurm_additional_parameters")
-        vars(twin).update({name: copy.deepcopy(getattr(self, name)) for name in held})
+        for name in ("ipc_groups", "env", "slurm_additional_parameters"):
+            vars(twin)[name] = copy.deepcopy(getattr(self, name))
         vars(twin).update(changes, _given=self._given.union(changes))
         if "device" in changes:
-            vars(twin)["device"] = Device.from_str(changes["device"])
+            twin.__post_init__()
         return twin
 
     def is_explicit(self, name: str) -> bool:
         """Whether the caller gave this field."""
         return name in self._given
-
-    @property
-    def kind(self) -> Device:
-        """The device as a `Device`."""
-        return Device.from_str(self.device)
 
     @property
     def _counts_gpus(self) -> bool:
@@ -332,8 +330,8 @@ class Platform:
     @property
     def cpus_per_rank(self) -> int:
         """Number of CPUs, and threads, of each rank."""
-        if self._shared_cpus is not None:
-            return max(1, self._shared_cpus // self.ranks_per_node)
+        if (cpus := self._shared_cpus) is not None:
+            return max(1, cpus // self.ranks_per_node)
         if self.kind is Device.SLURM:
             return 1
         return threads_per_rank(self.ranks_per_node, usable_cores())
@@ -384,22 +382,27 @@ class Platform:
             check_cluster(self)
 
     def check(self) -> None:
-        """Raise `PlatformError` if this platform makes no sense on any machine."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            is_none = value is None and str(f.type).endswith("| None")
-            if "kind" in f.metadata and not is_none:
-                f.metadata["kind"].check(f.name, value)
-        self._check_backend()
+        """Raise `PlatformError` if this platform makes no sense on any machine.
+
+        The defaults do, so only fields that were given are looked at.
+        """
+        for name in sorted(self._given.intersection(_CHECKED)):
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                KINDS[name].check(name, value)
+        if self.backend is not None or "UNISONO_BACKEND" in os.environ:
+            self._check_backend()
         self._check_sizes()
-        self._check_groups()
+        if self.ipc_groups:
+            self._check_groups(self.ipc_groups)
 
     def check_machine(self) -> None:
         """Raise `PlatformError` if this platform cannot be had on this machine."""
-        self._check_free_port()
-        wanted, source = self._wanted_backend()
+        if self.master_port is not None and self.kind in _ONE_HOST and self.requires_ipc:
+            self._check_free_port(self.master_port)
+        wanted = self.backend or os.environ.get("UNISONO_BACKEND")
         if wanted in ("mpi", "mpi4py") and importlib.util.find_spec("mpi4py") is None:
-            raise MissingExtra.of("mpi", source, "no mpi4py")
+            raise MissingExtra.of("mpi", f"backend={wanted!r}", "no mpi4py")
         if self.kind is Device.GPU:
             self._gpu_of_rank(self.ranks_per_node - 1)
         if self.kind is Device.MPI:
@@ -414,22 +417,16 @@ class Platform:
                 'device="cpu" (or UNISONO_FORCE_ON=cpu) rehearses it on processes of this host',
             )
 
-    def _wanted_backend(self) -> tuple[str, str]:
-        """Return the backend that is asked for, if any, and by whom."""
-        if self.backend is not None:
-            return self.backend, f"Platform(backend={self.backend!r})"
-        wanted = os.environ.get("UNISONO_BACKEND", "")
-        return wanted, f"UNISONO_BACKEND={wanted}"
-
     def _check_backend(self) -> None:
-        wanted, source = self._wanted_backend()
+        wanted = self.backend or os.environ.get("UNISONO_BACKEND", "")
         if not wanted or ":" in wanted or wanted in ("mpi4py", *BACKENDS):
             return  # a map such as cpu:gloo,cuda:nccl is torch's to check
         near, *_ = difflib.get_close_matches(wanted, BACKENDS, n=1) or BACKENDS
+        is_variable = self.backend is None
         raise PlatformError.because(
-            source,
+            f"UNISONO_BACKEND={wanted}" if is_variable else f"Platform(backend={wanted!r})",
             f"backends are {', '.join(map(repr, BACKENDS))}",
-            hint=f"UNISONO_BACKEND={near}" if self.backend is None else f"backend={near!r}",
+            hint=f"UNISONO_BACKEND={near}" if is_variable else f"backend={near!r}",
         )
 
     def _check_sizes(self) -> None:
@@ -473,10 +470,8 @@ class Platform:
                 f"n_cpus_per_node={max(1, cpus // per_node) * per_node}",
             )
 
-    def _check_groups(self) -> None:
-        groups, size = self.ipc_groups, self.world_size
-        if not groups:
-            return
+    def _check_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        size = self.world_size
 
         def refuse(found: str, arithmetic: str | None = None) -> None:
             raise PlatformError.because(
@@ -501,10 +496,7 @@ class Platform:
         if missing := sorted(set(range(size)) - set(counts)):
             refuse(f"rank {missing[0]} is in no group")
 
-    def _check_free_port(self) -> None:
-        port = self.master_port
-        if port is None or self.kind not in _ONE_HOST or not self.requires_ipc:
-            return
+    def _check_free_port(self, port: int) -> None:
         addr = self.master_addr or "127.0.0.1"
         family = socket.AF_INET6 if ":" in addr else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -573,6 +565,8 @@ _NATIVE_DEFAULTS: dict[str, Any] = {
 """Fields that differ where `on` is a word instead of a platform in DDPW's style."""
 FIELDS = frozenset(f.name for f in fields(Platform))
 """Names of the fields of a platform."""
+_CHECKED = frozenset(f.name for f in fields(Platform) if "kind" in f.metadata)
+_MAY_BE_NONE = frozenset(f.name for f in fields(Platform) if str(f.type).endswith("| None"))
 KINDS: dict[str, Kind] = {
     **{f.name: f.metadata["kind"] for f in fields(Platform) if "kind" in f.metadata},
     "nodes": COUNT,

@@ -14,14 +14,14 @@ import os
 import stat
 import sys
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
-from unisono.launch.caution import warn
+from unisono.launch.console import warn
 from unisono.launch.platform import FIELDS, KINDS, nearest
 
 FILE_NAME = "unisono.toml"
@@ -34,10 +34,18 @@ _SIZES = frozenset(("ranks", "n_nodes", "n_gpus_per_node", "n_cpus_per_node"))
 _PREFIX = "UNISONO_"
 _READ_ELSEWHERE = frozenset(
     (
-        *("ALGO", "ALGO_FILE", "BACKEND", "CHECK", "CONFIG", "CORE", "DETECT", "FORCE_ON"),
-        *("FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "LOG_MB", "RANK_PID", "REQUIRE", "RESTART"),
-        *("RUN_ID", "SERVER_IDLE_S", "STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL", "TIMEOUT_S"),
-        "TRACE",
+        *("ALGO", "ALGO_FILE", "BACKEND", "CHECK", "CONFIG", "CORE", "DETECT", "ELASTIC"),
+        *("FORCE_ON", "FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "LOG_MB", "RANK_PID"),
+        *(
+            "REQUIRE",
+            "RESTART",
+            "RUN_ID",
+            "SERVER_IDLE_S",
+            "STDIN_RANK",
+            "STRUCTURE_CHECK",
+            "TEST_KILL",
+        ),
+        *("TIMEOUT_S", "TRACE"),
     )
 )
 """Variables with a meaning of their own; UNISONO_TIMEOUT_S is the deadline of collectives."""
@@ -62,15 +70,13 @@ class Configuration:
     path: Path | None = None
     """The file, if there is one."""
 
-    def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a setting."""
-        return self.settings[name].value if name in self.settings else default
-
     def at(self, place: object) -> Configuration:
-        """Return the settings at a place: those of a profile go before `[run]`.
+        """Return the settings at a place, else at that which they name: a profile's go before.
 
         A profile that says how many ranks it has does not get `[run]`'s number of them.
         """
+        if place is None and "on" in self.settings:
+            place = self.settings["on"].value
         if not isinstance(place, str) or place not in self.profiles:
             return self
         where = f"[platform.{place}] of {self.path}"
@@ -80,16 +86,17 @@ class Configuration:
         general = {n: s for n, s in self.settings.items() if n not in dropped}
         return replace(self, settings={**general, **profile, **variables})
 
-    def from_file(self, given: Collection[str] = ()) -> list[str]:
-        """Return what the file decides, as `name=value`, but for what the caller has `given`.
+    def decisions(self, given: Collection[str]) -> str:
+        """Return a line on what the file decides, but for what the caller has `given`; or "".
 
         Of a table only the names are told: variables for the ranks may be secrets.
         """
-        return [
+        decided = [
             f"{name}={sorted(s.value) if isinstance(s.value, dict) else s.value!r}"
             for name, s in self.settings.items()
             if not s.source.startswith(_PREFIX) and name not in given
         ]
+        return f"unisono: {self.path} decides: {', '.join(decided)}" if decided else ""
 
     def fields(self) -> dict[str, Any]:
         """Return those settings that are fields of a platform (and not arguments of `run`)."""
@@ -102,8 +109,11 @@ def read_configuration(
     """Read the file and the variables in force for this process, in this directory."""
     env = os.environ if env is None else env
     path = find_file(env, Path.cwd() if directory is None else directory)
-    run, profiles = _read_file(path) if path is not None else ({}, {})
-    settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
+    settings: dict[str, Setting] = {}
+    profiles: dict[str, dict[str, Any]] = {}
+    if path is not None:
+        run, profiles = _read_file(path)
+        settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
     return Configuration({**settings, **_read_variables(env)}, profiles, path)
 
 
@@ -125,7 +135,10 @@ def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
                 f"UNISONO_CONFIG={named}", "no such file", None, "unset UNISONO_CONFIG"
             )
         return path
-    for folder in _upwards(directory):
+    home: Path | None = None
+    with suppress(OSError, RuntimeError):  # a user without a home
+        home = Path.home().resolve()
+    for folder in (directory, *directory.parents):
         path = folder / FILE_NAME
         if path.is_file():
             if (owner := _strange_owner(path)) is None:
@@ -134,18 +147,9 @@ def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
                 f"{path} is not used: it belongs to user {owner}, and what it says could run "
                 f"programs in your name; UNISONO_CONFIG=... names a file of yours"
             )
-    return None
-
-
-def _upwards(directory: Path) -> Iterator[Path]:
-    """Yield a directory and those above it, up to the end of its project or the home directory."""
-    home: Path | None = None
-    with suppress(OSError, RuntimeError):  # a user without a home
-        home = Path.home().resolve()
-    for folder in (directory, *directory.parents):
-        yield folder
         if (folder / ".git").exists() or folder.resolve() == home:
-            return
+            break
+    return None
 
 
 def _strange_owner(path: Path) -> int | None:
@@ -175,9 +179,9 @@ def _text_of(path: Path) -> str:
 _said: set[str] = set()
 
 
-def say_what_file_decides(line: str) -> None:
+def say_once(line: str) -> None:
     """Print once in a process which file decides where and how its ranks run."""
-    if line and line not in _said:
+    if line not in _said:
         _said.add(line)
         print(line, file=sys.stderr, flush=True)
 

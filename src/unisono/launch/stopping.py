@@ -24,7 +24,7 @@ from unisono.errors import PlatformError, RankTimeout, Requeue
 from unisono.expect import expect_int
 from unisono.launch.context import here
 from unisono.launch.pool.protocol import Preempt, send_message
-from unisono.launch.stacks import grouped
+from unisono.launch.pool.stacks import grouped
 
 __all__ = ["job_dir", "requeue", "restart_count", "should_stop", "simulate_preemption"]
 
@@ -42,6 +42,8 @@ _is_working = False
 """Whether the function runs, which alone an interrupt is for."""
 _calls = 0
 _agreed = False
+_agreement: Callable[[], bool] | None = None
+"""Who knows whether all ranks are to stop, where it is not a collective of the world."""
 
 
 def note_request() -> None:
@@ -96,6 +98,17 @@ def forget_request() -> None:
     _calls, _agreed = 0, False
 
 
+def is_wanted() -> bool:
+    """Whether somebody wants this rank to stop, whatever the others know."""
+    return _wanted.is_set()
+
+
+def agree_by(ask: Callable[[], bool] | None) -> None:
+    """Have `should_stop` ask somebody else than the world; None: the world again."""
+    global _agreement
+    _agreement = ask
+
+
 def should_stop(*, every: int = 1) -> bool:
     """Tell whether any rank was asked to stop; the same answer on all ranks.
 
@@ -109,14 +122,14 @@ def should_stop(*, every: int = 1) -> bool:
     expect_int("every", every, 1, error=PlatformError)
     _calls += 1
     if not _agreed and _calls % every == 0:
-        _agreed = _any_rank(_wanted.is_set())
+        _agreed = _any_rank(_wanted.is_set()) if _agreement is None else _agreement()
     return _agreed
 
 
 def _any_rank(mine: bool) -> bool:
     import torch
 
-    from unisono.launch.existing import world
+    from unisono.launch.in_process import world
 
     comm = world().with_device("cpu")
     if comm.size == 1:
@@ -126,7 +139,7 @@ def _any_rank(mine: bool) -> bool:
 
 def requeue() -> None:
     """Say on all ranks: what is needed is saved, start me again. Collective; raises `Requeue`."""
-    from unisono.launch.existing import world
+    from unisono.launch.in_process import world
 
     world().with_device("cpu").barrier()
     raise Requeue

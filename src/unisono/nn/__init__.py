@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from unisono.nn import functional
 from unisono.nn.agreement import structure_check
-from unisono.nn.distribute import DistributedSequential, distribute, plan_report
+from unisono.nn.distribute import distribute
 from unisono.nn.gradients import clip_grad_norm_
 from unisono.nn.layers.batch_norm import DistributedBatchNorm
 from unisono.nn.layers.conv import (
@@ -60,6 +60,7 @@ from unisono.nn.layers.norm import (
     DistributedGroupNorm,
     DistributedInstanceNorm,
     DistributedLayerNorm,
+    DistributedRMSNorm,
 )
 from unisono.nn.layers.pooling import (
     DistributedAvgPool1d,
@@ -71,6 +72,7 @@ from unisono.nn.layers.pooling import (
 )
 from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
 from unisono.nn.module import Module
+from unisono.nn.paper import plan_report
 from unisono.nn.split_tensors import Split, SplitModule, split, split_rule
 from unisono.nn.state import Shard, check_replicas, full_state_dict, no_sync, state_dict_mode
 
@@ -116,7 +118,7 @@ __all__ = [
     "DistributedNLLLoss",
     "DistributedPad",
     "DistributedPoissonNLLLoss",
-    "DistributedSequential",
+    "DistributedRMSNorm",
     "DistributedTranspose",
     "DistributedUpsample",
     "HaloExchange",

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from unisono import errors
 from unisono.comm import Communicator
-from unisono.comm.blocks import pack_shape, unpack_shape
+from unisono.comm.arguments import pack_shape, unpack_shape
 from unisono.errors import (
     CollectiveMismatch,
     PartitionError,
@@ -378,63 +377,3 @@ def raise_together(comm: Communicator | None, problem: UnisonoError | None) -> N
     name, text = said[at]
     kind = getattr(errors, name, PartitionError)
     raise kind(f"{text}\n  on rank {comm.ranks[at]}, so the call is refused on all ranks")
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One call of a layer inside a chain."""
-
-    layer: object
-    structures: tuple[Structure, ...]
-    """Of its own inputs."""
-    tables: tuple[Table, ...]
-    """Of those of all ranks."""
-    plan: Any
-
-
-@dataclass(eq=False)
-class Chain:
-    """The calls of a chain of layers with one kind of input: it agrees for all of them.
-
-    What the layers inside get follows from the chain's input. So the first call lets every layer
-    agree and notes the outcome; later ones find it here, in the same order.
-    """
-
-    gradients: int = NO_GRAD
-    """Whose gradients some rank needs in this call."""
-    steps: list[Step] = field(default_factory=list)
-    is_known: bool = False
-    """Whether the steps have been noted in a call before."""
-    at: int = 0
-
-    def next_step(self, layer: object, structures: tuple[Structure, ...]) -> Step | None:
-        """Return what a layer did in this call of it; None if it has to agree by itself."""
-        self.at += 1
-        if not self.is_known or self.at > len(self.steps):
-            return None
-        step = self.steps[self.at - 1]
-        return step if step.layer is layer and step.structures == structures else None
-
-    def note(self, step: Step) -> None:
-        """Keep the call of the layer that has asked last."""
-        self.steps[self.at - 1 : self.at] = [step]
-
-
-_chain: Chain | None = None
-
-
-def current_chain() -> Chain | None:
-    """Return the chain that is being called, if any."""
-    return _chain
-
-
-@contextmanager
-def calling(chain: Chain) -> Iterator[None]:
-    """Let the layers called inside take part in a chain's call."""
-    global _chain
-    before, _chain, chain.at = _chain, chain, 0
-    try:
-        yield
-        chain.is_known = True
-    finally:
-        _chain = before

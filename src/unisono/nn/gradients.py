@@ -1,4 +1,4 @@
-"""Gradients of a split network: clipped by the norm of the whole, summed for ordinary modules.
+"""Gradients of a split network, clipped by the norm of the whole.
 
 The norm counts each element once wherever it is held, so all ranks scale by the same factor and
 replicas stay replicas.
@@ -7,20 +7,16 @@ replicas stay replicas.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.comm.torch.private import runs_uncompiled
 from unisono.errors import PartitionError, UnisonoError
-from unisono.nn.parameters import Holding, summed_gradients
-from unisono.nn.state import HoldingModule, living_layers
-from unisono.topology import Partition
+from unisono.nn.parameters import Holding
+from unisono.nn.state import living_layers
 
 __all__ = ["clip_grad_norm_"]
 
@@ -138,51 +134,3 @@ def _gathered_norms(
 def _norm(grad: Tensor, p: float) -> Tensor:
     values = grad.coalesce().values() if grad.is_sparse else grad
     return torch.linalg.vector_norm(values.detach(), p)
-
-
-def sum_gradients(module: nn.Module, partition: Partition, *, deep: bool = True) -> None:
-    """Let a module's backward sum the gradients of its parameters over a partition.
-
-    Args:
-        module: an ordinary module that each rank runs on points of its own.
-        partition: the ranks that hold its parameters.
-        deep: parameters of all modules inside too; layers that sum by themselves are left alone.
-    """
-    hooks = _StandIns(partition, deep)
-    if any(True for _ in hooks.held(module)):
-        module.register_forward_pre_hook(hooks.begin)
-        module.register_forward_hook(hooks.end, always_call=True)
-
-
-@dataclass(frozen=True)
-class _StandIns:
-    partition: Partition
-    deep: bool
-
-    def held(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Yield the parameters, each with its owner and its name there."""
-        for owner in module.modules() if self.deep else (module,):
-            if not isinstance(owner, HoldingModule):
-                for name, p in owner._parameters.items():
-                    if p is not None:
-                        yield owner, name, p
-
-    @runs_uncompiled
-    def begin(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
-        """Put the stand-ins where attributes are looked up first."""
-        if not self.partition.active:
-            return
-        held = list(self.held(module))
-        summed = summed_gradients(self.partition.comm, *(p for _, _, p in held))
-        for (owner, name, _), value in zip(held, summed, strict=True):
-            owner.__dict__[name] = value
-            if isinstance(owner, nn.RNNBase):
-                owner._flat_weights[owner._flat_weights_names.index(name)] = value
-
-    @runs_uncompiled
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        """Take them away; called after an error too."""
-        for owner, name, p in self.held(module):
-            owner.__dict__.pop(name, None)
-            if isinstance(owner, nn.RNNBase):
-                owner._flat_weights[owner._flat_weights_names.index(name)] = p

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.comm.torch.private import runs_uncompiled
-from unisono.nn.agreement import (
-    Chain,
-    current_chain,
-    current_mode,
-    final_plan,
-    refuse_mixed_grad_mode,
-)
+from unisono.nn.agreement import current_mode, final_plan, refuse_mixed_grad_mode
 from unisono.topology import Partition
 
 __all__ = ["Module"]
@@ -43,8 +37,6 @@ class Module(nn.Module):
         self._distdl_is_setup = False
         self._agreeing: Communicator | None = None
         """All ranks of the layer, known once set up; None when there is nobody else."""
-        self._chain: Chain | None = None
-        """The calls of a chain of layers for which it was set up."""
         self.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -76,9 +68,6 @@ class Module(nn.Module):
         mode = current_mode()
         if mode == "off" and changed:
             raise final_plan(type(self).__name__, "no shapes", _shapes(input))
-        chain = current_chain()
-        if chain is not None:
-            return changed or self._chain is not chain
         if self._agreeing is None or mode == "off":
             return changed
         heard = self._agreeing.all_gather_ints([changed, torch.is_grad_enabled()])
@@ -99,7 +88,6 @@ class Module(nn.Module):
             self._distdl_is_setup = False
         if self._agreeing is None:
             self._agreeing = self._control()
-        self._chain = current_chain()
         self._distdl_module_setup(input)
         self._distdl_is_setup = True
 
@@ -131,7 +119,7 @@ class Module(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to the ranks of this world: a copy is set up when called."""
         state = self.__dict__.copy()
-        return state | {"_distdl_is_setup": False, "_agreeing": None, "_chain": None}
+        return state | {"_distdl_is_setup": False, "_agreeing": None}
 
 
 @runs_uncompiled

@@ -152,14 +152,18 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: GroupPlan, *held: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = plan
+        ctx.set_materialize_grads(False)
         return tuple([x.view_as(x) for x in held])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat = torch.cat([g.reshape(-1) for g in grads])
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [g for g in grads if g is not None]
+        if not given:
+            return None, *grads
+        flat = torch.cat([g.reshape(-1) for g in given])
         total = SumToReplicated.apply_in_backward(flat, ctx.plan)
-        parts = total.split([g.numel() for g in grads])
-        return None, *[part.view(g.shape) for part, g in zip(parts, grads, strict=True)]
+        parts = iter(total.split([g.numel() for g in given]))
+        return None, *[None if g is None else next(parts).view(g.shape) for g in grads]
 
 
 def summed_gradients(comm: Communicator, *held: Tensor) -> tuple[Tensor, ...]:

@@ -25,12 +25,11 @@ from unisono.nn.agreement import (
     PARAMETERS,
     Cuts,
     Meetings,
-    Step,
     Structure,
     Table,
-    current_chain,
 )
 from unisono.nn.module import Module
+from unisono.nn.split_tensors.tensor import Split
 from unisono.operators import attach
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.linear import identity
@@ -96,6 +95,9 @@ class PlannedModule(Module, Generic[P]):
             if not isinstance(x, Tensor):
                 found = "None" if x is None else an(type(x).__name__)
                 break
+            if isinstance(x, Split):
+                found = "a split tensor, which knows its blocks by itself; its own block is x.local"
+                break
             if x.device.type == "meta" and self._agreeing is not None:
                 found = "a tensor on meta, without data to send"
         expected = len(self._structures) if self._distdl_is_setup else len(input)
@@ -131,15 +133,6 @@ class PlannedModule(Module, Generic[P]):
             if problem is not None:
                 raise problem
             return not self._distdl_is_setup or structures != self._structures
-        chain = current_chain()
-        step = None if chain is None else chain.next_step(self, structures)
-        if chain is not None and step is not None:
-            if problem is not None:
-                raise problem
-            self._gradients = chain.gradients
-            if step.tables is not self._tables:
-                self._use(step.tables, structures, step.plan)
-            return False
         agreement = self._meetings.agree(
             self._agreeing,
             self._ranks,
@@ -150,11 +143,7 @@ class PlannedModule(Module, Generic[P]):
         )
         self._gradients = agreement.gradients
         self._agreed = agreement.tables
-        if not self._distdl_is_setup or agreement.tables != self._tables:
-            return True
-        if chain is not None:
-            chain.note(Step(self, structures, self._tables, self._plan))
-        return False
+        return not self._distdl_is_setup or agreement.tables != self._tables
 
     def _find_ranks(self) -> None:
         self._comm = self._root()
@@ -177,14 +166,7 @@ class PlannedModule(Module, Generic[P]):
             while len(self._plans) > KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        self._use(key, structures, self._plans[key])
-        chain = current_chain()
-        if chain is not None:
-            chain.note(Step(self, structures, key, self._plan))
-
-    def _use(self, tables: tuple[Table, ...], structures: tuple[Structure, ...], plan: P) -> None:
-        """Carry out this plan from now on."""
-        self._tables, self._structures, self._plan = tables, structures, plan
+        self._tables, self._structures, self._plan = key, structures, self._plans[key]
         self._exchange = self._halo()
 
     def _on_ranks(self, plan: HaloPlan, ranks: tuple[int, ...] | None) -> HaloOnGroup | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 from weakref import WeakSet
@@ -30,6 +30,7 @@ from unisono.nn.parameters import (
     whole,
 )
 from unisono.nn.planned import PlannedModule
+from unisono.nn.split_tensors.module import SplitModule
 from unisono.topology import Partition
 
 P = TypeVar("P")
@@ -305,8 +306,7 @@ def check_replicas(module: nn.Module) -> None:
 
     Parameters of ordinary layers in the tree count as held by all ranks.
     """
-    roots = (layer._root() for layer in module.modules() if isinstance(layer, Module))
-    everyone = next((root for root in roots if root is not None), None)
+    everyone = next((root for layer in module.modules() if (root := _root_of(layer))), None)
     for path, layer in module.named_modules():
         values: Mapping[str, Tensor] = dict(layer.named_parameters(recurse=False))
         if isinstance(layer, HoldingModule):
@@ -319,6 +319,13 @@ def check_replicas(module: nn.Module) -> None:
         for name, holding in holdings.items():
             if name in values:
                 _compare(f"{path}.{name}".lstrip("."), values[name].detach(), holding, comm)
+
+
+def _root_of(layer: nn.Module) -> Communicator | None:
+    """Return the ranks that a layer, or a split network, is spread over."""
+    if isinstance(layer, SplitModule):
+        return layer.partition.comm
+    return layer._root() if isinstance(layer, Module) else None
 
 
 def _compare(name: str, value: Tensor, holding: Holding, comm: Communicator) -> None:
@@ -371,7 +378,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     for _, _, p, _ in stashed:
         p.grad = None
     try:
-        yield
+        with ExitStack() as inside:
+            for part in module.modules():
+                if isinstance(part, SplitModule):
+                    inside.enter_context(part.no_sync())
+            yield
     except BaseException:
         for _, _, p, earlier in stashed:
             p.grad = earlier  # what the block has added is not summed, and would not be alike

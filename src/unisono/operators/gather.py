@@ -2,11 +2,13 @@
 
 Spaces: S is sharded, I each rank's own, R a value that every rank holds equal and that counts once.
 `all_gather` (S -> I) and `reduce_scatter` (I -> S) are adjoints, `concat_replicated` (S -> R) and
-`slice_replicated` (R -> S), and `gather` and `scatter` between all ranks and one.
+`slice_replicated` (R -> S), and `gather` and `scatter` between all ranks and one. `move_cut`
+(S -> S) cuts another dim; it is its own adjoint with the dims changed over.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +20,7 @@ from unisono.comm.arguments import check_dim, check_rank, check_sizes, check_ten
 from unisono.errors import PartitionError, UnisonoError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap, identity
+from unisono.operators.move import AllToAll, AllToAllPlan
 from unisono.operators.plans import anchor, announce, check_call, check_comm
 from unisono.topology.decompose import split_sizes
 
@@ -70,7 +73,7 @@ def block_plan(
                 f"{x.shape[dim]} + the lengths of {others} other blocks = ?",
                 "sizes=[...], the length of each block; natoms=N for the balanced split of N",
             )
-        return BlockPlan(comm, dim, comm.block_lengths(x, dim))
+        return BlockPlan(comm, dim, comm._lengths(x, dim, verb))
     given = check_sizes(sizes, comm.size, verb)
     if given[comm.rank] != x.shape[dim]:
         raise PartitionError.because(
@@ -103,7 +106,8 @@ def _joined(x: Tensor, plan: BlockPlan) -> Tensor:
         return plan.landed
     if torch.compiler.is_compiling():
         return traced.all_gather(x, plan.dim, plan.sizes, plan.comm)
-    return plan.comm.all_gather(x, plan.dim, plan.sizes)
+    # The plan was checked when it was made; the verb would do so once more.
+    return plan.comm._perform(plan.comm._joined(x, plan.dim, plan.sizes))
 
 
 class AllGather(LinearMap):
@@ -124,7 +128,7 @@ class ReduceScatter(LinearMap):
             return plan.landed
         if torch.compiler.is_compiling():
             return traced.reduce_scatter(x, plan.dim, plan.sizes, plan.comm)
-        return plan.comm.reduce_scatter(x, plan.dim, plan.sizes)
+        return plan.comm._perform(plan.comm._reduced_block(x, plan.dim, plan.sizes))
 
 
 class ConcatReplicated(LinearMap):
@@ -173,6 +177,80 @@ class Gather(LinearMap):
 AllGather.adjoint = ReduceScatter
 ConcatReplicated.adjoint = SliceReplicated
 Scatter.adjoint = Gather
+
+
+@dataclass(frozen=True)
+class MoveCutPlan:
+    """A tensor that is cut along one dim, and will be along another."""
+
+    source: BlockPlan
+    dest: BlockPlan
+
+    @property
+    def adjoint(self) -> MoveCutPlan:
+        """The plan of the way back."""
+        return MoveCutPlan(self.dest, self.source)
+
+
+class MoveCut(LinearMap):
+    """Block along one dim -> block along another: each rank gets its share of every block."""
+
+    @staticmethod
+    def kernel(x: Tensor, plan: MoveCutPlan) -> Tensor:
+        """Return the block along the other dim."""
+        source, dest, me = plan.source, plan.dest, plan.source.comm.rank
+        parts = x.split(dest.sizes, dest.dim)
+        shapes: list[list[int]] = []
+        for length in source.sizes:
+            shape = list(x.shape)
+            shape[source.dim], shape[dest.dim] = length, dest.sizes[me]
+            shapes.append(shape)
+        received = tuple(math.prod(shape) for shape in shapes)
+        flat = AllToAll.kernel(
+            torch.cat([part.reshape(-1) for part in parts]),
+            AllToAllPlan(source.comm, tuple(part.numel() for part in parts), received),
+        )
+        blocks = zip(flat.split(received), shapes, strict=True)
+        return torch.cat([block.view(shape) for block, shape in blocks], source.dim)
+
+
+MoveCut.adjoint = MoveCut
+
+
+def move_cut(
+    x: Tensor,
+    source: int,
+    dest: int,
+    source_sizes: Sequence[int] | None = None,
+    dest_sizes: Sequence[int] | None = None,
+    *,
+    comm: Communicator,
+) -> Tensor:
+    """Return this rank's block along `dest` of a tensor whose blocks along `source` ranks hold.
+
+    Collective over `comm`; gradients go the way back. What Ulysses does with a sequence and the
+    heads of an attention: `move_cut(q, -2, -3, comm=comm)` has all tokens of some heads.
+
+    Args:
+        x: own block along `source`, whole along `dest`.
+        source: dim that is cut now.
+        dest: dim that is cut afterwards.
+        source_sizes: lengths of the blocks along `source`; without them one small exchange learns
+            them.
+        dest_sizes: lengths of the blocks along `dest`; default: balanced.
+        comm: the ranks.
+    """
+    check_call(x, comm, "move_cut")
+    if x.dim() < 2 or check_dim(source, x, "move_cut") == check_dim(dest, x, "move_cut"):
+        raise PartitionError.because(
+            f"move_cut(source={source}, dest={dest}) of a tensor of shape {list(x.shape)}",
+            "two different dims are needed",
+            None,
+            "all_gather(x, dim, comm=comm) for a dim that is whole afterwards",
+        )
+    later = whole_plan(x, dest, dest_sizes, comm, "move_cut")
+    now = block_plan(x, source, source_sizes, comm, "move_cut")
+    return identity(x) if comm.size == 1 else MoveCut.apply(x, MoveCutPlan(now, later))
 
 
 def all_gather(

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
-from unisono.comm.blocks import dense
+from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
-from unisono.operators import plans
 from unisono.operators.linear import LinearMap, identity
-from unisono.operators.plans import Flight, check_call
+from unisono.operators.plans import check_call
 from unisono.topology.halo import HaloPlan, Message, Piece
 
 
@@ -31,15 +30,15 @@ class HaloOnGroup:
     """Rank of `comm` for each rank of the plan; None: they are the same."""
     fill: float
     """Constant outside the tensor; 0 everywhere but in the first forward."""
-    flight: Flight | None = field(default=None, compare=False)
-    """Messages of the exchange that were started before, by `start_exchange`."""
+    landed: dict[int, Tensor] | None = field(default=None, compare=False)
+    """What has come from each rank before, by `start_exchange`."""
 
     @property
     def adjoint(self) -> HaloOnGroup:
         """The plan of the adjoint, and that for a tangent: constants have no derivative."""
-        if self.fill == 0 and self.flight is None:
+        if self.fill == 0 and self.landed is None:
             return self
-        return replace(self, fill=0.0, flight=None)
+        return replace(self, fill=0.0, landed=None)
 
     tangent = adjoint
 
@@ -50,9 +49,13 @@ class HaloExchange(LinearMap):
     @staticmethod
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
         """Return the window."""
-        flight = start_exchange(x, plan, x.dtype) if plan.flight is None else plan.flight
+        received, pending = plan.landed, None
+        if received is None:
+            pending = start_exchange(x, plan)
         window = _own_window(x, plan)  # while messages travel
-        for message, values in arrived(plan, flight, plan.halo.recvs):
+        if pending is not None:
+            received = pending.wait()
+        for message, values in arrived(plan, received or {}, plan.halo.recvs):
             for piece, part in zip(message.pieces, values, strict=True):
                 place(window, piece, part)
         return window
@@ -71,7 +74,7 @@ class HaloAdd(LinearMap):
             (message, torch.cat([gathered(x, piece).reshape(-1) for piece in message.pieces]))
             for message in halo.recvs
         ]
-        flight = post(plan, packed, halo.sends, x.dtype)
+        pending = post(plan, packed, halo.sends, x.dtype)
         starts_here = _may_start_here(halo)
         if starts_here:
             first = halo.local[0]
@@ -80,7 +83,7 @@ class HaloAdd(LinearMap):
         else:
             total = x.new_zeros(halo.block_shape)
         added = starts_here
-        for message, values in arrived(plan, flight, halo.sends):
+        for message, values in arrived(plan, pending.wait(), halo.sends):
             if message.peer > halo.rank and not added:
                 _add_local(total, x, halo.local)
                 added = True
@@ -170,24 +173,22 @@ def _on_group(
     return HaloOnGroup(comm, plan, None if ranks is None else tuple(ranks), fill)
 
 
-def start_exchange(x: Tensor | None, plan: HaloOnGroup, dtype: torch.dtype) -> Flight:
-    """Post the messages of an exchange; `HaloExchange` with this flight in its plan finishes it.
+def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
+    """Post the messages of an exchange; `HaloExchange` with what has landed finishes it.
 
     Args:
-        x: own block, or None to take part with zeros.
+        x: own block.
         plan: the exchange.
-        dtype: of the data.
     """
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
     packed: list[tuple[Message, Tensor]] = []
     for message in plan.halo.sends:
-        if x is None:
-            flat = torch.zeros(message.numel, dtype=dtype, device=plan.comm.device)
-        elif len(message.pieces) == 1:
-            flat = dense(x[message.pieces[0].source_slices].reshape(-1))
-        else:
-            flat = torch.cat([x[piece.source_slices].reshape(-1) for piece in message.pieces])
-        packed.append((message, flat))
-    return post(plan, packed, plan.halo.recvs, dtype)
+        flats: list[Tensor] = []
+        for piece in message.pieces:
+            flats.append(x[piece.source_slices].reshape(-1))
+        packed.append((message, torch.cat(flats) if len(flats) > 1 else flats[0].contiguous()))
+    return post(plan, packed, plan.halo.recvs, x.dtype)
 
 
 def post(
@@ -195,7 +196,7 @@ def post(
     sends: Sequence[tuple[Message, Tensor]],
     recvs: Sequence[Message],
     dtype: torch.dtype,
-) -> Flight:
+) -> Pending[dict[int, Tensor]]:
     """Post all messages at once: one flat tensor for each."""
     comm, ranks = plan.comm, plan.ranks or range(plan.comm.size)
     going: dict[int, Tensor] = {}
@@ -204,14 +205,14 @@ def post(
         going[ranks[message.peer]] = flat
     for message in recvs:
         coming[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=comm.device)
-    return plans.post(comm, going, coming)
+    return comm._post(going, coming)
 
 
 def arrived(
-    plan: HaloOnGroup, flight: Flight, recvs: Sequence[Message]
+    plan: HaloOnGroup, received: dict[int, Tensor], recvs: Sequence[Message]
 ) -> list[tuple[Message, list[Tensor]]]:
-    """Wait, and return each message with the values of its pieces, in ascending order of peers."""
-    received, ranks = flight.take(), plan.ranks or range(plan.comm.size)
+    """Return each message with the values of its pieces, in ascending order of peers."""
+    ranks = plan.ranks or range(plan.comm.size)
     found: list[tuple[Message, list[Tensor]]] = []
     for message in recvs:
         flat, start = received[ranks[message.peer]], 0

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.arguments import check_sizes, whole_numbers
-from unisono.comm.blocks import pack_shape, unpack_shape
+from unisono.comm.arguments import check_sizes, pack_shape, unpack_shape, whole_numbers
 from unisono.comm.collectives import Like
 from unisono.errors import CollectiveMismatch, MeshError, PartitionError
 from unisono.operators import traced

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.blocks import pack_shape, unpack_shape
+from unisono.comm.arguments import pack_shape, unpack_shape
 from unisono.errors import PartitionError
 from unisono.operators import reduce as sums
 from unisono.operators.gather import all_gather as join_blocks

@@ -1,4 +1,4 @@
-"""What the operators share: checks at their edge, what ranks tell each other, messages under way.
+"""What the operators share: checks at their edge, and what ranks tell each other.
 
 A plan holds ints, ranks and the communicator, no tensor to differentiate; each operator's plan is
 beside it, but for `GroupPlan`, which needs to know only the ranks.
@@ -15,11 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.comm import Communicator
-from unisono.comm.arguments import check_not_vmapped, check_tensor
-from unisono.comm.blocks import pack_shape, unpack_shape
+from unisono.comm.arguments import check_not_vmapped, check_tensor, pack_shape, unpack_shape
 from unisono.comm.collectives import Like
-from unisono.comm.messages import EXCHANGE_TAG
-from unisono.comm.perform import Pending
 from unisono.errors import PartitionError, UnisonoError, an, explain
 
 
@@ -39,50 +36,6 @@ class GroupPlan:
         return self if self.landed is None else replace(self, landed=None)
 
     tangent = adjoint
-
-
-class Flight:
-    """Messages between pairs of ranks, posted before it is known whether they will be used.
-
-    Args:
-        pending: what was started; None when there was nothing to start.
-        landed: values by peer, of messages that arrived before.
-    """
-
-    __slots__ = ("_landed", "_pending", "window")
-
-    def __init__(
-        self,
-        pending: Pending[dict[int, Tensor]] | None = None,
-        landed: dict[int, Tensor] | None = None,
-    ) -> None:
-        self._pending = pending
-        self._landed = landed
-
-    def take(self) -> dict[int, Tensor]:
-        """Wait and return the tensor from each peer; they are handed over, not kept."""
-        pending, landed = self._pending, self._landed
-        self._pending = self._landed = None
-        return pending.wait() if pending is not None else landed or {}
-
-    def drop(self) -> None:
-        """Let the messages arrive, so that every one has found its partner, and forget them."""
-        self.take()
-
-
-def post(comm: Communicator, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> Flight:
-    """Start messages whose peers and sizes follow from a plan.
-
-    Args:
-        comm: the ranks.
-        sends: a dense tensor for each destination, none of them this rank.
-        recvs: a tensor to fill for each source.
-    """
-    if not sends and not recvs:
-        return Flight()
-    # Not `comm.start.exchange`: a plan knows its peers and sizes, nothing is left to check.
-    messages = comm._exchanged("exchange", sends, recvs, EXCHANGE_TAG, lambda: recvs, None)
-    return Flight(comm._start(messages))
 
 
 def check_comm(comm: object, verb: str) -> Communicator:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
-from unisono.comm.blocks import dense
+from unisono.comm.arguments import dense
+from unisono.comm.perform import Pending
 from unisono.errors import PartitionError, UnisonoError
 from unisono.operators.linear import LinearMap, identity
-from unisono.operators.plans import Flight, check_call, post
+from unisono.operators.plans import check_call
 from unisono.topology.halo import Box
 from unisono.topology.overlap import Move, OverlapPlan
 
@@ -86,42 +88,26 @@ class Stage:
         """The stage of the way back."""
         return replace(self, starts=self.starts_back, starts_back=self.starts)
 
-
-class StagedFlight(Flight):
-    """Blocks that lie ready for their readers."""
-
-    __slots__ = ("_dtype", "_recvs", "_stage", "_turn")
-
-    def __init__(
-        self,
-        stage: Stage,
-        sends: Sequence[tuple[Move, Tensor]],
-        recvs: Sequence[Move],
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self._stage, self._recvs, self._dtype = stage, recvs, dtype
-        staging = stage.staging
-        self._turn = staging.next_half()
-        half = staging.half(staging.comm.rank, self._turn, dtype)
+    def pack(self, x: Tensor, sends: Sequence[Move]) -> int:
+        """Lay the boxes of `x` ready for their readers; return which half they lie in."""
+        staging = self.staging
+        turn = staging.next_half()
+        half = staging.half(staging.comm.rank, turn, x.dtype)
         start = 0
-        for move, block in sorted(sends, key=lambda pair: pair[0].peer):
-            half[start : start + move.numel].view(move.shape).copy_(block)
+        for move in sorted(sends, key=attrgetter("peer")):  # as `starts_for` counts
+            half[start : start + move.numel].view(move.shape).copy_(x[_slices(move.box)])
             start += move.numel
+        return turn
 
-    def take(self) -> dict[int, Tensor]:
-        """Meet, and return the blocks where they lie: to be read before the next call."""
-        stage = self._stage
-        stage.staging.comm.barrier()
+    def arrived(self, turn: int, recvs: Sequence[Move], dtype: torch.dtype) -> dict[int, Tensor]:
+        """Meet, and return the boxes where they lie: to be read before the next call."""
+        self.staging.comm.barrier()
         found: dict[int, Tensor] = {}
-        for move in self._recvs:
-            half = stage.staging.half(stage.places[move.peer], self._turn, self._dtype)
-            start = stage.starts[move.peer]
-            found[move.peer] = half[start : start + move.numel].view(move.shape)
+        for move in recvs:
+            half, start = self.staging.half(self.places[move.peer], turn, dtype), self.starts
+            first = start[move.peer]
+            found[move.peer] = half[first : first + move.numel].view(move.shape)
         return found
-
-    def drop(self) -> None:
-        """Leave the blocks unread; ranks have met to agree on it."""
 
 
 def starts_for(me: int, moves_of: Mapping[int, Sequence[Move]]) -> dict[int, int]:
@@ -142,8 +128,6 @@ class RepartitionOnGroup:
     """Shape of what goes in; without elements on a rank outside the source partition."""
     after: tuple[int, ...]
     """Shape of what comes out; likewise."""
-    flight: Flight | None = field(default=None, compare=False)
-    """Messages that were started before, by `start_moves`."""
     stage: Stage | None = field(default=None, compare=False)
     """Shared memory to hand blocks over in, instead of messages."""
 
@@ -161,14 +145,19 @@ class Repartition(LinearMap):
     @staticmethod
     def kernel(x: Tensor, plan: RepartitionOnGroup) -> Tensor:
         """Return the block after."""
-        overlap = plan.overlap
-        flight = plan.flight
-        if flight is None:
-            flight = start_moves(x, overlap, x.dtype, plan.comm, plan.stage)
+        overlap, stage = plan.overlap, plan.stage
+        turn, pending = 0, None
+        if stage is not None:
+            turn = stage.pack(x, overlap.sends)
+        else:
+            pending = _post(x, plan)
         y = x.new_empty(plan.after)
         if overlap.local is not None:
             y[_slices(overlap.local.dest)] = x[_slices(overlap.local.source)]
-        received = flight.take()
+        if stage is not None:
+            received = stage.arrived(turn, overlap.recvs, x.dtype)
+        else:
+            received = {} if pending is None else pending.wait()
         for move in overlap.recvs:
             y[_slices(move.box)] = received[move.peer]
         return y
@@ -177,36 +166,11 @@ class Repartition(LinearMap):
 Repartition.adjoint = Repartition
 
 
-def start_moves(
-    x: Tensor | None,
-    overlap: OverlapPlan,
-    dtype: torch.dtype,
-    comm: Communicator,
-    stage: Stage | None = None,
-) -> Flight:
-    """Post the messages of a repartition; `Repartition` with this flight in its plan finishes it.
-
-    Args:
-        x: own block, or None to take part with zeros.
-        overlap: who sends what.
-        dtype: of the data.
-        comm: the ranks.
-        stage: shared memory to use instead of messages; then all ranks of it call this.
-    """
-    if stage is not None:
-        blocks = [] if x is None else [(move, x[_slices(move.box)]) for move in overlap.sends]
-        return StagedFlight(stage, blocks, overlap.recvs, dtype)
-    sends = {
-        move.peer: torch.zeros(move.shape, dtype=dtype, device=comm.device)
-        if x is None
-        else dense(x[_slices(move.box)])
-        for move in overlap.sends
-    }
-    recvs = {
-        move.peer: torch.empty(move.shape, dtype=dtype, device=comm.device)
-        for move in overlap.recvs
-    }
-    return post(comm, sends, recvs)
+def _post(x: Tensor, plan: RepartitionOnGroup) -> Pending[dict[int, Tensor]]:
+    """Post one message for each box that leaves or comes."""
+    sends = {move.peer: dense(x[_slices(move.box)]) for move in plan.overlap.sends}
+    recvs = {move.peer: x.new_empty(move.shape) for move in plan.overlap.recvs}
+    return plan.comm._post(sends, recvs)
 
 
 def repartition(x: Tensor, plan: OverlapPlan, *, comm: Communicator | None = None) -> Tensor:

@@ -17,12 +17,14 @@ from unisono.operators.gather import (
     AllGather,
     ConcatReplicated,
     Gather,
+    MoveCut,
     ReduceScatter,
     Scatter,
     SliceReplicated,
     all_gather,
     concat_replicated,
     gather,
+    move_cut,
     reduce_scatter,
     scatter,
     slice_replicated,
@@ -137,6 +139,17 @@ def _all_gather(comm: Communicator, lengths: Sequence[int], make: MakeTensor) ->
         partial(reduce_scatter, dim=-1, sizes=lengths, comm=comm),
         make(2, lengths[comm.rank]),
         make(2, sum(lengths)),
+    )
+
+
+def _move_cut(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
+    """Three columns for the ranks: some get none."""
+    columns = decompose.split_sizes(3, comm.size)
+    return Example(
+        partial(move_cut, source=0, dest=-1, source_sizes=lengths, comm=comm),
+        partial(move_cut, source=-1, dest=0, dest_sizes=lengths, comm=comm),
+        make(lengths[comm.rank], 3),
+        make(sum(lengths), columns[comm.rank]),
     )
 
 
@@ -295,6 +308,7 @@ TABLE: tuple[Pair, ...] = _both_ways(
     Pair("slice_replicated", "concat_replicated", SliceReplicated, ConcatReplicated, "R", "S",
          _slice_replicated),
     Pair("all_gather", "reduce_scatter", AllGather, ReduceScatter, "S", "I", _all_gather),
+    Pair("move_cut", "move_cut", MoveCut, MoveCut, "S", "S", _move_cut),
     Pair("all_to_all", "all_to_all", AllToAll, AllToAll, "S", "S", _all_to_all),
     Pair("permute", "permute", Permute, Permute, "S", "S", _permute),
     Pair("send", "recv", Send, Recv, "I", "I", _send),

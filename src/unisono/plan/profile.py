@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -18,20 +19,19 @@ from unisono.data_parallel.bucket import plan_buckets
 from unisono.data_parallel.engine import NETWORK_MB
 from unisono.errors import PartitionError
 from unisono.graph_parallel import GraphPartition
-from unisono.nn.distribute.report import rehearsed
-from unisono.nn.distribute.traffic import on_paper
+from unisono.nn import plan_report
 from unisono.plan.subject import GraphInput, Subject
 from unisono.plan.workload import (
     GraphCut,
     GraphLoad,
     Layer,
+    Sending,
     SentBucket,
     SpaceCut,
-    Window,
     Workload,
     fit_pace,
 )
-from unisono.topology import Partition
+from unisono.topology.decompose import flat_index
 
 _ROUNDS = 7
 _ROUND_S = 0.12
@@ -191,45 +191,35 @@ def _bayesian_sizes(model: Sequential) -> dict[str, Any]:
     }
 
 
-def _space_cuts(subject: Subject, names: Sequence[str]) -> dict[tuple[int, ...], SpaceCut]:
-    """Ask `distribute` about every choice of spatial dims, on paper."""
-    dims = subject.batch[0].dim() - 2
-    choices = (
-        chosen
-        for count in range(1, dims + 1)
-        for chosen in itertools.combinations(range(dims), count)
-    )
-    return {chosen: _space_cut(subject, names, chosen) for chosen in choices if dims <= 3}
+def _space_cuts(
+    subject: Subject, names: Sequence[str]
+) -> Callable[[tuple[int, ...], int], SpaceCut]:
+    """Return a function that asks split tensors, on paper, about a grid over the spatial dims."""
+    model = cast("nn.Module", subject.model)
 
-
-def _space_cut(subject: Subject, names: Sequence[str], chosen: Sequence[int]) -> SpaceCut:
-    inputs = [torch.empty_like(x, device="meta") for x in subject.batch]
-    dims = inputs[0].dim() - 2
-    grid = Partition(
-        [1, 1, *(2 if d in chosen else 1 for d in range(dims))],
-        comm=on_paper(range(2 ** len(chosen)), 0),
-    )
-    refusal = ""
-    for custom in ("refuse", "recurse"):
+    @lru_cache(256)
+    def asked(grid: tuple[int, ...], samples: int) -> SpaceCut:
+        shape = (1, 1, *grid)
+        # The rank in the middle: it has neighbours on all sides, and the larger block.
+        busiest = flat_index(shape, tuple((parts - 1) // 2 for parts in shape))
+        inputs = [torch.empty(samples, *x.shape[1:], dtype=x.dtype, device="meta")
+                  for x in subject.batch]  # fmt: skip
         try:
-            calls = rehearsed(cast("nn.Module", subject.model), inputs, grid, custom=custom)
+            own = plan_report(model, inputs, shape, ranks=[busiest]).ranks[busiest]
         except PartitionError as error:
             asked, *found = (line.strip() for line in str(error).splitlines())
-            refusal = ": ".join([asked, *(line.removeprefix("found: ") for line in found[:1])])
-            continue
+            reason = ": ".join([asked, *(line.removeprefix("found: ") for line in found[:1])])
+            return SpaceCut(refusal=reason)
         except Exception as error:  # of the user's own forward, on tensors without data
-            refusal = f"forward on tensors without data: {type(error).__name__}: {error}"
-            continue
-        whole = {call.path for call in calls if not call.is_split}
-        split = {call.path for call in calls} - whole
+            return SpaceCut(
+                refusal=f"forward on tensors without data: {type(error).__name__}: {error}"
+            )
+        return SpaceCut(
+            layers=frozenset(n for n in names if n.removeprefix("-") in own.split_modules),
+            sent=tuple(Sending(one.verb, one.bytes, one.ranks) for one in own.sent),
+        )
 
-        def is_split(name: str, split: set[str] = split, whole: set[str] = whole) -> bool:
-            own, inner = name.removeprefix("-"), f"{name}."
-            seen = [path for path in split | whole if path == own or path.startswith(inner)]
-            return bool(seen) and not whole.intersection(seen)
-
-        return SpaceCut(layers=frozenset(filter(is_split, names)), custom=custom)
-    return SpaceCut(refusal=refusal)
+    return asked
 
 
 def _graph_load(graph: GraphInput, team: int) -> GraphLoad:
@@ -317,7 +307,6 @@ def _measured_layers(subject: Subject, rounds: int) -> list[Layer]:
             share=share / total,
             input_shape=shapes[module][0],
             output_shape=shapes[module][1],
-            window=_window(module),
         )
         for module, share in shares.items()
     ]
@@ -343,22 +332,6 @@ def _sample_shape(value: Any) -> tuple[int, ...]:
     while isinstance(value, tuple | list) and value:
         value = value[0]
     return tuple(value.shape[1:]) if isinstance(value, Tensor) else ()
-
-
-def _window(module: nn.Module) -> Window | None:
-    """Return what the layer reads around a point."""
-    m = cast("Any", module)
-    name = type(module).__name__
-    if not (name[:-2] in ("Conv", "MaxPool", "AvgPool") and name[-2:] in ("1d", "2d", "3d")):
-        return None
-    dims = int(name[-2])
-
-    def each(value: Any) -> tuple[int, ...]:
-        return tuple(value) if isinstance(value, tuple) else (value,) * dims
-
-    return Window(
-        kernel=each(m.kernel_size), stride=each(m.stride), dilation=each(getattr(m, "dilation", 1))
-    )
 
 
 def _sent_buckets(model: nn.Module, layers: Sequence[Layer]) -> list[SentBucket]:

@@ -17,6 +17,7 @@ from unisono.plan.cluster import (
     Cluster,
     Link,
     all_gather,
+    all_reduce,
     all_reduce_between,
     broadcast,
     exchange,
@@ -29,7 +30,7 @@ from unisono.plan.prediction import (
     waiting_after_backward,
     waiting_in_next_forward,
 )
-from unisono.plan.workload import Layer, Workload
+from unisono.plan.workload import Sending, Workload
 
 GLOBAL_SKIP, BATCHES_TO_WAIT = 4, 1
 """DASO's skips in the first epochs after its warm-up."""
@@ -157,50 +158,52 @@ def replica_memory(workload: Workload, batch: float) -> float:
 def spatial(
     workload: Workload, cluster: Cluster, batch: float, team: int | None = None
 ) -> Prediction | Impossible:
-    """Predict distributed convolutions and pools: blocks of each sample, and halos around them.
+    """Predict `unisono.nn.split`: blocks of each sample, and what its layers send.
 
-    From the first layer that needs all points (Flatten, Linear) on, every rank computes the whole.
-    Whether and where it can be split is what `distribute` said when the model was measured.
+    Whether the model can be split, and what is sent then, is what `plan_report` says.
     """
     way, size = "spatial (halos)", _team_size(cluster, team)
     space = next((layer.input_shape[1:] for layer in workload.layers), ())
-    grid = grid_of(size, space) if space else ()
-    said = (workload.space or {}).get(tuple(d for d, parts in enumerate(grid) if parts > 1))
-    if said is not None and said.refusal:
+    if workload.space is None or not space:
+        return Impossible(
+            way=way, reason="the input has no spatial dims, or no model is there to ask"
+        )
+    grid, samples = grid_of(size, space), batch * size
+    said = workload.space(grid, max(1, round(samples)))
+    if said.refusal:
         return Impossible(way=way, reason=said.refusal)
-    layers = _spatial_part(workload.layers)
-    if said is not None:
-        layers = [layer for layer in workload.layers if layer.name in said.layers]
-    windows = [layer for layer in layers if layer.window is not None]
-    if not layers or (said is None and not windows):
-        return Impossible(way=way, reason="no convolution or pool in front")
+    layers = [layer for layer in workload.layers if layer.name in said.layers]
     busiest = math.prod(
         -(-points // parts) / points for points, parts in zip(space, grid, strict=True)
     )
-    samples, item = batch * size, workload.item_bytes
     link = _team_link(cluster, size)
-    halos = math.fsum(_halo(layer, grid, samples * item, link) for layer in windows)
-    joined = math.prod(layers[-1].output_shape) * samples * item
+    sent = math.fsum(_seconds(one, link) for one in said.sent)
     share = math.fsum(layer.share for layer in layers)
     part = share * busiest + (1 - share)
-    compute = cluster.compute(workload.compute(samples * part))
-    gather = 2 * all_gather(joined, size, link) if len(layers) < len(workload.layers) else 0.0
-    gradients, _, algorithm = cluster.all_reduce(workload.sent_bytes)
-    hidden = remaining(2 * halos, max(0.0, 2 * halos - share * busiest * compute), link.overlap)
+    gradients, algorithm = 0.0, "-"
+    if cluster.ranks > size:  # teams are data-parallel to each other
+        gradients, _, algorithm = cluster.all_reduce(workload.sent_bytes)
     return predicted(
         way,
         workload,
         cluster,
         batch,
-        compute_s=compute,
-        waiting_s=hidden + gather + gradients,
-        communication_s=2 * halos + gather + gradients,
+        compute_s=cluster.compute(workload.compute(samples * part)),
+        waiting_s=sent + gradients,
+        communication_s=sent + gradients,
         memory_bytes=replica_memory(workload, samples * part),
         algorithm=algorithm,
-        note=f"teams of {size} as {'x'.join(map(str, grid))}; {share:.0%} of the time is split"
-        + _idle(windows, grid)
-        + ('; distribute(..., custom="recurse")' if said and said.custom == "recurse" else ""),
+        note=f"teams of {size} as {'x'.join(map(str, grid))}; {share:.0%} of the time is split",
     )
+
+
+def _seconds(one: Sending, link: Link) -> float:
+    """Return how long a call takes, from the bytes that one rank sends."""
+    if one.verb == "exchange":
+        return exchange(one.nbytes, one.ranks, link)
+    if one.verb == "all_reduce":
+        return all_reduce(one.nbytes, one.ranks, link)
+    return all_gather(one.nbytes * one.ranks, one.ranks, link)
 
 
 def tensor(
@@ -303,39 +306,6 @@ def _primes(number: int) -> list[int]:
             number //= divisor
         divisor += 1
     return found
-
-
-def _spatial_part(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers in front of the first that needs all points."""
-    part: list[Layer] = []
-    for layer in layers:
-        if layer.kind in ("Flatten", "Linear", "Attention"):
-            break
-        part.append(layer)
-    return part
-
-
-def _idle(layers: Sequence[Layer], grid: Sequence[int]) -> str:
-    """Say in which layer first some ranks have nothing to do, if so."""
-    for layer in layers:
-        for points, parts in zip(layer.input_shape[1:], grid, strict=True):
-            if parts > points:
-                return f"; {parts} ranks along the {points} points of layer {layer.name}, some idle"
-    return ""
-
-
-def _halo(layer: Layer, grid: Sequence[int], nbytes_a_number: float, link: Link) -> float:
-    """Return the seconds of one exchange around a layer, for a rank with neighbours all around."""
-    window = layer.window
-    if window is None:
-        return 0.0
-    channels, *space = layer.input_shape
-    own = [-(-points // parts) for points, parts in zip(space, grid, strict=True)]
-    cut = [dim for dim, parts in enumerate(grid) if parts > 1 and window.reach(dim)]
-    numbers = sum(window.reach(dim) * math.prod(own) // own[dim] for dim in cut)
-    # a halo wider than a block comes from several ranks on each side
-    messages = sum(2 * max(1, -(-window.reach(dim) // (2 * own[dim]))) for dim in cut)
-    return exchange(channels * numbers * nbytes_a_number, messages, link)
 
 
 def _team_link(cluster: Cluster, size: int) -> Link:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "Layer",
     "Pace",
     "SentBucket",
+    "Sending",
     "SpaceCut",
-    "Window",
     "Workload",
     "fit_pace",
 ]
@@ -35,19 +35,6 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
-    """What a layer reads around each point, one number for each spatial dim."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-
-    def reach(self, dim: int) -> int:
-        """Points that a block needs from both its neighbours together."""
-        return max(0, self.dilation[dim] * (self.kernel[dim] - 1) - (self.stride[dim] - 1))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One leaf of the model; shapes are those of one sample."""
 
@@ -58,8 +45,6 @@ class Layer:
     """Of the time of the whole."""
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
-    window: Window | None = None
-    """Of convolutions and pools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +83,28 @@ class GraphLoad:
     """By number of ranks."""
 
 
+@dataclass(frozen=True)
+class Sending:
+    """One call of a verb by the busiest rank of a split network."""
+
+    verb: str
+    """As the trace calls it."""
+    nbytes: int
+    """As the trace counts them."""
+    ranks: int
+    """Ranks that take part; of an exchange, those that it sends to."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpaceCut:
-    """What `unisono.nn.distribute` says to a cut of some spatial dims."""
+    """What `unisono.nn.plan_report` says to a cut of the input over a grid of ranks."""
 
     refusal: str = ""
     """Why it cannot be, if so."""
     layers: frozenset[str] = frozenset()
-    """Names of the layers that compute on own blocks; the others need whole samples."""
-    custom: str = "refuse"
-    """What has to be said about forwards of their own."""
+    """Names of the layers that compute on own blocks; the others compute the whole."""
+    sent: Sequence[Sending] = ()
+    """Everything that the busiest rank sends in a forward and a backward, gradients too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +125,8 @@ class Workload:
     """In the order in which they travel."""
     layers: Sequence[Layer] = ()
     graph: GraphLoad | None = None
-    space: Mapping[tuple[int, ...], SpaceCut] | None = None
-    """By the spatial dims that are cut, from 0; None where no model was there to be asked: then
-    layers in front of the first Flatten, Linear or attention count as split."""
+    space: Callable[[tuple[int, ...], int], SpaceCut] | None = None
+    """Says what happens when the spatial dims of so many samples are cut over a grid of ranks."""
     is_bayesian: bool = False
     item_bytes: int = 4
     """Of a number."""

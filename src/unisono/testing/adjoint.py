@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.blocks import bytes_of
+from unisono.comm.arguments import bytes_of
 from unisono.errors import LayoutError
 from unisono.testing.report import raise_together, raise_what_was_found
 

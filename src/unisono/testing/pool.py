@@ -16,7 +16,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,11 +25,12 @@ import cloudpickle
 
 from unisono.errors import PlatformError, RankFailed
 from unisono.expect import expect_int
+from unisono.launch.logs import text_from
 from unisono.launch.pool.cleanup import make_temporary_directory
 from unisono.launch.pool.client import ANSWER_S, Pipes, RankProcess, ServerGone, WarmServer
-from unisono.launch.pool.monitor import RankMonitor, text_from
+from unisono.launch.pool.monitor import RankMonitor
 from unisono.launch.pool.protocol import send_message
-from unisono.launch.stacks import readable_threads
+from unisono.launch.pool.stacks import readable_threads
 from unisono.testing.calls import STACK_SIGNAL, Call, Close, Closed, Command, Open, Raised, Reply
 from unisono.testing.report import Findings, RankFailure
 from unisono.testing.shipping import pack
@@ -155,15 +156,19 @@ class RankPool:
         [1.0, 1.0]
     """
 
-    def __init__(self, *, max_ranks: int = 16, grace_s: float = 1.0) -> None:
+    def __init__(
+        self, *, max_ranks: int = 16, grace_s: float = 1.0, preload: Sequence[str] = ()
+    ) -> None:
         """Make a pool; nothing is started yet.
 
         Args:
             max_ranks: largest world.
             grace_s: after a first failure, how long the other ranks may take to come back.
+            preload: modules that take long to import, loaded once for all ranks.
         """
         self.max_ranks = max_ranks
         self.grace_s = grace_s
+        self.preload = tuple(preload)
         self.starts = 0
         self.by_value: Callable[[], Iterable[types.ModuleType]] = tuple
         self._ranks: dict[int, RankProcess] = {}
@@ -314,7 +319,11 @@ class RankPool:
 
     def _parts(self) -> tuple[WarmServer, _Monitor, Path]:
         if self._warm is None:
-            self._warm = WarmServer(PRELOAD), _Monitor(), make_temporary_directory(None)
+            self._warm = (
+                WarmServer((*PRELOAD, *self.preload)),
+                _Monitor(),
+                make_temporary_directory(None),
+            )
             self._end = weakref.finalize(self, _close, *self._warm)
         return self._warm
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unisono.errors import name_ranks
-from unisono.launch.verdict import signal_name
+from unisono.launch.pool.verdict import signal_name
 
 if TYPE_CHECKING:
     from unisono.comm import Communicator

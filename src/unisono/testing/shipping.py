@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from unisono.errors import UnisonoError, an
-from unisono.launch.payload import PlainPickler, is_importable
+from unisono.launch.pool.payload import PlainPickler, is_importable
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 _REWRITING = "AssertionRewritingHook"

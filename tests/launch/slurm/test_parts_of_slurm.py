@@ -16,15 +16,15 @@ import unisono
 from unisono.environment import Environment
 from unisono.errors import MissingExtra, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Platform, dry_run
+from unisono.launch.places import mailbox as files
 from unisono.launch.places import remote
-from unisono.launch.places.remote import Plan, own_versions
+from unisono.launch.places.mailbox import Orders, Plan, RankState, own_versions
+from unisono.launch.places.remote import COLLECT_S, Ending, RemoteSupervisor
+from unisono.launch.places.rendezvous import candidates, meet
 from unisono.launch.places.slurm import cluster, driver, submit
 from unisono.launch.places.slurm.cluster import Partition
 from unisono.launch.places.slurm.script import batch_script, directives, srun_command, warning_s
-from unisono.launch.pool import remote as files
 from unisono.launch.pool.protocol import Failed
-from unisono.launch.pool.remote import COLLECT_S, Ending, Orders, RankState, RemoteSupervisor
-from unisono.launch.rendezvous import candidates, meet
 
 
 def options(**fields):
@@ -407,7 +407,7 @@ def place(rank, **fields):
 
 @pytest.mark.leaks("files")  # torch keeps a pipe from its first store on
 def test_ranks_meet_through_a_file_at_the_address_that_answers(tmp_path, monkeypatch):
-    from unisono.launch import rendezvous
+    from unisono.launch.places import rendezvous
 
     assert candidates()[-1] == "127.0.0.1"
     monkeypatch.setattr(rendezvous, "candidates", lambda: ["127.0.0.9", "127.0.0.1"])

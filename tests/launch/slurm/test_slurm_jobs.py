@@ -23,7 +23,7 @@ import torch
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Job, Platform, Wrapper, job_files
-from unisono.launch.pool.remote import read_json
+from unisono.launch.places.mailbox import read_json
 
 QUIET = unisono.Logs(console="none")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -224,24 +224,52 @@ def test_a_view_that_moved_must_not_be_changed_in_place():
 
 
 @pytest.mark.ranks(2)
-def test_checkpointing_that_is_not_reentrant():
-    class Saving(nn.Module):
-        def __init__(self):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_change_beside_a_view_that_moved_is_noticed(mode):
+    """Also through other views, a positional `inplace`, and views of views."""
+
+    class Program(nn.Module):
+        def __init__(self, program):
             super().__init__()
-            self.inner = Net()
+            self.program = program
 
         def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
+            return self.program(x * 1)
+
+    def through_another_view(y):
+        moved, beside = y.view(1, 1, 2, 3), y[:, :, :, :1]
+        beside.mul_(2)
+        return moved.sum()
+
+    def by_a_positional_argument(y):
+        moved = y.view(1, 1, 2, 3)
+        F.relu(y, True)
+        return moved.sum()
+
+    def of_parts(y):
+        part = torch.split_with_sizes(y, [2, 4], 2)[0]
+        y.mul_(2)
+        return part.sum()
+
+    def of_a_view_of_a_view(y):
+        last = y.view(1, 1, 2, 3)[:, :, :, :2].reshape(1, 1, 4)
+        y.mul_(2)
+        return last.sum()
+
+    def nobody_looks(y):
+        y.view(1, 1, 2, 3)
+        return y.mul_(2).sum()
 
     partition = Partition(ROWS)
-    net = made(Saving).eval()
-    whole, x = copy.deepcopy(net), whole_input().requires_grad_()
-    whole(x).square().sum().backward()
-    block = own_block(x.detach(), partition)
-    split(net, partition)(block).square().sum().backward()
-    close(block.grad, x.grad[partition.local_slices(SHAPE)])
-    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
-        close(p.grad, q.grad)
+    block = torch.full((1, 1, [4, 2][partition.comm.rank], 1), 2.0, requires_grad=True)
+    programs = [through_another_view, of_parts, of_a_view_of_a_view]
+    if mode is not torch.inference_mode:  # which does not count changes
+        programs.append(by_a_positional_argument)
+    for program in programs:
+        with mode(), pytest.raises(UnisonoError, match="in-place"):
+            split(Program(program), partition)(block)
+    with mode():
+        assert split(Program(nobody_looks), partition)(block).item() == 24
 
 
 @pytest.mark.ranks(2)
@@ -287,45 +315,14 @@ def test_states_are_those_of_the_plain_module():
 
 
 @pytest.mark.ranks(2)
-def test_modes_and_precisions():
-    partition = Partition(ROWS)
-    net, x = made().float(), whole_input().float()
-    block = x[partition.local_slices(SHAPE)]
-    for context in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
-        for training in (True, False):
-            wanted_net = copy.deepcopy(net).train(training)
-            parts = split(copy.deepcopy(net).train(training), partition)
-            with context:
-                wanted, found = wanted_net(x), parts(block).whole()
-            assert found.dtype == wanted.dtype
-            torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)
-
-
-@pytest.mark.ranks(4)
-def test_by_data_and_by_space_on_one_mesh():
-    comm = unisono.world()
-    from unisono import DataParallel, Mesh
-
-    mesh = Mesh(data=2, rows=2)
-    partition = Partition.from_mesh(mesh, {"rows": 2}, ndim=4)
-    x = whole_input((4, 3, 11, 8))
-    mine = x.chunk(2)[comm.rank // 2]
-    net = made().eval()
-    whole = copy.deepcopy(net)
-    whole(x).square().mean().backward()
-    model = DataParallel(split(net, partition), comm=mesh.comm("data"))
-    model(own_block(mine, partition)).square().mean().backward()
-    for p, q in zip(net.parameters(), whole.parameters(), strict=True):
-        close(p.grad, q.grad)
-
-
-@pytest.mark.ranks(2)
 def test_blocks_that_do_not_fit_are_refused_on_all_ranks():
     comm = unisono.world()
     partition = Partition(ROWS)
     net = split(nn.Conv2d(3, 1, 3), partition)
     with pytest.raises(PartitionError, match="dims"):
         net(torch.zeros(3, 4, 4))
+    with pytest.raises(CollectiveMismatch, match="dims"):
+        net(torch.zeros((1, 3, 4, 4)[comm.rank :]))
     with pytest.raises(PartitionError, match="dim 3"):
         net(torch.zeros(1, 3, 4, 4 + comm.rank))
     with pytest.raises(PartitionError, match="points"):
@@ -339,65 +336,156 @@ def test_blocks_that_do_not_fit_are_refused_on_all_ranks():
     assert comm.all_reduce(torch.ones(1)).item() == 2
 
 
+class Two(nn.Module):
+    """A network of two images and a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor, more: dict | None = None, factor: float = 1.0):
+        z = self.conv(x) * self.conv(y) * factor
+        return z if more is None else z + more["bias"][0]
+
+
+@pytest.mark.ranks([2, 4])
+def test_a_second_input_may_be_split_too():
+    comm = unisono.world()
+    partition = Partition(ROWS if comm.size == 2 else [1, 1, 2, 2])
+    net = made(Two)
+    whole = copy.deepcopy(net)
+    x, y = whole_input().requires_grad_(), (whole_input() * 2).requires_grad_()
+    more = {"bias": [torch.linspace(0, 1, 8).double()]}
+    wanted = whole(x, y, more)
+    wanted.square().sum().backward()
+    parts, (a, b) = split(net, partition), [own_block(t.detach(), partition) for t in (x, y)]
+    for call in (
+        lambda: parts(a, Split.of(b, partition), more),
+        lambda: parts(a, y=Split.of(b, partition), more=more),
+        lambda: parts(Split.of(a, partition), Split.of(b, partition), more),
+    ):
+        net.zero_grad()
+        a.grad = b.grad = None
+        found = call()
+        close(found.whole(), wanted)
+        found.square().sum().backward()
+        own = partition.local_slices(SHAPE)
+        close(a.grad, x.grad[own])
+        close(b.grad, y.grad[own])
+        close(net.conv.weight.grad, whole.conv.weight.grad)
+    close(parts(a, a).whole(), whole(x, x))
+    replicated = parts(a, y.detach(), more)  # the same on all ranks: each takes its part
+    close(replicated.whole(), wanted)
+    assert "[6, 5]" in repr(found), "the sizes of the blocks"
+    again = split(nn.ReLU(), partition)(found)  # what one network makes goes into the next
+    close(again.whole(), wanted.relu())
+
+
+@pytest.mark.ranks(2)
+def test_what_should_be_equal_on_all_ranks_is_compared():
+    comm = unisono.world()
+    partition = Partition(ROWS)
+    x = whole_input((2, 3, 10, 8))
+    a = own_block(x, partition)
+    net = split(made(Two), partition)
+    mine = torch.arange(8).double() + comm.rank
+    for unlike, words in (
+        (lambda: net(a, a.clone()), "1: .*bits"),  # a second own block of equal shape
+        (lambda: net(a, own_block(x[:, :, :9], partition)), "1: .*5, 8.*\n.*4, 8"),
+        (lambda: net(a, x, {"bias": [mine]}), r"more|bias\[0\]"),
+        (lambda: net(a, x, factor=1.0 + comm.rank), "factor: 2.0"),
+        (lambda: net(a, x) if comm.rank else net(a, x, None), "None"),
+        (lambda: net(a, x.float() if comm.rank else x), "float32"),
+        (lambda: net.train(comm.rank == 0)(a, x), "train mode: 0"),
+    ):
+        with pytest.raises(CollectiveMismatch, match=r"Split.of") as raised:
+            unlike()
+        assert re.search(words, str(raised.value)), str(raised.value)
+    large = torch.zeros(2, 3, 10, 8000, dtype=torch.bool)
+    large[..., 4000 * comm.rank] = True  # as many on both ranks, at other places
+    with pytest.raises(CollectiveMismatch):
+        split(made(Two), partition)(torch.zeros(2, 3, 5, 8000).double(), large)
+    with unisono.nn.structure_check("off"):
+        net.train()(a, Split.of(a, partition), factor=1.0 + comm.rank)
+    torch.manual_seed(comm.rank)
+    other = split(Two().double(), partition)
+    with pytest.raises(CollectiveMismatch, match=r"conv.weight(.|\n)*manual_seed"):
+        other(a, x)
+    assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+@pytest.mark.ranks(4)
+def test_a_split_tensor_of_other_ranks_is_refused():
+    comm = unisono.world()
+    a = torch.ones(2, 3, 4, 4, dtype=torch.float64)
+    other = Split.of(a, Partition([4, 1, 1, 1]))
+    with pytest.raises(UnisonoError, match=r"other ranks(.|\n)*Split.of"):
+        split(made(Two), Partition([1, 1, 2, 2]))(a, other)
+    assert comm.all_reduce(torch.ones(1)).item() == 4
+
+
 def test_one_rank_needs_no_split_at_all():
     net = made()
     x = whole_input()
     close(split(net, Partition([1, 1, 1, 1]))(x), net(x))
 
 
-# -- random programs ------------------------------------------------------------------------------
+class Attend(nn.Module):
+    """Self-attention of 6 heads, of which keys have 3, under a causal mask or a bias."""
 
-STEPS = {
-    "conv": lambda x: F.conv2d(x, torch.ones(x.shape[1], x.shape[1], 3, 3).double() / 9, padding=1),
-    "pool": lambda x: F.max_pool2d(x, 2) if min(x.shape[2:]) > 3 else x,
-    "grow": lambda x: F.interpolate(x, scale_factor=2) if max(x.shape[2:]) < 9 else x,
-    "norm": lambda x: F.group_norm(x, 1),
-    "batch": lambda x: F.batch_norm(x, None, None, training=True),
-    "skip": lambda x: x + torch.roll(x, 1, 2),
-    "mean": lambda x: x - x.mean(3, keepdim=True),
-    "gate": lambda x: x * torch.sigmoid(x.sum((2, 3), keepdim=True) / 50),
-    "relu_": lambda x: (x * 1.5).relu_(),
-    "swap": lambda x: x.transpose(2, 3),
-    "tokens": lambda x: x.flatten(2).transpose(1, 2).transpose(1, 2).reshape(x.shape),
-    "attend": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3)
-    .transpose(1, 2).reshape(x.shape),
-    "crop": lambda x: x[:, :, 1:] if x.shape[2] > 4 else x,
-    "every": lambda x: x[:, :, :, ::2] if x.shape[3] > 6 else x,
-    "pad": lambda x: F.pad(x, (1, 0, 0, 2), mode="reflect") if min(x.shape[2:]) > 2 else x,
-    "join": lambda x: torch.cat([x, x.flip(0)], 1)[:, : x.shape[1]],
-    "view": lambda x: x.reshape(-1, *x.shape[2:]).mul(0.5).view(x.shape),
-    "set": lambda x: _first_row_doubled(x),
-    "softmax": lambda x: x.softmax(2) * x.shape[2],
-    "sort": lambda x: x.sort(1)[0],
-}  # fmt: skip
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.q, self.kv = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.bias = nn.Parameter(torch.randn(1, 6, 7, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(2, (6, 2)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(2, (2, 3, 2)).permute(2, 0, 3, 1, 4)
+        mask = None if self.causal else self.bias
+        y = F.scaled_dot_product_attention(q, k, v, mask, 0.0, self.causal, enable_gqa=True)
+        return x + y.transpose(1, 2).flatten(2)
 
 
-def _first_row_doubled(x: Tensor) -> Tensor:
-    y = x.clone()
-    y[:, :, 0] *= 2
-    return y
+@pytest.mark.ranks([2, 3])
+def test_attention_over_split_tokens_is_that_of_one_process_in_every_way():
+    comm = unisono.world()
+    partition = Partition([1, comm.size, 1])
+    for causal, way in itertools.product([True, False], ["auto", "gathered", "ulysses", "ring"]):
+        net = made(lambda causal=causal: Attend(causal))
+        whole, x = copy.deepcopy(net), whole_input((2, 7, 12)).requires_grad_()
+        (wanted,) = torch.autograd.grad(whole(x).square().mean(), x, create_graph=False)
+        whole(x).square().mean().backward()
+        block = own_block(x.detach(), partition)
+        parts = split(net, partition, strict=True, attention=way)
+        if way == "ulysses" and comm.size == 2:
+            with pytest.raises(UnisonoError, match=r"6 heads \(keys: 3\) for 2 ranks"):
+                parts(block)
+            continue
+        loss = parts(block).square().mean()
+        (grad,) = torch.autograd.grad(loss, block, create_graph=True)
+        close(grad, wanted[partition.local_slices((2, 7, 12))])
+        parts(block).square().mean().backward()
+        close(block.grad, grad)
+        for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+            if q.grad is not None:
+                close(p.grad, q.grad)
 
 
-@pytest.mark.ranks(3)
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=7),
-    dim=st.sampled_from([0, 1, 2, 3]),
-    shape=st.tuples(st.just(3), st.just(3), st.integers(3, 9), st.integers(3, 9)),
-)
-def test_random_programs_are_those_of_one_process(names, dim, shape):
-    partition = Partition([3 if d == dim else 1 for d in range(4)])
-    x = whole_input(shape).requires_grad_()
+@pytest.mark.ranks(2)
+def test_dropped_attention_weights_differ_between_ranks_and_follow_the_seed():
+    partition = Partition([1, 1, 2, 1])
+    x = whole_input((1, 2, 8, 8))
+    eye = torch.eye(8, dtype=torch.float64).expand(1, 2, 8, 8).clone()
 
-    def program(value):
-        for name in names:
-            value = STEPS[name](value)
-        return value
+    def weights():
+        torch.manual_seed(3)
+        q, k, v = (Split.cut(t, partition) for t in (x, x, eye))
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).whole()
 
-    y = program(x)
-    (wanted,) = torch.autograd.grad(y.square().sum(), x)
-    block = own_block(x.detach(), partition)
-    parts = program(Split.of(block, partition))
-    close(parts.whole() if isinstance(parts, Split) else parts, y)
-    (grad,) = torch.autograd.grad(parts.square().sum(), block)
-    close(grad, wanted[partition.local_slices(shape)])
+    first, plain = weights(), (x @ x.mT / 8**0.5).softmax(-1)
+    assert torch.equal(first, weights())
+    dropped = first == 0
+    assert 0.2 < dropped.double().mean() < 0.8
+    assert not torch.equal(dropped[:, 0], dropped[:, 1])
+    close(first, (plain * 2).masked_fill(dropped, 0))

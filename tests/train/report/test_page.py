@@ -13,7 +13,6 @@ import pytest
 from unisono.cli import main
 from unisono.errors import PlatformError
 from unisono.train import build_report
-from unisono.train.report.building import write_tensorboard
 from unisono.train.report.data import (
     RecordedRun,
     averaging_table,
@@ -22,6 +21,7 @@ from unisono.train.report.data import (
     thinned,
 )
 from unisono.train.report.metrics import Series
+from unisono.train.report.trackers import write_tensorboard
 
 SECTIONS = ("metrics", "throughput", "communication", "timeline", "layout", "facts", "logs")
 

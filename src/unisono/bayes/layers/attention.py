@@ -42,6 +42,8 @@ class MultiheadAttention(BaseLayer):
     The weights are the rows of one projection: queries, keys, values, head by head.
     """
 
+    keeps_shape = True
+
     def __init__(
         self,
         embed_dim: int,
@@ -89,6 +91,10 @@ class MultiheadAttention(BaseLayer):
     def fixed_input(self) -> int | None:
         """All tokens, if their number was given."""
         return None if self.seq_len is None else self.seq_len * self.embed_dim
+
+    def flat_input(self) -> int | None:
+        """One token, unless more are told."""
+        return self.fixed_input() or self.embed_dim
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """A sample is a sequence of tokens, in and out."""

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unisono.bayes import cuda
 from unisono.bayes.moments import ArrayLike, Delta, Moments, check_variance, to_array, to_tensor
 from unisono.bayes.parameters import Parameters, normal, start_scale
 from unisono.errors import PartitionError, PlatformError, an
@@ -98,6 +99,10 @@ class BaseLayer(ABC):
     def fixed_input(self) -> int | None:
         """Return the numbers that a sample must have; None where the layer takes what comes."""
         return None
+
+    def flat_input(self) -> int | None:
+        """Return the numbers of a sample where they come in one row with those of others."""
+        return self.fixed_input()
 
     @abstractmethod
     def forward(self, x: Moments) -> Moments:
@@ -271,6 +276,8 @@ def checked_device(name: str | torch.device, what: str = "a net") -> torch.devic
         raise PlatformError.because(
             f"{what} on {name!r}", "no kind of device has that name", None, hint
         ) from None
+    if device.type == "cuda" and cuda.is_on_cpu():
+        return torch.device("cpu")
     there = {
         "cpu": True,
         "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
@@ -327,9 +334,16 @@ def plan_through(layers: Sequence[BaseLayer], shape: Shape | None) -> Shape | No
 
 def fixed_input(layers: Sequence[BaseLayer]) -> int | None:
     """Return the numbers a sample must have, if a layer says so before the shape changes."""
-    for layer in layers:
-        if (size := layer.fixed_input()) is not None:
+    return _first_size([layer.fixed_input() for layer in layers], layers)
+
+
+def flat_input(layers: Sequence[BaseLayer]) -> int | None:
+    """Return the numbers of a sample in a flat input, if a layer knows before the shape changes."""
+    return _first_size([layer.flat_input() for layer in layers], layers)
+
+
+def _first_size(sizes: Sequence[int | None], layers: Sequence[BaseLayer]) -> int | None:
+    for size, layer in zip(sizes, layers, strict=True):
+        if size is not None or not layer.keeps_shape:
             return size
-        if not layer.keeps_shape:
-            return None
     return None

@@ -13,6 +13,7 @@ from unisono.bayes.layers.base import (
     backward_through,
     check_layers,
     fixed_input,
+    flat_input,
     forward_through,
     plan_through,
 )
@@ -44,6 +45,10 @@ class LayerBlock(BaseLayer):
     def fixed_input(self) -> int | None:
         """As its first layers say."""
         return fixed_input(self.layers)
+
+    def flat_input(self) -> int | None:
+        """As its first layers say."""
+        return flat_input(self.layers)
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """From layer to layer."""

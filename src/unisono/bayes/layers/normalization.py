@@ -37,6 +37,10 @@ class _Norm(BaseLayer):
         var_b = torch.full((n,), self.gain_bias**2 / n) if self.bias else None
         self._own(torch.ones(n), torch.full((n,), self.gain_weight**2 / n), mean_b, var_b)
 
+    def flat_input(self) -> int | None:
+        """One number for each gain, unless more are told."""
+        return self.fixed_input() or self.num_features
+
     def _scaled(
         self, x: Moments, centred: Tensor, inverse: Tensor, dims: tuple[int, ...]
     ) -> Moments:

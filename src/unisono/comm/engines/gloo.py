@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.comm import call as calls
-from unisono.comm.blocks import bytes_of
+from unisono.comm.arguments import bytes_of
 from unisono.comm.engines.algorithms import choose
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
 from unisono.comm.health.deadlock import hopeless

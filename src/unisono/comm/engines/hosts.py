@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm.blocks import bytes_of
+from unisono.comm.arguments import bytes_of
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
 from unisono.comm.engines.gloo import MessageTicket, TorchTicket
 from unisono.comm.engines.queued import JobQueue, QueuedEngine, SourceTicket, TransportEngine

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from unisono.comm.blocks import bytes_of
+from unisono.comm.arguments import bytes_of
 from unisono.comm.call import Call
 from unisono.comm.health.watchdog import store_of
 from unisono.errors import CollectiveMismatch

@@ -6,7 +6,7 @@ torch's spelling. `MPI` holds the constants; no MPI library is needed.
 
 from __future__ import annotations
 
-from unisono.comm.mpi_style import namespace as MPI
+from unisono.comm.mpi_style import constants as MPI
 from unisono.comm.mpi_style.communication import (
     MPI_SELF,
     MPI_WORLD,

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unisono.comm.arguments import check_sizes
-from unisono.comm.blocks import split_evenly
+from unisono.comm.arguments import check_sizes, split_evenly
 from unisono.comm.mpi_style.constants import InPlace
 from unisono.errors import MeshError, PartitionError, an, explain
 from unisono.expect import expect, expect_int

@@ -6,6 +6,7 @@ numbers for "any" and "none" differ from those of every MPI library, so both can
 
 from __future__ import annotations
 
+import importlib
 import operator
 import sys
 from collections.abc import Callable
@@ -129,3 +130,28 @@ is_any_source = partial(_is_constant, "ANY_SOURCE", ANY_SOURCE)
 is_any_tag = partial(_is_constant, "ANY_TAG", ANY_TAG)
 is_nobody = partial(_is_constant, "PROC_NULL", PROC_NULL)
 is_undefined = partial(_is_constant, "UNDEFINED", UNDEFINED)
+
+
+def Init() -> None:
+    """Do nothing: ranks meet at the first verb."""
+
+
+def Finalize() -> None:
+    """Do nothing: the world is closed by all ranks together, when they end."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return what else programs of this style find in `mpi4py.MPI`: this module is our `MPI`."""
+    if name in _ELSEWHERE:
+        module, _, attribute = _ELSEWHERE[name].partition(":")
+        return getattr(importlib.import_module(f"unisono.comm.mpi_style.{module}"), attribute)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_ELSEWHERE = {
+    "COMM_WORLD": "communication:MPI_WORLD",
+    "COMM_SELF": "communication:MPI_SELF",
+    "Comm": "communication:MPICommunication",
+    "Request": "requests:Request",
+    "Status": "requests:Status",
+}

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store
 
 from unisono.comm import call as calls
 from unisono.comm import groups, seal
-from unisono.comm.blocks import DTYPE_NUMBERS, DTYPES, bytes_of
+from unisono.comm.arguments import DTYPE_NUMBERS, DTYPES, bytes_of
 from unisono.comm.call import Call
 from unisono.comm.communicator import Communicator
 from unisono.comm.groups import GroupEntry

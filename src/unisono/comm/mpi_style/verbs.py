@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import seal
-from unisono.comm.arguments import check_rank
-from unisono.comm.blocks import bytes_of, dense
+from unisono.comm.arguments import bytes_of, check_rank, dense
 from unisono.comm.communicator import Communicator
 from unisono.comm.mpi_style import constants
 from unisono.comm.mpi_style.buffers import (

@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,8 @@ from unisono.comm.torch.work import DoneWork, TransportWork
 from unisono.errors import UnisonoError
 
 Tickets = Sequence[Ticket | None]
-Kernel = Callable[[How], Tickets]
+Kernels = Sequence[Callable[..., Ticket | None]]
+"""Kernels of the engine with their tensors; they take `async_op` and `timeout_s`."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -201,7 +203,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     def _submit(
         self,
         name: str,
-        kernel: Kernel,
+        kernels: Kernels,
         targets: Targets,
         opts: Any,
         *,
@@ -209,7 +211,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         root: int | None = None,
         brought: Blocks = (),
     ) -> Work:
-        """Run `kernel` in the group's order: now if the caller waits, else behind its back."""
+        """Run `kernels` in the group's order: now if the caller waits, else behind its back."""
         is_async = bool(getattr(opts, "asyncOp", True))
         performer = self._calls or self._introduce()
         entry, x = performer._entry, brought[0] if brought else None
@@ -221,17 +223,18 @@ class TransportProcessGroup(dist.ProcessGroup):
         timeout_s = self._timeout_s(opts)
         if not is_async:
 
-            def run(async_op: bool, deadline: float) -> None:
-                kernel({"async_op": async_op, "timeout_s": deadline})
+            def run(**how: Unpack[How]) -> None:
+                for kernel in kernels:
+                    kernel(**how)
 
             performer._perform(Transfer(call, run, targets.deliver, timeout_s))
             return DoneWork(targets.wanted)
         _ = call.site  # whoever waits for it, in another thread, could not look it up
         waited = self.unisono_engine.waited_ns or 0
         performer._begin(call, is_collective=True, deadline=timeout_s)
-        with performer._inside(call, timeout_s, is_taken=False):
+        with torch.no_grad(), performer._translating(call, timeout_s):
             entry.collectives = call.number = entry.collectives + 1
-            tickets = kernel({"async_op": True, "timeout_s": timeout_s})
+            tickets = [kernel(async_op=True, timeout_s=timeout_s) for kernel in kernels]
         return self._under_way(call, tickets, targets, timeout_s, waited)
 
     def _message(
@@ -313,9 +316,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             timeout_s = self._deadline_s or self.options._timeout.total_seconds()
         transfer = Transfer(
             call,
-            lambda async_op, deadline: engine.all_reduce_(
-                x, op, async_op=async_op, timeout_s=deadline
-            ),
+            partial(engine.all_reduce_, x, op),
             lambda: None,
             timeout_s,
         )
@@ -341,12 +342,13 @@ class TransportProcessGroup(dist.ProcessGroup):
             check_op(op, x.dtype)
         targets = Targets(xs, keep=True)
 
-        def kernel(how: How) -> Tickets:
-            if root is None:
-                return [engine.all_reduce_(x, op, **how) for x in targets.tensors]
-            return [engine.reduce_(x, root, op, **how) for x in targets.tensors]
-
-        return self._submit(name, kernel, targets, opts, kind=op, root=root, brought=xs)
+        kernels = [
+            partial(engine.all_reduce_, x, op)
+            if root is None
+            else partial(engine.reduce_, x, root, op)
+            for x in targets.tensors
+        ]
+        return self._submit(name, kernels, targets, opts, kind=op, root=root, brought=xs)
 
     @_by_device
     def reduce_scatter(self, outputs: Blocks, inputs: Sequence[Blocks], opts: Any = None) -> Work:
@@ -376,16 +378,12 @@ class TransportProcessGroup(dist.ProcessGroup):
             staging.check_one_dtype((out, *blocks), "reduce_scatter")
             staging.check_same_bytes([out], [blocks[self.rank()]], "reduce_scatter")
         targets = Targets(outs)
-        pairs = [
-            (out, [source(block) for block in blocks])
+        kernels = [
+            partial(engine.reduce_scatter, out, [source(block) for block in blocks], op)
             for out, blocks in zip(targets.tensors, ins, strict=True)
         ]
-
-        def kernel(how: How) -> Tickets:
-            return [engine.reduce_scatter(out, blocks, op, **how) for out, blocks in pairs]
-
         brought = [block for blocks in ins for block in blocks]
-        return self._submit("reduce_scatter", kernel, targets, opts, kind=op, brought=brought)
+        return self._submit("reduce_scatter", kernels, targets, opts, kind=op, brought=brought)
 
     # -- moves ----------------------------------------------------------------------------------
 
@@ -397,11 +395,8 @@ class TransportProcessGroup(dist.ProcessGroup):
         for x in xs:
             check_no_overlap(x, "broadcast")
         targets = Targets(xs, keep=True)
-
-        def kernel(how: How) -> Tickets:
-            return [engine.broadcast_(x, root, **how) for x in targets.tensors]
-
-        return self._submit("broadcast", kernel, targets, opts, root=root, brought=xs)
+        kernels = [partial(engine.broadcast_, x, root) for x in targets.tensors]
+        return self._submit("broadcast", kernels, targets, opts, root=root, brought=xs)
 
     @_by_device
     def allgather(self, outputs: Sequence[Blocks], inputs: Blocks, opts: Any = None) -> Work:
@@ -452,35 +447,30 @@ class TransportProcessGroup(dist.ProcessGroup):
     def _gather_rows(
         self, rows: Sequence[Blocks], xs: list[Tensor], targets: Targets, opts: Any
     ) -> Work:
-        engine, dense = self.unisono_engine, [source(x) for x in xs]
-
-        def kernel(how: How) -> Tickets:
-            pairs = zip(rows, dense, strict=True)
-            return [engine.all_gather(outs, x, **how) for outs, x in pairs]
-
-        return self._submit("all_gather", kernel, targets, opts, brought=xs)
+        kernels = [
+            partial(self.unisono_engine.all_gather, outs, source(x))
+            for outs, x in zip(rows, xs, strict=True)
+        ]
+        return self._submit("all_gather", kernels, targets, opts, brought=xs)
 
     @_by_device
     def gather(self, outputs: Sequence[Blocks], inputs: Blocks, opts: Any) -> Work:
         """Fill the outputs of the root with the inputs of all ranks."""
-        x, engine = inputs[0], self.unisono_engine
+        x = inputs[0]
         root = staging.check_member(int(opts.rootRank), self.size(), "dst", "gather")
         outs = list(outputs[0]) if self.rank() == root else None
         if outs is not None:
             staging.check_one_each(outs, self.size(), "output", "gather")
             staging.check_one_dtype((x, *outs), "gather")
-        targets, dense = Targets(outs or []), source(x)
+        targets = Targets(outs or [])
         received = targets.tensors if outs is not None else None
-
-        def kernel(how: How) -> Tickets:
-            return [engine.gather(received, dense, root, **how)]
-
-        return self._submit("gather", kernel, targets, opts, root=root, brought=[x])
+        kernel = partial(self.unisono_engine.gather, received, source(x), root)
+        return self._submit("gather", [kernel], targets, opts, root=root, brought=[x])
 
     @_by_device
     def scatter(self, outputs: Blocks, inputs: Sequence[Blocks], opts: Any) -> Work:
         """Fill the output of each rank with its input on the root."""
-        out, engine = outputs[0], self.unisono_engine
+        out = outputs[0]
         root = staging.check_member(int(opts.rootRank), self.size(), "src", "scatter")
         ins = list(inputs[0]) if self.rank() == root else None
         if ins is not None:
@@ -488,11 +478,8 @@ class TransportProcessGroup(dist.ProcessGroup):
             staging.check_one_dtype((out, *ins), "scatter")
         targets = Targets([out])
         sent = [source(block) for block in ins] if ins is not None else None
-
-        def kernel(how: How) -> Tickets:
-            return [engine.scatter(targets.tensors[0], sent, root, **how)]
-
-        return self._submit("scatter", kernel, targets, opts, root=root, brought=ins or [])
+        kernel = partial(self.unisono_engine.scatter, targets.tensors[0], sent, root)
+        return self._submit("scatter", [kernel], targets, opts, root=root, brought=ins or [])
 
     @_by_device
     def alltoall(self, outputs: Blocks, inputs: Blocks, opts: Any = None) -> Work:
@@ -524,17 +511,12 @@ class TransportProcessGroup(dist.ProcessGroup):
     def _swap(
         self, outs: Blocks, ins: Blocks, targets: Targets, brought: Blocks, opts: Any
     ) -> Work:
-        engine = self.unisono_engine
-
-        def kernel(how: How) -> Tickets:
-            return [engine.all_to_all(outs, ins, **how)]
-
-        return self._submit("all_to_all", kernel, targets, opts, brought=brought)
+        kernel = partial(self.unisono_engine.all_to_all, outs, ins)
+        return self._submit("all_to_all", [kernel], targets, opts, brought=brought)
 
     def barrier(self, opts: Any = None) -> Work:
         """Return when all ranks have come."""
-        engine = self.unisono_engine
-        return self._submit("barrier", lambda how: [engine.barrier(**how)], Targets([]), opts)
+        return self._submit("barrier", [self.unisono_engine.barrier], Targets([]), opts)
 
     # Names of the same calls in other releases of torch.
     _allgather_base = all_gather_single

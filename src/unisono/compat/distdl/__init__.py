@@ -28,11 +28,15 @@ _LAYERS = {
     "DistributedFeatureConvTranspose3d",
     "conv_general": "DistributedGeneralConv1d DistributedGeneralConv2d DistributedGeneralConv3d",
     "embedding": "DistributedEmbedding",
+    "embedding_zero": "DistributedEmbeddingZero",
     "interpolate": "Interpolate",
     "layernorm": "DistributedLayerNorm",
+    "layernorm_zero": "DistributedLayerNormZero",
     "linear": "DistributedLinear",
     "linear_ag": "DistributedLinearAllGather",
+    "linear_ag_zero": "DistributedLinearAllGatherZero",
     "linear_rs": "DistributedLinearReduceScatter",
+    "linear_rs_zero": "DistributedLinearReduceScatterZero",
     "loss": "DistributedBCELoss DistributedBCEWithLogitsLoss DistributedCrossEntropyLoss "
     "DistributedKLDivLoss DistributedL1Loss DistributedMSELoss DistributedNLLLoss "
     "DistributedPoissonNLLLoss",
@@ -41,6 +45,7 @@ _LAYERS = {
     "DistributedMaxPool1d DistributedMaxPool2d DistributedMaxPool3d",
     "reduce_scatter": "ReduceScatter",
     "repartition": "Repartition",
+    "rmsnorm_zero": "DistributedRMSNormZero",
     "sum_reduce": "SumReduce",
     "transpose": "DistributedTranspose=Repartition",
     "upsampling": "DistributedUpsample",
@@ -118,10 +123,13 @@ MODULES = {
             "(backends.mpi.partition.layout_of(P_x), padding)",
             "PadNd": "torch.nn.functional.pad, or padding= of the layer",
             "UnpadNd": "slices of the tensor",
-            "DistributedLinearAllGatherZero": "DistributedLinear, split in both dims",
-            "DistributedLinearReduceScatterZero": "DistributedLinear, split in both dims",
-            "DistributedLayerNormZero": "DistributedLayerNorm",
-            "DistributedEmbeddingZero": "DistributedEmbedding",
+        }
+        | {
+            f"DistributedChannel{how}Conv{transpose}{dims}d": "DistributedChannelConv with P_x, "
+            "P_y and P_w; or an ordinary network on a split tensor, unisono.nn.Split"
+            for how in ("AllGather", "ReduceScatter")
+            for transpose in ("", "Transpose")
+            for dims in (1, 2, 3)
         },
     ),
     "nn.halo_exchange": Module("Ghosts of a padded tensor.", (halos, "HaloExchange")),

@@ -243,7 +243,7 @@ class InterpolateFunction:
         """Return the own outputs.
 
         Args:
-            input: own inputs, all that the outputs need.
+            input: own inputs; points of other ranks are left out.
             scale_factor: if it was given; None for the ratio of the sizes.
             mode: "nearest", "linear" or "cubic".
             align_corners: as in torch.

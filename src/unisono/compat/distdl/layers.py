@@ -2,16 +2,17 @@
 
 `as_distdl` says where the two differ, layer by layer. What all share: partitions of DistDL are
 taken as well as ours, and each block of a weight is stored once, on its first rank
-(`weights="root"`). Other ranks hold parameters without elements, which get gradients without
-elements, so optimizers and loops over parameters need not know where a rank stands.
+(`weights="root"`). Other ranks have no parameters; `weight` and `bias` are tensors without elements
+there, which get gradients without elements.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import Parameter, Signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from unisono.errors import PartitionError, explain
 from unisono.nn.agreement import Table
 from unisono.nn.layers.conv import choose
 from unisono.nn.layers.linear import SubLinear
+from unisono.nn.layers.upsampling import Taps
+from unisono.nn.parameters import Holding
 from unisono.operators import attach
 from unisono.topology import Partition
 from unisono.topology.halo import Box
@@ -97,8 +100,11 @@ def as_distdl(
             }
             values.pop("buffer_manager", None)
             super(kind, self).__init__(**values)
+            if isinstance(self, StoredParameters):
+                self._set_aside()
             if "buffer_manager" in given.arguments:
-                self.buffer_manager = manager_or_new(given.arguments["buffer_manager"])
+                manager: Any = manager_or_new(given.arguments["buffer_manager"])
+                self.buffer_manager = manager
 
         __init__.__signature__ = arguments.replace(
             parameters=[
@@ -134,15 +140,71 @@ def _signature(
 
 
 class StoredParameters(nn.Module):
-    """Give every parameter a gradient on every rank. Stands before a layer of `unisono.nn`."""
+    """Only ranks that store a parameter have it. Stands before a layer of `unisono.nn`.
+
+    What other ranks need in its place, to take part in messages, is no parameter: `parameters()`,
+    and optimizers with it, do not see it.
+    """
+
+    _stand_ins: dict[str, nn.Parameter]
+    _holdings: dict[str, Holding]
+
+    def _set_aside(self) -> None:
+        """Take away the parameters of which this rank stores nothing."""
+        named = (
+            (name, self._parameters[name]) for name in self._holdings if name in self._parameters
+        )
+        self._stand_ins = {name: p for name, p in named if p is not None and not p.numel()}
+        for name in self._stand_ins:
+            del self._parameters[name]
+
+    def __getattr__(self, name: str) -> Any:
+        stand_ins = self.__dict__.get("_stand_ins", {})
+        return stand_ins[name] if name in stand_ins else super().__getattr__(name)
+
+    @contextmanager
+    def _with_stand_ins(self) -> Iterator[None]:
+        """Have a parameter of every name inside, as on the ranks that store them."""
+        self._parameters.update(self._stand_ins)
+        try:
+            yield
+        finally:
+            for name in self._stand_ins:
+                self._stand_ins[name] = cast("nn.Parameter", self._parameters.pop(name))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_stand_ins():
+            return super()._apply(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._with_stand_ins():
+            super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._with_stand_ins():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    def _wanted_gradients(self, input: tuple[Any, ...]) -> int:
+        with self._with_stand_ins():
+            return cast("Any", super())._wanted_gradients(input)
+
+    def _used(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        # Ranks without a parameter do not see that it is frozen, and send a gradient all the same.
+        held = {name: self._parameters.get(name) for name in names}
+        frozen = {n: p.detach() for n, p in held.items() if p is not None and not p.requires_grad}
+        vars(self).update({name: p.requires_grad_() for name, p in frozen.items()})
+        try:
+            return cast("Any", super())._used(names, shapes)
+        finally:
+            for name in frozen:
+                del vars(self)[name]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's result, tied to the parameters without elements."""
+        """Return the layer's result, tied to what stands in for parameters."""
         y: Tensor = super().forward(input)
         if torch.is_grad_enabled():
-            for p in self.parameters(recurse=False):
-                if p.requires_grad and not p.numel():
-                    y = attach(y, p)
+            for p in self._stand_ins.values():
+                y = attach(y, p)
         return y
 
 
@@ -294,18 +356,40 @@ class _AvgPool(nn.Module):
         super().__init__(**arguments)
 
 
-class _Boxes(nn.Module):
+class _Boxes(ours.Interpolate):
     """Takes starts, stops and shapes that are tensors, too."""
 
     def __init__(self, scale_factor: Any, mode: str, align_corners: bool, **boxes: Ints) -> None:
         ints: dict[str, Any] = {name: [int(n) for n in box] for name, box in boxes.items()}
         how: dict[str, Any] = {"mode": mode, "align_corners": align_corners}
         super().__init__(**ints, scale_factor=scale_factor, **how)
+        self._taps, self._taps_double = map(self._own_points, (self._taps, self._taps_double))
+
+    def _own_points(self, taps: Sequence[Taps]) -> tuple[Taps, ...]:
+        """Return taps in which all points of other ranks are one, behind the own ones: a zero."""
+        counts = [stop - start for start, stop in self._held]
+        return tuple(
+            Taps(
+                tuple(tuple(p if 0 <= p < n else n for p in points) for points in tap.points),
+                tap.weights,
+            )
+            for tap, n in zip(taps, counts, strict=True)
+        )
 
 
 @as_distdl()
-class Interpolate(_Boxes, ours.Interpolate):
-    """The local part of an upsampling: own inputs to own outputs, without communication."""
+class Interpolate(_Boxes):
+    """The local part of an upsampling: the share of own inputs in outputs, without communication.
+
+    Points of other ranks are left out: the sum over ranks is the whole upsampling.
+    """
+
+    def _check(self, taps: Sequence[Taps]) -> None:
+        """Refuse nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the share of `input` in the outputs."""
+        return super().forward(nn.functional.pad(input, (0, 1) * len(self._held)))
 
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -399,6 +483,8 @@ def _classes() -> Iterator[tuple[str, type[nn.Module]]]:
     }
     # Of DistDL's forks. `collect_state` has no effect: `state_dict()` always gives whole tensors.
     forks = as_distdl(without="weights", ignored="collect_state")
+    # ZeRO stores each block once, cut over the ranks that use it; here the first of them has it.
+    once = as_distdl(weights="root", ignored="collect_state checkpoint")
     # The value of a loss is that of the whole tensors, on every rank of `P_x`; DistDL has it on the
     # first and 0.0 on the others. Either way each rank calls `backward()` once.
     loss = as_distdl("P_x reduction")
@@ -410,18 +496,17 @@ def _classes() -> Iterator[tuple[str, type[nn.Module]]]:
         ("DistributedAvgPool{}d", (_AvgPool,), as_distdl(**pool)),
         ("DistributedEmbedding DistributedLinearAllGather", (), forks),
         ("DistributedLinearReduceScatter", (), forks),
-        (
-            "DistributedLayerNorm",
-            (StoredParameters,),
-            as_distdl(weights="root", ignored="collect_state"),
-        ),
+        ("DistributedLayerNorm DistributedLayerNormZero", (StoredParameters,), once),
+        ("DistributedRMSNormZero DistributedEmbeddingZero", (StoredParameters,), once),
+        ("DistributedLinearAllGatherZero", (StoredParameters,), once),
+        ("DistributedLinearReduceScatterZero", (StoredParameters,), once),
         ("DistributedL1Loss DistributedMSELoss DistributedPoissonNLLLoss", (), loss),
         ("DistributedBCELoss DistributedBCEWithLogitsLoss DistributedKLDivLoss", (), loss),
         ("DistributedNLLLoss DistributedCrossEntropyLoss", (), loss),
     )
     for names, before, adapt in table:
         for name in dict.fromkeys(word.format(dims) for word in names.split() for dims in "123"):
-            kind = getattr(ours, name)
+            kind = getattr(ours, name.removesuffix("Zero"))
             doc = f"{kind.__doc__.partition(_BLANK)[0]}{_BLANK}Arguments and defaults are DistDL's."
             own = {"__module__": __name__, "__doc__": doc}
             yield name, adapt(type(name, (*before, kind, Module), own))

@@ -19,8 +19,8 @@ from pathlib import Path
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
 from unisono.launch import job_files
-from unisono.launch.places.remote import Plan
-from unisono.launch.pool import remote
+from unisono.launch.places import mailbox
+from unisono.launch.places.mailbox import CANCEL, PAYLOAD, Orders, Plan, RankState
 from unisono.launch.pool.client import RankProcess, spawn_rank
 from unisono.launch.pool.monitor import LEAVE_S, RankMonitor
 from unisono.launch.pool.protocol import (
@@ -36,8 +36,7 @@ from unisono.launch.pool.protocol import (
     Standing,
     read_available,
 )
-from unisono.launch.pool.remote import CANCEL, PAYLOAD, Orders, RankState
-from unisono.launch.surroundings import MISLEADING, common_variables, rank_variables
+from unisono.launch.pool.surroundings import MISLEADING, common_variables, rank_variables
 
 COLLECT_S = 0.25
 """How long a rank that failed stays, so that the others can learn of it."""
@@ -75,7 +74,7 @@ class Agent(RankMonitor):
         """Stay until the rank has ended; return the exit code that tells the starter how."""
         rank, began = self._rank, time.monotonic()
         while rank.is_running and not rank.is_bad and self._stop_reason is None:
-            self._listen_for(remote.pause_s(time.monotonic() - began))
+            self._listen_for(mailbox.pause_s(time.monotonic() - began))
             if self._is_dismissed:
                 self.wait_for_end([rank], LEAVE_S)
                 break
@@ -125,7 +124,7 @@ class Agent(RankMonitor):
         if self._rank.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):
             return False
         is_killed = self._rank.exit_code == -signal.SIGKILL
-        return remote.has_failure(self._dir, self._state.attempt, but_consequences=is_killed)
+        return mailbox.has_failure(self._dir, self._state.attempt, but_consequences=is_killed)
 
     def _start(self, place: Environment) -> RankProcess:
         """Start the rank; signals wait until it is ready for them."""
@@ -174,7 +173,7 @@ class Agent(RankMonitor):
                 self._note("ready")
             case Returned():
                 if (value := rank.value()) is not None:
-                    value.save(remote.result_path(self._dir, rank.rank))
+                    value.save(mailbox.result_path(self._dir, rank.rank))
                 self._note("returned")
             case Requeued():
                 self._note("requeued")
@@ -189,7 +188,7 @@ class Agent(RankMonitor):
             case Preempt():
                 self._orders.give(preempt=message.rank)
             case Failed():
-                remote.write_error(self._dir, rank.rank, self._state.attempt, message)
+                mailbox.write_error(self._dir, rank.rank, self._state.attempt, message)
                 self._note("failed")
             case _:
                 pass
@@ -205,7 +204,7 @@ class Agent(RankMonitor):
 
     def _is_over(self) -> bool:
         is_cancelled = (self._dir / CANCEL).exists()
-        return is_cancelled or remote.has_failure(self._dir, self._state.attempt)
+        return is_cancelled or mailbox.has_failure(self._dir, self._state.attempt)
 
     def _heed_orders(self) -> None:
         for order in self._orders.new():
@@ -246,13 +245,7 @@ class Agent(RankMonitor):
     def _note(self, state: str) -> None:
         self._state.state = state
         self._state.at.setdefault(state, time.time())
-        remote.write_state(self._dir, self._state)
-
-
-def _descriptors_of_mpi() -> tuple[int, ...]:
-    """Return the descriptors by which an MPI library in the rank talks to who started it."""
-    text = os.environ.get("PMI_FD", "")
-    return (int(text),) if text.isdigit() else ()
+        mailbox.write_state(self._dir, self._state)
 
 
 def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformError) -> int:
@@ -264,9 +257,9 @@ def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformEr
         pickled=None,
         is_consequence=False,
     )
-    remote.write_error(directory, place.rank, attempt, failed)
+    mailbox.write_error(directory, place.rank, attempt, failed)
     state = RankState(rank=place.rank, attempt=attempt, host=socket.gethostname(), state="failed")
-    remote.write_state(directory, state)
+    mailbox.write_state(directory, state)
     return 1
 
 

@@ -24,12 +24,12 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from unisono.launch.payload import ROOM, Parcel
+from unisono.launch.pool.payload import ROOM, Parcel
 
 if TYPE_CHECKING:
-    from unisono.launch.conventions import Convention
+    from unisono.launch.calling import Convention
     from unisono.launch.platform import Platform
-    from unisono.launch.surroundings import Surroundings
+    from unisono.launch.pool.surroundings import Surroundings
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 20
@@ -244,11 +244,6 @@ class MessageReader:
             messages.append(pickle.loads(memoryview(self._buffer)[_LENGTH.size : end].tobytes()))
             del self._buffer[:end]
         return messages
-
-
-def send_order(fd: int, **order: Any) -> None:
-    """Write one order to a rank. An order is short, so the pipe takes it whole."""
-    os.write(fd, json.dumps(order).encode() + b"\n")
 
 
 def read_available(fd: int) -> bytes | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Cuts
@@ -30,7 +31,6 @@ from unisono.operators.halo import (
     post,
     start_exchange,
 )
-from unisono.operators.plans import Flight
 from unisono.topology import Partition
 from unisono.topology.cover import Cover, Patch
 from unisono.topology.halo import Box
@@ -184,15 +184,15 @@ class ConvInSpace(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan
     ) -> Tensor:
         """Convolve the own block while messages travel, or all of the window after them."""
-        flight = start_exchange(x, plan.exchange, x.dtype)
+        pending = start_exchange(x, plan.exchange)
         window = None
         if plan.cover is not None:
             main = _main_pass(plan.settings, plan.cover, x, weight, bias)
-            received = flight.take()
+            received = pending.wait()
             y = _patched(plan, plan.cover, x, weight, bias, main, received)
         else:
-            received = flight.take()
-            landed = replace(plan.exchange, flight=Flight(landed=received))
+            received = pending.wait()
+            landed = replace(plan.exchange, landed=received)
             is_copy = plan.exchange.halo.is_identity
             window = x if is_copy else HaloExchange.kernel(x, landed)
             shape = plan.output_shape(weight)
@@ -294,11 +294,11 @@ def _by_patches(
             for came in patch.received:
                 target = home[came.message][came.number]
                 target[came.piece.source_slices] += gathered(g, came.piece)
-    flight = Flight()
+    pending: Pending[dict[int, Tensor]] | None = None
     if needs_x:
         packed = [torch.cat([part.reshape(-1) for part in parts]) for parts in home]
         sends = list(zip(exchange.halo.recvs, packed, strict=True))
-        flight = post(exchange, sends, exchange.halo.sends, x.dtype)
+        pending = post(exchange, sends, exchange.halo.sends, x.dtype)
     if cover.has_main:
         mask = (needs_x, needs_w, needs_b)
         part = dy if cover.is_whole else dy[_in_space(cover.output)]
@@ -309,7 +309,8 @@ def _by_patches(
         dx = _on_block(dx, cover, x)
         for box, values in kept:
             dx[_slices(box)] += values
-        for message, parts in arrived(exchange, flight, exchange.halo.sends):
+        came = {} if pending is None else pending.wait()
+        for message, parts in arrived(exchange, came, exchange.halo.sends):
             for piece, values in zip(message.pieces, parts, strict=True):
                 dx[piece.source_slices] += values
     return dx, dw, db
@@ -330,7 +331,7 @@ def _composed(
     with torch.enable_grad():
         window = x
         if not plan.exchange.halo.is_identity:
-            landed = replace(plan.exchange, flight=Flight(landed=received))
+            landed = replace(plan.exchange, landed=received)
             window = HaloExchange.apply(x, landed)
         shape = plan.output_shape(weight)
         if 0 in shape:
@@ -358,7 +359,7 @@ def empty_output(
 def _found(plan: SpacePlan, received: dict[int, Tensor]) -> list[list[Tensor]]:
     """Return what has arrived: the pieces of each message."""
     halo = plan.exchange.halo
-    return [parts for _, parts in arrived(plan.exchange, Flight(landed=received), halo.recvs)]
+    return [parts for _, parts in arrived(plan.exchange, received, halo.recvs)]
 
 
 def _window(patch: Patch, x: Tensor, found: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layer, group and instance normalisation of split tensors: moments of all ranks that share them.
+"""Layer, RMS, group and instance norm of split tensors: moments of all ranks that share them.
 
 Each rank takes mean and squared deviations of its own part; one message merges them. Channels that
 are not in balanced blocks, as the parameters are, are moved there and back.
@@ -31,7 +31,12 @@ from unisono.topology.window import as_int
 
 P = TypeVar("P")
 
-__all__ = ["DistributedGroupNorm", "DistributedInstanceNorm", "DistributedLayerNorm"]
+__all__ = [
+    "DistributedGroupNorm",
+    "DistributedInstanceNorm",
+    "DistributedLayerNorm",
+    "DistributedRMSNorm",
+]
 
 
 def merged_moments(
@@ -158,11 +163,11 @@ class DistributedLayerNorm(HoldingModule[_LayerNormPlan]):
         shape = (one,) if one is not None else map(int, cast("Sequence[int]", normalized_shape))
         self.P_x = P_x
         self.normalized_shape = tuple(shape)
-        self.eps = eps
+        self.eps: float | None = eps
         self.elementwise_affine = elementwise_affine
         if not 0 < len(self.normalized_shape) <= P_x.dim:
             raise PartitionError.because(
-                f"DistributedLayerNorm(normalized_shape={list(self.normalized_shape)})",
+                f"{type(self).__name__}(normalized_shape={list(self.normalized_shape)})",
                 f"{P_x!r}",
                 f"not 0 < {len(self.normalized_shape)} <= {P_x.dim}",
                 "sizes of the last dims",
@@ -212,7 +217,7 @@ class DistributedLayerNorm(HoldingModule[_LayerNormPlan]):
         found = tuple(own[-1] for own in cuts[-self._dims :])
         if found != self.normalized_shape:
             raise PartitionError.because(
-                f"DistributedLayerNorm(normalized_shape={list(self.normalized_shape)})",
+                f"{type(self).__name__}(normalized_shape={list(self.normalized_shape)})",
                 f"an input of global shape {[own[-1] for own in cuts]}",
                 f"{list(found)} != {list(self.normalized_shape)}",
                 f"normalized_shape={list(found)}",
@@ -238,13 +243,16 @@ class DistributedLayerNorm(HoldingModule[_LayerNormPlan]):
         dims = tuple(range(input.dim() - self._dims, input.dim()))
         mean, squares = own_moments(x, dims, keepdim=True)
         mean, squares = merged_moments(mean, squares, plan.counts, plan.comm)
-        y = (x - mean) * torch.rsqrt(squares / max(plan.total, 1) + self.eps)
+        y = self._normalised(x, mean, squares / max(plan.total, 1))
         held = self._used(("weight", "bias"), [self._block] * 2)
         if held:
             y = y * self._moved(held[0])
         if len(held) > 1:
             y = y + self._moved(held[1])
         return y.to(input.dtype)
+
+    def _normalised(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        return (x - mean) * torch.rsqrt(variance + (self.eps or 0.0))
 
     def _moved(self, parameter: Tensor) -> Tensor:
         """Return an affine parameter in the blocks of the input."""
@@ -254,6 +262,38 @@ class DistributedLayerNorm(HoldingModule[_LayerNormPlan]):
         after = overlap.dest_shape or (0,)
         plan = RepartitionOnGroup(self.P_x.root, overlap, tuple(parameter.shape), after)
         return Repartition.apply(parameter, plan)
+
+
+class DistributedRMSNorm(DistributedLayerNorm):
+    """`torch.nn.RMSNorm` of a tensor split in any dims.
+
+    Args:
+        P_x: partition of the input.
+        normalized_shape: sizes of the last dims of the whole tensor.
+        eps: added to the mean square; None: the smallest step of the dtype, as in torch.
+        elementwise_affine: learn a scale, in blocks as the partition's last dims cut it.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        super().__init__(
+            P_x, normalized_shape, 0.0, elementwise_affine, False,
+            device=device, dtype=dtype, weights=weights,
+        )  # fmt: skip
+        self.eps = eps
+
+    def _normalised(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return x * torch.rsqrt(variance + mean**2 + eps)
 
 
 class ChannelNorm(HoldingModule[P]):

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, index_in
-from unisono.operators import sum_to_replicated
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.halo import HaloPlan
@@ -305,29 +303,3 @@ class DistributedAvgPool3d(_AvgPool):
     """`torch.nn.AvgPool3d` of a split tensor `(N, C, D, H, W)`."""
 
     dims = 3
-
-
-class GlobalAvgPool(PlannedModule[tuple[Communicator, int]]):
-    """`torch.nn.AdaptiveAvgPool1d/2d/3d(1)` of a split tensor `(N, C, ...)`.
-
-    The result `(N, C, 1, ...)` is whole in space and counts once; it stays split in the batch.
-    """
-
-    def __init__(self, P_x: Partition) -> None:
-        super().__init__()
-        self.P_x = P_x
-
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x,)
-
-    def _make_plan(self, tables: Sequence[Table]) -> tuple[Communicator, int]:
-        space = tuple(range(2, self.P_x.dim))
-        return self.P_x.sub(space).comm, math.prod(tables[0].global_shape(self.P_x)[2:])
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the mean over space."""
-        if not self._takes_part:
-            return self._outside(input)
-        comm, points = self._plan
-        own = self._tied(input).sum(tuple(range(2, input.dim())), keepdim=True)
-        return sum_to_replicated(own, comm=comm) / points

@@ -21,7 +21,7 @@ from unisono.nn.split_tensors.tensor import (
     splits_in,
     without_runs,
 )
-from unisono.operators import halo_exchange
+from unisono.operators import halo_exchange, move_cut
 from unisono.topology import HaloPlan, Segment
 from unisono.topology.decompose import split_sizes
 from unisono.topology.halo import plan_windows
@@ -73,6 +73,20 @@ def recut(x: Split, dim: int, sizes: Sequence[int]) -> Split:
     wanted = [span(*later.bounds[r : r + 2]) for r in range(cut.comm.size)]
     moved = window_of(apart, dim + 1, plain, wanted, 0.0, x)
     return Split(moved.flatten(dim, dim + 1), {**x.cuts, dim: new}, x.run)
+
+
+def in_order(x: Split, dim: int) -> Split:
+    """Return `x` with points along a cut dim that follow each other: whole runs on each rank."""
+    cut = x.cuts[dim]
+    if cut.outer == 1:
+        return x
+    if cut.outer < cut.comm.size:
+        raise NeedsWhole(dim, f"{cut.outer} runs inside merged dims for {cut.comm.size} ranks")
+    rows, length = split_sizes(cut.outer, cut.comm.size), sum(cut.sizes)
+    apart = x.local.unflatten(dim, (cut.outer, cut.own))
+    x.run.moves += 1
+    moved = move_cut(apart, dim + 1, dim, cut.sizes, rows, comm=cut.comm).flatten(dim, dim + 1)
+    return Split(moved, {**x.cuts, dim: Cut(tuple(n * length for n in rows), cut.comm)}, x.run)
 
 
 @lru_cache(4096)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from unisono.errors import UnisonoError
-from unisono.expect import expect
+from unisono.errors import CollectiveMismatch, UnisonoError, explain
+from unisono.expect import expect, expect_choice
+from unisono.nn.agreement import current_mode
+from unisono.nn.parameters import summed_gradients
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Gathered,
     Run,
     Split,
     entered,
+    mapped,
     refuse_passed_by,
     splits_in,
 )
-from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 
 _BUCKET_BYTES = 25 * 2**20
@@ -31,48 +35,65 @@ _BUCKET_BYTES = 25 * 2**20
 class SplitModule(nn.Module):
     """A network whose input is cut over ranks; see `split`."""
 
-    def __init__(self, module: nn.Module, partition: Partition, strict: bool) -> None:
+    reads_all_parameters = True
+    """For whoever updates parameters late: all are read when the forward begins."""
+
+    def __init__(
+        self, module: nn.Module, partition: Partition, strict: bool, attention: str = "auto"
+    ) -> None:
         super().__init__()
         self.module = module
         self.partition = partition
         self.strict = strict
+        self.attention = attention
         self._gathered: Counter[Gathered] = Counter()
+        self._is_compared = False
+        self._unsummed: dict[nn.Parameter, Tensor] | None = None
+        """In `no_sync`: leaves that stand for parameters in own work, and keep its gradients."""
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network; its first tensor is this rank's block, other tensors are replicated.
+        """Call the network; its first tensor is this rank's block.
 
-        Collective over the partition. torch.compile leaves it out.
+        Other tensors are equal on all ranks, or made by `Split.of` from own blocks. Ranks compare
+        what they hold before anything else is done. Collective over the partition; torch.compile
+        leaves it out.
         """
         return self._run(*args, **kwargs)
 
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        partition = self.partition
-        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if first is None:
-            raise UnisonoError.because(
-                f"a split {type(self.module).__name__} called without a tensor",
-                hint="the own block of its input first, then tensors that all ranks hold equal",
-            )
-        if isinstance(first, Split):
-            raise UnisonoError.because(
-                f"a split {type(self.module).__name__} called with {first!r}",
-                "its input is cut here, so it takes the own block",
-                hint="x.local, or the plain module for a tensor that is split already",
-            )
-        run = Run(partition.comm, self.module, self.strict)
-        draws_alike, entry = entered(first, partition, run)
-        if not isinstance(entry, Split):
+        run = Run(self.partition.comm, self.module, self.strict, self.attention)
+        first, others = self._told_apart(args, kwargs)
+        checked = current_mode() != "off"
+        told = [*self._modes(), *_described(others)] if checked else []
+        numbers = [_digest(told), 0 if self._is_compared else _digest(self._states_once())]
+        entry = entered(first, self.partition, run, numbers)
+        if not entry.alike:
+            self._refuse_unlike(told)
+        self._is_compared = True
+        if not isinstance(entry.tensor, Split):
             return self.module(*args, **kwargs)
-        swap = {id(first): entry}
-        args = tuple(swap.get(id(x), x) for x in args)
-        kwargs = {key: swap.get(id(x), x) for key, x in kwargs.items()}
+
+        def inside(x: Split) -> Split:
+            return Split(x.local, x.cuts, run)
+
+        if isinstance(first, Split):
+            args, kwargs = mapped(inside, (args, kwargs))
+        else:
+            swap = {id(first): entry.tensor}
+            args = tuple(swap.get(id(x), mapped(inside, x)) for x in args)
+            kwargs = {key: swap.get(id(x), mapped(inside, x)) for key, x in kwargs.items()}
+        with _one_stream(entry.draws_alike, run):
+            return self.run(entry.tensor, *args, **kwargs)
+
+    def run(self, entry: Split, *args: Any, **kwargs: Any) -> Any:
+        """Call the network with arguments among which `entry` is, and which are cut as they are."""
+        run = entry.run
         self._copy_parameters(run, tuple(entry.cuts.values()))
         try:
-            with _one_stream(draws_alike, run):
-                result = self.module(*args, **kwargs)
+            result = self.module(*args, **kwargs)
         finally:
             self._gathered = run.gathered
             run.copies = {}
@@ -81,22 +102,89 @@ class SplitModule(nn.Module):
             refuse_passed_by(x)
         return result
 
+    def _told_apart(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return the own block, None if there is none, and all other arguments by name."""
+        name = type(self.module).__name__
+        given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+        at = next((key for key, x in given.items() if isinstance(x, Tensor)), None)
+        if at is None:
+            return None, given
+        for x in splits_in(given):
+            axes = {self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
+            if not {cut.comm for cut in x.cuts.values()} <= axes:
+                raise UnisonoError.because(
+                    f"{name}, split by {self.partition}, called with {x!r}",
+                    "cut over other ranks than those of the partition",
+                    hint="Split.of(own_block, partition), by a partition of the same ranks",
+                )
+        first = given[at]
+        return first, {key: x for key, x in given.items() if x is not first}
+
+    def _modes(self) -> list[str]:
+        """Describe in which modes the network runs."""
+        train = sum(module.training for module in self.module.modules())
+        return [f"modules in train mode: {train}", f"gradients: {torch.is_grad_enabled()}"]
+
+    def _states_once(self) -> list[str]:
+        """Describe the parameters and buffers, before the first forward."""
+        if self._is_compared or current_mode() == "off":
+            return []
+        return _described(dict([*self.module.named_parameters(), *self.module.named_buffers()]))
+
+    def _refuse_unlike(self, told: list[str]) -> NoReturn:
+        """Raise for arguments or parameters that are not equal on all ranks. Collective."""
+        lists = self.partition.comm.all_gather_object([*told, *self._states_once()])
+        calls = {
+            rank: "; ".join(line for line in lines if any(line not in other for other in lists))
+            for rank, lines in enumerate(lists)
+        }
+        raise CollectiveMismatch(
+            explain(
+                f"a split {type(self.module).__name__} on {len(lists)} ranks",
+                "tensors beside its first input, or parameters, that are not equal on all ranks:\n"
+                + "\n".join(
+                    f"rank {rank}: {text or 'nothing of it'}" for rank, text in calls.items()
+                ),
+                None,
+                "Split.of(own_block, partition) for a second input that is cut; the same values on "
+                "all ranks for one that is not; one torch.manual_seed before the network is made",
+            ),
+            calls,
+        )
+
     def _copy_parameters(self, run: Run, cuts: tuple[Cut, ...]) -> None:
         """Copy all parameters for own work, so that their gradients are summed in buckets."""
         if not torch.is_grad_enabled():
             return
         comms = tuple(cut.comm for cut in cuts)
-        buckets: list[list[nn.Parameter]] = []
-        size = 0
-        for p in reversed([p for p in self.module.parameters() if p.requires_grad]):
-            if not buckets or size > _BUCKET_BYTES or buckets[-1][0].dtype != p.dtype:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(p)
-            size += p.numel() * p.element_size()
-        for bucket in buckets:
-            for p, own in zip(bucket, _CopyBucket.apply(run.comm, *bucket), strict=True):
+        for bucket in _buckets(p for p in self.module.parameters() if p.requires_grad):
+            if self._unsummed is None:
+                copies = summed_gradients(run.comm, *bucket)
+            else:
+                copies = [self._unsummed.setdefault(p, _leaf_like(p)) for p in bucket]
+            for p, own in zip(bucket, copies, strict=True):
                 run.copies[id(p), comms] = own
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of own work unsummed inside the block; sum them once at its end.
+
+        For accumulation over several backwards. Collective at its end.
+        """
+        before, self._unsummed = self._unsummed, {}
+        try:
+            yield
+            held = self._unsummed
+        finally:
+            self._unsummed = before
+        for bucket in _buckets(held):
+            grads = [torch.zeros_like(p) if held[p].grad is None else held[p].grad for p in bucket]
+            flat = torch.cat([g.reshape(-1) for g in grads])  # type: ignore[union-attr]
+            total = self.partition.comm.all_reduce_(flat)
+            for p, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
+                p.grad = part.view_as(p) if p.grad is None else p.grad + part.view_as(p)
 
     def report(self) -> list[tuple[Gathered, int]]:
         """Return what had to be gathered in the latest forward, and how often."""
@@ -107,7 +195,9 @@ class SplitModule(nn.Module):
         return f"partition={list(self.partition.shape)}, strict={self.strict}"
 
 
-def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> SplitModule:
+def split(
+    module: nn.Module, partition: Partition, *, strict: bool = False, attention: str = "auto"
+) -> SplitModule:
     """Return a network that runs unchanged on an input of which each rank holds a block.
 
     Nothing in `module` is replaced: its parameters, its states and its `forward` stay what they
@@ -118,14 +208,23 @@ def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> S
         module: any network made of torch functions, equal on all ranks.
         partition: how its input is cut, e.g. `Partition([1, 1, 2, 2])` for height and width.
         strict: refuse instead of gathering.
+        attention: how `scaled_dot_product_attention` works where the tokens are cut. `"ulysses"`
+            gives each rank all tokens of its share of the heads, which sends and keeps least;
+            `"ring"` sends keys and values around, for memory linear in the own tokens;
+            `"gathered"` has all keys and values on every rank. `"auto"`: ulysses where the heads
+            divide by the ranks and no mask has a row per query, else gathered up to 64 MB of keys
+            and values, else ring. What cannot serve is refused, unless it is `"auto"`.
 
     Returns:
-        A module. `net(x_own)` takes this rank's block; `y.whole()`, `y.local` and `y.layout` are
-        what its results have. A loss of them is a plain number; `backward()` on every rank gives
+        A module. `net(x_own)` takes this rank's block; `y.whole()`, `y.local` and `y.cuts` are
+        what its results have. Further tensors are equal on all ranks, or `Split.of(own_block,
+        partition)`. A loss of them is a plain number; `backward()` on every rank gives
         complete gradients. `net.report()` lists what was gathered.
 
     Raises:
         PartitionError: the blocks of the ranks do not fit each other.
+        CollectiveMismatch: other arguments, or parameters at the first call, are not equal on all
+            ranks (compared as `structure_check` says).
         UnisonoError: something passes by the rules, such as an autograd.Function.
 
     >>> import torch
@@ -136,27 +235,71 @@ def split(module: nn.Module, partition: Partition, *, strict: bool = False) -> S
     """
     expect("module", module, nn.Module, "a torch.nn.Module")
     expect("partition", partition, Partition, "Partition([1, 1, 2, 1])")
-    return SplitModule(module, partition, strict)
+    expect_choice("attention", attention, ("auto", "gathered", "ulysses", "ring"))
+    return SplitModule(module, partition, strict, attention)
 
 
-class _CopyBucket(torch.autograd.Function):
-    """Copies of replicated parameters for own work; their gradients are summed in one call."""
+def _described(values: Any, path: str = "") -> list[str]:
+    """Return a line for each argument: what must be equal on all ranks of it."""
+    if isinstance(values, Split):
+        cuts = {dim: (cut.sizes, cut.outer) for dim, cut in values.cuts.items()}
+        return [f"{path}: {values.dtype} {list(values.shape)} cut {cuts}"]
+    if isinstance(values, Tensor):
+        kind = f"{path}: {values.dtype} {list(values.shape)} requires_grad={values.requires_grad}"
+        return [f"{kind}, bits {_bits(values):08x}"]
+    if isinstance(values, dict):
+        return [line for k, x in values.items() for line in _described(x, f"{path}.{k}".strip("."))]
+    if isinstance(values, (list, tuple)):
+        return [line for i, x in enumerate(values) for line in _described(x, f"{path}[{i}]")]
+    is_plain = values is None or isinstance(values, (bool, int, float, str))
+    return [f"{path}: {values!r}" if is_plain else f"{path}: {type(values).__name__}"]
 
-    @staticmethod
-    def forward(ctx: Any, comm: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm = comm
-        ctx.set_materialize_grads(False)
-        return tuple(p.view_as(p) for p in parameters)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [g for g in grads if g is not None]
-        if not given:
-            return (None, *grads)
-        flat = torch.cat([g.reshape(-1) for g in given])
-        total = sum_to_replicated(flat, comm=ctx.comm)
-        parts = iter(total.split([g.numel() for g in given]))
-        return (None, *[None if g is None else next(parts).view_as(g) for g in grads])
+def _bits(x: Tensor) -> int:
+    """Return a number that differs if the bits of a tensor do.
+
+    All of a tensor of up to 64 KB by a CRC. Of a larger one the sum of all its bits, at the speed
+    of memory, and the CRC of a sample, which knows the order.
+    """
+    to_local = getattr(x, "to_local", None)  # a DTensor; to import its class takes long
+    local: Tensor = x if to_local is None else to_local()
+    is_made = not isinstance(x, (UninitializedParameter, UninitializedBuffer))
+    if not is_made or local.layout != torch.strided:
+        return 0
+    with torch.no_grad(), torch.inference_mode():
+        points = local.detach().contiguous().flatten()
+        if points.device.type == "meta":
+            return 0
+        some = points if points.nbytes <= 2**16 else points[:: (points.numel() // 2**12) | 1]
+        # A copy: memory that numpy has seen cannot be resized any more, which FSDP wants to do.
+        code = zlib.crc32(some.clone().view(torch.uint8).cpu().numpy().tobytes())
+        if some is points:
+            return code
+        words = points.view(torch.uint8)
+        total = words[: points.nbytes // 8 * 8].view(torch.int64).sum()
+        return (code + int(total)) % 2**32
+
+
+def _digest(lines: list[str]) -> int:
+    """Return a number for what is described; 0 for nothing."""
+    return zlib.crc32("\n".join(lines).encode()) + 1 if lines else 0
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return parameters whose gradients travel together, last ones first: backward has them so."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for p in reversed(list(parameters)):
+        if not buckets or size > _BUCKET_BYTES or buckets[-1][0].dtype != p.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(p)
+        size += p.numel() * p.element_size()
+    return buckets
+
+
+def _leaf_like(p: nn.Parameter) -> Tensor:
+    return p.detach().requires_grad_()
 
 
 @contextmanager

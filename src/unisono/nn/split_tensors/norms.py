@@ -87,7 +87,7 @@ class _Normalize(torch.autograd.Function):
 
 def _statistics(x: Tensor, dims: list[int], comms: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
     """Return mean and variance over dims and ranks: each rank's own, joined in one meeting."""
-    count = torch.full((), float(math.prod(x.shape[d] for d in dims)), dtype=x.dtype)
+    count = x.new_full((), float(math.prod(x.shape[d] for d in dims)))
     mean = x.mean(dims, True)
     squares = (x - mean).square_().sum(dims, True)
     for comm in comms:

@@ -62,6 +62,17 @@ def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> 
     return x if result is x.local else result
 
 
+@rule("register_hook")
+def _hook(func: Callable[..., Any], x: Split, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Show a hook the gradient of the own block as a split tensor."""
+
+    def of_block(grad: Tensor) -> Tensor | None:
+        changed = hook(like(x, grad))
+        return changed.local if isinstance(changed, Split) else changed
+
+    return func(x.local, of_block)
+
+
 @rule("stride")
 def _stride(func: Callable[..., Any], x: Split, dim: int | None = None) -> Any:
     strides = [math.prod(x.shape[d + 1 :]) for d in range(x.ndim)]
@@ -147,12 +158,13 @@ def _dropout(
     drawn = input.local[(..., *[slice(0, 1)] * (input.ndim - 2))] if per_channel else input.local
     # One number from the generator that all ranks share, whatever they hold; then a stream of its
     # own for each block. Ranks that hold the same points draw the same.
-    seed = int(torch.randint(2**40, ()))
+    seed = int(torch.randint(2**40, (), device="cpu"))
     for dim, cut in input.cuts.items():
         if not per_channel or dim < 2:
             seed = (seed * 1_000_003 + dim * 7919 + cut.comm.rank + 1) % 2**62
-    generator = torch.Generator(input.local.device).manual_seed(seed)
-    kept = torch.rand(drawn.shape, generator=generator, device=drawn.device) >= p
+    device = drawn.device
+    generator = None if drawn.is_meta else torch.Generator(device).manual_seed(seed)
+    kept = torch.rand(drawn.shape, generator=generator, device=device) >= p
     scale = kept.to(input.local.dtype) * (0.0 if p == 1 else 1 / (1 - p))
     if inplace or name == "dropout_":
         input.local.mul_(scale)

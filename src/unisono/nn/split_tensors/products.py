@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm import Communicator
+from unisono.errors import UnisonoError
+from unisono.nn.attention import AttentionPlan, attended, by_heads, drawn_seed, scale_of
 from unisono.nn.split_tensors.blocks import fitted, recut
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.tensor import (
@@ -24,15 +26,14 @@ from unisono.nn.split_tensors.tensor import (
     own_copy,
     rule,
     sliced,
+    unrolled,
 )
 from unisono.operators import all_gather
 
 
 def everybodys(x: Tensor, dim: int, cut: Cut) -> Tensor:
     """Return a dim whole on every rank, each of which uses it for its own share of the work."""
-    if cut.outer != 1:
-        raise NoRule("the cut lies inside merged dims")
-    return all_gather(x, dim, cut.sizes, comm=cut.comm)
+    return unrolled(x, dim, cut, lambda t, d, c: all_gather(t, d, c.sizes, comm=c.comm))
 
 
 def contracted(
@@ -175,6 +176,10 @@ def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
 # -- attention ------------------------------------------------------------------------------------
 
 
+GATHERED_BYTES = 64 * 2**20
+"""Keys and values of at most this many bytes in all are gathered rather than sent around a ring."""
+
+
 @rule("scaled_dot_product_attention")
 def _attention(
     func: Callable[..., Any],
@@ -192,33 +197,95 @@ def _attention(
     q, tokens = query, query.ndim - 2
     if query.ndim - 1 in q.cuts or (enable_gqa and q.ndim - 3 in q.cuts):
         raise NoRule("features or grouped heads are cut")
-    # Own queries against all keys and values: the softmax of a query needs every key.
+    if is_causal and attn_mask is not None:
+        raise NoRule("a causal mask beside another one")
     layout = {d - q.ndim: cut for d, cut in q.cuts.items() if d != tokens}
     sequence = q.cuts.get(tokens)
-    keys, values = (_keys(x, layout, sequence, q) for x in (key, value))
+    if is_causal and sequence is not None and sequence.outer != 1:
+        raise NoRule("a causal mask of a sequence inside merged dims")
     mask = attn_mask
     if mask is not None:
-        rows = {**layout, **({-2: sequence} if sequence is not None else {})}
-        mask = fitted(mask, rows, q.run)
-    if is_causal and sequence is not None:
-        if mask is not None or sequence.outer != 1:
-            raise NoRule("a causal mask beside another one")
-        low, high = sequence.bounds[sequence.comm.rank : sequence.comm.rank + 2]
-        mask = torch.arange(low, high)[:, None] >= torch.arange(key.shape[-2])[None, :]
-        mask, is_causal = mask.to(q.local.device), False
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    if dropout_p == 0:
-        return like(q, func(q.local, keys, values, mask, 0.0, is_causal, **options))
-    if enable_gqa:
-        raise NoRule("dropout with grouped heads")
-    scores = q.local @ keys.transpose(-2, -1) * (scale or 1 / math.sqrt(q.shape[-1]))
-    if is_causal:
-        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~causal, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = call(F.dropout, like(q, scores.softmax(-1)), dropout_p)
-    return like(q, weights.local @ values)
+        mask = fitted(mask, {**layout, **({} if sequence is None else {-2: sequence})}, q.run)
+    q.run.moves += 1
+    places = [dim * 7919 + cut.comm.rank for dim, cut in q.cuts.items()]
+    plan = AttentionPlan(
+        (0, key.shape[-2]), None, 0, is_causal, scale_of(q, scale), dropout_p,
+        drawn_seed(dropout_p, places),
+    )  # fmt: skip
+    way = _way(q, key, value, mask, enable_gqa)
+    if way != "gathered" and sequence is not None and isinstance(key, Split):
+        cut, comm = key.cuts[tokens], sequence.comm
+        keys, values = (fitted(x, {**layout, -2: cut}, q.run) for x in (key, value))
+        if way == "ulysses":
+            y = by_heads(q.local, keys, values, mask, plan, sequence.sizes, cut.sizes, comm)
+        else:
+            first = sequence.bounds[comm.rank]
+            ring = replace(plan, key_bounds=cut.bounds, comm=comm, first=first)
+            y = attended(q.local, keys, values, mask, ring)
+        return like(q, y)
+    # Own queries against all keys and values: the softmax of a query needs every key.
+    keys, values = (_keys(x, layout, sequence, q) for x in (key, value))
+    batch = q.local.shape[: -3 if enable_gqa else -2]
+    if keys.ndim > q.ndim or values.ndim > q.ndim:
+        raise NoRule("queries that are broadcast")
+    try:
+        keys, values = (x.expand(*batch, *x.shape[len(batch) - q.ndim :]) for x in (keys, values))
+    except RuntimeError as error:
+        raise NoRule("queries that are broadcast") from error
+    first = 0 if sequence is None else sequence.bounds[sequence.comm.rank]
+    return like(q, attended(q.local, keys, values, mask, replace(plan, first=first)))
+
+
+def _way(q: Split, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
+    """Return how own queries meet all keys: "gathered", "ulysses" or "ring"; alike on all ranks.
+
+    Ulysses where heads divide by ranks and no rows of a mask would have to be gathered: it sends
+    and keeps least. Else keys and values are gathered while they are small, and go around a ring
+    otherwise. `split(..., attention=...)` says it explicitly.
+    """
+    asked, tokens = q.run.attention, q.ndim - 2
+    sequence = q.cuts.get(tokens)
+    if sequence is None:
+        return "gathered"
+    comms = [
+        x.cuts[tokens].comm if isinstance(x, Split) and tokens in x.cuts else None
+        for x in (key, value)
+    ]
+    why = ""
+    if comms != [sequence.comm] * 2 or not q.ndim == key.ndim == value.ndim:
+        why = "keys or values that are not cut as the queries are"
+    elif q.shape[:-3] != key.shape[:-3] or key.shape[:-3] != value.shape[:-3]:
+        why = "a batch that is broadcast"
+    elif not enable_gqa and q.ndim > 2 and len({x.shape[-3] for x in (q, key, value)}) > 1:
+        why = "heads that are broadcast"
+    elif any(x.cuts[tokens].outer != 1 for x in (q, key, value) if isinstance(x, Split)):
+        why = "a sequence inside merged dims"
+    no_heads = why or _undivided(q, key, sequence.comm.size)
+    has_rows = mask is not None and mask.shape[-2] != 1
+    if asked == "auto":
+        if not no_heads and not has_rows:
+            return "ulysses"
+        nbytes = (key.numel() + value.numel()) * key.element_size()
+        return "gathered" if why or nbytes <= GATHERED_BYTES else "ring"
+    refused = {"gathered": "", "ulysses": no_heads, "ring": why}[asked]
+    if refused:
+        raise UnisonoError.because(
+            f"attention of queries {list(q.shape)} over a split sequence, with attention={asked!r}",
+            refused,
+            None,
+            "attention='auto', which takes the way that serves",
+        )
+    return asked
+
+
+def _undivided(q: Split, key: Tensor, ranks: int) -> str:
+    """Return why heads cannot be dealt out to ranks, empty if they can."""
+    heads = [
+        (x.local if isinstance(x, Split) else x).shape[-3] if x.ndim > 2 else 1 for x in (q, key)
+    ]
+    if any(n % ranks for n in heads):
+        return f"{heads[0]} heads (keys: {heads[1]}) for {ranks} ranks"
+    return ""
 
 
 def _keys(x: Tensor, layout: dict[int, Cut], sequence: Cut | None, q: Split) -> Tensor:

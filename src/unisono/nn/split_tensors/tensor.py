@@ -13,7 +13,7 @@ import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -102,16 +102,22 @@ class Run:
         comm: all ranks of the partition.
         module: the network, for the paths of its modules.
         strict: refuse instead of gathering.
+        attention: how attention over a split sequence is computed.
     """
 
-    def __init__(self, comm: Communicator, module: nn.Module | None, strict: bool) -> None:
+    def __init__(
+        self, comm: Communicator, module: nn.Module | None, strict: bool, attention: str = "auto"
+    ) -> None:
         self.comm = comm
         self.strict = strict
+        self.attention = attention
         self.gathered: Counter[Gathered] = Counter()
         self.copies: dict[tuple[int, tuple[Communicator, ...]], Tensor] = {}
         """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf."""
         self.moves = 0
         """How often blocks were moved between ranks so far."""
+        self.aliases: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]] = {}
+        """Memory of a block -> tensors that would share it in one process, but were moved."""
         self._module = module
         self._watched: list[tuple[Any, int, Any, Tensor, int]] = []
 
@@ -143,13 +149,29 @@ class Run:
 
     def watch(self, base: Split, view: Tensor) -> None:
         """Watch a tensor and what would be a view of it in one process, but had to be moved."""
-        if isinstance(view, Split):
-            base.moved = [*base.moved, weakref.ref(view)]
-            view.moved = [*view.moved, weakref.ref(base)]
-        else:  # nobody tells us of a change of a plain tensor: compare its version at the end
+        block, shown = base.local, view.local if isinstance(view, Split) else view
+        if _memory(block) == _memory(shown):
+            return
+        self._link(base, shown, [_origin(block)])
+        if not isinstance(view, Split):
+            # Nobody tells us of a change of a plain tensor: compare its version at the end.
             shown = view.detach()
-            seen = weakref.ref(base), base.local._version, weakref.ref(view), shown, shown._version
+            seen = weakref.ref(base), _version(block), weakref.ref(view), shown, _version(shown)
             self._watched.append(seen)
+
+    def watch_too(self, base: Split, view: Split) -> None:
+        """Let a view in the memory of its base stand for it when the base itself is gone.
+
+        Only in inference mode, where a view does not keep alive what it is a view of.
+        """
+        self._link(base, view.local, [])
+
+    def _link(self, base: Split, shown: Tensor, others: list[Tensor]) -> None:
+        others += [t for other in base.moved if (t := other()) is not None]
+        for other in others:
+            for one, another in ((other, _origin(shown)), (_origin(shown), other)):
+                pair = weakref.ref(one), weakref.ref(another)
+                self.aliases.setdefault(_memory(one), []).append(pair)
 
     def check_views(self) -> None:
         """Raise if a plain tensor that had to be moved, or what it shows, was changed in place."""
@@ -157,10 +179,24 @@ class Run:
         for base_of, base_version, view_of, shown, version in watched:
             base = base_of()
             # Whether anybody still looked at the base when its view changed cannot be known.
-            changed_view = shown._version != version
-            changed_base = base is not None and base.local._version != base_version
+            changed_view = _version(shown) != version
+            changed_base = base is not None and _version(base.local) != base_version
             if changed_view or (changed_base and view_of() is not None):
                 raise _changed_in_place()
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _origin(x: Tensor) -> Tensor:
+    """Return the tensor of which `x` is a view: it lives as long as any view of it."""
+    return x if x._base is None else x._base
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place; tensors of inference mode do not count it."""
+    return 0 if x.is_inference() else x._version
 
 
 def _changed_in_place() -> UnisonoError:
@@ -184,8 +220,13 @@ class Split(Tensor):
     """How each cut dim is spread."""
     run: Run
     """The forward it belongs to."""
-    moved: list[Any] = []  # noqa: RUF012  # never changed in place
-    """Weak references to tensors that would share its memory in one process, but do not."""
+
+    @property
+    def moved(self) -> list[weakref.ref[Tensor]]:
+        """Weak references to tensors that would share its memory in one process, but do not."""
+        known = self.run.aliases
+        pairs = known.get(_memory(self.local), ()) if known else ()
+        return [other for own, other in pairs if own() is not None]
 
     @staticmethod
     def __new__(cls: type[Split], local: Tensor, cuts: Cuts, run: Run) -> Split:  # noqa: D102
@@ -207,7 +248,7 @@ class Split(Tensor):
     @staticmethod
     def of(local: Tensor, partition: Partition, *, strict: bool = False) -> Tensor:
         """Return own blocks as a `Split`, outside of a network. Collective over the partition."""
-        return entered(local, partition, Run(partition.comm, None, strict))[1]
+        return entered(local, partition, Run(partition.comm, None, strict)).tensor
 
     @staticmethod
     def cut(whole: Tensor, partition: Partition) -> Tensor:
@@ -224,10 +265,9 @@ class Split(Tensor):
             return joined(self, self.cuts)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
+        cuts = {dim: list(cut.sizes) for dim, cut in self.cuts.items()}
         with _plainly():
-            return (
-                f"Split({list(self.shape)}, cut {self.layout}, own block {list(self.local.shape)})"
-            )
+            return f"Split({list(self.shape)}, cut {cuts}, own block {list(self.local.shape)})"
 
     @classmethod
     def __torch_function__(
@@ -257,36 +297,75 @@ class Split(Tensor):
         )
 
 
-def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
-    """Return whether all ranks draw alike, and the own block as a `Split`.
+@dataclass(frozen=True)
+class Entry:
+    """What ranks have told each other at the entry of a network."""
+
+    tensor: Tensor
+    """The own block as a `Split`; as it is if nothing is cut."""
+    draws_alike: bool
+    """Whether the default generators of all ranks stand alike."""
+    alike: bool
+    """Whether all ranks have given the same further numbers."""
+
+
+def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[int] = ()) -> Entry:
+    """Return the own block as a `Split`, and what else ranks agree on.
 
     The one meeting in which ranks tell each other shapes; all later ones follow by arithmetic.
+
+    Args:
+        x: own block; a `Split` stays as it is. None is refused, on all ranks alike.
+        partition: how it is cut.
+        run: the forward to come.
+        numbers: what should be equal on all ranks; 0 is equal to anything.
     """
-    if x.ndim != partition.dim:
-        raise PartitionError.because(
-            f"an input of shape {list(x.shape)} for {partition}",
-            arithmetic=f"{x.ndim} dims != {partition.dim}",
-            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
-        )
-    comm = partition.comm
+    comm, known, dims = partition.comm, isinstance(x, Split), partition.dim
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    needs = int(x.requires_grad and torch.is_grad_enabled())
-    records = comm.all_gather_ints([*x.shape, _code(x.dtype), needs, state])
-    shapes = [record[: x.ndim] for record in records]
-    if len({record[x.ndim : x.ndim + 2] for record in map(tuple, records)}) > 1:
+    shape, own = [0] * dims, [-1, 0, 0, 0]
+    if x is not None:
+        with _plainly():
+            shape = list(x.shape) if x.ndim == dims and not known else shape
+        local = x.local if isinstance(x, Split) else x
+        needs = int(local.requires_grad and torch.is_grad_enabled())
+        own = [local.ndim, _code(local.dtype), needs, int(known)]
+    records = comm.all_gather_ints([*shape, *own, state, *numbers])
+    if len({record[dims : dims + 4] for record in map(tuple, records)}) > 1:
         raise CollectiveMismatch(
-            "inputs of a split network: dtype and requires_grad must be equal on all ranks",
-            {r: f"dtype number {rec[x.ndim]}, requires_grad {bool(rec[x.ndim + 1])}"
+            "inputs of a split network: dims, dtype and requires_grad must be equal on all ranks",
+            {r: "no tensor" if rec[dims] < 0 else
+                f"{rec[dims]} dims, dtype number {rec[dims + 1]}, "
+                f"requires_grad {bool(rec[dims + 2])}, split already {bool(rec[dims + 3])}"
              for r, rec in enumerate(records)},
         )  # fmt: skip
+    if x is None:
+        raise UnisonoError.because(
+            "a split network called without a tensor",
+            hint="the own block of its input first, then tensors that all ranks hold equal",
+        )
+    further = zip(*[record[dims + 5 :] for record in records], strict=True)
+    draws_alike = len({record[dims + 4] for record in records}) == 1
+    alike = all(len(set(column)) == 1 or 0 in column for column in further)
+    if isinstance(x, Split):
+        return Entry(Split(x.local, x.cuts, run), draws_alike, alike)
+    if x.ndim != dims:
+        raise PartitionError.because(
+            f"an input of shape {list(x.shape)} for {partition}",
+            arithmetic=f"{x.ndim} dims != {dims}",
+            hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
+        )
+    cuts = agreed_cuts([record[:dims] for record in records], partition)
+    return Entry(Split(x, cuts, run) if cuts else x, draws_alike, alike)
+
+
+def agreed_cuts(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[int, Cut]:
+    """Return the cuts that follow from the blocks of all ranks."""
     cuts: dict[int, Cut] = {}
-    places = [partition.index_of(r) for r in range(comm.size)]
+    ranks = range(partition.comm.size)
+    places = [partition.index_of(r) for r in ranks]
     for dim, parts in enumerate(partition.shape):
-        sizes = [
-            shapes[next(r for r in range(comm.size) if places[r][dim] == i)][dim]
-            for i in range(parts)
-        ]
-        wrong = [r for r in range(comm.size) if shapes[r][dim] != sizes[places[r][dim]]]
+        sizes = [shapes[next(r for r in ranks if places[r][dim] == i)][dim] for i in range(parts)]
+        wrong = [r for r in ranks if shapes[r][dim] != sizes[places[r][dim]]]
         if wrong:
             raise PartitionError.because(
                 f"blocks of an input over {partition}",
@@ -302,8 +381,7 @@ def entered(x: Tensor, partition: Partition, run: Run) -> tuple[bool, Tensor]:
             )  # fmt: skip
         if parts > 1:
             cuts[dim] = Cut(tuple(sizes), partition.sub(dim).comm)
-    alike = len({record[-1] for record in records}) == 1
-    return alike, Split(x, cuts, run) if cuts else x
+    return cuts
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -319,15 +397,13 @@ def joined(x: Split, dims: Iterable[int]) -> Tensor:
     x.run.moves += 1
     for dim in list(dims):
         cut = cuts.pop(dim)
-        local = _unrolled(
-            local, dim, cut, lambda t, d, c: concat_replicated(t, d, c.sizes, comm=c.comm)
-        )
+        local = unrolled(local, dim, cut, _concatenated)
     return Split(local, cuts, x.run) if cuts else local
 
 
 def sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
     """Return the own block along `dim` of a tensor that the ranks of `cut` hold equal."""
-    return _unrolled(x, dim, cut, _sliced)
+    return unrolled(x, dim, cut, _sliced)
 
 
 def _concatenated(x: Tensor, dim: int, cut: Cut) -> Tensor:
@@ -338,7 +414,7 @@ def _sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
     return slice_replicated(x, dim, cut.sizes, comm=cut.comm)
 
 
-def _unrolled(x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], Tensor]) -> Tensor:
+def unrolled(x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], Tensor]) -> Tensor:
     """Move along a dim of one run, or of several: then run and point are two dims meanwhile."""
     if cut.outer == 1:
         return move(x, dim, cut)
@@ -378,7 +454,9 @@ _VIEWS = frozenset(
         "permute",
         "transpose",
         "movedim",
+        "moveaxis",
         "swapaxes",
+        "swapdims",
         "unsqueeze",
         "squeeze",
         "expand",
@@ -388,14 +466,29 @@ _VIEWS = frozenset(
         "__getitem__",
         "chunk",
         "split",
+        "split_with_sizes",
         "tensor_split",
+        "hsplit",
+        "vsplit",
+        "dsplit",
         "unbind",
         "narrow",
         "select",
         "t",
         "diagonal",
+        "ravel",
+        "broadcast_to",
+        "as_strided",
+        "view_as_real",
+        "view_as_complex",
+        "adjoint",
         "T.get",
         "mT.get",
+        "H.get",
+        "mH.get",
+        "real.get",
+        "imag.get",
+        "data.get",
     ]
 )
 """Functions whose result shows the memory of their argument."""
@@ -455,9 +548,11 @@ def splits_in(values: Any) -> Iterator[Split]:
 
 
 def mapped(change: Callable[[Split], Any], values: Any) -> Any:
-    """Return arguments with every split tensor replaced."""
+    """Return arguments with every split tensor replaced; what holds none stays what it is."""
     if isinstance(values, Split):
         return change(values)
+    if next(splits_in(values), None) is None:
+        return values
     if isinstance(values, (list, tuple)):
         items = [mapped(change, value) for value in values]
         return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
@@ -470,12 +565,14 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     name = _name_of(func)
     how = _OWN_RULES.get(func) or RULES.get(name)
     moves, base = 0, args[0] if args else None
-    if (
-        isinstance(base, Split)
-        and is_inplace(name)
-        and any(other() is not None for other in base.moved)
-    ):
+    watched = (
+        base.local
+        if isinstance(base, Split) and any(other() is not None for other in base.moved)
+        else None
+    )
+    if watched is not None and is_inplace(name):
         raise _changed_in_place()
+    version = 0 if watched is None else _version(watched)
     for x in splits_in((args, kwargs)):
         moves = x.run.moves
         refuse_passed_by(x)
@@ -500,8 +597,14 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 raise
             result = _gather_all(func, name, "arguments of an unusual form", args, kwargs)
             break
-    if name in _VIEWS and isinstance(base, Split) and base.run.moves != moves:
-        _watch(base, result)
+    if watched is not None and _version(watched) != version:  # F.relu(x, True)
+        raise _changed_in_place()
+    if name in _VIEWS and isinstance(base, Split):
+        if base.run.moves != moves:
+            _watch(base, result)
+        elif watched is not None and watched.is_inference():
+            for view in splits_in(result):
+                base.run.watch_too(base, view)
     return result
 
 
@@ -539,8 +642,8 @@ def _binds(how: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 def _first_whole(
     name: str, need: NeedsWhole, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather one dim of the first split argument."""
-    first = next(splits_in((args, kwargs)))
+    """Gather one dim of the first split argument that is cut there."""
+    first = next(x for x in splits_in((args, kwargs)) if need.dim in x.cuts)
     if is_inplace(name):
         raise NoRule(str(need))
     first.run.note(name, str(need), first)
@@ -569,7 +672,8 @@ def _gather_all(
     for x in found:
         x.run.note(name, reason, x)
     whole = mapped(lambda x: joined(x, x.cuts), (args, kwargs))
-    target = args[0] if args and is_inplace(name) else None
+    changes = is_inplace(name) or kwargs.get("inplace") is True
+    target = args[0] if args and changes else None
     if not isinstance(target, Split):
         return func(*whole[0], **whole[1])
     value = whole[0][0].clone()

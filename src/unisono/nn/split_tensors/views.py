@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.nn.split_tensors.blocks import balanced, fitted, layout_of, recut, span, window
+from unisono.nn.split_tensors.blocks import (
+    balanced,
+    fitted,
+    in_order,
+    layout_of,
+    recut,
+    span,
+    window,
+)
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Cuts,
@@ -24,6 +33,7 @@ from unisono.nn.split_tensors.tensor import (
 )
 from unisono.operators import concat_replicated
 from unisono.topology import Segment
+from unisono.topology.decompose import split_sizes
 
 
 def _sizes(given: tuple[Any, ...]) -> list[int]:
@@ -235,9 +245,10 @@ def _pixel_shuffle(func: Callable[..., Any], input: Split, factor: int) -> Tenso
 
 def _narrowed(x: Split, dim: int, start: int, stop: int, step: int) -> Tensor:
     """Return points `[start, stop)` of a cut dim, every `step`-th one; each rank keeps its own."""
-    cut = without_runs(x, dim)
-    if (start, stop, step) == (0, cut.length, 1):
+    if (start, stop, step) == (0, x.shape[dim], 1):
         return like(x, x.local)
+    x = in_order(x, dim)
+    cut = x.cuts[dim]
     sizes, first = [], []
     for low, high in zip(cut.bounds, cut.bounds[1:], strict=False):
         begin = start + max(0, -(-(low - start) // step)) * step
@@ -256,7 +267,8 @@ def _narrowed(x: Split, dim: int, start: int, stop: int, step: int) -> Tensor:
 
 def _picked(x: Split, dim: int, at: int) -> Tensor:
     """Return one point of a cut dim, which all ranks then have; the dim is gone."""
-    cut = without_runs(x, dim)
+    x = in_order(x, dim)
+    cut = x.cuts[dim]
     at += cut.length if at < 0 else 0
     if not 0 <= at < cut.length:
         raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {cut.length}")
@@ -358,28 +370,44 @@ def _cat(
     dim %= lead.ndim
     layout = layout_of(x for x in items if isinstance(x, Split))
     along = layout.pop(dim - lead.ndim, None)
-    if along is None:
-        blocks = [fitted(x, layout, lead.run) for x in items]
-        return like(lead, torch.cat(blocks, dim))
-    cut_here = [i for i, x in enumerate(items) if isinstance(x, Split) and dim in x.cuts]
-    if len(cut_here) != 1 or items[cut_here[0]].cuts[dim].outer != 1:  # type: ignore[attr-defined]
-        raise NoRule("two split tensors joined along the cut")
-    # Replicated parts before the split one go to the first rank, the others to the last.
-    sizes = list(along.sizes)
-    blocks = []
-    for i, x in enumerate(items):
-        if i == cut_here[0]:
-            everywhere = {**layout, dim - lead.ndim: along}
-            blocks.append(fitted(x, everywhere, lead.run))
-            continue
-        holder = 0 if i < cut_here[0] else along.comm.size - 1
-        alone = [0] * along.comm.size
-        alone[holder] = x.shape[dim]
-        sizes[holder] += x.shape[dim]
-        block = fitted(x, layout, lead.run) if layout else x.local if isinstance(x, Split) else x
-        blocks.append(sliced(block, dim, resized(along, alone)))
     cuts = {lead.ndim + place: cut for place, cut in layout.items()}
+    if along is None:
+        return like(lead, torch.cat([fitted(x, layout, lead.run) for x in items], dim), cuts)
+    along = Cut(along.sizes, along.comm)
+    items = [in_order(x, dim) if isinstance(x, Split) and dim in x.cuts else x for x in items]
+    shares = _shares(items, dim, along)
+    blocks = []
+    for x, share in zip(items, shares, strict=True):
+        here = resized(along, share)
+        if isinstance(x, Split) and dim in x.cuts:
+            layout_here = {**layout, dim - lead.ndim: here}
+            blocks.append(fitted(recut(x, dim, share), layout_here, lead.run))
+        else:
+            blocks.append(sliced(fitted(x, layout, lead.run), dim, here))
+    sizes = [sum(of_rank) for of_rank in zip(*shares, strict=True)]
     return Split(torch.cat(blocks, dim), {**cuts, dim: resized(along, sizes)}, lead.run)
+
+
+def _shares(items: Sequence[Tensor], dim: int, along: Cut) -> list[tuple[int, ...]]:
+    """Return how many points of each item each rank holds when items are joined along a cut."""
+    ranks = along.comm.size
+    cut_here = [i for i, x in enumerate(items) if isinstance(x, Split) and dim in x.cuts]
+    if len(cut_here) == 1:
+        # No message: what comes before the split item goes to the first rank, the rest to the last.
+        shares = []
+        for i, x in enumerate(items):
+            alone = [0] * ranks
+            alone[0 if i < cut_here[0] else -1] = x.shape[dim]
+            shares.append(tuple(alone) if i != cut_here[0] else x.cuts[dim].sizes)  # type: ignore[attr-defined]
+        return shares
+    bounds = resized(along, split_sizes(sum(x.shape[dim] for x in items), ranks)).bounds
+    shares, first = [], 0
+    for x in items:
+        last = first + x.shape[dim]
+        inside = [(max(a, first), min(b, last)) for a, b in itertools.pairwise(bounds)]
+        shares.append(tuple(max(0, b - a) for a, b in inside))
+        first = last
+    return shares
 
 
 @rule("stack", "hstack", "vstack")

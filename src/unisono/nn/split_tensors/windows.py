@@ -330,8 +330,8 @@ def _taps(
     with torch.inference_mode(False):  # kept, and used where gradients are wanted
         return tuple(
             (
-                torch.tensor([tap.points[k] - first for tap in taps]),
-                torch.tensor([tap.weights[k] for tap in taps], dtype=torch.float64),
+                torch.tensor([tap.points[k] - first for tap in taps], device="cpu"),
+                torch.tensor([tap.weights[k] for tap in taps], dtype=torch.float64, device="cpu"),
             )
             for k in range(len(taps[0].points))
         )

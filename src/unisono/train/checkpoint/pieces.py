@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from unisono.comm.blocks import bytes_of
+from unisono.comm.arguments import bytes_of
 from unisono.nn import Shard
 
 Path = tuple[Any, ...]

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -37,16 +38,19 @@ _PACKAGES = ("torch", "numpy", "mpi4py", "submitit")
 _GIT_S = 3.0
 
 
-def begin_run(name: str, *, has_command: bool = True) -> tuple[str, int]:
+def begin_run(name: str, *, has_command: bool = True, to: Sequence[str] = ()) -> tuple[str, int]:
     """Make the directory of a run; return it and the moment, in ns, that its clocks count from.
 
     `has_command` says whether the words of the command line are kept; else it is the program alone.
+    `to` are trackers that get the run at its end.
     """
     started_ns = time.time_ns()
     directory = make_run_directory(name)
     known = run_facts(directory.name, started_ns)
     if not has_command:
         known["command"] = known["command"][:1]
+    if to:
+        known["to"] = list(to)
     write_json(directory / CONFIG, known)
     return str(directory), started_ns
 

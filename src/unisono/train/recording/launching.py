@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,18 @@ from typing import Any
 from unisono.environment import detect
 from unisono.errors import PlatformError
 from unisono.launch.api import execute, submit_request
-from unisono.launch.conventions import Convention
-from unisono.launch.request import Request, is_in_world
+from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stopping import signals_of_launcher
-from unisono.train.report.building import Report, finish
+from unisono.train.report.building import Report, conclude
 
 
 def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
     """Run a request with recording ranks, and with a page that shows them if that is wanted."""
-    if request.platform.detect and is_in_world():
+    if request.joins_world:
         if watch and detect().rank == 0:
             print("unisono: already in a world; watch is not used", file=sys.stderr)
-        return execute(in_world(request, name), Convention())
+        return execute(in_world(request, name))
     if watch and request.place == "inline":
         raise PlatformError.because(
             'unisono.run(..., on="inline", watch=True)',
@@ -36,16 +35,18 @@ def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
         )
     request, directory = into_directory(request, name)
     try:
-        results = watched(request, directory) if watch else execute(request, Convention())
+        results = watched(request, directory) if watch else execute(request)
     finally:
         write_report(directory)
     results.report = Report(directory)
     return results
 
 
-def in_world(request: Request, name: str, *, has_command: bool = True) -> Request:
+def in_world(
+    request: Request, name: str, *, has_command: bool = True, to: Sequence[str] = ()
+) -> Request:
     """Return the request of ranks that somebody else started, which agree on a directory."""
-    return _calling(request, functools.partial(call_in_world, name, has_command))
+    return _calling(request, functools.partial(call_in_world, name, has_command, to))
 
 
 def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]) -> object:
@@ -55,21 +56,23 @@ def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]
     return call_recorded(directory, started_ns, function)
 
 
-def call_in_world(name: str, has_command: bool, function: Callable[[], object]) -> object:
+def call_in_world(
+    name: str, has_command: bool, to: Sequence[str], function: Callable[[], object]
+) -> object:
     """In a rank that somebody else started: the same, its directory agreed on by all ranks."""
     from unisono.train.recording.opening import record
 
-    with record(name, command=has_command):
+    with record(name, command=has_command, to=to):
         return function()
 
 
 def into_directory(
-    request: Request, name: str, *, has_command: bool = True
+    request: Request, name: str, *, has_command: bool = True, to: Sequence[str] = ()
 ) -> tuple[Request, Path]:
     """Return the request with its ranks recording, and the directory that they write to."""
     from unisono.train.recording.directory import begin_run
 
-    directory, started_ns = begin_run(name, has_command=has_command)
+    directory, started_ns = begin_run(name, has_command=has_command, to=to)
     wrapper = functools.partial(call_in_rank, directory, started_ns)
     return _calling(request, wrapper), Path(directory)
 
@@ -82,7 +85,7 @@ def _calling(request: Request, wrapper: Callable[[Callable[[], object]], object]
 
 def write_report(directory: Path) -> Path:
     """Write the report of a run that has ended, well or not, and say where it is."""
-    path = finish(directory)
+    path = conclude(directory)
     print(f"unisono: report in {near(path)}", file=sys.stderr)
     return path
 

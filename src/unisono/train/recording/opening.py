@@ -7,7 +7,7 @@ lets one wait for another. Without an open record `log` and `span` return at onc
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from unisono.comm.health import trace as tracing
 from unisono.errors import Requeue, UnisonoError
 from unisono.train.recording.directory import begin_run
 from unisono.train.recording.run import Run
+from unisono.train.report.trackers import check_trackers
 
 __all__ = ["call_recorded", "current_run", "log", "record", "span"]
 
@@ -66,6 +67,8 @@ class record:
         config: what to remember beside machine and versions: learning rate, sizes, ...
         command: whether to remember the words of the command line, too; False where they hold a
             password or a token. `unisono run --record` has `--no-command` for it.
+        to: experiment trackers that get metrics, `config` and the report when the run has ended:
+            "tensorboard", "mlflow", "wandb". Their own settings say where.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -81,8 +84,10 @@ class record:
         *,
         config: Mapping[str, Any] | None = None,
         command: bool = True,
+        to: str | Sequence[str] = (),
     ) -> None:
         self._name = name
+        self._to = check_trackers(to)
         self._has_command = command
         self._config = dict(config or {})
         self._run: Run | None = None
@@ -92,7 +97,7 @@ class record:
 
         comm = world()
         if _active is not None:
-            _active.note_config(self._config)
+            _active.note_config(self._config, self._to)
             return _active
         made: tuple[str, int] | None = None
         trouble: UnisonoError | None = None
@@ -105,7 +110,7 @@ class record:
         if made is None:
             raise trouble or UnisonoError(f"record({self._name!r}) found no directory")
         self._run = _open(Path(made[0]), made[1])
-        self._run.note_config(self._config)
+        self._run.note_config(self._config, self._to)
         return self._run
 
     def __exit__(
@@ -117,7 +122,7 @@ class record:
         if self._run is None:
             return
         from unisono.launch import world
-        from unisono.train.report.building import finish
+        from unisono.train.report.building import conclude
 
         run, self._run = self._run, None
         _close(run, error)
@@ -127,7 +132,7 @@ class record:
                 comm.barrier()  # the parts of all ranks are there
         finally:
             if comm.rank == 0:
-                finish(run.dir)
+                conclude(run.dir)
 
 
 def call_recorded(directory: str, started_ns: int, function: Callable[[], object]) -> object:

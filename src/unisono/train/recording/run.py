@@ -154,6 +154,7 @@ class Run:
         self._last_mark: tuple[int, int, int] | None = None
         self._layouts: list[dict[str, Any]] = []
         self._config: dict[str, Any] = {}
+        self._to: set[str] = set()
         self._lines = os.open(
             directories.lines_path(directory, self.rank),
             os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
@@ -223,9 +224,10 @@ class Run:
             }
         )
 
-    def note_config(self, config: Mapping[str, Any]) -> None:
-        """Remember these values beside machine and versions."""
+    def note_config(self, config: Mapping[str, Any], to: Sequence[str] = ()) -> None:
+        """Remember these values beside machine and versions, and trackers to send the run to."""
         self._config |= config
+        self._to |= set(to)
 
     def close(self, trouble: str | None) -> None:
         """Write what was measured, and put everything back as it was."""
@@ -324,6 +326,7 @@ class Run:
             "marks": [at - self._zero_ns for at in self._marks],
             "layouts": self._layouts,
             "config": {name: _plain(value) for name, value in self._config.items()},
+            "to": sorted(self._to),
         }
 
 

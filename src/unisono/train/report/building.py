@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
-import math
-import shutil
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,6 +13,7 @@ from unisono import trace_file
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics
 from unisono.train.report.data import RecordedRun, report_data
+from unisono.train.report.trackers import send, write_tensorboard
 
 __all__ = ["Report", "build_report", "finish"]
 
@@ -77,6 +75,13 @@ def build_report(directory: str | Path, *, against: Sequence[str | Path] | None 
     return finish(home, others)
 
 
+def conclude(directory: Path) -> Path:
+    """Make the files of a run that has ended, send it to its trackers, and return the page."""
+    path = finish(directory)
+    send(RecordedRun.read(directory))
+    return path
+
+
 def finish(directory: Path, against: Sequence[Path] = ()) -> Path:
     """Make the files of a run from what its ranks have written so far, and return the page."""
     run = RecordedRun.read(directory)
@@ -96,25 +101,6 @@ def finish(directory: Path, against: Sequence[Path] = ()) -> Path:
     path = directory / directories.REPORT
     directories.write_private(path, page(data["name"], "report.js", data))
     return path
-
-
-def write_tensorboard(directory: Path, run: RecordedRun) -> bool:
-    """Write all metrics as scalars below `directory`; return whether TensorBoard is installed.
-
-    What an earlier report wrote there is replaced, so that no curve is drawn twice.
-    """
-    if importlib.util.find_spec("tensorboard") is None or not run.merged.series:
-        return False
-    from torch.utils.tensorboard import SummaryWriter
-
-    shutil.rmtree(directory, ignore_errors=True)
-    began = run.config.get("started_ns", 0) / 1e9
-    with SummaryWriter(str(directory)) as writer:
-        for name, series in run.merged.series.items():
-            for step, seconds, value in zip(series.steps, series.seconds, series.mean, strict=True):
-                if math.isfinite(value):
-                    writer.add_scalar(name, value, step, walltime=began + seconds)
-    return True
 
 
 def page(title: str, script: str, data: dict[str, Any]) -> str:

@@ -22,8 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.job import ENDS
-from unisono.launch.stacks import outside_collectives, user_line
+from unisono.launch.pool.stacks import outside_collectives, user_line
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics, timeline
 from unisono.train.report.building import page
@@ -46,6 +47,11 @@ _TORCH = re.compile(r'torch/distributed/\S+\.py", line \d+ in (?P<verb>[a-z]\w+)
 
 class Watched(Protocol):
     """What is asked of a job; `unisono.Job` has it."""
+
+    @property
+    def dir(self) -> Path:
+        """Its directory."""
+        ...
 
     def status(self) -> str:
         """Return its state in one word."""
@@ -122,6 +128,7 @@ class LiveView:
             "directory": str(self._directory),
             "steps": len(run.merged.steps),
             "metrics": curves(run.merged),
+            "members": read_events(self._job.dir)[-40:],
             "throughput": {"unit": unit, "steps": at, "values": rates},
             "ranks": [
                 self._rank_state(run, parts[rank], quiet_s[rank]) | {"share": shares.get(rank)}
@@ -206,6 +213,35 @@ def judge(
     return "stalled" if has_logged or quiet_s > START_S else "starting"
 
 
+def prometheus(state: Mapping[str, Any]) -> str:
+    """Return the state of a job as Prometheus reads it.
+
+    >>> empty = {"status": "running", "seconds": 2.0, "steps": 0, "metrics": [], "ranks": []}
+    >>> print(prometheus(empty | {"throughput": {"unit": "steps/s", "values": []}}), end="")
+    unisono_up 1
+    unisono_seconds 2.0
+    unisono_steps 0
+    """
+    lines = [
+        f"unisono_up {int(state['status'] not in ENDS)}",
+        f"unisono_seconds {state['seconds']}",
+        f"unisono_steps {state['steps']}",
+    ]
+    if rates := state["throughput"]["values"]:
+        lines.append(f'unisono_throughput{{unit="{state["throughput"]["unit"]}"}} {rates[-1]}')
+    for curve in state["metrics"]:
+        name = curve["name"].replace("\\", r"\\").replace('"', r"\"")
+        last = curve["mean"][-1]
+        lines.append(f'unisono_metric{{name="{name}"}} {"NaN" if last is None else last}')
+    for rank in state["ranks"]:
+        labels = f'rank="{rank["rank"]}"'
+        lines.append(f'unisono_rank_state{{{labels},state="{rank["state"]}"}} 1')
+        for name in ("step", "quiet_s"):
+            if rank[name] is not None:
+                lines.append(f"unisono_rank_{name}{{{labels}}} {rank[name]}")
+    return "\n".join(lines) + "\n"
+
+
 class LocalServer(ThreadingHTTPServer):
     """Answers on the loopback interface only; closing it waits for requests under way."""
 
@@ -244,6 +280,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif rest[0] == "state":
             state = self.server.state(asks=query == "ask")
             self._answer(HTTPStatus.OK, "application/json", json.dumps(_without_nan(state)))
+        elif rest[0] == "metrics":
+            self._answer(HTTPStatus.OK, "text/plain", prometheus(self.server.state()))
         elif rest[0] == "":
             self._answer(HTTPStatus.OK, "text/html", self.server.show())
         else:

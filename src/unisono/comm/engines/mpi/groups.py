@@ -1,5 +1,9 @@
 """The backend `mpi4py` of torch.distributed: how ranks come to a communicator of their own.
 
+A communicator of mpi4py stands on its own: it has a duplicate for its traffic, a store that its
+first rank keeps, and a watchdog, and needs no torch.distributed. Only where all of its ranks belong
+to one world of torch.distributed already, it becomes a group of that world.
+
 Making a communicator blocks inside MPI without a deadline, so ranks meet in the group's store
 first, where waiting has one. Only members take part. A rank that leaves says so to the others; when
 all have, the communicator is freed. A rank that ends by an exception tells the others before MPI
@@ -24,18 +28,24 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from unisono.comm import call as calls
+from unisono.comm import groups, seal
 from unisono.comm.arguments import environment_timeout_s
+from unisono.comm.call import Call
 from unisono.comm.engines.base import Engine, SelfEngine
 from unisono.comm.engines.mpi.channel import Channel, Member, Watch
 from unisono.comm.engines.mpi.engine import MpiEngine
-from unisono.comm.engines.mpi.library import Threads, load
+from unisono.comm.engines.mpi.library import Threads, load, unavailable
 from unisono.comm.engines.shm.rendezvous import Rendezvous
-from unisono.comm.health import watchdog
+from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
+from unisono.comm.health import failures, watchdog
 from unisono.comm.lifecycle import say_returned
-from unisono.comm.machine import own_card
+from unisono.comm.machine import first_reachable, host_id, own_addresses, own_card
 from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
-from unisono.errors import MeshError
+from unisono.environment import Environment
+from unisono.errors import MeshError, RankTimeout, UnisonoError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -264,3 +274,254 @@ def _end() -> None:
         print(f"unisono: after an exception, the other ranks of MPI have {GRACE_S:g} s to end, too")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+
+
+# -- from communicators of mpi4py; stores whose address travels over MPI -----------------------
+
+_ADDRESSES = 8
+"""How many addresses of a host the others are told."""
+_TEXT_BYTES = 1024
+"""Longest text that ranks share."""
+
+
+def store_for(environment: Environment, *, timeout_s: float) -> dist.Store | None:
+    """Return a store for the world of `environment` whose address travels over MPI.
+
+    Collective over that world. None where mpi4py is not installed, or where MPI does not know the
+    same ranks.
+    """
+    if unavailable() is not None:
+        return None
+    everybody = load().COMM_WORLD
+    if (everybody.rank, everybody.size) != (environment.rank, environment.size):
+        return None
+    return store_of(everybody, timeout_s=timeout_s)
+
+
+def store_of(comm: MPI.Intracomm, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
+    """Return a store that rank 0 of `comm` hosts and all its ranks have joined.
+
+    Collective over `comm`. The system gives rank 0 a free port, which it keeps; the address and a
+    token by which the store is known travel over MPI.
+    """
+    from unisono.comm.lifecycle import open_store  # which imports the transports
+
+    mpi = load()
+    hosts = set(_share(mpi, comm, host_id(), timeout_s))
+    here = Environment(
+        kind="unisono", rank=comm.rank, size=comm.size, nodes=len(hosts), local_size=comm.size
+    )
+    if comm.rank == 0:
+        nonce = secrets.token_hex(16)
+        store = open_store(here, timeout_s=timeout_s, nonce=nonce)
+        found = ["127.0.0.1"] if len(hosts) == 1 else own_addresses() or [socket.gethostname()]
+        port = store.port  # type: ignore[attr-defined]
+        _share(mpi, comm, json.dumps([found[:_ADDRESSES], port, nonce]), timeout_s)
+        return store
+    found, port, nonce = json.loads(_share(mpi, comm, "", timeout_s)[0])
+    addr = found[0] if len(found) == 1 else first_reachable(found, port)
+    return open_store(here, addr=addr, port=port, timeout_s=timeout_s, nonce=nonce)
+
+
+def entry_of(comm: Any) -> GroupEntry:
+    """Return the group of the ranks of an mpi4py communicator.
+
+    Collective over `comm` when its ranks are seen for the first time; local afterwards.
+    """
+    mpi = load()
+    if comm == mpi.COMM_NULL:
+        raise MeshError.because(
+            "Communicator.of(MPI.COMM_NULL)",
+            "this rank is in no group; Split with MPI.UNDEFINED gives it",
+            None,
+            "if comm != MPI.COMM_NULL: Communicator.of(comm)",
+        )
+    if not isinstance(comm, mpi.Intracomm):
+        raise MeshError.because(
+            f"Communicator.of({type(comm).__name__})",
+            "it joins two groups of ranks",
+            None,
+            "Communicator.of(comm.Merge())",
+        )
+    positions = _positions(mpi, comm)
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if comm.size == 1:
+        return groups.alone(positions[0] if world is None else world.rank())
+    known = _standing.get(positions)
+    if known is not None and known.is_alive():
+        return known
+    places = _places.get(world, {}).get(positions) if world is not None else None
+    if places is None:
+        places = _agree(mpi, comm, world)
+        if places is not None and world is not None:
+            _places.setdefault(world, {})[positions] = places
+    if places is not None:
+        return groups.entry_for(places, backend=BACKEND)
+    _standing[positions] = entry = Standalone(mpi, comm, positions).whole
+    return entry
+
+
+_standing: dict[tuple[int, ...], GroupEntry] = {}
+"""Groups that stand on their own, by their ranks in MPI.COMM_WORLD.
+
+These alone decide: all ranks must find a group here, or none, whichever worlds they are in.
+"""
+_places: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""For each world of torch.distributed, the world ranks of communicators seen in it."""
+
+
+def _agree(mpi: Any, comm: MPI.Intracomm, world: Any) -> tuple[int, ...] | None:
+    """Return the world ranks of `comm`; None unless all of its ranks are in one world.
+
+    Collective over `comm`: a rank cannot know whether the others have initialised
+    torch.distributed, and with whom.
+    """
+    mine = ""
+    if world is not None:
+        token = watchdog.default_store().compare_set("unisono/world", "", secrets.token_hex(8))
+        mine = f"{token.decode()} {world.rank()}"
+    texts = [text.split() for text in _share(mpi, comm, mine, _default_deadline())]
+    if not all(texts) or len({token for token, _ in texts}) > 1:
+        return None
+    return tuple(int(rank) for _, rank in texts)
+
+
+class Standalone:
+    """A communicator of mpi4py and the groups made of it, which torch.distributed does not know.
+
+    Collective over `comm`, which is duplicated and never used itself.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        comm: the communicator.
+        ranks: names of its ranks: their ranks in MPI.COMM_WORLD.
+    """
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+        self._deadline_s = _default_deadline()
+        with Threads(mpi).lock:
+            own, request = comm.Idup()
+        _finish(mpi, request, self._deadline_s)
+        self._store = store_of(own, timeout_s=self._deadline_s)
+        self._rank = ranks[own.rank]
+        token = _share(mpi, own, secrets.token_hex(4), self._deadline_s)[0]
+        self._prefix = f"unisono-{BACKEND}-{token}"
+        self._is_over = False
+        self._made: dict[tuple[int, ...], GroupEntry] = {}
+        self._generation: dict[tuple[int, ...], int] = {}
+        signer = seal.Seal(self._store, self._rank)
+        seal.stand(self._prefix, signer)
+        self._dog = watchdog.Watchdog(
+            self._rank, ranks, self._store, lambda: self._is_over, signed_by=signer
+        )
+        self.whole = self._make(ranks, self._deadline_s, own, is_own=True)
+        """The group of all ranks of the communicator."""
+
+    def part(self, whole: GroupEntry, ranks: tuple[int, ...], wait_s: float) -> GroupEntry:
+        """Return the group of some ranks of `whole`. Collective over them when it is made."""
+        entry = self._made.get(ranks)
+        if entry is None:
+            base = whole.group.communicator if isinstance(whole.group, MpiProcessGroup) else None
+            entry = self._make(ranks, wait_s, base, is_own=False)
+        return entry
+
+    def _make(
+        self, ranks: tuple[int, ...], wait_s: float, base: MPI.Intracomm | None, *, is_own: bool
+    ) -> GroupEntry:
+        nth = self._generation[ranks] = self._generation.get(ranks, 0) + 1
+        name = f"{self._prefix}-{'_'.join(map(str, ranks))}-{nth}"
+        call = Call(failures.NEW_GROUP, BACKEND, name, nth, kind=f"ranks {list(ranks)}")
+        calls.latest_call = call
+        watchdog.stand(name, self._dog)
+        try:
+            group = MpiProcessGroup(
+                dist.PrefixStore(name, self._store),
+                ranks.index(self._rank),
+                len(ranks),
+                timedelta(seconds=wait_s),
+                ranks,
+                name,
+                base=base,
+                is_own=is_own,
+            )
+        except RankTimeout as error:
+            told = failures.timed_out(call, ranks, wait_s, error)
+            watchdog.dismiss(name)
+            raise told from None
+        except BaseException:
+            watchdog.dismiss(name)
+            raise
+        call.done = True
+        group.set_timeout(timedelta(seconds=self._deadline_s))
+        group._set_group_name(name)
+        c10d._register_process_group(c10d.GroupName(name), group)
+        entry = self._made[ranks] = GroupEntry(group, ranks, made_by_us=True, maker=self)
+        return entry
+
+    def release(self, entry: GroupEntry) -> None:
+        """Leave a group that nobody holds any more."""
+        self._made.pop(entry.ranks, None)
+        self._is_over = not self._made
+        watchdog.dismiss(entry.key)
+        if self._is_over:
+            seal.stand(self._prefix, None)
+        c10d._unregister_process_group(c10d.GroupName(entry.key))
+        if entry.group is not None:
+            entry.group.shutdown()
+
+
+def _positions(mpi: Any, comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Return the rank in MPI.COMM_WORLD of each rank of `comm`."""
+    mine, everybody = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    try:
+        found = tuple(mine.Translate_ranks(None, everybody))
+    finally:
+        mine.Free()
+        everybody.Free()
+    if mpi.UNDEFINED in found:
+        raise MeshError.because(
+            f"Communicator.of(an MPI communicator of {comm.size} ranks)",
+            f"ranks {[place for place, rank in enumerate(found) if rank == mpi.UNDEFINED]} of it "
+            "were not started together with this one (they have another MPI.COMM_WORLD)",
+            None,
+            "start all ranks with one mpiexec -n",
+        )
+    return found
+
+
+def _share(mpi: Any, comm: MPI.Intracomm, text: str, timeout_s: float) -> list[str]:
+    """Return the texts of all ranks of `comm`."""
+    data = text.encode()
+    if len(data) > _TEXT_BYTES:
+        raise UnisonoError(f"{text[:80]!r}... is too long to be shared ({len(data)} bytes)")
+    everybody = bytearray(_TEXT_BYTES * comm.size)
+    with Threads(mpi).lock:
+        request = comm.Iallgather([data.ljust(_TEXT_BYTES), mpi.BYTE], [everybody, mpi.BYTE])
+    _finish(mpi, request, timeout_s)
+    starts = range(0, len(everybody), _TEXT_BYTES)
+    return [everybody[begin : begin + _TEXT_BYTES].decode().rstrip() for begin in starts]
+
+
+def _finish(mpi: Any, request: Any, timeout_s: float) -> None:
+    give_up, lock = time.monotonic() + timeout_s, Threads(mpi).lock
+    nap_s = 20e-6
+    while True:
+        with lock:
+            if request.Test():
+                return
+        if time.monotonic() > give_up:
+            raise RankTimeout(
+                f"making a group of an MPI communicator on rank {mpi.COMM_WORLD.rank} of MPI "
+                f"timed out after {timeout_s:g} s\n"
+                "  not all ranks of the communicator have called Communicator.of(comm)",
+                op="new_group",
+            )
+        time.sleep(nap_s)
+        nap_s = min(nap_s * 1.5, 200e-6)
+
+
+def _default_deadline() -> float:
+    given = environment_timeout_s()
+    return DEFAULT_TIMEOUT_S if given is None else given

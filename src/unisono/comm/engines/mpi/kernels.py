@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unisono.comm.blocks import bytes_of
+from unisono.comm.arguments import bytes_of
 from unisono.comm.engines.algorithms import MAX_PAIRWISE_RANKS, forced_algorithms
 from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel, nbytes_of
 from unisono.comm.reductions import accumulation_dtype, reduce_in_rank_order

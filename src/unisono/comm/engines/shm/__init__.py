@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.engines.shm.process_group import ShmProcessGroup
+from unisono.comm.engines.shm.rendezvous import ShmProcessGroup
 
 __all__ = ["ShmEngine", "ShmProcessGroup"]

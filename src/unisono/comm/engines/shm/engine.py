@@ -6,6 +6,7 @@ import math
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,14 @@ _FIRST = _PAGE + 512
 """Where the region of rank 0 begins in a shared buffer: a copy between places that lie equally far
 from the start of a page can be slow, and large tensors lie 64 bytes from it."""
 _STAGGER = 1024
+_MOST_KEPT = 16
+"""Calls under way, from which on all of them are looked at."""
 
 
 def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
     if blocks is None:
         return None
-    return [(block.data_ptr(), block.numel() * block.element_size()) for block in blocks]
+    return [(block.data_ptr(), block.nbytes) for block in blocks]
 
 
 class StartedTicket:
@@ -95,7 +98,12 @@ class MessageTicket:
     """Messages under way, as the verbs see them."""
 
     def __init__(
-        self, engine: ShmEngine, transfers: Any, recvs: Sequence[Tensor], sent: object, tag: int
+        self,
+        engine: ShmEngine,
+        transfers: Any,
+        recvs: Sequence[tuple[int, Tensor]],
+        sent: object,
+        tag: int,
     ) -> None:
         self._engine = engine
         self._transfers = transfers
@@ -106,7 +114,7 @@ class MessageTicket:
     def wait(self, timeout_s: float) -> None:
         """See `Ticket`."""
         self._transfers.wait(timeout_s)
-        for x, (peer, refused, nbytes, dtype) in zip(
+        for (_, x), (peer, refused, nbytes, dtype) in zip(
             self._recvs, self._transfers.outcome(), strict=False
         ):
             if refused:
@@ -162,8 +170,8 @@ class ShmEngine(TransportEngine):
         self._max_bytes = math.inf if max_mb is None else max_mb * _MB
         self._segment_bytes = common + size * own
         self._buffers: dict[int, _Buffer] = {}
-        self._touched: set[tuple[int, int]] = set()
-        self._kept: list[Ticket] = []
+        self._touched: set[int] = set()
+        self._kept: deque[Ticket] = deque()
         self.watch = Watch(rank, ranks, processes)
         own_cores = size <= usable_cores()
         weak: weakref.ref[ShmEngine] = weakref.ref(self)
@@ -206,7 +214,7 @@ class ShmEngine(TransportEngine):
     def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
         """See `Engine`."""
         self.check_usable()
-        nbytes, dtype = x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1)
+        nbytes, dtype = x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.broadcast(
             async_op or None, timeout_s, x.data_ptr(), nbytes, dtype, src
         )
@@ -218,7 +226,9 @@ class ShmEngine(TransportEngine):
         """See `Engine`."""
         if self.cause is not None:
             raise self.unusable()
-        blocks = [(out.data_ptr(), out.numel() * out.element_size()) for out in outs]
+        blocks: list[tuple[int, int]] = []
+        for out in outs:
+            blocks.append((out.data_ptr(), out.nbytes))
         dtype = DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.all_gather(
             async_op or None, timeout_s, blocks, x.data_ptr(), dtype, alike
@@ -270,9 +280,15 @@ class ShmEngine(TransportEngine):
     ) -> Ticket | None:
         """See `Engine`."""
         self.check_usable()
-        nbytes, dtype = x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1)
+        nbytes, dtype = x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.gather(
-            async_op or None, timeout_s, _listed(outs), x.data_ptr(), nbytes, dtype, dst
+            async_op or None,
+            timeout_s,
+            _listed(outs),
+            x.data_ptr(),
+            nbytes,
+            dtype,
+            dst,
         )
         return self._keep(started, (outs, x))
 
@@ -287,9 +303,15 @@ class ShmEngine(TransportEngine):
     ) -> Ticket | None:
         """See `Engine`."""
         self.check_usable()
-        nbytes, dtype = out.numel() * out.element_size(), DTYPE_NUMBERS.get(out.dtype, -1)
+        nbytes, dtype = out.nbytes, DTYPE_NUMBERS.get(out.dtype, -1)
         started = self._core.scatter(
-            async_op or None, timeout_s, out.data_ptr(), nbytes, _listed(ins), dtype, src
+            async_op or None,
+            timeout_s,
+            out.data_ptr(),
+            nbytes,
+            _listed(ins),
+            dtype,
+            src,
         )
         return self._keep(started, (out, ins))
 
@@ -305,12 +327,16 @@ class ShmEngine(TransportEngine):
         return self._core.ints(timeout_s, values)
 
     def _keep(self, started: Any, tensors: object) -> Ticket | None:
-        """Return the ticket of a started call; its tensors live on if nobody keeps the ticket."""
-        if started is None:
-            return None
-        ticket = StartedTicket(started, tensors)
-        self._kept = [kept for kept in self._kept if not kept.done()]
-        self._kept.append(ticket)
+        """Return the ticket of a started call; its tensors live on if nobody else keeps it."""
+        return None if started is None else self._kept_until_done(StartedTicket(started, tensors))
+
+    def _kept_until_done(self, ticket: Ticket) -> Ticket:
+        kept = self._kept
+        while kept and kept[0].done():  # they end in about this order
+            kept.popleft()
+        if len(kept) > _MOST_KEPT:  # behind a message that nobody sends
+            kept = self._kept = deque(other for other in kept if not other.done())
+        kept.append(ticket)
         return ticket
 
     # -- messages -------------------------------------------------------------------------------
@@ -325,42 +351,35 @@ class ShmEngine(TransportEngine):
         timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`. Messages do not queue behind collectives."""
-        ticket = self._post(sends, recvs, tag, waits=not async_op)
+        if self.cause is not None:
+            raise self.unusable()
+        numbers = DTYPE_NUMBERS
+        going: list[tuple[int, int, int, int]] = []
+        coming: list[tuple[int, int, int, int]] = []
+        for dst, x in sends:
+            if dst not in self._touched:
+                self._touch(dst)
+            going.append((dst, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
+        for src, x in recvs:
+            coming.append((src, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
+        transfers = self._core.post(going, coming, tag, not async_op)
+        ticket = MessageTicket(self, transfers, recvs, sends, tag)
         if async_op:
-            self._kept = [kept for kept in self._kept if not kept.done()]
-            self._kept.append(ticket)
-            return ticket
+            return self._kept_until_done(ticket)
         ticket.wait(timeout_s)
         return None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
         """See `TransportEngine`."""
-        ticket = self._post([], [(-1, x)], tag, waits=False)
-        self._kept.append(ticket)
+        ticket: Any = self.exchange([], [(-1, x)], tag, async_op=True, timeout_s=0.0)
         return ticket
 
-    def _post(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        tag: int,
-        *,
-        waits: bool,
-    ) -> MessageTicket:
-        self.check_usable()
-        for dst, _ in sends:
-            self._touch(self.rank, dst)
-        transfers = self._core.post(_messages(sends), _messages(recvs), tag, waits)
-        return MessageTicket(self, transfers, [x for _, x in recvs], sends, tag)
-
-    def _touch(self, src: int, dst: int) -> None:
+    def _touch(self, dst: int) -> None:
         """Take the memory of the ring to `dst` before the first message goes through it."""
-        if (src, dst) in self._touched:
-            return
-        place = src * (self.size - 1) + (dst if dst < src else dst - 1)
+        place = self.rank * (self.size - 1) + (dst if dst < self.rank else dst - 1)
         offset = self._rings + place * self._ring_bytes
         core.load().populate(self._address + offset, self._ring_bytes)
-        self._touched.add((src, dst))
+        self._touched.add(dst)
 
     # -- shared buffers -------------------------------------------------------------------------
 
@@ -573,13 +592,6 @@ def _of(weak: weakref.ref[ShmEngine]) -> ShmEngine:
 
 def _name(verb: int) -> str:
     return VERBS[verb] if verb < len(VERBS) else "send or recv"
-
-
-def _messages(rows: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int, int, int]]:
-    return [
-        (peer, x.data_ptr(), x.numel() * x.element_size(), DTYPE_NUMBERS.get(x.dtype, -1))
-        for peer, x in rows
-    ]
 
 
 def describe(code: int) -> str:

@@ -21,11 +21,11 @@ from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.attempts import announcement, pause_s, too_many_requeues
 from unisono.launch.job_files import write_private
-from unisono.launch.places.remote import Plan, headline
+from unisono.launch.places import mailbox as files
+from unisono.launch.places.mailbox import CANCEL, Plan
+from unisono.launch.places.remote import Ending, RemoteSupervisor, headline
 from unisono.launch.places.slurm.cluster import call, show_job
 from unisono.launch.places.slurm.script import srun_command
-from unisono.launch.pool import remote as files
-from unisono.launch.pool.remote import CANCEL, Ending, RemoteSupervisor
 
 PROGRESS = "progress.json"
 

@@ -11,10 +11,10 @@ from unisono.errors import JobCancelled, RankFailed, RankTimeout
 from unisono.launch import job_files
 from unisono.launch.attempts import results_of
 from unisono.launch.job import ENDS, Job, State
-from unisono.launch.places.remote import read_error, read_outcome
+from unisono.launch.places.mailbox import CANCEL
+from unisono.launch.places.remote import ask_for_stacks, read_error, read_outcome
 from unisono.launch.places.slurm import cluster
 from unisono.launch.places.slurm.driver import PROGRESS, Progress
-from unisono.launch.pool.remote import CANCEL, ask_for_stacks
 from unisono.launch.results import Results
 
 LOST_S = 30.0

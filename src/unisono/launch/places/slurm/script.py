@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.errors import PlatformError
-from unisono.launch.places.remote import Plan
+from unisono.launch.places.mailbox import Plan
 from unisono.launch.platform import Platform
 
 _FIXED = ("requeue", "open-mode", "signal")

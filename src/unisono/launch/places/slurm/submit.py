@@ -19,25 +19,22 @@ import cloudpickle
 
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import job_files
-from unisono.launch.attempts import telling, travelling
+from unisono.launch.attempts import rank_job, telling
 from unisono.launch.console import Console
-from unisono.launch.conventions import Convention
-from unisono.launch.following import LogFollower
-from unisono.launch.payload import dump_call
+from unisono.launch.logs import LogFollower
 from unisono.launch.places.local import write_payload
-from unisono.launch.places.remote import Plan, own_failure
+from unisono.launch.places.mailbox import INTERRUPT, PAYLOAD, Plan
+from unisono.launch.places.remote import LEAVE_S, own_failure
 from unisono.launch.places.slurm import cluster
 from unisono.launch.places.slurm.cluster import check_cluster, check_programs, choose_partition
 from unisono.launch.places.slurm.driver import drive_for_submitit
 from unisono.launch.places.slurm.job import SlurmJob
 from unisono.launch.places.slurm.script import batch_script, directives, driver_command
 from unisono.launch.platform import Platform
-from unisono.launch.pool.rank import Job as RankJob
-from unisono.launch.pool.remote import INTERRUPT, LEAVE_S, PAYLOAD
+from unisono.launch.pool.payload import dump_call
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stopping import announce, first_told_to, signals_of_launcher
-from unisono.launch.surroundings import Surroundings
 
 SCRIPT = "job.sh"
 OUTPUT = "slurm.log"
@@ -48,12 +45,11 @@ _SPECIAL_STEPS = 0xFFFFFFFA
 """Steps from this number on are no steps of the user's, as the shell of `salloc`."""
 
 
-def submit_job(request: Request, convention: Convention, *, is_tied: bool = False) -> SlurmJob:
+def submit_job(request: Request, *, is_tied: bool = False) -> SlurmJob:
     """Queue a job, or start it at once inside an allocation; return its handle.
 
     Args:
         request: what is asked.
-        convention: how ranks call the function.
         is_tied: whether a job inside an allocation ends with this process.
     """
     platform = request.platform
@@ -62,7 +58,13 @@ def submit_job(request: Request, convention: Convention, *, is_tied: bool = Fals
         partition = None
     else:
         partition = check_cluster(platform)
-    rank_job = _rank_job(request, convention)
+    finish = platform.upon_finish
+    job = rank_job(
+        request,
+        dump_call(request.fn, request.args, request.kwargs),
+        {},  # the environment of a rank is that of the cluster's step
+        upon_finish=None if finish is None else cloudpickle.dumps(finish),
+    )
     directory = job_files.make_directory(
         _parent(request),
         platform.name,
@@ -86,7 +88,7 @@ def submit_job(request: Request, convention: Convention, *, is_tied: bool = Fals
         "plan": plan.as_json(),
     }
     job_files.write_state(directory, entry)
-    write_payload(rank_job, directory / PAYLOAD)
+    write_payload(job, directory / PAYLOAD)
     if in_allocation():
         return _start_here(directory, entry, is_tied=is_tied)
     options = directives(platform, directory / OUTPUT, partition=partition)
@@ -146,19 +148,6 @@ def submitter(platform: Platform) -> str:
 
 def _parent(request: Request) -> Path:
     return Path(request.logs.dir or request.platform.console_logs).absolute()
-
-
-def _rank_job(request: Request, convention: Convention) -> RankJob:
-    finish = request.platform.upon_finish
-    return RankJob(
-        argv=list(sys.argv),
-        call=dump_call(request.fn, request.args, request.kwargs),
-        convention=convention,
-        platform=travelling(request.platform),
-        setting=Surroundings.now({}),  # the environment of a rank is that of the cluster's step
-        upon_finish=None if finish is None else cloudpickle.dumps(finish),
-        is_script=request.is_script,
-    )
 
 
 def _submit_by_sbatch(directory: Path, _options: Mapping[str, str]) -> str:
@@ -227,13 +216,13 @@ def _start_here(directory: Path, entry: dict[str, Any], *, is_tied: bool) -> Slu
     return SlurmJob(directory, process)
 
 
-def run_on_slurm(request: Request, convention: Convention) -> Results[Any]:
+def run_on_slurm(request: Request) -> Results[Any]:
     """Run a request as a job and return what its ranks returned."""
     logs, shown = request.logs, request.logs.shown(request.ranks)
     console = Console(shown, prefix=logs.prefix and request.ranks > 1)
     platform = request.platform.but(upon_finish=None)  # that is for rank 0
     with telling(platform), signals_of_launcher():
-        job = submit_job(request, convention, is_tied=True)
+        job = submit_job(request, is_tied=True)
         follower = LogFollower(job.dir, console, shown)
         told = 0
         interrupted: list[float] = []

@@ -1,0 +1,400 @@
+"""Running in this very process: as a rank of the world it is in, or as a world of one.
+
+A process that somebody else started as a rank joins that world and starts nothing. So one script
+works under plain python, `unisono run`, torchrun, mpiexec and srun. Return values are shared as
+plain data only; nothing that comes from another rank is unpickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from unisono.environment import RANK_PID, detect, rank_mark
+from unisono.errors import PlatformError, RankFailed, Requeue
+from unisono.launch import stopping
+from unisono.launch.calling import choose_convention
+from unisono.launch.context import (
+    Here,
+    enter_world,
+    here,
+    own_group,
+    random_states,
+    seeded,
+    set_here,
+    set_random_states,
+)
+from unisono.launch.devices import Device
+from unisono.launch.job_files import check_ours
+from unisono.launch.platform import Platform
+from unisono.launch.pool.stacks import hide_own_frames, site_of
+from unisono.launch.request import Request
+from unisono.launch.results import Elsewhere, Results
+from unisono.launch.stopping import deadline
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from unisono.comm import Communicator
+    from unisono.environment import Environment
+
+_ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # whoever listens there gets a free port
+    "UNISONO_DETECT": "0",  # still nobody's rank
+}
+"""With these a script can initialise torch.distributed in a process on its own."""
+MEET_S = 300.0
+"""Longest wait for ranks that the user's own `srun` started to find each other."""
+
+
+def world(*, timeout_s: float | None = None) -> Communicator:
+    """Return the communicator of all ranks; in a plain process that is a world of one.
+
+    The first call in a process that torchrun or another launcher started as a rank joins that
+    world, so it is collective over it. The world is closed when the process ends.
+
+    Args:
+        timeout_s: deadline of each wait; None is that of the process group.
+    """
+    from unisono.comm import communicator, has_world
+    from unisono.comm.lifecycle import start_world
+    from unisono.environment import detect
+
+    if not has_world() and (environment := detect()).is_world:
+        if environment.kind == "slurm" and environment.master is None:
+            with _meeting_in_step(environment) as (store, environment):
+                start_world(environment, store=store)
+        else:
+            start_world(environment)
+        atexit.register(_leave)
+        _show_own_errors_only()
+    comm = communicator.world(timeout_s=timeout_s)
+    me = here()
+    return comm if me is None or me.device == comm.device else comm.with_device(me.device)
+
+
+@contextmanager
+def _meeting_in_step(environment: Environment) -> Iterator[tuple[dist.Store, Environment]]:
+    """Yield the store of a step, and the environment with its address. Collective over the step.
+
+    They meet through a file of a private directory, which is gone after the block.
+    """
+    from unisono.launch.places.rendezvous import meet
+
+    directory = _step_directory(environment)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_ours(directory)
+    nonce = secrets.token_hex(8) if environment.rank == 0 else ""
+    try:
+        store, address = meet(
+            environment, directory / "rendezvous.json", nonce=nonce, timeout_s=MEET_S
+        )
+        yield store, replace(environment, master=address)
+    finally:
+        if environment.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _step_directory(environment: Environment) -> Path:
+    """Return a directory that all ranks of the step see, and no other step uses."""
+    own = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    name = "slurm-" + ".".join(os.environ.get(variable, "0") for variable in own)
+    if environment.job_dir is not None:
+        return environment.job_dir / name
+    if environment.nodes == 1:
+        return Path(tempfile.gettempdir(), f"unisono-{os.getuid()}-{name}")
+    return Path(".unisono", name).absolute()
+
+
+def _leave() -> None:
+    """Close the world together; a rank that ends with an exception says so and waits for nobody."""
+    from unisono.comm.lifecycle import abandon_world, stop_world
+
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        stop_world()
+    else:
+        abandon_world(error)
+
+
+def _show_own_errors_only() -> None:
+    """Have a rank that stops because of another say so in a line; that one shows its traceback."""
+    from unisono.comm import communicator
+
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        if not isinstance(error, RankFailed) or error.rank in (None, rank):
+            hide_own_frames(error)
+            before(kind, error, error.__traceback__)
+            return
+        reason = str(error).partition("\n")[0]
+        print(f"unisono: rank {rank} stopped at {site_of(error)}: {reason}", file=sys.stderr)
+
+    rank = communicator.world().rank
+    sys.excepthook = show
+
+
+def run_here(request: Request) -> Results[Any]:
+    """Call the function on this rank of the world it is in; collective over that world."""
+    from unisono.comm.health.failures import post_failure
+
+    begin = time.perf_counter()
+    comm = world()
+    if request.is_explicit and comm.rank == 0 and (unused := _unused(request, comm)):
+        verb = "is" if len(unused) == 1 else "are"
+        print(
+            f"unisono: already in a world of {comm.size} ranks on {comm.device.type}; "
+            f"{' and '.join(unused)} {verb} not used",
+            file=sys.stderr,
+        )
+    ready = time.perf_counter()
+    place = _place(comm, request)
+    try:
+        with (
+            deadline(request.timeout_s, rank=comm.rank, size=comm.size),
+            seeded(request.seed, comm.rank),
+        ):
+            value = request.convention.call(request.fn, request.args, request.kwargs, place)
+    except BaseException as error:
+        post_failure(error)
+        raise
+    wall_s = time.perf_counter() - ready
+    hosts = _gather_bytes(comm, socket.gethostname().encode())
+    values = [
+        value if rank == comm.rank else unpack(data, rank)
+        for rank, data in enumerate(_gather_bytes(comm, pack(value)))
+    ]
+    return Results(
+        values,
+        hosts=[host.decode(errors="replace") for host in hosts],
+        platform=comm.backend,
+        wall_s=wall_s,
+        start_s=ready - begin,
+    )
+
+
+def run_inline(request: Request) -> Results[Any]:
+    """Call the function here; `requeue` in it calls it again."""
+    own = {"UNISONO_RESTART": "0", **(_ALONE if request.is_script else {})}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ |= own
+    begin = time.perf_counter()
+    try:
+        for attempt in range(request.platform.max_requeues + 1):
+            os.environ["UNISONO_RESTART"] = str(attempt)
+            stopping.forget_request()
+            try:
+                with seeded(request.seed, 0):
+                    value = request.fn(*request.args, **request.kwargs)
+            except Requeue:
+                continue
+            return Results(
+                [value],
+                hosts=[socket.gethostname()],
+                platform="inline",
+                wall_s=time.perf_counter() - begin,
+                restarts=attempt,
+            )
+    finally:
+        stopping.forget_request()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+    limit = request.platform.max_requeues
+    raise RankFailed(f"the function asked to be started again more than max_requeues={limit} times")
+
+
+def run_in_process(request: Request) -> Results[Any]:
+    """Run a request for one rank in this process; exceptions pass as they are."""
+    begin = time.perf_counter()
+    with _as_rank(request.platform, rank=0, local_rank=0, node=0) as place:
+        ready = time.perf_counter()
+        value = request.convention.call(request.fn, request.args, request.kwargs, place)
+        wall_s = time.perf_counter() - ready
+    return Results(
+        [value],
+        hosts=[socket.gethostname()],
+        platform=request.place,
+        wall_s=wall_s,
+        start_s=ready - begin,
+        threads=request.platform.cpus_per_rank,
+    )
+
+
+def setup(
+    node: int,
+    global_rank: int,
+    local_rank: int,
+    platform: Platform,
+    target: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Be the given rank of `platform` in this process and run `target`; return what it returns.
+
+    Collective over all ranks of the platform: for more than one, `master_addr` and `master_port`
+    say where they meet.
+    """
+    if platform.requires_ipc and (platform.master_addr is None or platform.master_port is None):
+        raise PlatformError.because(
+            f"setup(..., global_rank={global_rank}) of {platform.world_size} ranks",
+            "no address at which the ranks meet",
+            None,
+            "Platform(master_addr='127.0.0.1', master_port=29400)",
+        )
+    convention = choose_convention(target, args, kwargs)
+    if platform.seed_per_rank is None:
+        platform = platform.but(seed_per_rank=False)
+    with _as_rank(platform, rank=global_rank, local_rank=local_rank, node=node) as place:
+        return convention.call(target, args, kwargs, place)
+
+
+@contextmanager
+def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> Iterator[Here]:
+    """Make this process a rank for the length of the block."""
+    from unisono.comm.lifecycle import open_store, stop_world
+
+    before, known = dict(os.environ), here()
+    states = random_states()
+    run_id = secrets.token_hex(8)
+    for name in (RANK_PID, "MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
+        os.environ.pop(name, None)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(platform.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(platform.ranks_per_node),
+        "NODE_RANK": str(node),
+        "UNISONO_RUN_ID": run_id,
+        "UNISONO_RESTART": "0",
+        **(platform.env or {}),
+    }
+    try:
+        environment = detect()
+        store = None
+        if platform.ipc_groups is not None:
+            store = open_store(
+                environment,
+                addr=platform.master_addr,
+                port=platform.master_port or 0,
+                timeout_s=platform.start_timeout_s,
+            )
+            addr = platform.master_addr or "127.0.0.1"
+            port = platform.master_port or store.port  # pyright: ignore[reportAttributeAccessIssue]
+            platform = platform.but(master_addr=addr, master_port=port)
+            os.environ |= {"MASTER_ADDR": addr, "MASTER_PORT": str(port)}
+        os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
+        yield enter_world(environment, platform, store=store, name="in-process")
+    finally:
+        stop_world()
+        set_here(known)
+        os.environ.clear()
+        os.environ.update(before)
+        set_random_states(states)
+
+
+def _unused(request: Request, comm: Communicator) -> list[str]:
+    """Return what was asked for and is not so in this world."""
+    from unisono.environment import detect
+
+    kinds, nodes = {Device.GPU: "cuda", Device.MPS: "mps"}, request.platform.n_nodes
+    words: list[str] = []
+    if kinds.get(request.platform.kind, comm.device.type) != comm.device.type:
+        words.append(f'on="{request.place}"')
+    if request.ranks != comm.size:
+        words.append(f"ranks={request.ranks}")
+    if nodes > 1 and nodes != detect().nodes:
+        words.append(f"nodes={nodes}")
+    return words
+
+
+def _place(comm: Communicator, request: Request) -> Here:
+    """Return what the task is told of this rank: what our launcher knows, else the world itself.
+
+    Collective over the world where groups of the platform are made.
+    """
+    known = here()
+    if known is not None:
+        group, groups = known.group, known.platform.ipc_groups
+        if group is None and groups is not None:  # a script made the world, and we found it
+            group = own_group(groups)
+        return replace(known, platform=request.platform, group=group)
+    from unisono.environment import detect
+
+    return Here(
+        rank=comm.rank,
+        local_rank=detect().local_rank,
+        platform=request.platform,
+        device=comm.device,
+        group=comm.process_group(),
+    )
+
+
+def pack(value: object) -> bytes:
+    """Write a value with its type name in front; a value that torch cannot write stays here."""
+    import torch
+
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception:
+        buffer = io.BytesIO()
+    kind = type(value).__qualname__.encode()
+    return len(kind).to_bytes(4, "little") + kind + buffer.getvalue()
+
+
+def unpack(data: bytes, rank: int) -> Any:
+    """Read a value of `rank` if it is plain data, numpy arrays or tensors; else say where it is."""
+    import numpy as np
+    import torch
+
+    length = int.from_bytes(data[:4], "little")
+    kind, body = data[4 : 4 + length].decode(), data[4 + length :]
+    numpy_names = [
+        np.ndarray,
+        np.dtype,
+        np._core.multiarray._reconstruct,  # pyright: ignore[reportAttributeAccessIssue]
+        np._core.multiarray.scalar,  # pyright: ignore[reportAttributeAccessIssue]
+        *{type(np.dtype(code)) for code in np.typecodes["All"]},
+    ]
+    try:
+        with torch.serialization.safe_globals(numpy_names):
+            return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except Exception:
+        return Elsewhere(rank, kind)
+
+
+def _gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
+    """Return the bytes of every rank; collective over `comm`."""
+    import torch
+
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    sizes = comm.all_gather(torch.tensor([mine.numel()])).tolist()
+    joined = comm.all_gather(mine.to(comm.device), sizes=sizes).cpu().numpy()
+    parts: list[bytes] = []
+    offset = 0
+    for size in sizes:
+        parts.append(joined[offset : offset + size].tobytes())
+        offset += size
+    return parts

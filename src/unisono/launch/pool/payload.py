@@ -1,0 +1,484 @@
+"""Functions, arguments and return values on their way between processes.
+
+Functions of `__main__`, of notebooks and closures travel by value, importable ones by reference.
+What cannot be pickled is named by its path inside the object.
+
+What large tensors and arrays hold is not pickled but copied once into a file, and there once into
+memory of the process that unpickles. The file has no name (`memfd`): it is gone when the last
+process that has it open is, however that ends. Between hosts the same bytes are a file with a name.
+
+    count, length of the pickle, then kind, offset and length of each large part; pickle; parts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.machinery
+import io
+import mmap
+import os
+import pickle
+import struct
+import sys
+import tempfile
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from unisono.errors import PlatformError
+from unisono.launch.console import warn
+
+LARGE_BYTES = 64 << 20
+"""A call larger than this is worth a warning."""
+APART_BYTES = 1 << 16
+"""Parts from this length on travel beside the pickle."""
+INLINE_BYTES = 1 << 20
+"""A parcel up to this length is kept in memory, and may be part of a message."""
+ROOM = 64
+"""Bytes at the beginning of a nameless file that are left to its user."""
+_ALIGN = 64
+_CHUNK = 1 << 30
+_COPIED_BYTES = 8 << 20
+_HEAD = struct.Struct("<2Q")
+_PART = struct.Struct("<?2Q")
+_MAX_DEPTH = 8
+_FINDERS = (importlib.machinery.PathFinder, importlib.machinery.FrozenImporter)
+
+
+class Pickler(cloudpickle.Pickler):
+    """Puts the bytes of large tensors and arrays aside, in `parts`."""
+
+    has_parts = True
+    """False pickles everything as usual."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self.parts: list[tuple[bool, memoryview]] = []
+        """For each whether it is a storage of torch, and its bytes."""
+        self._storage: pickle.PickleBuffer | None = None
+        self._alive: list[Any] = []
+        super().__init__(file, buffer_callback=self._put_aside if self.has_parts else None)
+
+    def _put_aside(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a part; true if it had better be pickled as usual."""
+        raw = buffer.raw()
+        if raw.nbytes < APART_BYTES:
+            return True
+        self.parts.append((buffer is self._storage, raw))
+        return False
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Say how an object travels; cloudpickle decides about all that is not named here."""
+        is_special = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+        if is_special and sys.modules.get(obj.__name__) is obj:  # such as torch.backends.cudnn
+            return importlib.import_module, (obj.__name__,)
+        torch = sys.modules.get("torch")
+        if torch is not None and self.has_parts:
+            if isinstance(obj, torch.storage.TypedStorage) and _is_large(obj._untyped_storage):
+                return _typed_storage, (obj._untyped_storage, obj.dtype)
+            if isinstance(obj, torch.UntypedStorage) and _is_large(obj):
+                self._alive.append(obj)
+                self._storage = pickle.PickleBuffer(_bytes_of(obj))
+                return _same, (self._storage,)
+        return super().reducer_override(obj)
+
+
+class PlainPickler(Pickler):
+    """Puts nothing aside."""
+
+    has_parts = False
+
+
+class _ValuePickler(Pickler):
+    """Moves tensors to the CPU on their way."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def dumps(value: object) -> bytes:
+    """Pickle a value, all of it in one piece."""
+    buffer = io.BytesIO()
+    PlainPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _is_large(storage: Any) -> bool:
+    return storage.device.type == "cpu" and storage.nbytes() >= APART_BYTES
+
+
+def _bytes_of(storage: Any) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return the memory of a storage of torch, which has to stay alive meanwhile.
+
+    By its address: a storage of which numpy has seen a view could not be resized ever after.
+    """
+    return (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _same(storage: Any) -> Any:
+    """Return a storage that was made and filled before the unpickling."""
+    return storage
+
+
+class Parcel:
+    """A value, packed. It can be unpacked any number of times, here or where it was copied to.
+
+    Args:
+        data: the bytes, if they are in memory.
+        fd: else the file that holds them.
+        offset: where they begin in the file.
+        is_owner: whether to close the file when this parcel is let go.
+    """
+
+    def __init__(
+        self, data: bytes | None = None, *, fd: int = -1, offset: int = 0, is_owner: bool = False
+    ) -> None:
+        self._data = data
+        self._fd = fd
+        self._offset = offset
+        self._close = weakref.finalize(self, os.close, fd) if is_owner else None
+
+    @classmethod
+    def of(
+        cls, value: object, pickler: type[Pickler] = Pickler, *, file: int | None = None
+    ) -> Parcel:
+        """Pack a value: in memory if it is short, else in `file`, or in a nameless one of its own.
+
+        The value may be changed afterwards.
+        """
+        body = io.BytesIO()
+        writer = pickler(body)
+        writer.dump(value)
+        parts = [(False, body.getbuffer()), *writer.parts]
+        length = _HEAD.size + len(writer.parts) * _PART.size
+        places: list[int] = []
+        for _, raw in parts:
+            places.append(-(-length // _ALIGN) * _ALIGN)
+            length = places[-1] + raw.nbytes
+        head = _HEAD.pack(len(writer.parts), parts[0][1].nbytes) + b"".join(
+            _PART.pack(is_torch, place, raw.nbytes)
+            for (is_torch, raw), place in zip(parts[1:], places[1:], strict=True)
+        )
+        pieces = [(0, memoryview(head)), *zip(places, (raw for _, raw in parts), strict=True)]
+        if length <= INLINE_BYTES:
+            whole = bytearray(length)
+            for place, raw in pieces:
+                whole[place : place + raw.nbytes] = raw
+            return cls(bytes(whole))
+        fd, offset = (nameless_file(), ROOM) if file is None else (file, 0)
+        parcel = cls(fd=fd, offset=offset, is_owner=file is None)
+        for place, raw in pieces:
+            _write(fd, raw, offset + place)
+        return parcel
+
+    @classmethod
+    def in_file(cls, path: Path) -> Parcel:
+        """Return the parcel that fills the file at `path`."""
+        return cls(fd=os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), is_owner=True)
+
+    @property
+    def data(self) -> bytes | None:
+        """The bytes, if they are in memory."""
+        return self._data
+
+    def nbytes(self) -> int:
+        """Return how long it is."""
+        return len(self._data) if self._data is not None else self._end() - self._offset
+
+    def file(self) -> tuple[int, int]:
+        """Return a nameless file that begins with `ROOM` bytes and this parcel, and their end."""
+        if self._data is not None:
+            self._fd, self._offset = nameless_file(), ROOM
+            self._close = weakref.finalize(self, os.close, self._fd)
+            _write(self._fd, memoryview(self._data), ROOM)
+            length, self._data = len(self._data), None
+            return self._fd, ROOM + length
+        return self._fd, self._end()
+
+    def save(self, path: Path, *, end: int | None = None) -> None:
+        """Write it to a private file, which appears whole; `end` if more follows it in its file."""
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with suppress(FileNotFoundError):
+            draft.unlink()
+        target = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if self._data is not None:
+                _write(target, memoryview(self._data), 0)
+            else:
+                copy_file(self._fd, self._offset, self._end() if end is None else end, target)
+        finally:
+            os.close(target)
+        draft.replace(path)
+
+    def load(self) -> Any:
+        """Unpack the value; it shares no memory with the parcel."""
+        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
+        table = self._read(_HEAD.size, count * _PART.size)
+        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
+        body = self._read(begin, length)
+        return pickle.loads(body, buffers=self._parts(_PART.iter_unpack(table)))
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self._close is not None:
+            self._close()
+
+    def _parts(self, table: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield the large parts as the unpickler asks for them, each in memory of its own."""
+        for is_torch, place, length in table:
+            if is_torch:
+                import torch
+
+                part: Any = torch.UntypedStorage(length)
+                self._read_into(memoryview(_bytes_of(part)).cast("B"), place)
+            else:
+                part = mmap.mmap(-1, length)
+                self._read_into(memoryview(part), place)
+            yield part
+
+    def _read(self, place: int, length: int) -> memoryview:
+        if length < APART_BYTES:
+            whole = memoryview(bytearray(length))
+        else:
+            whole = memoryview(mmap.mmap(-1, length))  # not filled with zeros in vain
+        self._read_into(whole, place)
+        return whole
+
+    def _read_into(self, target: memoryview, place: int) -> None:
+        if self._data is not None:
+            target[:] = self._data[place : place + target.nbytes]
+            return
+        done = 0
+        while done < target.nbytes:
+            at = self._offset + place + done
+            count = os.preadv(self._fd, [target[done : done + _CHUNK]], at)
+            if count == 0:
+                raise EOFError(f"{target.nbytes - done} bytes are missing at the end of a parcel")
+            done += count
+
+    def _end(self) -> int:
+        """Return where it ends in its file."""
+        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
+        table = self._read(_HEAD.size, count * _PART.size)
+        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
+        ends = [place + size for _, place, size in _PART.iter_unpack(table)]
+        return self._offset + max([begin + length, *ends])
+
+
+def packed_bytes(value: object, pickler: type[Pickler] = Pickler) -> int:
+    """Return about how many bytes a value takes, without a copy of its large parts."""
+    body = io.BytesIO()
+    writer = pickler(body)
+    writer.dump(value)
+    return body.tell() + sum(raw.nbytes for _, raw in writer.parts)
+
+
+def nameless_file() -> int:
+    """Return a new file, in memory where the system has such a thing, that no directory knows."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("unisono", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def copy_file(source: int, begin: int, end: int, target: int) -> None:
+    """Copy a stretch of a file to the beginning of another one."""
+    place = 0
+    while begin + place < end:
+        data = os.pread(source, min(_COPIED_BYTES, end - begin - place), begin + place)
+        if not data:
+            raise EOFError(f"{end - begin - place} bytes are missing at the end of a file")
+        _write(target, memoryview(data), place)
+        place += len(data)
+
+
+def _write(fd: int, raw: memoryview, offset: int) -> None:
+    flat = raw.cast("B") if raw.format != "B" or raw.ndim != 1 else raw
+    done = 0
+    while done < flat.nbytes:
+        done += os.pwrite(fd, flat[done : done + _CHUNK], offset + done)
+
+
+def dump_call(
+    fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Parcel:
+    """Pack a call for the ranks, or raise `PlatformError` naming what cannot travel."""
+    with _by_value_if_not_importable(fn):
+        try:
+            call = Parcel.of((fn, tuple(args), dict(kwargs)))
+        except Exception as error:
+            parts = {_name(fn): fn, **_named_arguments(args, kwargs)}
+            path, culprit = _first_unpicklable(parts) or (_name(fn), fn)
+            raise PlatformError.because(
+                f"unisono.run({_name(fn)}, ...) sends the function and its arguments to each rank",
+                f"{path} is a {type(culprit).__qualname__} that cannot be pickled",
+                f"{type(error).__name__}: {error}",
+                f"make {path} inside the function, or pass what it is made from",
+            ) from error
+        if (size := call.nbytes()) > LARGE_BYTES:
+            _warn_of_size(size, {_name(fn): fn, **_named_arguments(args, kwargs)})
+    return call
+
+
+def _named_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments by the paths under which messages name them."""
+    return {
+        **{f"args[{i}]": value for i, value in enumerate(args)},
+        **{f"kwargs[{key!r}]": value for key, value in kwargs.items()},
+    }
+
+
+def _warn_of_size(size: int, parts: Mapping[str, object]) -> None:
+    """Say which part of a call makes it large."""
+    sizes = {path: packed_bytes(value) for path, value in parts.items()}
+    largest = max(sizes, key=lambda path: sizes[path])
+    warn(
+        f"each rank is sent {size / 2**20:,.0f} MB, of which {largest} is "
+        f"{sizes[largest] / 2**20:,.0f} MB; load it inside the function, or pass its path"
+    )
+
+
+def dump_value(value: object, file: int | None = None) -> Parcel:
+    """Pack a return value, a long one in `file`; tensors of other devices travel as CPU tensors.
+
+    Raises `TypeError` that names the path of the part that cannot be pickled.
+    """
+    try:
+        return Parcel.of(value, _ValuePickler, file=file)
+    except OSError:
+        raise  # no memory left for it
+    except Exception as error:
+        path, culprit = _first_unpicklable({"result": value}) or ("result", value)
+        raise TypeError(
+            f"the return value cannot be pickled: {path} is a {type(culprit).__qualname__} "
+            f"({type(error).__name__}: {error})"
+        ) from None
+
+
+def dump_exception(error: BaseException) -> bytes | None:
+    """Pickle an exception; None if it does not survive the journey there and back."""
+    try:
+        data = dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def load_exception(data: bytes | None) -> BaseException | None:
+    """Undo `dump_exception`; None if this process cannot build the exception."""
+    if data is None:
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _name(fn: object) -> str:
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
+def _first_unpicklable(parts: Mapping[str, object]) -> tuple[str, object] | None:
+    """Return path and value of the innermost part that cannot be pickled."""
+    seen: set[int] = set()
+
+    def search(path: str, value: object, depth: int) -> tuple[str, object] | None:
+        if id(value) in seen or _pickles(value):
+            return None
+        seen.add(id(value))
+        if depth < _MAX_DEPTH:
+            for child_path, child in _children(path, value):
+                found = search(child_path, child, depth + 1)
+                if found is not None:
+                    return found
+        return path, value
+
+    for path, value in parts.items():
+        found = search(path, value, 0)
+        if found is not None:
+            return found
+    return None
+
+
+def _pickles(value: object) -> bool:
+    try:
+        dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the parts of `value` with their paths."""
+    if isinstance(value, Mapping):
+        yield from ((f"{path}[{key!r}]", child) for key, child in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"{path}[{i}]", child) for i, child in enumerate(value))
+    elif isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        for name, cell in zip(value.__code__.co_freevars, cells, strict=True):
+            with suppress(ValueError):
+                yield name, cell.cell_contents
+        for name in value.__code__.co_names:
+            if name in value.__globals__:
+                yield name, value.__globals__[name]
+    elif isinstance(value, types.MethodType):
+        yield path.rpartition(".")[0] or path, value.__self__
+    elif not isinstance(value, (type, types.ModuleType)):
+        yield from (
+            (f"{path}.{name}", child) for name, child in getattr(value, "__dict__", {}).items()
+        )
+
+
+@contextlib.contextmanager
+def _by_value_if_not_importable(fn: object) -> Iterator[None]:
+    """Let cloudpickle take a function by value when a rank could not import its module."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    registered = cloudpickle.list_registry_pickle_by_value()
+    if module is None or module.__name__ in registered or is_importable(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def is_importable(module: types.ModuleType, finders: Sequence[Any] = _FINDERS) -> bool:
+    """Whether a fresh interpreter with our `sys.path` finds this module under its name.
+
+    `finders` are the import hooks that it has.
+    """
+    name = module.__name__
+    if name == "__main__" or name in sys.builtin_module_names:
+        return True  # by value anyway, or always there
+    path: Sequence[str] | None = None
+    spec: importlib.machinery.ModuleSpec | None = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        parent = ".".join(parts[: i + 1])
+        specs = (finder.find_spec(parent, path) for finder in finders)
+        spec = next((found for found in specs if found is not None), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    file = getattr(module, "__file__", None)
+    return spec is not None and (file is None or spec.origin is None or spec.origin == file)

@@ -1,0 +1,203 @@
+"""What a rank takes over from its launcher: environment, directory, and what is set in Python.
+
+That is warning filters, the root logger, torch's modes, and the source of cells and other code that
+is in no file, so that tracebacks of a rank show its lines.
+
+A fresh interpreter inherits most of it; a rank forked from the warm server has to be told, or it
+would see the world as it was when the server started.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.environment import RANK_PID, Environment
+from unisono.launch.pool.interpreter import format_of
+
+MISLEADING = (
+    *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+"""Variables of a launcher that tell of another world than that of its ranks."""
+_SOURCE_BYTES = 4 << 20
+"""Most source that is sent along."""
+_PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
+
+
+def common_variables(
+    base: Mapping[str, str], *, threads: int, more: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return what all ranks of a host get: `base` without what would tell of another world.
+
+    Args:
+        base: variables of whoever starts the ranks.
+        threads: share of the cores that each rank has.
+        more: variables that the user wants.
+    """
+    return {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each lost connection prints a C++ stack
+        "OMP_NUM_THREADS": str(threads),
+        **{name: value for name, value in base.items() if name not in MISLEADING},
+        **(more or {}),
+    }
+
+
+def rank_variables(place: Environment, run_id: str, job_dir: Path, attempt: int) -> dict[str, str]:
+    """Return what tells one rank its place."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "NODE_RANK": str(place.node),
+        "UNISONO_RUN_ID": run_id,
+        "UNISONO_JOB_DIR": str(job_dir),
+        "UNISONO_RESTART": str(attempt),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Those of the launcher at the moment of a run."""
+
+    environment: dict[str, str]
+    """Variables common to all ranks."""
+    directory: str | None
+    """Working directory; None if it is gone."""
+    umask: int
+    """Mode bits that new files do not get."""
+    filters: list[Any]
+    """Warning filters."""
+    modes: dict[str, Any]
+    """Defaults of torch that a script may have set before it runs a function."""
+    logger: dict[str, Any]
+    """Level and format of the root logger; nothing if it is as Python makes it."""
+    sources: dict[str, str]
+    """Text of code that is in no file, by the name that its frames have."""
+
+    @classmethod
+    def now(cls, environment: Mapping[str, str]) -> Surroundings:
+        """Return the surroundings of this process, with `environment` as variables."""
+        directory = None
+        with suppress(OSError):
+            directory = str(Path.cwd())
+        return cls(
+            environment=dict(environment),
+            directory=directory,
+            umask=_umask(),
+            filters=_travelling_filters(),
+            modes=_modes_of_torch(),
+            logger=_root_logger(),
+            sources=_sources_in_memory(),
+        )
+
+    def apply(self, own: Mapping[str, str]) -> None:
+        """Take these surroundings over in this process, with `own` variables on top."""
+        os.environ.clear()
+        os.environ.update({**self.environment, **own})
+        os.umask(self.umask)
+        if self.directory is not None:
+            with suppress(OSError):
+                os.chdir(self.directory)
+
+    def apply_inside(self) -> None:
+        """Take over what is set in Python."""
+        for name, text in self.sources.items():
+            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        self._set_up_logging()
+        warnings.resetwarnings()  # this also tells modules that the filters have changed
+        warnings.filters[:] = self.filters  # pyright: ignore[reportIndexIssue]
+        if self.modes and self.modes != _modes_of_torch():  # setting them loads torch's compiler
+            import torch
+
+            torch.set_default_dtype(self.modes["dtype"])
+            torch.set_float32_matmul_precision(self.modes["precision"])
+            torch.use_deterministic_algorithms(
+                self.modes["deterministic"], warn_only=self.modes["warns_only"]
+            )
+
+    def _set_up_logging(self) -> None:
+        """Log as the launcher does, unless a module of the function has seen to it."""
+        root = logging.getLogger()
+        if not self.logger or root.handlers or root.level != logging.WARNING:
+            return
+        root.setLevel(self.logger["level"])
+        if "format" in self.logger:
+            stream = sys.stdout if self.logger["is_stdout"] else sys.stderr
+            handler = logging.StreamHandler(stream)
+            handler.setLevel(self.logger["handler_level"])
+            handler.setFormatter(logging.Formatter(*self.logger["format"]))
+            root.addHandler(handler)
+
+
+def _root_logger() -> dict[str, Any]:
+    """Return what this process has set at the root logger."""
+    root = logging.getLogger()
+    found: dict[str, Any] = {"level": root.level}
+    handler = next((h for h in root.handlers if type(h) is logging.StreamHandler), None)
+    if handler is not None:
+        made = handler.formatter or logging.Formatter()
+        found["format"] = format_of(made)
+        found["handler_level"] = handler.level
+        found["is_stdout"] = handler.stream in (sys.stdout, sys.__stdout__)
+    return {} if found == {"level": logging.WARNING} else found
+
+
+def _sources_in_memory() -> dict[str, str]:
+    """Return the source of cells; files are read where they are needed."""
+    found: dict[str, str] = {}
+    left = _SOURCE_BYTES
+    for name, entry in reversed(list(linecache.cache.items())):  # the newest first
+        if len(entry) == 4 and entry[1] is None and not name.endswith("<doctest>"):
+            text = "".join(entry[2])
+            left -= len(text)
+            if left < 0:
+                break
+            found[name] = text
+    return found
+
+
+def _umask() -> int:
+    """Return the umask; /proc tells it without changing it, which other threads would notice."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    value = os.umask(0o077)
+    os.umask(value)
+    return value
+
+
+def _modes_of_torch() -> dict[str, Any]:
+    """Return what this process has set in torch; nothing if it has not loaded it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+    }
+
+
+def _travelling_filters() -> list[Any]:
+    """Return the filters that a rank can unpickle without importing the user's modules."""
+    kept: list[Any] = []
+    for entry in warnings.filters:
+        home = entry[2].__module__.partition(".")[0]
+        if home in _PLAIN_MODULES and home in sys.modules:
+            with suppress(Exception):
+                pickle.dumps(entry)
+                kept.append(entry)
+    return kept

@@ -1,0 +1,181 @@
+"""Attention over a cut sequence: results, gradients and second derivatives of one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import unisono
+from unisono.comm import trace
+from unisono.errors import CollectiveMismatch, PartitionError
+from unisono.nn.functional import ring_attention, ulysses_attention
+from unisono.topology.decompose import bounds
+
+WAYS = [ring_attention, ulysses_attention]
+UNEVEN = [5, 0, 7, 2]
+"""Tokens of each rank; one has none."""
+
+
+def drawn(*shape: int, seed: int = 0, dtype=torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def own(x: Tensor, sizes: list[int], dim: int = -2) -> Tensor:
+    start, stop = bounds(sizes)[unisono.world().rank :][:2]
+    return x.narrow(dim, start, stop - start)
+
+
+def plain(q, k, v, mask=None, **options):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
+def cases(ranks: int):
+    """Yield a name, the sizes of queries and keys, whole tensors, a mask and options."""
+    sizes = UNEVEN[:ranks]
+    n = sum(sizes)
+    q, k, v = (drawn(2, 4, n, 3, seed=i) for i in range(3))
+    yield "plain", sizes, sizes, (q, k, v), None, {}
+    yield "causal", sizes, sizes, (q, k, v), None, {"is_causal": True, "scale": 0.3}
+    hidden = drawn(n, n, seed=3) > -0.5
+    hidden[1] = False  # a query that sees nothing
+    yield "hidden keys", sizes, sizes, (q, k, v), hidden, {}
+    yield "bias", sizes, sizes, (q, k, v), drawn(2, 4, n, n, seed=4), {}
+    yield "keys alone", sizes, sizes, (q, k, v), drawn(2, 1, 1, n, seed=6) > 0, {}
+    few = (q, drawn(2, 4 // 2, n, 3, seed=7), drawn(2, 4 // 2, n, 5, seed=8))
+    yield "grouped", sizes, sizes, few, None, {"enable_gqa": True, "is_causal": True}
+    keys = [3, 4, 0, 6][:ranks]
+    crossed = (q, drawn(2, 4, sum(keys), 3, seed=9), drawn(2, 4, sum(keys), 3, seed=10))
+    yield "crossed", sizes, keys, crossed, None, {"is_causal": True}
+    yield "no batch", sizes, sizes, (q[0], k[0], v[0]), None, {}
+
+
+@pytest.mark.ranks([1, 2, 3, 4], backend=["gloo", "shm"])
+def test_results_and_derivatives_are_those_of_one_process():
+    comm = unisono.world()
+    for way, case in itertools.product(WAYS, cases(comm.size)):
+        name, sizes, keys, tensors, mask, options = case
+        if way is ulysses_attention and any(x.shape[-3] % comm.size for x in tensors):
+            continue
+        whole = [x.clone().requires_grad_() for x in tensors]
+        bias = None if mask is None else mask.clone().requires_grad_(mask.is_floating_point())
+        up = drawn(*whole[0].shape[:-1], whole[2].shape[-1], seed=11)
+        wanted = plain(*whole, bias, **options)
+        inputs = [*whole, *([bias] if bias is not None and bias.requires_grad else [])]
+        first = torch.autograd.grad((wanted.sin() * up).sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in first), inputs)
+
+        cuts = [sizes, keys, keys, sizes]
+        blocks = [
+            own(x.detach(), cut).clone().requires_grad_()
+            for x, cut in zip(inputs, cuts, strict=False)
+        ]
+        rows = bias if bias is None or bias.shape[-2] == 1 else own(bias, sizes)
+        rows = blocks[3] if len(blocks) > 3 else rows
+        sent = {} if name == "plain" else {"sizes": sizes, "key_sizes": keys}
+        found = way(*blocks[:3], rows, **options, **sent)
+        torch.testing.assert_close(found, own(wanted, sizes), msg=name, rtol=1e-9, atol=1e-11)
+        loss = (found.sin() * own(up, sizes)).sum()
+        grads = torch.autograd.grad(loss, blocks, retain_graph=True)
+        again = torch.autograd.grad(loss, blocks, create_graph=True)
+        twice = torch.autograd.grad(sum((g**2).sum() for g in again), blocks)
+        for got, want in ((grads, first), (again, first), (twice, second)):
+            for g, w, cut in zip(got, want, cuts, strict=False):
+                torch.testing.assert_close(g, own(w, cut), msg=name, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.ranks([2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_dropped_weights_are_dropped_in_the_gradients_too(way):
+    comm = unisono.world()
+    sizes, heads = [4, 3, 0][: comm.size], 6
+    n = sum(sizes)
+    q, k, v = (drawn(1, heads, n, n, seed=i) for i in range(3))
+    mine = [own(x, sizes).clone().requires_grad_() for x in (q, k, v)]
+    eye = torch.eye(n, dtype=torch.float64).expand(1, heads, n, n)
+    torch.manual_seed(5)
+    weights = way(mine[0], mine[1], own(eye, sizes), dropout_p=0.4)
+    torch.manual_seed(5)
+    found = way(*mine, dropout_p=0.4)
+    kept = comm.all_gather((weights != 0).double(), 2)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = (whole[0] @ whole[1].mT / n**0.5).softmax(-1) * kept / 0.6
+    torch.testing.assert_close(own(scores, sizes), weights)
+    assert 0.4 < kept.mean() < 0.8
+    assert not torch.equal(kept[:, 0], kept[:, heads // 2]), "heads drop weights of their own"
+    wanted = scores @ whole[2]
+    torch.testing.assert_close(found, own(wanted, sizes))
+    want = torch.autograd.grad(wanted.square().sum(), whole, create_graph=True)
+    got = torch.autograd.grad(found.square().sum(), mine, create_graph=True)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, own(w, sizes))
+    found.square().sum().backward(inputs=mine)
+    for x, w in zip(mine, want, strict=True):
+        torch.testing.assert_close(x.grad, own(w, sizes))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_bfloat16_is_summed_in_float32_and_repeats_its_bits(way):
+    q, k, v = (drawn(1, 2, 64, 16, seed=i, dtype=torch.float32).bfloat16() for i in range(3))
+    sizes = [40, 24]
+    mine = [own(x, sizes).clone().requires_grad_() for x in (q, k, v)]
+    whole = [x.float().requires_grad_() for x in (q, k, v)]
+    wanted = plain(*whole, is_causal=True)
+    first, again = (way(*mine, is_causal=True) for _ in range(2))
+    assert first.dtype == torch.bfloat16
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first.float(), own(wanted, sizes), rtol=2e-2, atol=1e-2)
+    want = torch.autograd.grad(wanted.square().sum(), whole)
+    got = torch.autograd.grad(first.float().square().sum(), mine)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.float(), own(w, sizes), rtol=5e-2, atol=5e-2)
+    with torch.autocast("cpu"):
+        cast = way(*[x.detach().float().requires_grad_() for x in mine], dropout_p=0.0)
+    assert cast.dtype == torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_the_ring_keeps_and_sends_no_more_than_blocks():
+    q, k, v = (torch.randn(1, 2, 32, 8, requires_grad=True) for _ in range(3))
+    kept: list[int] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.untyped_storage().nbytes())
+        return x
+
+    with trace() as events, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = ring_attention(q, k, v, sizes=[32, 32])
+    block = q.numel() * 4
+    assert sum(kept) <= 4 * block + block // 4, "queries, keys, values, result, a number each"
+    assert sum(event.sent for event in events.events) == 2 * block
+    with trace() as events:
+        y.sum().backward()
+    assert sum(event.sent for event in events.events) == 6 * block, "and gradients, twice"
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_fit_is_refused_on_all_ranks():
+    comm = unisono.world()
+    q = torch.zeros(1, 3, 4 + comm.rank, 8)
+    with pytest.raises(PartitionError, match=r"3 % 2 = 1(.|\n)*HINT: ring_attention"):
+        ulysses_attention(q, q, q)
+    with pytest.raises(PartitionError, match="enable_gqa=True"):
+        ring_attention(q, q[:, :1], q[:, :1])
+    with pytest.raises(PartitionError, match=r"4 columns on rank 1(.|\n)*9 keys"):
+        ring_attention(q, q, q, torch.zeros(q.shape[2], 9 if comm.rank == 0 else 4))
+    with pytest.raises(PartitionError, match="mask that is causal itself"):
+        ring_attention(q, q, q, torch.zeros(q.shape[2], 9), is_causal=True)
+    with pytest.raises(PartitionError, match=r"sizes\[0\] = 3 != 4|sizes\[1\] = 3 != 5"):
+        ring_attention(q, q, q, sizes=[3, 3])
+    with pytest.raises(CollectiveMismatch, match="must be equal on all ranks"):
+        ring_attention(q, q, q, is_causal=comm.rank == 0)
+    with pytest.raises(PartitionError, match=r"refused|one floating-point dtype"):
+        ring_attention(q, q.double() if comm.rank == 1 else q, q)
+    assert comm.all_reduce(torch.ones(1)).item() == 2
