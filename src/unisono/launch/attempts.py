@@ -148,7 +148,8 @@ class Attempts:
 
     def _supervised_by(self, supervisor: Watch) -> None:
         self._supervisor = supervisor
-        self._raise_if_cancelled()
+        if self._cancelled.is_set():
+            raise self._cancellation()
 
     def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():
