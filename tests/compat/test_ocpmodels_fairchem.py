@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import unisono.compat
 import unisono.graph_parallel
 from unisono.comm import world
 from unisono.compat.fairchem.core.common import gp_utils as v1
 from unisono.compat.fairchem_v2.core.common import gp_utils as v2
+from unisono.compat.fairchem_v2.core.common import parallelism
 from unisono.compat.ocpmodels.common import gp_utils as ocp
 from unisono.errors import MeshError
 
@@ -146,6 +148,72 @@ def test_configurations_for_workers():
     v2.set_gp_config(None)
 
 
+def message_passing(pos, weights, edges, rows, fetch, ends):
+    """Return the energy of own rows: two layers, each sums messages at the ends of own edges."""
+    h = torch.tanh(pos[rows] @ weights[0])
+    reach = torch.exp(-(pos[edges[0]] - pos[edges[1]]).square().sum(1, keepdim=True))
+    for weight in weights[1:]:
+        messages = torch.tanh(fetch(h)[ends[0]] @ weight) * reach
+        h = h + torch.zeros_like(h).index_add(0, ends[1], messages)
+    return h.square().sum()
+
+
+@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.parametrize("strategy", list(parallelism.PartitionStrategy))
+def test_a_network_by_all_gather_or_all_to_all_is_that_of_one_process(strategy):
+    """Energies, forces and gradients of parameters, as fairchem's backbones compute them."""
+    size, rank, atoms = world().size, world().rank, 11
+    v2.setup_graph_parallel_groups(size, None)
+    made = torch.Generator().manual_seed(1)
+    pos, *weights = (
+        torch.randn(shape, dtype=torch.float64, generator=made)
+        for shape in ((atoms, 3), (3, 5), (5, 5), (5, 5))
+    )
+    edges = torch.combinations(torch.arange(atoms)).t()
+    edges = torch.cat([edges, edges.flip(0)], 1)
+    edges = edges[:, (pos[edges[0]] - pos[edges[1]]).norm(dim=1) < 2.5]
+    leaves = [t.clone().requires_grad_() for t in (pos, *weights)]
+    everything = torch.arange(atoms)
+    energy = message_passing(leaves[0], leaves[1:], edges, everything, lambda h: h, edges)
+    expected = [energy.detach(), *torch.autograd.grad(energy, leaves)]
+
+    owner, own = parallelism.compute_a2a_partition(pos, atoms, "cpu", size, rank, strategy)
+    mine = edges[:, owner[edges[1]] == rank]
+    context = parallelism.build_gp_context(mine, owner, rank, size, own)
+    assert context.total_local_atoms == len(own)
+    assert context.total_recv == sum(context.recv_splits) == int(context.recv_counts.sum())
+    assert len(context.local_edge_idx) + len(context.remote_edge_idx) == mine.shape[1]
+    ways = {"a2a": (lambda h: torch.cat([h, parallelism.all_to_all_collect(h, context)]),
+                    context.edge_index_local)}  # fmt: skip
+    if strategy is parallelism.PartitionStrategy.INDEX_SPLIT:
+        ends = torch.stack([mine[0], mine[1] - int(own[0])])
+        gather = v2.gather_from_model_parallel_region_sum_grad
+        ways["allgather"] = (lambda h: gather(h, atoms), ends)
+    for fetch, ends in ways.values():
+        leaves = [t.clone().requires_grad_() for t in (pos, *weights)]
+        part = message_passing(leaves[0], leaves[1:], mine, own, fetch, ends)
+        total = v2.reduce_from_model_parallel_region(part)
+        grads = torch.autograd.grad(total, leaves)
+        found = [total.detach(), *(world().all_reduce(g) for g in grads)]
+        torch.testing.assert_close(found, expected)
+        for tensor in found:
+            assert world().all_equal(tensor.tolist()), "the same bits on all ranks"
+    with pytest.raises(ValueError, match="in the row"):
+        parallelism.build_gp_context(mine, owner, rank, size + 1)
+    v2.cleanup_gp()
+
+
+@pytest.mark.ranks(2)
+def test_the_second_derivative_of_a_gather_used_alike_by_all_ranks_is_that_of_one_process():
+    v2.setup_graph_parallel_groups(2, None)
+    x = torch.full((1,), 1.5, requires_grad=True)
+    square = v2.gather_from_model_parallel_region(x, 2).sum() ** 2
+    (first,) = torch.autograd.grad(square, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert (first.item(), second.item()) == (6.0, 4.0)
+    v2.cleanup_gp()
+
+
 def test_the_trees_can_stand_on_the_search_path(warm_python):
     where = Path(unisono.compat.__file__).parent
     code = f"import sys; sys.path.insert(0, {str(where)!r})\n"
@@ -166,3 +234,88 @@ def test_the_gather_for_layers_is_where_the_page_says():
         True,
         True,
     ]
+
+
+class RowsByAllToAll(torch.autograd.Function):
+    """All rows, fetched by torch's own collective over the group that gp_utils names."""
+
+    @staticmethod
+    def forward(ctx, x, sizes):
+        ctx.sizes = sizes
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        sent = x.repeat(len(sizes), *[1] * (x.dim() - 1))
+        dist.all_to_all_single(out, sent, sizes, [len(x)] * len(sizes), group=v2.get_gp_group())
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return RowsSummed.apply(grad, ctx.sizes), None
+
+
+class RowsSummed(torch.autograd.Function):
+    """Own rows of the sum over ranks, the adjoint of `RowsByAllToAll`."""
+
+    @staticmethod
+    def forward(ctx, grad, sizes):
+        ctx.sizes = sizes
+        own = sizes[v2.get_gp_rank()]
+        out = grad.new_empty(len(sizes) * own, *grad.shape[1:])
+        dist.all_to_all_single(
+            out, grad.contiguous(), [own] * len(sizes), sizes, group=v2.get_gp_group()
+        )
+        return out.view(len(sizes), own, *grad.shape[1:]).sum(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return RowsByAllToAll.apply(grad.contiguous(), ctx.sizes), None
+
+
+def backbone(pos, weight, mode):
+    """Energy, forces and stress as fairchem 2.x computes them: each rank its block of atoms.
+
+    Positions are held by all, features are gathered before every layer, and the energy, forces and
+    virial of a rank are terms.
+    """
+    pos = pos.clone().requires_grad_()
+    strain = torch.zeros(3, 3, dtype=pos.dtype, requires_grad=True)
+    bent = pos + pos @ (strain + strain.T) / 2
+    sizes = v2.size_list_fn(len(pos), v2.get_gp_world_size())
+    own = torch.arange(len(pos)).split(sizes)[v2.get_gp_rank()]
+    apart = (bent[own][:, None] - bent[None]).norm(dim=2) + torch.eye(len(pos)).double()[own]
+    near = torch.exp(-apart) * (1 - torch.eye(len(pos)).double()[own])
+    x = near.sum(1, keepdim=True) * weight[0]
+    for layer in weight:
+        if mode is v2.GPMode.ALL_TO_ALL:
+            everyone = RowsByAllToAll.apply(x, sizes)
+        else:
+            everyone = v2.gather_from_model_parallel_region_sum_grad(x, len(pos))
+        x = x + torch.tanh(near @ everyone * layer)
+    term = x.sum()
+    energy = v2.reduce_from_model_parallel_region(term)
+    slopes = torch.autograd.grad(term, (pos, strain), create_graph=True)
+    forces, virial = (-v2.reduce_from_model_parallel_region(slope) for slope in slopes)
+    return energy, forces, virial
+
+
+@pytest.mark.ranks([2, 4])
+def test_the_pattern_of_fairchem_s_backbone_trains_as_in_one_process():
+    pos = torch.rand(7, 3, dtype=torch.float64)
+    results = []
+    for size, mode in (
+        (1, None),
+        (world().size, v2.GPMode.ALLGATHER),
+        (world().size, "all_to_all"),
+    ):
+        v2.setup_graph_parallel_groups(size, None)
+        weight = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
+        out = backbone(pos, weight, mode)
+        loss = out[0] ** 2 + (out[1] ** 2).sum() + (out[2] ** 2).sum()
+        loss.backward()
+        grad = world().all_reduce(weight.grad) if size > 1 else weight.grad
+        results.append([*(value.detach() for value in out), grad])
+        v2.cleanup_gp()
+    for other in results[1:]:
+        for ours, alone in zip(other, results[0], strict=True):
+            torch.testing.assert_close(ours, alone, rtol=1e-10, atol=1e-10)
+    for gathered, fetched in zip(*results[1:], strict=True):
+        torch.testing.assert_close(gathered, fetched, rtol=1e-12, atol=1e-12)

@@ -232,7 +232,7 @@ def is_plain(x: object) -> bool:
     return (
         isinstance(x, Tensor)
         and x.is_floating_point()
-        and not torch.is_autocast_enabled(x.device.type)
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0

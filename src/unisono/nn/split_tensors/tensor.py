@@ -116,6 +116,8 @@ class Run:
         """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf."""
         self.moves = 0
         """How often blocks were moved between ranks so far."""
+        self.aliases: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]] = {}
+        """Memory of a block -> tensors that would share it in one process, but were moved."""
         self._module = module
         self._watched: list[tuple[Any, int, Any, Tensor, int]] = []
 
@@ -147,13 +149,29 @@ class Run:
 
     def watch(self, base: Split, view: Tensor) -> None:
         """Watch a tensor and what would be a view of it in one process, but had to be moved."""
-        if isinstance(view, Split):
-            base.moved = [*base.moved, weakref.ref(view)]
-            view.moved = [*view.moved, weakref.ref(base)]
-        else:  # nobody tells us of a change of a plain tensor: compare its version at the end
+        block, shown = base.local, view.local if isinstance(view, Split) else view
+        if _memory(block) == _memory(shown):
+            return
+        self._link(base, shown, [_origin(block)])
+        if not isinstance(view, Split):
+            # Nobody tells us of a change of a plain tensor: compare its version at the end.
             shown = view.detach()
-            seen = weakref.ref(base), base.local._version, weakref.ref(view), shown, shown._version
+            seen = weakref.ref(base), _version(block), weakref.ref(view), shown, _version(shown)
             self._watched.append(seen)
+
+    def watch_too(self, base: Split, view: Split) -> None:
+        """Let a view in the memory of its base stand for it when the base itself is gone.
+
+        Only in inference mode, where a view does not keep alive what it is a view of.
+        """
+        self._link(base, view.local, [])
+
+    def _link(self, base: Split, shown: Tensor, others: list[Tensor]) -> None:
+        others += [t for other in base.moved if (t := other()) is not None]
+        for other in others:
+            for one, another in ((other, _origin(shown)), (_origin(shown), other)):
+                pair = weakref.ref(one), weakref.ref(another)
+                self.aliases.setdefault(_memory(one), []).append(pair)
 
     def check_views(self) -> None:
         """Raise if a plain tensor that had to be moved, or what it shows, was changed in place."""
@@ -161,10 +179,24 @@ class Run:
         for base_of, base_version, view_of, shown, version in watched:
             base = base_of()
             # Whether anybody still looked at the base when its view changed cannot be known.
-            changed_view = shown._version != version
-            changed_base = base is not None and base.local._version != base_version
+            changed_view = _version(shown) != version
+            changed_base = base is not None and _version(base.local) != base_version
             if changed_view or (changed_base and view_of() is not None):
                 raise _changed_in_place()
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _origin(x: Tensor) -> Tensor:
+    """Return the tensor of which `x` is a view: it lives as long as any view of it."""
+    return x if x._base is None else x._base
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place; tensors of inference mode do not count it."""
+    return 0 if x.is_inference() else x._version
 
 
 def _changed_in_place() -> UnisonoError:
@@ -188,22 +220,17 @@ class Split(Tensor):
     """How each cut dim is spread."""
     run: Run
     """The forward it belongs to."""
-    moved: list[Any] = []  # noqa: RUF012  # never changed in place
-    """Weak references to tensors that would share its memory in one process, but do not."""
+
+    @property
+    def moved(self) -> list[weakref.ref[Tensor]]:
+        """Weak references to tensors that would share its memory in one process, but do not."""
+        known = self.run.aliases
+        pairs = known.get(_memory(self.local), ()) if known else ()
+        return [other for own, other in pairs if own() is not None]
 
     @staticmethod
     def __new__(cls: type[Split], local: Tensor, cuts: Cuts, run: Run) -> Split:  # noqa: D102
-        shape = list(local.shape)
-        for dim, cut in cuts.items():
-            shape[dim] = cut.length
-        # A wrapper that requires grad makes an autograd.Function that takes it record a node,
-        # which is how we notice that it has passed by the rules.
-        needs_grad = local.requires_grad and torch.is_grad_enabled()
-        self = _wrapper_of(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=needs_grad
-        )
-        self.local, self.cuts, self.run = local, dict(sorted(cuts.items())), run
-        return self
+        return _made(local, _whole_shape(local, cuts), dict(sorted(cuts.items())), run)
 
     def __init__(self, *_: object) -> None:
         super().__init__()
@@ -241,6 +268,11 @@ class Split(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with _plainly():
+            known = _FUNCTIONS.get(func) or _known(func)
+            if known.is_pointwise:
+                result = _at_once(func, known, args, kwargs)
+                if result is not None:
+                    return result
             return _dispatch(func, args, dict(kwargs or {}))
 
     @classmethod
@@ -258,6 +290,25 @@ class Split(Tensor):
             None,
             "x.whole() before the call, or unisono.nn.split_rule(fn) for the function around it",
         )
+
+
+def _whole_shape(local: Tensor, cuts: Cuts) -> Sequence[int]:
+    shape = list(local.shape)
+    for dim, cut in cuts.items():
+        shape[dim] = cut.length
+    return shape
+
+
+def _made(local: Tensor, shape: Sequence[int], cuts: Cuts, run: Run) -> Split:
+    """Return a block as a `Split`; `cuts` are in order and never changed."""
+    # A wrapper that requires grad makes an autograd.Function that takes it record a node, which is
+    # how we notice that it has passed by the rules.
+    needs_grad = local.requires_grad and torch.is_grad_enabled()
+    self = _wrapper_of(
+        Split, shape, dtype=local.dtype, device=local.device, requires_grad=needs_grad
+    )
+    self.local, self.cuts, self.run = local, cuts, run
+    return self
 
 
 @dataclass(frozen=True)
@@ -417,7 +468,9 @@ _VIEWS = frozenset(
         "permute",
         "transpose",
         "movedim",
+        "moveaxis",
         "swapaxes",
+        "swapdims",
         "unsqueeze",
         "squeeze",
         "expand",
@@ -427,14 +480,29 @@ _VIEWS = frozenset(
         "__getitem__",
         "chunk",
         "split",
+        "split_with_sizes",
         "tensor_split",
+        "hsplit",
+        "vsplit",
+        "dsplit",
         "unbind",
         "narrow",
         "select",
         "t",
         "diagonal",
+        "ravel",
+        "broadcast_to",
+        "as_strided",
+        "view_as_real",
+        "view_as_complex",
+        "adjoint",
         "T.get",
         "mT.get",
+        "H.get",
+        "mH.get",
+        "real.get",
+        "imag.get",
+        "data.get",
     ]
 )
 """Functions whose result shows the memory of their argument."""
@@ -449,6 +517,32 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """What is known of a torch function."""
+
+    name: str
+    how: Rule | None
+    changes: bool
+    """Whether it changes its first argument."""
+    is_view: bool
+    is_pointwise: bool
+
+
+_FUNCTIONS: dict[Callable[..., Any], _Function] = {}
+"""What was looked up before, so that a call looks up once."""
+
+
+def _known(func: Callable[..., Any]) -> _Function:
+    """Return what is known of a torch function, and keep it."""
+    name = _name_of(func)
+    how = _OWN_RULES.get(func) or RULES.get(name)
+    known = _Function(name, how, is_inplace(name), name in _VIEWS, how is RULES["add"])
+    if len(_FUNCTIONS) < 4096:
+        _FUNCTIONS[func] = known
+    return known
 
 
 def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> Any:
@@ -471,6 +565,7 @@ def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> A
             raise ValueError(f"split_rule(how={how!r}): 'pointwise', or a function")
         how = RULES["add"]
     _OWN_RULES[function] = how
+    _FUNCTIONS.clear()
     return None
 
 
@@ -493,6 +588,18 @@ def splits_in(values: Any) -> Iterator[Split]:
             yield from splits_in(value)
 
 
+def _splits_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Split]:
+    """Return the split tensors in the arguments of a call."""
+    found: list[Split] = []
+    for values in (args, kwargs.values()) if kwargs else (args,):
+        for x in values:
+            if isinstance(x, Split):
+                found.append(x)
+            elif isinstance(x, (list, tuple, dict)):
+                found += splits_in(x)
+    return found
+
+
 def mapped(change: Callable[[Split], Any], values: Any) -> Any:
     """Return arguments with every split tensor replaced; what holds none stays what it is."""
     if isinstance(values, Split):
@@ -507,19 +614,67 @@ def mapped(change: Callable[[Split], Any], values: Any) -> Any:
     return values
 
 
+def _at_once(
+    func: Callable[..., Any],
+    known: _Function,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+) -> Any:
+    """Return what a pointwise function makes of tensors that are cut alike, and of what is not cut.
+
+    The short way of the rule in `blocks`; None where that has to look closer.
+    """
+    first = args[0] if args else None
+    if type(first) is not Split or first.grad_fn is not None or first.moved:
+        return None
+    cuts, ndim, changes = first.cuts, first.ndim, known.changes
+    blocks = [first.local]
+    for x in args[1:]:
+        if type(x) is Split:
+            if x.ndim != ndim or x.grad_fn is not None or (x.cuts is not cuts and x.cuts != cuts):
+                return None
+            blocks.append(x.local)
+        elif isinstance(x, Tensor):  # replicated: broadcast along the cuts, or cut by the rule
+            apart = x.ndim - ndim
+            if apart > 0 or any(d + apart >= 0 and x.shape[d + apart] != 1 for d in cuts):
+                return None
+            blocks.append(own_copy(x, cuts.values(), first.run))
+        elif isinstance(x, (list, tuple, dict)):
+            return None
+        else:
+            blocks.append(x)
+    if kwargs:
+        for key, x in kwargs.items():
+            if isinstance(x, (Tensor, list, tuple, dict)):
+                return None
+            changes = changes or (key == "inplace" and x is True)
+    result = func(*blocks, **kwargs) if kwargs else func(*blocks)
+    if changes or result is blocks[0]:
+        return first
+    if not isinstance(result, Tensor):
+        return None
+    local = first.local
+    shape = first.shape if result.shape == local.shape else _whole_shape(result, cuts)
+    return _made(result, shape, cuts, first.run)
+
+
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = _name_of(func)
-    how = _OWN_RULES.get(func) or RULES.get(name)
+    known = _FUNCTIONS.get(func) or _known(func)
+    name, how = known.name, known.how
     moves, base = 0, args[0] if args else None
-    if (
-        isinstance(base, Split)
-        and is_inplace(name)
-        and any(other() is not None for other in base.moved)
-    ):
+    watched = (
+        base.local
+        if isinstance(base, Split) and any(other() is not None for other in base.moved)
+        else None
+    )
+    if watched is not None and known.changes:
         raise _changed_in_place()
-    for x in splits_in((args, kwargs)):
+    version = 0 if watched is None else _version(watched)
+    for x in _splits_of(args, kwargs):
         moves = x.run.moves
-        refuse_passed_by(x)
+        node = x.grad_fn
+        if node is not None:
+            raise _passed_by(node)
     while True:
         try:
             result = (
@@ -541,14 +696,20 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 raise
             result = _gather_all(func, name, "arguments of an unusual form", args, kwargs)
             break
-    if name in _VIEWS and isinstance(base, Split) and base.run.moves != moves:
-        _watch(base, result)
+    if watched is not None and _version(watched) != version:  # F.relu(x, True)
+        raise _changed_in_place()
+    if known.is_view and isinstance(base, Split):
+        if base.run.moves != moves:
+            _watch(base, result)
+        elif watched is not None and watched.is_inference():
+            for view in splits_in(result):
+                base.run.watch_too(base, view)
     return result
 
 
 def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a torch function inside of a rule, by its own rule if an argument is split."""
-    if next(splits_in((args, kwargs)), None) is None:
+    if not _splits_of(args, kwargs):
         return func(*args, **kwargs)
     return _dispatch(func, args, kwargs)
 
@@ -557,9 +718,12 @@ def refuse_passed_by(x: Split) -> None:
     """Raise for a split tensor that an autograd.Function has made: rules make leaves only."""
     with _plainly():
         node = x.grad_fn
-    if node is None:
-        return
-    raise UnisonoError.because(
+    if node is not None:
+        raise _passed_by(node)
+
+
+def _passed_by(node: Any) -> UnisonoError:
+    return UnisonoError.because(
         f"a split tensor out of {node.name()}",
         "an autograd.Function, or re-entrant checkpointing, has passed by the rules: its backward "
         "would lose gradients",
@@ -610,7 +774,8 @@ def _gather_all(
     for x in found:
         x.run.note(name, reason, x)
     whole = mapped(lambda x: joined(x, x.cuts), (args, kwargs))
-    target = args[0] if args and is_inplace(name) else None
+    changes = is_inplace(name) or kwargs.get("inplace") is True
+    target = args[0] if args and changes else None
     if not isinstance(target, Split):
         return func(*whole[0], **whole[1])
     value = whole[0][0].clone()
@@ -631,7 +796,8 @@ def _watch(base: Split, result: Any) -> None:
 
 def like(x: Split, local: Tensor, cuts: Cuts | None = None) -> Tensor:
     """Return a block as a `Split` of the same forward; plain if nothing is cut."""
-    cuts = x.cuts if cuts is None else cuts
+    if cuts is None:
+        return _made(local, _whole_shape(local, x.cuts), x.cuts, x.run)
     return Split(local, cuts, x.run) if cuts else local
 
 
