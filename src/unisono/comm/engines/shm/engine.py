@@ -61,6 +61,17 @@ def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
     return [(block.data_ptr(), block.nbytes) for block in blocks]
 
 
+def _rows_at(x: Tensor, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where blocks of rows begin that follow each other in `x`, and their bytes."""
+    at, rows = x.data_ptr(), x.shape[0]
+    each = x.nbytes // rows if rows else 0
+    blocks: list[tuple[int, int]] = []
+    for length in lengths:
+        blocks.append((at, length * each))
+        at += length * each
+    return blocks
+
+
 class StartedTicket:
     """A call of the core under way. It keeps its tensors alive until it has ended."""
 
@@ -224,16 +235,32 @@ class ShmEngine(TransportEngine):
         self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """See `Engine`."""
+        self.check_usable()
+        dtype = DTYPE_NUMBERS.get(x.dtype, -1)
+        started = self._core.all_gather(
+            async_op or None, timeout_s, _listed(outs), x.data_ptr(), dtype, alike
+        )
+        return self._keep(started, (outs, x))
+
+    def all_gather_rows(
+        self,
+        out: Tensor,
+        lengths: Sequence[int],
+        x: Tensor,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`; makes no tensor per block."""
         if self.cause is not None:
             raise self.unusable()
-        blocks: list[tuple[int, int]] = []
-        for out in outs:
-            blocks.append((out.data_ptr(), out.nbytes))
+        blocks = _rows_at(out, lengths)
         dtype = DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.all_gather(
             async_op or None, timeout_s, blocks, x.data_ptr(), dtype, alike
         )
-        return None if started is None else self._keep(started, (outs, x))
+        return None if started is None else self._keep(started, (out, x))
 
     def reduce_scatter(
         self,
@@ -246,17 +273,40 @@ class ShmEngine(TransportEngine):
         timeout_s: float,
     ) -> Ticket | None:
         """See `Engine`."""
-        self.check_usable()
+        return self._reduce_scatter(out, ins, _listed(ins), op, alike, async_op, timeout_s)
+
+    def reduce_scatter_rows(
+        self,
+        out: Tensor,
+        x: Tensor,
+        lengths: Sequence[int],
+        op: str,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`; makes no tensor per block."""
+        blocks = _rows_at(x, lengths)
+        return self._reduce_scatter(out, x, blocks, op, alike, async_op, timeout_s)
+
+    def _reduce_scatter(
+        self,
+        out: Tensor,
+        ins: object,
+        blocks: list[tuple[int, int]] | None,
+        op: str,
+        alike: int,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        if self.cause is not None:
+            raise self.unusable()
+        dtype, number = DTYPE_NUMBERS[out.dtype], _OP_NUMBERS[op]
         started = self._core.reduce_scatter(
-            async_op or None,
-            timeout_s,
-            out.data_ptr(),
-            _listed(ins),
-            DTYPE_NUMBERS[out.dtype],
-            _OP_NUMBERS[op],
-            alike,
+            async_op or None, timeout_s, out.data_ptr(), blocks, dtype, number, alike
         )
-        return self._keep(started, (out, ins))
+        return None if started is None else self._keep(started, (out, ins))
 
     def all_to_all(
         self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
@@ -450,7 +500,7 @@ class ShmEngine(TransportEngine):
 
     def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
         """See `Engine`."""
-        nbytes = buffer.numel() * buffer.element_size()
+        nbytes = buffer.nbytes
         for shared in list(self._buffers.values()):
             memory = shared.memory()
             if memory is None:
