@@ -13,30 +13,16 @@ import sys
 import sysconfig
 import threading
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """A collective, as one rank made it.
-
-    Most calls need few of these fields: the others stay at the defaults of the class, which makes a
-    call cheap.
-
-    Args:
-        op: see the attribute of that name, as for the others.
-        group: name for people.
-        key: name in the world.
-        seq: its number.
-        shape: of the tensor.
-        dtype: of the tensor.
-        kind: reduction.
-        root: source or destination.
-        **facts: further attributes.
-    """
+    """A collective, as one rank made it."""
 
     op: str
     """Verb, as the user spelled it."""
@@ -86,24 +72,7 @@ class Call:
     """Whether it has ended on this rank."""
     number: int = 0
     """How many collectives of its group this rank had begun with it; 0 for a message."""
-    _site: str | None = None
-
-    def __init__(
-        self,
-        op: str,
-        group: str,
-        key: str,
-        seq: int,
-        shape: tuple[int, ...] | None = None,
-        dtype: torch.dtype | None = None,
-        kind: str = "",
-        root: int | None = None,
-        **facts: Any,
-    ) -> None:
-        self.op, self.group, self.key, self.seq = op, group, key, seq
-        self.shape, self.dtype, self.kind, self.root = shape, dtype, kind, root
-        if facts:
-            vars(self).update(facts)
+    _site: str | None = field(default=None, repr=False)
 
     @property
     def site(self) -> str:

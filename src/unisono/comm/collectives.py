@@ -180,7 +180,8 @@ class Collectives(Performer):
                 out.div_(self.size)
             return rows_back(decode(out, op, x.dtype), dim)
 
-        kernel = partial(self._engine.reduce_scatter_rows, out, work, lengths, added, alike=alike)
+        ins = work.split_with_sizes(lengths)
+        kernel = partial(self._engine.reduce_scatter, out, ins, added, alike=alike)
         return Transfer(call, kernel, finish, timeout_s)
 
     @contextlib.contextmanager

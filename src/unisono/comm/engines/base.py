@@ -138,23 +138,6 @@ class Engine(ABC):
         outs = out.split_with_sizes(lengths)
         return self.all_gather(outs, x, alike=alike, async_op=async_op, timeout_s=timeout_s)
 
-    def reduce_scatter_rows(
-        self,
-        out: Tensor,
-        x: Tensor,
-        lengths: Sequence[int],
-        op: str,
-        *,
-        alike: int = 0,
-        async_op: bool,
-        timeout_s: float,
-    ) -> Ticket | None:
-        """Fill `out` of rank `r` with the reduction of block `r`, of `lengths[r]` rows, of `x`."""
-        ins = x.split_with_sizes(lengths)
-        return self.reduce_scatter(
-            out, ins, op, alike=alike, async_op=async_op, timeout_s=timeout_s
-        )
-
     def gather(
         self, outs: Blocks | None, x: Tensor, dst: int, *, async_op: bool, timeout_s: float
     ) -> Ticket | None:
