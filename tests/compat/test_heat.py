@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import re
+import struct
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 import unisono.compat.heat as ht
 from unisono import data_parallel
+from unisono.cli import main
 from unisono.comm import mpi_style
 from unisono.errors import MissingExtra
 
@@ -23,6 +29,9 @@ OURS = {
     "utils.data": data_parallel,
     "utils.data.datatools": data_parallel,
 }
+
+SCRIPTS = Path(__file__).with_name("heat_scripts")
+"""Programs in the style of HeAT's examples, and stand-ins for what they import."""
 
 SCRIPT = """\
 import hashlib
@@ -130,7 +139,7 @@ report("daso", model)
 @pytest.mark.parametrize("path", OURS)
 def test_every_path_gives_our_own_objects(path):
     module = importlib.import_module(f"unisono.compat.heat.{path}")
-    own = {"DASO", "communication"}  # a subclass, a module
+    own = {"DASO", "DataLoader", "communication"}  # subclasses, a module
     shared = [name for name in module.__all__ if hasattr(OURS[path], name) and name not in own]
     assert shared
     assert all(getattr(module, name) is getattr(OURS[path], name) for name in shared)
@@ -169,12 +178,21 @@ def test_other_names_are_the_identical_objects_of_torch(ours, theirs):
 
 
 def test_what_heat_has_and_we_have_not_is_said_plainly():
-    for name in ("array", "zeros", "DNDarray", "random", "linalg"):
+    for name in ("linalg", "mean", "load_hdf5"):
         with pytest.raises(AttributeError, match="larray"):
             getattr(ht, name)
-    for name in ("PartialH5Dataset", "MNISTDataset"):
-        with pytest.raises(AttributeError, match="not offered"):
-            getattr(ht.utils.data, name)
+    with pytest.raises(AttributeError, match="tensorflow"):
+        ht.utils.data._utils.merge_files_imagenet_tfrecord  # noqa: B018
+    x = ht.ones((2, 3))
+    with pytest.raises(AttributeError, match=r"(?s)'cumsum'.*x\.larray"):
+        x.cumsum(0)
+    with pytest.raises(TypeError, match=r"x\.larray\[...\]"):
+        x[0]
+    for wrong in (lambda: ht.ones((2, 3), split=1), lambda: x.resplit(1)):
+        with pytest.raises(ValueError, match="rows are split here"):
+            wrong()
+    with pytest.raises(ValueError, match="device 'tpu'"):
+        ht.use_device("tpu")
 
 
 def test_transforms_are_those_of_torchvision_or_the_cure_is_named(monkeypatch):
@@ -189,25 +207,93 @@ def test_transforms_are_those_of_torchvision_or_the_cure_is_named(monkeypatch):
     assert transforms.ToTensor is fake.ToTensor
 
 
-class Array:
-    """What a DNDarray looks like to us."""
-
-    def __init__(self, larray):
-        self.larray = larray
-        self.comm = ht.MPI_WORLD
-        self.split = 0
-
-
-@pytest.mark.ranks([1, 2])
-def test_an_array_of_heat_is_taken_by_its_local_part():
-    rows = torch.arange(6.0) + 10 * (ht.MPI_WORLD.rank or 0)
-    data = ht.utils.data.Dataset(Array(rows))
-    assert torch.equal(data.data, rows)
+@pytest.mark.ranks([1, 2, 3])
+def test_an_array_splits_its_rows_and_is_the_same_at_any_number_of_ranks(rank_count):
+    rank = ht.MPI_WORLD.rank
+    whole = torch.arange(14.0).view(7, 2)
+    x = ht.array(whole, split=0)
+    _, lshape, mine = ht.MPI_WORLD.chunk((7, 2), split=0)
+    assert torch.equal(x.larray, whole[mine])
+    assert (x.shape, x.gshape, x.lshape, x.split) == ((7, 2), (7, 2), tuple(lshape), 0)
+    assert (x.dtype, x.ndim, x.size, len(x), str(x.device)) == (ht.float32, 2, 14, 7, "cpu:0")
+    assert x.comm == ht.MPI_WORLD
+    assert torch.equal(torch.tensor(x.numpy()), whole)
+    for y, expected in ((1 + x * 2, 1 + whole * 2), ((x - 1) / (x + 1), (whole - 1) / (whole + 1))):
+        assert torch.equal(torch.tensor(y.numpy()), expected)
+        assert y.split == 0
+    assert torch.equal((-(x**2)).resplit(None).larray, -(whole**2))
+    assert torch.equal(ht.resplit(ht.array(whole), 0).larray, x.larray)
+    assert x.astype(ht.int64).resplit_(None).larray.tolist() == whole.long().tolist()
+    own = ht.array(torch.full((rank + 1, 2), rank), is_split=0)
+    assert own.shape == (sum(range(rank_count + 1)), 2)
+    assert own.lshape == (rank + 1, 2)
+    before = torch.get_rng_state()
+    ht.random.seed(3)
+    drawn = [ht.random.rand(7, 2, split=0).numpy(), ht.random.randn(5).numpy()]
+    generator = torch.Generator().manual_seed(3)
+    for got, draw, shape in zip(drawn, (torch.rand, torch.randn), ((7, 2), (5,)), strict=True):
+        assert torch.equal(torch.tensor(got), draw(shape, generator=generator))
+    ht.random.seed()
+    ht.MPI_WORLD.Barrier()
+    assert len({tuple(v) for v in ht.MPI_WORLD.allgather(ht.random.rand(3).larray.tolist())}) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+    assert ht.zeros(3, dtype=ht.int32).larray.tolist() == [0, 0, 0]
+    assert ht.arange(1, 6, 2).larray.tolist() == [1, 3, 5]
+    assert (ht.cpu, str(ht.get_device())) == ("cpu", "cpu:0")
+    if rank_count > 1:
+        with pytest.raises(ValueError, match="layouts have to be equal"):
+            x + ht.ones((7, 2))
+    data = ht.utils.data.Dataset(ht.array(torch.arange(6.0) + 10 * rank, is_split=0))
     data.Shuffle()
-    everything = torch.empty(6 * ht.MPI_WORLD.size)
+    everything = torch.empty(6 * rank_count)
     ht.MPI_WORLD.Allgather(data.data, everything)
-    expected = torch.cat([torch.arange(6.0) + 10 * r for r in range(ht.MPI_WORLD.size)])
+    expected = torch.cat([torch.arange(6.0) + 10 * r for r in range(rank_count)])
     assert torch.equal(everything.sort().values, expected)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Write 500 digits as an HDF5 file of encoded images and as TFRecord files."""
+    h5py = pytest.importorskip("h5py")
+    images, labels = load_digits(return_X_y=True)
+    images, labels = images[:500].astype(np.uint8), labels[:500]
+    with h5py.File(tmp_path / "images.h5", "w") as file:
+        encoded = [list(base64.binascii.b2a_base64((row * 15).tobytes())) for row in images]
+        file["images"] = np.array(encoded, dtype=np.uint8)
+        meta = np.zeros((500, 9), dtype=np.float32)
+        meta[:, 0], meta[:, 1], meta[:, 3], meta[:, 4] = 8, 8, labels + 1, np.arange(500)
+        file["metadata"] = meta
+    for part, count in (("train", 250), ("val", 10)):
+        (tmp_path / part).mkdir()
+        for number in range(2):
+            rows = range(number * count, (number + 1) * count)
+            raw = b"".join(
+                struct.pack("<QI", 65, 0) + bytes([labels[i]]) + images[i].tobytes() + bytes(4)
+                for i in rows
+            )
+            (tmp_path / part / f"part{number}").write_bytes(raw)
+    return {"mnist.py": [], "imagenet.py": [tmp_path / "images.h5"], "imagenet_daso.py": [tmp_path]}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["mnist.py", "imagenet.py", "imagenet_daso.py"])
+def test_scripts_in_the_style_of_heats_examples_learn_as_with_one_rank(
+    name, files, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    reached = {}
+    for ranks in (1, 2):
+        words = ["--ranks", str(ranks), str(SCRIPTS / name), *map(str, files[name])]
+        assert main(["run", "--compat", "heat", *words]) == 0, capfd.readouterr().err
+        found = re.findall(
+            r"\[?(\d?)\]? ?RIGHT (\S+) with (\d)(?: of (.*))?", capfd.readouterr().out
+        )
+        assert {int(size) for _, _, size, _ in found} == {ranks}
+        reached[ranks] = {right for _, right, _, _ in found[-ranks:]}
+        assert len(reached[ranks]) == 1, "ranks agree"
+    alone, together = (float(*reached[ranks]) for ranks in (1, 2))
+    assert alone > 0.9
+    assert together > alone - 0.04
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import unisono.graph_parallel
 from unisono.comm import world
 from unisono.compat.fairchem.core.common import gp_utils as v1
 from unisono.compat.fairchem_v2.core.common import gp_utils as v2
+from unisono.compat.fairchem_v2.core.common import parallelism
 from unisono.compat.ocpmodels.common import gp_utils as ocp
 from unisono.errors import MeshError
 
@@ -144,6 +145,72 @@ def test_configurations_for_workers():
     v2.set_gp_config(config)
     assert v2.get_gp_config() is config
     v2.set_gp_config(None)
+
+
+def message_passing(pos, weights, edges, rows, fetch, ends):
+    """Return the energy of own rows: two layers, each sums messages at the ends of own edges."""
+    h = torch.tanh(pos[rows] @ weights[0])
+    reach = torch.exp(-(pos[edges[0]] - pos[edges[1]]).square().sum(1, keepdim=True))
+    for weight in weights[1:]:
+        messages = torch.tanh(fetch(h)[ends[0]] @ weight) * reach
+        h = h + torch.zeros_like(h).index_add(0, ends[1], messages)
+    return h.square().sum()
+
+
+@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.parametrize("strategy", list(parallelism.PartitionStrategy))
+def test_a_network_by_all_gather_or_all_to_all_is_that_of_one_process(strategy):
+    """Energies, forces and gradients of parameters, as fairchem's backbones compute them."""
+    size, rank, atoms = world().size, world().rank, 11
+    v2.setup_graph_parallel_groups(size, None)
+    made = torch.Generator().manual_seed(1)
+    pos, *weights = (
+        torch.randn(shape, dtype=torch.float64, generator=made)
+        for shape in ((atoms, 3), (3, 5), (5, 5), (5, 5))
+    )
+    edges = torch.combinations(torch.arange(atoms)).t()
+    edges = torch.cat([edges, edges.flip(0)], 1)
+    edges = edges[:, (pos[edges[0]] - pos[edges[1]]).norm(dim=1) < 2.5]
+    leaves = [t.clone().requires_grad_() for t in (pos, *weights)]
+    everything = torch.arange(atoms)
+    energy = message_passing(leaves[0], leaves[1:], edges, everything, lambda h: h, edges)
+    expected = [energy.detach(), *torch.autograd.grad(energy, leaves)]
+
+    owner, own = parallelism.compute_a2a_partition(pos, atoms, "cpu", size, rank, strategy)
+    mine = edges[:, owner[edges[1]] == rank]
+    context = parallelism.build_gp_context(mine, owner, rank, size, own)
+    assert context.total_local_atoms == len(own)
+    assert context.total_recv == sum(context.recv_splits) == int(context.recv_counts.sum())
+    assert len(context.local_edge_idx) + len(context.remote_edge_idx) == mine.shape[1]
+    ways = {"a2a": (lambda h: torch.cat([h, parallelism.all_to_all_collect(h, context)]),
+                    context.edge_index_local)}  # fmt: skip
+    if strategy is parallelism.PartitionStrategy.INDEX_SPLIT:
+        ends = torch.stack([mine[0], mine[1] - int(own[0])])
+        gather = v2.gather_from_model_parallel_region_sum_grad
+        ways["allgather"] = (lambda h: gather(h, atoms), ends)
+    for fetch, ends in ways.values():
+        leaves = [t.clone().requires_grad_() for t in (pos, *weights)]
+        part = message_passing(leaves[0], leaves[1:], mine, own, fetch, ends)
+        total = v2.reduce_from_model_parallel_region(part)
+        grads = torch.autograd.grad(total, leaves)
+        found = [total.detach(), *(world().all_reduce(g) for g in grads)]
+        torch.testing.assert_close(found, expected)
+        for tensor in found:
+            assert world().all_equal(tensor.tolist()), "the same bits on all ranks"
+    with pytest.raises(ValueError, match="in the row"):
+        parallelism.build_gp_context(mine, owner, rank, size + 1)
+    v2.cleanup_gp()
+
+
+@pytest.mark.ranks(2)
+def test_the_second_derivative_of_a_gather_used_alike_by_all_ranks_is_that_of_one_process():
+    v2.setup_graph_parallel_groups(2, None)
+    x = torch.full((1,), 1.5, requires_grad=True)
+    square = v2.gather_from_model_parallel_region(x, 2).sum() ** 2
+    (first,) = torch.autograd.grad(square, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert (first.item(), second.item()) == (6.0, 4.0)
+    v2.cleanup_gp()
 
 
 def test_the_trees_can_stand_on_the_search_path(warm_python):

@@ -1,14 +1,25 @@
-"""What the console shows of ranks that print at the same time."""
+"""The console: what it shows of ranks that print at the same time, and which rank reads it."""
 
 from __future__ import annotations
 
 import io
 import itertools
+import os
+import pty
+import subprocess
+import sys
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import unisono
+from unisono.errors import PlatformError, RankFailed
+from unisono.launch import console
 from unisono.launch.console import Console
+
+QUIET = unisono.Logs(console="none")
 
 
 class Terminal(io.StringIO):
@@ -98,3 +109,78 @@ def test_a_progress_bar_of_rank_0_moves_below_the_cell_of_a_notebook():
             screen = part + screen[len(part) :]
         shown.append(screen.rstrip())
     assert shown == ["[1] hello", "[0]  20%", ""]
+
+
+def test_one_rank_may_read_the_standard_input(tmp_path):
+    script = tmp_path / "ask.py"
+    script.write_text(
+        "import unisono\n"
+        "def ask():\n"
+        "    rank = unisono.world().rank\n"
+        "    return input('your name? ') if rank == 1 else __import__('sys').stdin.read()\n"
+        "platform = unisono.Platform(device='cpu', ranks=2, spawn_method='spawn')\n"
+        "print(list(unisono.run(ask, on=platform)))\n"
+    )
+    env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script], env=env, input="Ada\n", capture_output=True, text=True, timeout=90
+    )
+    assert done.stdout.endswith("['', 'Ada']\n"), done.stdout + done.stderr
+    assert "your name? " in done.stdout
+
+
+def test_a_debugger_works_in_the_forked_rank_at_the_terminal_and_others_read_nothing(tmp_path):
+    script = tmp_path / "debug.py"
+    script.write_text(
+        "import sys\n"
+        "import unisono\n"
+        "def look():\n"
+        "    if unisono.world().rank == 0:\n"
+        "        breakpoint()\n"  # not at the terminal: passed over
+        "        return sys.stdin.read()\n"
+        "    secret = 6 * 7\n"
+        "    breakpoint()\n"
+        "    return secret\n"
+        "print('RESULTS', list(unisono.run(look, on='cpu', ranks=2)))\n"
+    )
+    ours, theirs = pty.openpty()
+    env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path), "TERM": "dumb"}
+    process = subprocess.Popen(
+        [sys.executable, script],
+        env=env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    try:
+        seen = read_until(ours, b"(Pdb) ")
+        os.write(ours, b"p secret + 1\n")
+        assert b"43" in read_until(ours, b"(Pdb) ", seen)
+        os.write(ours, b"c\n")
+        assert b"RESULTS ['', 42]" in read_until(ours, b"42]")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def read_until(fd, words, start=b"", seconds=60.0):
+    import select
+
+    end, seen = time.monotonic() + seconds, b""
+    while words not in seen:
+        assert time.monotonic() < end, start + seen
+        if select.select([fd], [], [], 0.5)[0]:
+            seen += os.read(fd, 4096)
+    return seen
+
+
+def test_a_rank_without_a_terminal_says_how_to_get_one():
+    with pytest.raises(RankFailed, match="UNISONO_STDIN_RANK=0 gives it yours"):
+        unisono.run(breakpoint, on="cpu", ranks=1, logs=QUIET)
+    with pytest.raises(PlatformError, match="ranks of a world of 2 are 0 to 1"):
+        console.stdin_rank({console.STDIN_VARIABLE: "2"}, 2)

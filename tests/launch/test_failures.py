@@ -21,6 +21,10 @@ from unisono.launch.job_files import process_start
 from unisono.launch.pool import cleanup
 
 AT_ONCE_S = 4.0  # two seconds are promised; a loaded machine may take longer
+both_starts = pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+sizes_of_starts = pytest.mark.parametrize(("spawn_method", "ranks"), [("auto", 2), ("spawn", 1)])
+"""Where nobody has to wait, one fresh interpreter does."""
+QUIET = unisono.Logs(console="none")
 
 
 def fail(function, tmp_path, *, timeout_s=60.0, ranks=2, spawn_method="auto"):
@@ -37,11 +41,6 @@ def fail(function, tmp_path, *, timeout_s=60.0, ranks=2, spawn_method="auto"):
         )
     since = time.time() - mark.stat().st_mtime if mark.exists() else 0.0
     return caught.value, since
-
-
-both_starts = pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
-sizes_of_starts = pytest.mark.parametrize(("spawn_method", "ranks"), [("auto", 2), ("spawn", 1)])
-"""Where nobody has to wait, one fresh interpreter does."""
 
 
 def test_a_child_that_ends_during_the_report_does_not_take_its_place(tmp_path):
@@ -428,3 +427,21 @@ def test_ranks_with_different_numbers_of_batches_are_named_with_their_lines(tmp_
     assert f"  rank 0: test_failures.py:{later} in train" in lines
     assert f"  rank 1: test_failures.py:{first + 3} in train" in lines
     assert "HINT: different numbers of batches?" in lines[-1]
+
+
+def test_a_deadline_holds_in_a_world_that_exists_already():
+    def outer():
+        try:
+            unisono.run(time.sleep, 600, timeout_s=0.5)
+        except RankTimeout as error:
+            return sorted(error.stacks), str(error).splitlines()[0], error.rank
+
+    def fine():
+        return list(unisono.run(lambda: unisono.world().rank, timeout_s=60))
+
+    found = unisono.run(outer, on="cpu", ranks=2, logs=QUIET, timeout_s=60)
+    for rank, (stacks, headline, culprit) in enumerate(found):
+        assert rank in stacks
+        assert headline == f"rank {rank} of 2 not done within timeout_s=0.5"
+        assert culprit == rank
+    assert list(unisono.run(fine, on="cpu", ranks=2, logs=QUIET)) == [[0, 1], [0, 1]]

@@ -10,6 +10,10 @@ import time
 
 import pytest
 
+import unisono
+from unisono.errors import RankFailed
+from unisono.launch.stopping import signals_of_launcher
+
 SCRIPT = """
 import os, subprocess, time, unisono
 from pathlib import Path
@@ -26,63 +30,7 @@ def wait(folder):
 
 %s
 """
-
-
-def wait_until(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 RUN, SUBMIT = "unisono.run(wait, {0!r}, ranks=2)", "unisono.submit(wait, {0!r}, ranks=2).wait()"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
-    cases = [
-        (signal.SIGINT, RUN, False),
-        (signal.SIGTERM, RUN, True),
-        (signal.SIGKILL, RUN, True),
-        (signal.SIGINT, SUBMIT, False),
-        (signal.SIGTERM, SUBMIT, False),
-    ]
-    launchers = []
-    try:
-        for number, (_, call, is_apart) in enumerate(cases):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            script = SCRIPT % (is_apart, call.format(str(folder)))
-            launchers.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", script],
-                    env={**os.environ, "TMPDIR": str(folder)},
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        for number, (order, call, _) in enumerate(cases):
-            folder, launcher = tmp_path / str(number), launchers[number]
-            ready = wait_until(lambda folder=folder: len(list(folder.glob("pids-?"))) == 2, 90)
-            assert ready, "the ranks did not start"
-            launcher.send_signal(order)
-            _, errors = launcher.communicate(timeout=30)
-            files = folder.glob("pids-?")
-            pids = [int(pid) for file in files for pid in file.read_text().split()]
-            assert all(map(has_ended, pids)), "ranks or their children live"
-            assert launcher.returncode == -order, errors
-            empty = wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
-            assert empty, f"{order!r} leaves a directory behind"
-            if order == signal.SIGINT or (order == signal.SIGTERM and call is RUN):
-                assert len(list(folder.glob("finally-?"))) == 2
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-            launcher.wait()
-
-
 SAVING = """
 import os, sys, time, unisono
 from pathlib import Path
@@ -130,6 +78,59 @@ platform = unisono.Platform(device=sys.argv[3], ranks=2, interrupt_s=20)
 unisono.run(globals()[sys.argv[2]], on=platform, max_restarts=3)
 print("went on")
 """
+QUIET = unisono.Logs(console="none")
+
+
+def wait_until(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
+    cases = [
+        (signal.SIGINT, RUN, False),
+        (signal.SIGTERM, RUN, True),
+        (signal.SIGKILL, RUN, True),
+        (signal.SIGINT, SUBMIT, False),
+        (signal.SIGTERM, SUBMIT, False),
+    ]
+    launchers = []
+    try:
+        for number, (_, call, is_apart) in enumerate(cases):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            script = SCRIPT % (is_apart, call.format(str(folder)))
+            launchers.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", script],
+                    env={**os.environ, "TMPDIR": str(folder)},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for number, (order, call, _) in enumerate(cases):
+            folder, launcher = tmp_path / str(number), launchers[number]
+            ready = wait_until(lambda folder=folder: len(list(folder.glob("pids-?"))) == 2, 90)
+            assert ready, "the ranks did not start"
+            launcher.send_signal(order)
+            _, errors = launcher.communicate(timeout=30)
+            files = folder.glob("pids-?")
+            pids = [int(pid) for file in files for pid in file.read_text().split()]
+            assert all(map(has_ended, pids)), "ranks or their children live"
+            assert launcher.returncode == -order, errors
+            empty = wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
+            assert empty, f"{order!r} leaves a directory behind"
+            if order == signal.SIGINT or (order == signal.SIGTERM and call is RUN):
+                assert len(list(folder.glob("finally-?"))) == 2
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
 
 
 @pytest.fixture
@@ -229,3 +230,18 @@ def test_ctrl_c_on_the_command_line_lets_ranks_save_and_ends_with_code_130(savin
     assert len(list(tmp_path.glob("saved-?"))) == 2
     assert errors.rstrip().endswith("unisono: interrupted")
     assert "Traceback" not in errors
+
+
+def test_a_hang_up_of_the_terminal_ends_a_launcher_as_an_exception_first(tmp_path):
+    def launcher():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+        with signals_of_launcher():
+            try:
+                os.kill(os.getpid(), signal.SIGHUP)
+                time.sleep(60)
+            finally:
+                (tmp_path / "finally").touch()
+
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(launcher, on="cpu", ranks=1, logs=QUIET)
+    assert (caught.value.signal, (tmp_path / "finally").exists()) == ("SIGHUP", True)

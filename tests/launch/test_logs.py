@@ -1,4 +1,4 @@
-"""Logs on a disk that is full, and logs that would fill it."""
+"""Logs: which ranks are shown; a disk that is full, and logs that would fill it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from unisono.errors import PlatformError
 from unisono.launch.console import Console
-from unisono.launch.logs import LogFollower, RankLog
+from unisono.launch.logs import LogFollower, Logs, RankLog
 
 SCRIPT = """
 import resource, sys, warnings
@@ -68,3 +68,11 @@ def test_a_size_that_is_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("UNISONO_LOG_MB", "much")
     with pytest.raises(PlatformError, match="UNISONO_LOG_MB=much"):
         RankLog(tmp_path / "rank-0.log")
+
+
+def test_the_console_shows_all_ranks_of_small_worlds():
+    assert Logs().shown(8) == frozenset(range(8))
+    assert Logs().shown(9) == {0}
+    assert Logs(console="all").shown(9) == frozenset(range(9))
+    assert Logs(console="none").shown(2) == frozenset()
+    assert Logs(console=[1]).shown(2) == {1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 import socket
 from dataclasses import FrozenInstanceError
@@ -12,10 +13,12 @@ import pytest
 
 import unisono
 from unisono.comm import backends
-from unisono.cores import usable_cores
+from unisono.cores import cgroup_quota, threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import IO, Device, Platform, platform
 from unisono.launch.devices import gpu_index
+
+QUIET = unisono.Logs(console="none")
 
 
 @pytest.mark.parametrize(
@@ -188,3 +191,44 @@ def test_a_backend_that_ranks_could_not_use_is_refused_before_any_is_started(mon
     monkeypatch.setenv("UNISONO_BACKEND", "gluu")
     with pytest.raises(PlatformError, match="HINT: UNISONO_BACKEND=gloo"):
         unisono.run(print, on="cpu")
+
+
+def test_cores_are_limited_by_the_control_group(tmp_path):
+    assert cgroup_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cgroup_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert cgroup_quota(tmp_path) == 0.5
+    assert usable_cores(tmp_path) == 1
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("150000")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+    assert cgroup_quota(tmp_path) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (8, 2, 1)]
+)
+def test_threads_are_shared_and_never_none(ranks, cores, threads):
+    assert threads_per_rank(ranks, cores) == threads
+
+
+def test_a_given_port_is_used_and_a_busy_one_names_its_owner():
+    def where():
+        unisono.world().barrier()
+        return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        platform = unisono.Platform(device="cpu", ranks=2, master_port=port)
+        probe.listen()
+        with pytest.raises(PlatformError) as caught:
+            unisono.run(where, on=platform, logs=QUIET)
+        message = str(caught.value)
+        assert f"port {port} is in use" in message
+        assert f"(process {os.getpid()}) has it" in message
+        assert "leave master_port out" in message
+    results = unisono.run(where, on=platform, logs=QUIET)
+    assert list(results) == [("127.0.0.1", str(port))] * 2

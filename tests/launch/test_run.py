@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import re
+import signal
+import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +21,8 @@ from unisono.comm.backends import available, choose_backend
 from unisono.cores import usable_cores
 
 SCALE = 7
+QUIET = unisono.Logs(console="none")
+SHOW = Path(__file__).parents[2] / "examples" / "launch_everywhere.sh"
 
 
 def sum_of_ranks(start: float, *, power: int = 1) -> dict[str, object]:
@@ -131,3 +140,73 @@ def test_a_failed_attempt_is_started_again_with_its_number(tmp_path, capsys):
     assert list(results) == [1, 1]
     assert results.restarts == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thread_left_running_is_named_and_does_not_hold_the_run_up():
+    def forget_a_thread():
+        threading.Thread(target=time.sleep, args=(600,), name="uploader").start()
+        return 7
+
+    begin = time.monotonic()
+    match = "rank 0 returned its result, .*running: uploader"
+    with pytest.warns(RuntimeWarning, match=match) as caught:
+        results = unisono.run(forget_a_thread, on="cpu", ranks=1, logs=QUIET)
+    assert list(results) == [7]
+    assert [warning.filename for warning in caught] == [__file__]
+    assert time.monotonic() - begin < 15
+
+
+def test_a_thread_that_ends_by_itself_is_waited_for(tmp_path):
+    def write_later():
+        def write():
+            time.sleep(0.3)
+            (tmp_path / "written").touch()
+
+        threading.Thread(target=write).start()
+
+    unisono.run(write_later, on="cpu", ranks=1, logs=QUIET)
+    assert (tmp_path / "written").exists()
+
+
+def test_a_rank_may_start_a_world_of_its_own_and_more_ranks_than_cores_work():
+    def outer():
+        platform = unisono.Platform(device="cpu", ranks=2, detect=False)
+        return list(unisono.run(lambda: unisono.world().size, on=platform, logs=QUIET))
+
+    assert list(unisono.run(outer, on="cpu", ranks=1, logs=QUIET)) == [[2, 2]]
+    many = 2 * usable_cores() + 1
+    ones = unisono.run(lambda: sum(unisono.world().all_gather_object(1)), ranks=many, logs=QUIET)
+    assert list(ones) == [many] * many
+
+
+def test_a_rank_that_crashes_after_it_returned_is_a_warning_and_its_result_counts():
+    def crashes_late():
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+        return 5
+
+    with pytest.warns(RuntimeWarning, match="rank 0 returned its result, then was killed by SIGSE"):
+        assert list(unisono.run(crashes_late, on="cpu", ranks=1, logs=QUIET)) == [5]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_one_script_under_every_starter_gives_the_same_result(warm_python, tmp_path):
+    beside = str(Path(sys.executable).parent)
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON": warm_python,  # each interpreter is a fork of the warm one
+        "TMPDIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        ["sh", str(SHOW)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = re.split(r"^== (.*)$", done.stdout, flags=re.MULTILINE)[1:]
+    shown = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert len(shown) >= 3
+    for starter, output in shown.items():
+        for rank in range(2):
+            assert f"hello from rank {rank} of 2; all our ranks add up to 1" in output, starter
+        assert "returned: [0, 1]" in output, starter
+    if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+        assert "mpiexec" in shown

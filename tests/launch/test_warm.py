@@ -197,3 +197,26 @@ def test_what_optimizers_need_is_loaded_once_the_server_is_idle():
     while not unisono.run(has_loaded, "torch._dynamo", on="cpu", ranks=1, logs=QUIET)[0]:
         assert time.monotonic() < deadline
         time.sleep(1.5)
+
+
+def faults_of_a_step() -> float:
+    import resource
+
+    import torch
+
+    def step() -> None:
+        [torch.zeros(3_000_000) for _ in range(4)]  # freed together
+
+    for _ in range(5):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_a_rank_keeps_what_it_frees_unless_the_user_says_otherwise(monkeypatch):
+    assert max(unisono.run(faults_of_a_step, ranks=2)) < 200  # of about 12,000 pages
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert min(unisono.run(faults_of_a_step, ranks=2)) > 200

@@ -13,6 +13,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 MARK = "\x1e"
 """Stands in front of the first line of a block in what a page prints."""
 FLOAT = re.compile(r"\d+\.\d+(?:e[+-]\d+)?|\d+e[+-]\d+")
+OF_EXTRAS = {"monai", "transformers"}
+"""Packages that a page may use and that need not be there."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TITLE = re.compile(r'title="([^"]+)"')
 
@@ -126,6 +129,10 @@ def test_every_code_block_of_a_page_runs(page, interpreter, tmp_path):
         if block.title:
             (tmp_path / block.title).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
     if script := script_of(blocks):
+        wanted = re.findall(r"^(?:from|import) (\w+)", script, re.MULTILINE)
+        missing = [name for name in OF_EXTRAS.intersection(wanted) if find_spec(name) is None]
+        if missing:
+            pytest.skip(f"{page.name} needs {missing}: pip install 'unisono[nets]'")
         (tmp_path / f"{page.name}.py").write_text(script, encoding="utf-8")
         printed = run(interpreter, ["python", f"{page.name}.py"], tmp_path, page)
         check_shown(page, shown_below(text, blocks), printed)

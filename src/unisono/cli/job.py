@@ -43,6 +43,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             )
             action.add_argument("--follow", action="store_true", help="go on to the job's end")
             action.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
+        elif name == "resize":
+            action.add_argument("ranks", type=_count, metavar="N", help="how many")
         elif name == "wait":
             action.add_argument("--timeout-s", type=float, metavar="S", help="longest wait")
 
@@ -167,6 +169,12 @@ def _cancel(args: argparse.Namespace) -> int:
     return OK
 
 
+def _resize(args: argparse.Namespace) -> int:
+    _attached(args).resize(args.ranks)
+    print(f"{args.ranks} ranks from the next step on")
+    return OK
+
+
 def _wait(args: argparse.Namespace) -> int:
     job = _attached(args)
     is_over = job.wait(args.timeout_s)
@@ -183,5 +191,6 @@ _ACTIONS = {
     "logs": (_logs, "what its ranks have printed"),
     "stacks": (_stacks, "where each of its ranks stands now"),
     "cancel": (_cancel, "end all its ranks"),
+    "resize": (_resize, "another number of ranks, for a job with --elastic"),
     "wait": (_wait, "wait for its end; exit code 0 if it is done, 1 if it failed"),
 }

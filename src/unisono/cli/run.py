@@ -64,7 +64,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     places = parser.add_argument_group("sizes and places")
     places.add_argument("--on", help="cpu, gpu, mps, mpi, slurm, inline, or a profile")
     places.add_argument(
-        "-n", "--ranks", type=int, metavar="N", help="number of ranks (2 on cpu and mpi)"
+        "-n",
+        "--ranks",
+        type=_ranks,
+        metavar="N",
+        help="number of ranks (2 on cpu and mpi); 2:8 are fewest and most of an elastic job",
     )
     places.add_argument("--nodes", type=int, metavar="N", help="number of hosts (1)")
     places.add_argument("--gpus", type=int, metavar="N", help="GPUs, and ranks, of each node")
@@ -89,6 +93,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how = parser.add_argument_group("how")
     how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
     how.add_argument("--max-restarts", type=int, metavar="N", help="new attempts after a failure")
+    how.add_argument(
+        "--elastic", action="store_true", help="ranks may die and join (unisono.train.elastic)"
+    )
+    how.add_argument(
+        "--chaos", metavar="WORDS", help="kill ranks of an elastic job: seed=7,kills=20,every_s=0.5"
+    )
     how.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
     how.add_argument("--console", metavar="WHO", help="auto, all, rank0, none, or ranks as 0,2")
     how.add_argument(
@@ -114,6 +124,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument("--supervise", action="store_true", help=argparse.SUPPRESS)
     how.add_argument("--debug", action="store_true", help="show the launcher's own traceback")
     parser.set_defaults(execute=execute)
+
+
+def _ranks(text: str) -> int | tuple[int, int]:
+    """Read a number of ranks, or the fewest and the most."""
+    first, colon, last = text.partition(":")
+    return (int(first), int(last)) if colon else int(text)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -188,6 +204,7 @@ def _request(
 ) -> Request:
     """Check what the command line asks for."""
     from unisono.launch import Logs
+    from unisono.launch.elastic.settings import Chaos
     from unisono.launch.request import checked_request
 
     fields: dict[str, Any] = {
@@ -216,6 +233,8 @@ def _request(
         timeout_s=args.timeout_s,
         max_restarts=args.max_restarts,
         logs=logs,
+        elastic=True if args.elastic or args.chaos is not None else None,
+        chaos=None if args.chaos is None else Chaos.read(args.chaos),
         fields=fields,
         title=args.module or Path(args.target.rpartition(":")[2]).stem,
         is_script=is_script,

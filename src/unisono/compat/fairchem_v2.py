@@ -9,6 +9,14 @@ from unisono import graph_parallel
 from unisono.compat import gp_utils
 from unisono.compat.modules import Module, build
 
+_ALL_TO_ALL = (
+    (gp_utils, "GPContext all_to_all_collect build_gp_context compute_a2a_partition"),
+    (
+        gp_utils,
+        "PartitionStrategy=GPPartition partition_atoms_index_split partition_atoms_spatial",
+    ),
+)
+
 MODULES = {
     "": Module(""),
     "core": Module("The package that holds `common`."),
@@ -26,6 +34,11 @@ MODULES = {
         (gp_utils, "GPMode GPPartition GraphParallelConfig"),
         (gp_utils, "get_gp_config resolve_gp_config_for_workers set_gp_config"),
         asked=gp_utils.GROUPS,
+    ),
+    "core.common.parallelism": Module("fairchem's all-to-all graph parallelism.", *_ALL_TO_ALL),
+    "core.common.parallelism.graph_parallel_a2a": Module("Its messages.", _ALL_TO_ALL[0]),
+    "core.common.parallelism.graph_partition": Module(
+        "Its ways to deal atoms out.", _ALL_TO_ALL[1]
     ),
 }
 

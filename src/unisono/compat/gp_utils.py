@@ -282,3 +282,82 @@ def resolve_gp_config_for_workers(
             f"  HINT: GraphParallelConfig(group_size={num_workers}), or leave it out"
         )
     return gp_config
+
+
+# fairchem 2.x, `parallelism`: only the rows that a rank's edges touch travel, by a `GraphPlan`.
+
+
+class GPContext:
+    """What a rank sends and receives in a layer: a `GraphPlan` under fairchem's names."""
+
+    def __init__(self, plan: gp.GraphPlan) -> None:
+        self.plan = plan
+        self.rank, self.world_size = plan.comm.rank, plan.comm.size
+        self.total_local_atoms, self.total_recv = plan.num_local, plan.num_halo
+        self.send_indices, self.edge_index_local = plan.send_index, plan.edge_index
+        self.send_splits, self.recv_splits = list(plan.send_sizes), list(plan.recv_sizes)
+        self.local_edge_idx, self.remote_edge_idx = plan.inner_edges, plan.outer_edges
+        device = plan.edge_index.device
+        self.send_counts = torch.tensor(self.send_splits, device=device)
+        self.recv_counts = torch.tensor(self.recv_splits, device=device)
+        self.rank_assignments = plan.partition.owner.to(device)
+
+
+def partition_atoms_spatial(pos: Tensor, num_ranks: int, num_iters: int = 10) -> Tensor:  # noqa: ARG001
+    """Return the rank of each atom: equal cuts of a Morton curve. `num_iters` has no effect."""
+    return gp.GraphPartition.morton(pos, num_ranks).owner.to(pos.device)
+
+
+def partition_atoms_index_split(
+    total_atoms: int, num_ranks: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the rank of each atom: balanced blocks in the given order."""
+    return gp.GraphPartition.contiguous(total_atoms, num_ranks).owner.to(device)
+
+
+def compute_a2a_partition(
+    pos: Tensor,
+    total_atoms: int,
+    device: torch.device | str,
+    world_size: int,
+    rank: int,
+    strategy: GPPartition,
+) -> tuple[Tensor, Tensor]:
+    """Return the rank of each atom, and the atoms of this rank."""
+    if GPPartition(strategy) is GPPartition.SPATIAL:
+        owner = partition_atoms_spatial(pos, world_size).to(device)
+    else:
+        owner = partition_atoms_index_split(total_atoms, world_size, device)
+    return owner, (owner == rank).nonzero()[:, 0]
+
+
+def build_gp_context(
+    edge_index: Tensor,
+    rank_assignments: Tensor,
+    rank: int,
+    world_size: int,
+    node_partition: Tensor | None = None,  # noqa: ARG001 - the assignments tell it
+) -> GPContext:
+    """Return what this rank needs for all-to-all. Collective over the row.
+
+    Args:
+        edge_index: edges that end in this rank's atoms, numbers of the whole graph.
+        rank_assignments: the rank of each atom.
+        rank: own place in the row; `world_size` its ranks.
+        world_size: as set up.
+        node_partition: this rank's atoms; not needed.
+    """
+    comm = current_gp()
+    if (rank, world_size) != (comm.rank, comm.size):
+        raise ValueError(
+            f"build_gp_context(rank={rank}, world_size={world_size})\n"
+            f"  found: rank {comm.rank} of {comm.size} in the row\n"
+            "  HINT: get_gp_rank(), get_gp_world_size()"
+        )
+    partition = gp.GraphPartition.from_owner(rank_assignments, world_size)
+    return GPContext(gp.GraphPlan(partition, edge_index, edges="local", comm=comm))
+
+
+def all_to_all_collect(x_local: Tensor, gp_ctx: GPContext) -> Tensor:
+    """Return the rows of other ranks that own edges touch, to be joined behind the own ones."""
+    return gp_ctx.plan.exchange(x_local)

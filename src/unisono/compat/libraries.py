@@ -90,8 +90,8 @@ LIBRARIES = {
         ),
         Library(
             "heat",
-            "for arrays keep heat, import unisono.compat.heat as ht for the training, and pass "
-            "x.larray",
+            "for more of its arrays keep heat, import unisono.compat.heat as ht for the training, "
+            "and pass x.larray",
             beside=True,
         ),
         Library("ocpmodels", _graph_parallel("ocpmodels.common.gp_utils"), beside=True),

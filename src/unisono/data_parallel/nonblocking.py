@@ -148,7 +148,9 @@ class DeferredUpdates:
         self._passed_over = set()
         self._remove_layer_hooks()
         for name, part in module.named_modules():
-            own = {id(p) for p in part.parameters(recurse=False)}
+            # A split network reads the parameters of all its layers before it calls the first.
+            reads_all = getattr(part, "reads_all_parameters", False)
+            own = {id(p) for p in part.parameters(recurse=reads_all)}
             found = [b.index for b in buckets if any(id(p) in own for p in b.params)]
             if found or not name:
                 self._layers[name] = found

@@ -38,7 +38,7 @@ def run(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
@@ -46,6 +46,7 @@ def run(
     seed: int | None = None,
     record: str | bool | None = None,
     watch: bool | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> Results[T]:
     """Call `fn(*args, **kwargs)` on every rank and return what each returned, in rank order.
@@ -62,6 +63,7 @@ def run(
             of `unisono.toml`, a `Device` or a `Platform`. Default: GPUs if there are any.
         ranks: number of ranks over all nodes; if not given 2 on `"cpu"` and `"mpi"`, all GPUs on
             `"gpu"`, 1 on `"mps"`, one a node on `"slurm"`. Each rank gets cores / ranks threads.
+            `(2, 8)` are the fewest and the most of an elastic job.
         nodes: number of hosts, for `"mpi"` and `"slurm"`; 1 if not given.
         timeout_s: deadline, counted from the moment all ranks are ready.
         max_restarts: how many times to start again after a failure; 0 if not given.
@@ -71,6 +73,8 @@ def run(
             `results.report`; True takes the function's name.
         watch: serve a page that shows the run while it lasts, and record it; in a notebook the
             page appears below the cell.
+        elastic: whether ranks may die and join while `unisono.train.elastic` trains; the dead are
+            replaced.
         kwargs: keyword arguments of `fn`; one that `run` has, too, goes into a
             `functools.partial(fn, ...)`.
 
@@ -92,6 +96,7 @@ def run(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
     with own_frames_hidden():
         check_call(fn, args, kwargs, {**given, "record": record, "watch": watch})
@@ -129,12 +134,13 @@ def submit(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> Job:
     """Start what `run` would run, and return at once with a handle on it.
@@ -157,6 +163,7 @@ def submit(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
     check_call(fn, args, kwargs, given)
     if not isinstance(logs, Logs):
@@ -187,12 +194,13 @@ def dry_run(
     /,
     *args: Any,
     on: str | Device | Platform | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    elastic: bool | None = None,
     **kwargs: Any,
 ) -> str:
     """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
@@ -211,6 +219,7 @@ def dry_run(
         "max_restarts": max_restarts,
         "logs": logs,
         "seed": seed,
+        "elastic": elastic,
     }
     check_call(fn, args, kwargs, given)
     return describe_request(checked_request(fn, args, kwargs, **given))

@@ -5,11 +5,12 @@ On a cluster the same series is run by the driver of the job (`places/slurm/driv
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,12 @@ from unisono.errors import JobCancelled, RankFailed, RankTimeout
 from unisono.launch import job_files
 from unisono.launch.console import Console, stdin_rank
 from unisono.launch.devices import Device
-from unisono.launch.logs import SHOW_ALL_UP_TO
+from unisono.launch.logs import SHOW_ALL_UP_TO, tail
 from unisono.launch.places.local import run_local
 from unisono.launch.places.mpi import run_mpi
 from unisono.launch.platform import Platform
 from unisono.launch.pool import cleanup
-from unisono.launch.pool.monitor import Outcome, Watch, tail
+from unisono.launch.pool.monitor import Outcome, Watch
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Job as RankJob
 from unisono.launch.pool.surroundings import Surroundings, common_variables
@@ -45,7 +46,7 @@ class Attempts:
     """Function and arguments."""
     job_dir: Path
     """Directory of the run."""
-    on_state: Callable[[str], None] = lambda _state: None
+    on_state: Callable[[str], None] | None = None
     """Told of each change: `"running"`, `"requeued"`."""
     number: int = 0
     """Number of the present attempt."""
@@ -69,21 +70,19 @@ class Attempts:
                 file=sys.stderr,
             )
         threads, more = request.platform.cpus_per_rank, request.platform.env
+        if request.elastic is not None:  # MKL takes the same way through a sum at any address
+            more = {"MKL_CBWR": "AUTO", **(more or {})}
         variables = common_variables(os.environ, threads=threads, more=more)
         if (width := console.width()) is not None:
             variables |= {"COLUMNS": str(width), "LINES": "24"}
-        job = RankJob(
-            argv=list(sys.argv),
-            call=self.call,
-            convention=request.convention,
-            platform=travelling(request.platform),
-            setting=Surroundings.now(variables),
-            is_script=request.is_script,
-        )
+        job = rank_job(request, self.call, variables)
         run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local
+        if request.elastic is not None:
+            run_attempt = functools.partial(run_local, elastic=request.elastic)
         causes: list[str] = []
         while True:
-            self.on_state("running")
+            if self.on_state is not None:
+                self.on_state("running")
             try:
                 outcome = run_attempt(
                     job,
@@ -115,7 +114,7 @@ class Attempts:
                     return results_of(
                         outcome,
                         place=request.place,
-                        threads=request.platform.cpus_per_rank,
+                        threads=threads,
                         attempt=self.number,
                         job_dir=self.job_dir,
                         is_kept=request.logs.dir is not None,
@@ -157,7 +156,8 @@ class Attempts:
         return JobCancelled(f"the run of {self.request.name} was cancelled")
 
     def _count_requeue(self) -> None:
-        self.on_state("requeued")
+        if self.on_state is not None:
+            self.on_state("requeued")
         self.requeues += 1
         limit = self.request.platform.max_requeues
         if self.requeues > limit:
@@ -199,10 +199,31 @@ def too_many_requeues(requeues: int, limit: int) -> str:
     )
 
 
-def travelling(platform: Platform) -> Platform:
-    """Return the platform that ranks get: without functions that belong to the launcher."""
-    is_per_rank = platform.seed_per_rank in (None, True)
-    return platform.but(upon_finish=None, upon_error=None, seed_per_rank=is_per_rank)
+def rank_job(
+    request: Request,
+    call: Parcel,
+    variables: Mapping[str, str],
+    *,
+    upon_finish: bytes | None = None,
+) -> RankJob:
+    """Return what ranks are told; functions that belong to the launcher do not travel.
+
+    Args:
+        request: what was asked.
+        call: function and arguments.
+        variables: environment of the ranks.
+        upon_finish: function, pickled, for rank 0 to call at the end.
+    """
+    is_per_rank = request.platform.seed_per_rank in (None, True)
+    return RankJob(
+        argv=list(sys.argv),
+        call=call,
+        convention=request.convention,
+        platform=request.platform.but(upon_finish=None, upon_error=None, seed_per_rank=is_per_rank),
+        setting=Surroundings.now(variables),
+        upon_finish=upon_finish,
+        is_script=request.is_script,
+    )
 
 
 @contextmanager
@@ -217,7 +238,11 @@ def job_directory(request: Request) -> Iterator[Path]:
         )
         yield path
         return
-    path = cleanup.make_temporary_directory(_shared_parent(request.platform))
+    parent: Path | None = None
+    if request.platform.n_nodes > 1:  # hosts share the working directory, if anything
+        parent = Path(request.platform.console_logs).absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+    path = cleanup.make_temporary_directory(parent)
     try:
         yield path
     except (RankFailed, RankTimeout):
@@ -231,15 +256,6 @@ def job_directory(request: Request) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
         raise
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _shared_parent(platform: Platform) -> Path | None:
-    """Return where a run over several hosts keeps its files: below the working directory."""
-    if platform.n_nodes == 1:
-        return None
-    parent = Path(platform.console_logs).absolute()
-    parent.mkdir(parents=True, exist_ok=True)
-    return parent
 
 
 def results_of(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Convention", "choose_convention"]
 
-RESERVED = (*RUN_NAMES, "seed", "record", "watch")
+RESERVED = (*RUN_NAMES, "seed", "record", "watch", "elastic")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 INJECTED = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
@@ -28,11 +28,13 @@ from unisono.errors import (
     RemoteError,
     UnisonoError,
 )
+from unisono.expect import expect_int
 from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, job_directory, telling
+from unisono.launch.elastic.settings import RESIZE
 from unisono.launch.places.mailbox import CANCEL
 from unisono.launch.pool.payload import dump_call
-from unisono.launch.pool.stacks import own_frames_hidden, user_threads
+from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 
@@ -136,25 +138,34 @@ class Job:
             self._is_cancelled = True
             self.wait(self.CANCEL_S)
 
+    def resize(self, ranks: int) -> None:
+        """Have another number of ranks, from the next step on; for jobs with `elastic=True`."""
+        expect_int("ranks", ranks, 1, error=PlatformError)
+        least, most = self._entry.get("elastic") or (0, 0)
+        if not least <= ranks <= most:
+            raise PlatformError.because(
+                f"job {self.id} with {ranks} ranks",
+                f"it may have {least} to {most}" if most else "it is not elastic",
+                None,
+                f"{least} to {most}" if most else "unisono.submit(..., ranks=(1, 8))",
+            )
+        job_files.write_private(self.dir / RESIZE, str(ranks).encode())
+
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands; nothing if none runs (here, without a scheduler)."""
-        asked: dict[int, tuple[Path, int]] = {}
+        paths: dict[int, Path] = {}
+        signals: dict[int, signal.Signals] = {}
         for path in self.dir.glob("rank-*.pid"):
             job_files.check_ours(path)
             pid, start, name = path.read_text().split()
             if str(job_files.process_start(int(pid))) == start:
-                stack = path.with_suffix(".stack")
-                asked[int(path.stem.removeprefix("rank-"))] = stack, stack.stat().st_size
-                os.kill(int(pid), signal.Signals[name])
-        end = time.monotonic() + STACKS_S
-        texts: dict[int, str] = {}
-        while asked and time.monotonic() < end:
-            before = texts
-            texts = {rank: text for rank, (path, at) in asked.items() if (text := _from(path, at))}
-            if texts == before and len(texts) == len(asked):
-                break
-            time.sleep(POLL_S / 2)
-        return {rank: user_threads(text) for rank, text in texts.items()}
+                paths[int(path.stem.removeprefix("rank-"))] = path.with_suffix(".stack")
+                signals[int(pid)] = signal.Signals[name]
+        dumps = StackDumps(paths)
+        for pid, number in signals.items():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return {rank: user_threads(text) for rank, text in dumps.wait(STACKS_S).items()}
 
     @overload
     def logs(self, rank: int = 0, *, tail: int | None = None) -> str: ...
@@ -267,6 +278,7 @@ class LocalJob(Job):
             "id": self.id,
             "name": request.name,
             "ranks": request.ranks,
+            "elastic": request.elastic and (request.elastic.least, request.elastic.most),
             "submitted": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -393,10 +405,3 @@ def _find(id_or_dir: str | Path) -> Path:
         None,
         f"unisono job list; the latest are {', '.join(latest)}" if latest else "its directory",
     )
-
-
-def _from(path: Path, place: int) -> str:
-    """Return what a file holds from `place` on."""
-    with path.open("rb") as file:
-        file.seek(place)
-        return file.read().decode(errors="replace")

@@ -227,3 +227,29 @@ def _place_of_tail(path: Path, lines: int) -> int:
     """Return where the last `lines` lines of a log begin."""
     data = path.read_bytes() if path.exists() else b""
     return len(data) - sum(map(len, data.splitlines(keepends=True)[-lines:] if lines else ()))
+
+
+def size_of(path: Path) -> int:
+    """Return how long a file is; 0 if it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def text_from(path: Path, offset: int = 0) -> str:
+    """Return the text of a file from a place on; nothing if it is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def tail(path: Path, limit: int = 1 << 20) -> str:
+    """Return the text of a log, or the last `limit` bytes of it; nothing if it is not there."""
+    try:
+        return text_from(path, max(0, path.stat().st_size - limit))
+    except OSError:
+        return ""

@@ -330,8 +330,8 @@ class Platform:
     @property
     def cpus_per_rank(self) -> int:
         """Number of CPUs, and threads, of each rank."""
-        if self._shared_cpus is not None:
-            return max(1, self._shared_cpus // self.ranks_per_node)
+        if (cpus := self._shared_cpus) is not None:
+            return max(1, cpus // self.ranks_per_node)
         if self.kind is Device.SLURM:
             return 1
         return threads_per_rank(self.ranks_per_node, usable_cores())

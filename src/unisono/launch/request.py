@@ -18,6 +18,7 @@ from unisono.errors import PlatformError
 from unisono.launch import devices
 from unisono.launch.calling import Convention, function_name
 from unisono.launch.devices import Device
+from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
 from unisono.launch.logs import Logs, checked_logs
 from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Platform
 from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_configuration
@@ -65,6 +66,8 @@ class Request:
     """Whether it is a whole script, which may initialise torch.distributed by itself."""
     seed: int | None = None
     """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
+    elastic: Elastic | None = None
+    """How the job may grow and shrink; None: its first death ends it."""
     convention: Convention = field(default_factory=Convention)
     """How ranks call the function."""
     decided_by_file: str = ""
@@ -77,11 +80,13 @@ def checked_request(
     kwargs: Mapping[str, object],
     *,
     on: str | Device | Platform | None,
-    ranks: int | None,
+    ranks: int | tuple[int, int] | None,
     nodes: int | None,
     timeout_s: float | None,
     max_restarts: int | None,
     logs: str | Path | Logs | None,
+    elastic: bool | None = None,
+    chaos: Chaos | None = None,
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
     is_script: bool = False,
@@ -92,13 +97,14 @@ def checked_request(
 
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
     `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
-    function; `is_script` leaves it to the function when its ranks join their world; `seed` is that
-    of `run`; `convention` says how ranks call the function. That the call fits the function is for
-    the caller to check (`calling.py`).
+    function; `is_script` leaves it to the function when its ranks join their world; `seed` and
+    `elastic` are those of `run`; `chaos` kills ranks of an elastic job; `convention` says how ranks
+    call the function. That the call fits the function is for the caller to check (`calling.py`).
     """
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
         fields = {**(fields or {}), "seed": seed}
+    least, ranks = bounds(ranks, elastic)
     asked: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
     asked |= {"max_restarts": max_restarts, "logs": logs}
     configuration = read_configuration()
@@ -124,6 +130,9 @@ def checked_request(
     joins_world = platform.detect and is_in_world()
     if not joins_world:  # else that world counts, whatever is asked for
         platform.check_machine()
+    grows = checked(place, platform, least, chaos)
+    if grows is not None:  # members meet at their coordinator, and nowhere else
+        platform = platform.but(ipc_groups=None)
     size = platform.world_size
     decided = ""
     if configuration.path is not None:
@@ -147,6 +156,7 @@ def checked_request(
         name=title or function_name(fn),
         is_script=is_script,
         seed=seed,
+        elastic=grows,
         convention=convention or Convention(),
         decided_by_file=decided,
     )

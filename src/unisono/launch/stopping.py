@@ -42,6 +42,8 @@ _is_working = False
 """Whether the function runs, which alone an interrupt is for."""
 _calls = 0
 _agreed = False
+_agreement: Callable[[], bool] | None = None
+"""Who knows whether all ranks are to stop, where it is not a collective of the world."""
 
 
 def note_request() -> None:
@@ -96,6 +98,17 @@ def forget_request() -> None:
     _calls, _agreed = 0, False
 
 
+def is_wanted() -> bool:
+    """Whether somebody wants this rank to stop, whatever the others know."""
+    return _wanted.is_set()
+
+
+def agree_by(ask: Callable[[], bool] | None) -> None:
+    """Have `should_stop` ask somebody else than the world; None: the world again."""
+    global _agreement
+    _agreement = ask
+
+
 def should_stop(*, every: int = 1) -> bool:
     """Tell whether any rank was asked to stop; the same answer on all ranks.
 
@@ -109,7 +122,7 @@ def should_stop(*, every: int = 1) -> bool:
     expect_int("every", every, 1, error=PlatformError)
     _calls += 1
     if not _agreed and _calls % every == 0:
-        _agreed = _any_rank(_wanted.is_set())
+        _agreed = _any_rank(_wanted.is_set()) if _agreement is None else _agreement()
     return _agreed
 
 

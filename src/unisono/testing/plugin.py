@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest.unittest import TestCaseFunction
 
 from unisono.errors import PlatformError, explain
+from unisono.testing.internals import is_unittest, plain_representation
 from unisono.testing.leaks import KINDS, Holdings, describe
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse the marker where it would have no effect."""
-    if item.get_closest_marker("ranks") and isinstance(item, TestCaseFunction):
+    if item.get_closest_marker("ranks") and is_unittest(item):
         told = explain(
             "@pytest.mark.ranks on a method of unittest.TestCase",
             f"{item.nodeid}, which unittest runs itself, in this process",
@@ -115,8 +115,9 @@ def pytest_runtest_makereport(
     if report.when == "call" and report.failed:
         item.stash[_FAILED] = True
     error = call.excinfo.value if call.excinfo is not None else None
-    if report.failed and _is_own_report(error):
-        report.longrepr = _plain_representation(item, error)
+    if error is not None and report.failed and _is_own_report(error):
+        summary = getattr(error, "summary", "") or str(error).splitlines()[0]
+        report.longrepr = plain_representation(item, error, summary)
     return report
 
 
@@ -161,30 +162,11 @@ def _marker_of(node: pytest.Item) -> RanksMarker | None:
         pytest.fail(str(error), pytrace=False)
 
 
-def _is_own_report(error: BaseException | None) -> bool:
-    if error is None:
-        return False
+def _is_own_report(error: BaseException) -> bool:
     from unisono.testing.report import LeakFound, RankFailure
     from unisono.testing.shipping import CannotTravel
 
     return isinstance(error, (LeakFound, RankFailure, CannotTravel))
-
-
-def _plain_representation(item: pytest.Item, error: Any) -> Any:
-    from _pytest._code.code import (
-        ReprEntryNative,
-        ReprExceptionInfo,
-        ReprFileLocation,
-        ReprTraceback,
-    )
-
-    notes = getattr(error, "__notes__", [])
-    text = "\n".join([str(error), *notes])
-    path, line, _ = item.location
-    summary = getattr(error, "summary", "") or str(error).splitlines()[0]
-    where = ReprFileLocation(path, (line or 0) + 1, summary)
-    traceback = ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native")
-    return ReprExceptionInfo(reprtraceback=traceback, reprcrash=where)
 
 
 @dataclass(frozen=True, kw_only=True)

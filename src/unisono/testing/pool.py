@@ -25,9 +25,10 @@ import cloudpickle
 
 from unisono.errors import PlatformError, RankFailed
 from unisono.expect import expect_int
+from unisono.launch.logs import text_from
 from unisono.launch.pool.cleanup import make_temporary_directory
 from unisono.launch.pool.client import ANSWER_S, Pipes, RankProcess, ServerGone, WarmServer
-from unisono.launch.pool.monitor import RankMonitor, text_from
+from unisono.launch.pool.monitor import RankMonitor
 from unisono.launch.pool.protocol import send_message
 from unisono.launch.pool.stacks import readable_threads
 from unisono.testing.calls import STACK_SIGNAL, Call, Close, Closed, Command, Open, Raised, Reply

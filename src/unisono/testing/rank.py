@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import functools
 import gc
 import os
 import random
@@ -29,7 +28,6 @@ import cloudpickle
 import numpy
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from unisono.comm import seal
 from unisono.errors import an
@@ -108,7 +106,7 @@ class _RankProcess:
         seal.give_secret(command.secret)
         dist.init_process_group(
             command.backend,
-            store=FileStore(command.store, command.world),
+            store=dist.FileStore(command.store, command.world),
             rank=self.rank,
             world_size=command.world,
             timeout=datetime.timedelta(seconds=command.group_timeout_s),
@@ -223,50 +221,14 @@ def _outcome(error: BaseException) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def show_comparisons(verbosity: int) -> Iterator[None]:
-    """Make failing comparisons explain themselves as they do in the test process."""
+    """Make failing comparisons explain themselves, where there is pytest: the pool needs none."""
     try:
-        from _pytest.assertion import util
-    except ImportError:  # pytest is not needed for RankPool.run
+        from unisono.testing.internals import comparisons_explained
+    except ImportError:
         yield
         return
-    before = util._reprcompare
-    util._reprcompare = functools.partial(_explain, verbosity)
-    try:
+    with comparisons_explained(verbosity):
         yield
-    finally:
-        util._reprcompare = before
-
-
-def _explain(verbosity: int, op: str, left: object, right: object) -> str | None:
-    try:
-        config = _configuration(verbosity)
-        answers = config.hook.pytest_assertrepr_compare(
-            config=config, op=op, left=left, right=right
-        )
-        lines = next((answer for answer in answers if answer), None)
-    except Exception:  # the plain form of the comparison is still shown
-        return None
-    if lines is None:
-        return None
-    return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")
-
-
-@functools.cache
-def _configuration(verbosity: int) -> Any:
-    from _pytest.config import get_config
-
-    before = dict(os.environ)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    os.environ.pop("PYTEST_ADDOPTS", None)
-    os.environ.pop("PYTEST_PLUGINS", None)
-    try:
-        config = get_config()
-        config.parse(["-c", os.devnull, "--rootdir", os.sep, "-p", "no:cacheprovider"])
-        config.option.verbose = verbosity
-        return config
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "SIGHUP")

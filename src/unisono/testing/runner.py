@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from unisono.testing.calls import REMADE_FIXTURES
+from unisono.testing.internals import argument_names, drawn_by
 from unisono.testing.leaks import describe
 from unisono.testing.plugin import RanksMarker
 from unisono.testing.pool import RankPool, RankStall, RankWorld, UnanimousOutcome
@@ -50,7 +51,7 @@ def run_on_ranks(
         LeakFound: the test passed, but a rank was not left clean.
     """
     __tracebackhide__ = True
-    names = item._fixtureinfo.argnames
+    names = argument_names(item)
     fixtures = {n: item.funcargs[n] for n in names if n not in REMADE_FIXTURES}
     remake = tuple(n for n in names if n in REMADE_FIXTURES)
     verbosity = item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS)
@@ -142,13 +143,7 @@ def drawn_on_ranks(
     The time limit of hypothesis is lifted meanwhile: the deadline of the marker holds for each
     example, and time on ranks that share cores says nothing about the example.
     """
-    from hypothesis import Phase, settings
-
-    handle = function.hypothesis  # pyright: ignore[reportFunctionMemberAccess]
-    inner = handle.inner_test
-    owner = getattr(function, "__func__", function)
-    name = "_hypothesis_internal_use_settings"
-    before = getattr(owner, name, None)
+    inner = function.hypothesis.inner_test  # pyright: ignore[reportFunctionMemberAccess]
 
     @functools.wraps(inner)
     def on_ranks(*args: Any, **drawn: Any) -> None:
@@ -161,14 +156,5 @@ def drawn_on_ranks(
             stall.add_note(f"Stalled example (not shrunk): {inner.__name__}({shown})")
             raise StopDrawing(stall) from None
 
-    handle.inner_test = on_ranks
-    if before is not None:
-        # The phase "explain" traces lines of this process, which are none of the test's.
-        phases = [phase for phase in before.phases if phase is not Phase.explain]
-        setattr(owner, name, settings(before, deadline=None, phases=phases))
-    try:
+    with drawn_by(function, on_ranks):
         yield
-    finally:
-        handle.inner_test = inner
-        if before is not None:
-            setattr(owner, name, before)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from unisono.train.checkpoint import Checkpoint, Restored
+    from unisono.train.exact.run import ElasticRun, elastic
     from unisono.train.recording.opening import current_run, log, record, span
     from unisono.train.recording.run import Run
     from unisono.train.report.building import Report, build_report
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Checkpoint": "unisono.train.checkpoint",
+    "ElasticRun": "unisono.train.exact.run",
     "Report": "unisono.train.report.building",
     "Restored": "unisono.train.checkpoint",
     "Resumable": "unisono.train.resumable",
     "Run": "unisono.train.recording.run",
     "build_report": "unisono.train.report.building",
     "current_run": "unisono.train.recording.opening",
+    "elastic": "unisono.train.exact.run",
     "log": "unisono.train.recording.opening",
     "record": "unisono.train.recording.opening",
     "span": "unisono.train.recording.opening",
@@ -30,12 +33,14 @@ _HOMES = {
 
 __all__ = [
     "Checkpoint",
+    "ElasticRun",
     "Report",
     "Restored",
     "Resumable",
     "Run",
     "build_report",
     "current_run",
+    "elastic",
     "log",
     "record",
     "span",

@@ -9,8 +9,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -226,6 +224,55 @@ def test_a_view_that_moved_must_not_be_changed_in_place():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_change_beside_a_view_that_moved_is_noticed(mode):
+    """Also through other views, a positional `inplace`, and views of views."""
+
+    class Program(nn.Module):
+        def __init__(self, program):
+            super().__init__()
+            self.program = program
+
+        def forward(self, x):
+            return self.program(x * 1)
+
+    def through_another_view(y):
+        moved, beside = y.view(1, 1, 2, 3), y[:, :, :, :1]
+        beside.mul_(2)
+        return moved.sum()
+
+    def by_a_positional_argument(y):
+        moved = y.view(1, 1, 2, 3)
+        F.relu(y, True)
+        return moved.sum()
+
+    def of_parts(y):
+        part = torch.split_with_sizes(y, [2, 4], 2)[0]
+        y.mul_(2)
+        return part.sum()
+
+    def of_a_view_of_a_view(y):
+        last = y.view(1, 1, 2, 3)[:, :, :, :2].reshape(1, 1, 4)
+        y.mul_(2)
+        return last.sum()
+
+    def nobody_looks(y):
+        y.view(1, 1, 2, 3)
+        return y.mul_(2).sum()
+
+    partition = Partition(ROWS)
+    block = torch.full((1, 1, [4, 2][partition.comm.rank], 1), 2.0, requires_grad=True)
+    programs = [through_another_view, of_parts, of_a_view_of_a_view]
+    if mode is not torch.inference_mode:  # which does not count changes
+        programs.append(by_a_positional_argument)
+    for program in programs:
+        with mode(), pytest.raises(UnisonoError, match="in-place"):
+            split(Program(program), partition)(block)
+    with mode():
+        assert split(Program(nobody_looks), partition)(block).item() == 24
+
+
+@pytest.mark.ranks(2)
 def test_random_numbers_are_those_of_one_network():
     comm = unisono.world()
 
@@ -381,64 +428,6 @@ def test_one_rank_needs_no_split_at_all():
     net = made()
     x = whole_input()
     close(split(net, Partition([1, 1, 1, 1]))(x), net(x))
-
-
-# -- random programs ------------------------------------------------------------------------------
-
-STEPS = {
-    "conv": lambda x: F.conv2d(x, torch.ones(x.shape[1], x.shape[1], 3, 3).double() / 9, padding=1),
-    "pool": lambda x: F.max_pool2d(x, 2) if min(x.shape[2:]) > 3 else x,
-    "grow": lambda x: F.interpolate(x, scale_factor=2) if max(x.shape[2:]) < 9 else x,
-    "norm": lambda x: F.group_norm(x, 1),
-    "batch": lambda x: F.batch_norm(x, None, None, training=True),
-    "skip": lambda x: x + torch.roll(x, 1, 2),
-    "mean": lambda x: x - x.mean(3, keepdim=True),
-    "gate": lambda x: x * torch.sigmoid(x.sum((2, 3), keepdim=True) / 50),
-    "relu_": lambda x: (x * 1.5).relu_(),
-    "swap": lambda x: x.transpose(2, 3),
-    "tokens": lambda x: x.flatten(2).transpose(1, 2).transpose(1, 2).reshape(x.shape),
-    "attend": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3)
-    .transpose(1, 2).reshape(x.shape),
-    "crop": lambda x: x[:, :, 1:] if x.shape[2] > 4 else x,
-    "every": lambda x: x[:, :, :, ::2] if x.shape[3] > 6 else x,
-    "pad": lambda x: F.pad(x, (1, 0, 0, 2), mode="reflect") if min(x.shape[2:]) > 2 else x,
-    "join": lambda x: torch.cat([x, x.flip(0)], 1)[:, : x.shape[1]],
-    "view": lambda x: x.reshape(-1, *x.shape[2:]).mul(0.5).view(x.shape),
-    "set": lambda x: _first_row_doubled(x),
-    "softmax": lambda x: x.softmax(2) * x.shape[2],
-    "sort": lambda x: x.sort(1)[0],
-}  # fmt: skip
-
-
-def _first_row_doubled(x: Tensor) -> Tensor:
-    y = x.clone()
-    y[:, :, 0] *= 2
-    return y
-
-
-@pytest.mark.ranks(3)
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    names=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=7),
-    dim=st.sampled_from([0, 1, 2, 3]),
-    shape=st.tuples(st.just(3), st.just(3), st.integers(3, 9), st.integers(3, 9)),
-)
-def test_random_programs_are_those_of_one_process(names, dim, shape):
-    partition = Partition([3 if d == dim else 1 for d in range(4)])
-    x = whole_input(shape).requires_grad_()
-
-    def program(value):
-        for name in names:
-            value = STEPS[name](value)
-        return value
-
-    y = program(x)
-    (wanted,) = torch.autograd.grad(y.square().sum(), x)
-    block = own_block(x.detach(), partition)
-    parts = program(Split.of(block, partition))
-    close(parts.whole() if isinstance(parts, Split) else parts, y)
-    (grad,) = torch.autograd.grad(parts.square().sum(), block)
-    close(grad, wanted[partition.local_slices(shape)])
 
 
 class Attend(nn.Module):

@@ -55,6 +55,8 @@ print("through")
 
 
 class FakeJob:
+    dir = Path("no such directory")
+
     def __init__(self):
         self.word = "running"
         self.asked = 0

@@ -132,6 +132,14 @@ is_nobody = partial(_is_constant, "PROC_NULL", PROC_NULL)
 is_undefined = partial(_is_constant, "UNDEFINED", UNDEFINED)
 
 
+def Init() -> None:
+    """Do nothing: ranks meet at the first verb."""
+
+
+def Finalize() -> None:
+    """Do nothing: the world is closed by all ranks together, when they end."""
+
+
 def __getattr__(name: str) -> Any:
     """Return what else programs of this style find in `mpi4py.MPI`: this module is our `MPI`."""
     if name in _ELSEWHERE:

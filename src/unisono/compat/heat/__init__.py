@@ -1,14 +1,17 @@
 """HeAT's names for training: `import unisono.compat.heat as ht`, and the script runs.
 
 Neural networks, optimizers, data loaders and the communicator are here, without MPI or a GPU being
-needed. HeAT's array library is not: keep heat for arrays and pass `x.larray`.
+needed. Of HeAT's array library only what training programs touch is: arrays whose rows are split.
+For more keep heat and pass `x.larray`.
 """
 
 from __future__ import annotations
 
+import torch
+
 from unisono import data_parallel
 from unisono.comm import mpi_style
-from unisono.compat.heat import training
+from unisono.compat.heat import arrays, files, training
 from unisono.compat.modules import Module, build
 
 COMMUNICATION = (
@@ -19,19 +22,40 @@ COMMUNICATION = (
     ),
 )
 DATA = (
-    data_parallel,
-    (
-        "DataLoader Dataset DistributedDataset DistributedSampler create_train_val_split "
-        "dataset_irecv dataset_ishuffle dataset_shuffle"
-    ),
+    (files, "DataLoader"),
+    (data_parallel, "Dataset DistributedDataset DistributedSampler create_train_val_split"),
+    (data_parallel, "dataset_irecv dataset_ishuffle dataset_shuffle"),
+)
+ARRAYS = (arrays, "DNDarray arange array ones resplit zeros")
+DEVICES = (arrays, "Device cpu get_device gpu use_device")
+TYPES = (torch, "bool_=bool float16 float32 float64 int8 int16 int32 int64 uint8")
+RANDOM = Module(
+    "HeAT's `random`: numbers that do not depend on ranks.", (arrays, "rand randn seed")
 )
 WRAPPERS = (training, "DataParallel DataParallelMultiGPU")
 OPTIMIZERS = ((training, "DASO"), (data_parallel, "DataParallelOptimizer"))
 
 MODULES = {
-    "": Module("", COMMUNICATION, same={"communication": "core.communication"}, version="1.5.1"),
-    "core": Module("The part of HeAT's `core` that is offered: the communicator.", COMMUNICATION),
+    "": Module(
+        "",
+        COMMUNICATION,
+        ARRAYS,
+        DEVICES,
+        TYPES,
+        same={"communication": "core.communication"},
+        version="1.5.1",
+    ),
+    "core": Module(
+        "The part of HeAT's `core` that is offered.", COMMUNICATION, ARRAYS, DEVICES, TYPES
+    ),
     "core.communication": Module("HeAT's `core.communication`: MPI's verbs.", COMMUNICATION),
+    "core.devices": Module("HeAT's `core.devices`: where arrays live.", DEVICES),
+    "core.dndarray": Module("HeAT's `core.dndarray`: rows that are split.", (arrays, "DNDarray")),
+    "core.factories": Module(
+        "HeAT's `core.factories`: arrays.", (arrays, "arange array ones zeros")
+    ),
+    "core.random": RANDOM,
+    "core.types": Module("HeAT's `core.types`: those of torch.", TYPES),
     "nn": Module(
         "HeAT's `nn`: the data-parallel wrappers; every other name is that of `torch.nn`.",
         WRAPPERS,
@@ -53,14 +77,23 @@ MODULES = {
         rest="torch.optim.lr_scheduler",
     ),
     "optim.utils": Module("HeAT's `optim.utils`.", (data_parallel, "DetectMetricPlateau")),
+    "random": RANDOM,
     "utils": Module("The part of HeAT's `utils` that is offered: data, torchvision's transforms."),
     "utils.data": Module(
         "HeAT's `utils.data`: loaders, data sets and shuffles over ranks.",
-        DATA,
-        hint="HeAT's readers of files are not offered; load the rows of this rank and wrap them: "
-        "ht.utils.data.Dataset(rows)",
+        *DATA,
+        hint="load the rows of this rank and wrap them: ht.utils.data.Dataset(rows)",
     ),
-    "utils.data.datatools": Module("HeAT's `utils.data.datatools`: the same names.", DATA),
+    "utils.data._utils": Module(
+        "HeAT's `utils.data._utils`: indices of TFRecord files.",
+        (files, "dali_tfrecord2idx"),
+        instead={"merge_files_imagenet_tfrecord": "tensorflow's own reader, and h5py"},
+    ),
+    "utils.data.datatools": Module("HeAT's `utils.data.datatools`: the same names.", *DATA),
+    "utils.data.mnist": Module("HeAT's `utils.data.mnist`.", (files, "MNISTDataset")),
+    "utils.data.partial_dataset": Module(
+        "HeAT's `utils.data.partial_dataset`: windows of a file.", (files, "PartialH5Dataset")
+    ),
     "utils.vision_transforms": Module(
         "HeAT's `utils.vision_transforms`: `torchvision.transforms`, loaded at the first name.",
         rest="torchvision.transforms",

@@ -248,12 +248,6 @@ class Agent(RankMonitor):
         mailbox.write_state(self._dir, self._state)
 
 
-def _descriptors_of_mpi() -> tuple[int, ...]:
-    """Return the descriptors by which an MPI library in the rank talks to who started it."""
-    text = os.environ.get("PMI_FD", "")
-    return (int(text),) if text.isdigit() else ()
-
-
 def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformError) -> int:
     """Report an error that keeps the rank from being started."""
     text = str(error)

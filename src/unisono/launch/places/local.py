@@ -6,11 +6,14 @@ import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from unisono.environment import Environment
 from unisono.launch.console import Console, lent_to, stdin_rank
+from unisono.launch.elastic.settings import Elastic
+from unisono.launch.elastic.supervisor import PRELOAD, ElasticSupervisor
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import Outcome, Supervisor
 from unisono.launch.pool.payload import Parcel
@@ -26,51 +29,77 @@ def run_local(
     timeout_s: float | None,
     attempt: int = 0,
     on_start: Callable[[Supervisor], None] | None = None,
+    elastic: Elastic | None = None,
 ) -> Outcome:
     """Run `job` on processes of this host; return what they returned, or raise.
 
     Whatever happens, no rank, descriptor or thread of the run is left when this returns; the warm
-    server stays. `on_start` is given the supervisor before ranks are started.
+    server stays. `on_start` is given the supervisor before ranks are started. An `elastic` job goes
+    on when ranks die.
     """
     platform = job.platform
-    run_id = secrets.token_hex(8)
-    supervisor = Supervisor(
-        console,
-        start_timeout_s=platform.start_timeout_s,
-        timeout_s=timeout_s,
-        grace_s=platform.grace_s,
-        interrupt_s=platform.interrupt_s,
-        job_dir=job_dir,
-        attempt=attempt,
-        stack_signal=signal.Signals[platform.stack_signal],
-    )
+    run_id, size = secrets.token_hex(8), platform.world_size
     payload_fd = payload_file(job)
-    with supervisor:
-        if on_start is not None:
-            on_start(supervisor)
-        size = platform.world_size
+    reader = None if elastic else stdin_rank(job.setting.environment, size)
+    more: dict[str, str] = {}
+
+    def start(numbers: Sequence[int]) -> list[RankProcess]:
+        """Start these ranks, and watch them."""
         places = [
             Environment(kind="unisono", rank=rank, size=size, local_rank=rank, local_size=size)
-            for rank in range(size)
+            for rank in numbers
         ]
-        own = [rank_variables(place, run_id, job_dir, attempt) for place in places]
-        reader = stdin_rank(job.setting.environment, len(own))
-        ranks: list[RankProcess] = []
+        own = [{**rank_variables(place, run_id, job_dir, attempt), **more} for place in places]
         if why_not(platform.spawn_method) is None:
-            ranks = fork_ranks(own, payload_fd=payload_fd, job_dir=job_dir, stdin_rank=reader)
-        for rank, variables in enumerate(own):
-            if len(ranks) == rank:
+            ranks = fork_ranks(
+                own,
+                payload_fd=payload_fd,
+                job_dir=job_dir,
+                stdin_rank=reader,
+                preload=PRELOAD if elastic else (),
+            )
+        else:
+            ranks = []
+        for rank, variables in zip(numbers, own, strict=True):
+            if len(ranks) < len(own):
                 ranks.append(
                     spawn_rank(
                         rank,
-                        len(own),
+                        size,
                         payload_fd=payload_fd,
                         env={**job.setting.environment, **variables},
                         job_dir=job_dir,
                         stdin_fd=0 if rank == reader else subprocess.DEVNULL,
                     )
                 )
-            supervisor.watch(ranks[rank])
+            supervisor.watch(ranks[rank - numbers[0]])
+        return ranks
+
+    settings: dict[str, Any] = {
+        "start_timeout_s": platform.start_timeout_s,
+        "timeout_s": timeout_s,
+        "grace_s": platform.grace_s,
+        "interrupt_s": platform.interrupt_s,
+        "job_dir": job_dir,
+        "attempt": attempt,
+        "stack_signal": signal.Signals[platform.stack_signal],
+    }
+    if elastic is None:
+        supervisor = Supervisor(console, **settings)
+    else:
+        supervisor = ElasticSupervisor(
+            console,
+            elastic=elastic,
+            secret=job.secret,
+            stall_s=platform.comm_timeout_s,
+            start=lambda rank: start([rank]),
+            **settings,
+        )
+        more["UNISONO_ELASTIC"] = supervisor.hub.near
+    with supervisor:
+        if on_start is not None:
+            on_start(supervisor)
+        ranks = start(range(size))
         with lent_to(None if reader is None else ranks[reader].pid):
             return supervisor.until_all_returned()
 

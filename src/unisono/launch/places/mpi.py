@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,18 +82,17 @@ def run_mpi(
     job_files.update_state(job_dir, {"plan": plan.as_json()})
     write_payload(job, job_dir / files.PAYLOAD)
     words = [sys.executable, "-m", "unisono.launch.places.agent", str(job_dir), str(attempt)]
-    watch = MpiWatch(console, job_dir, size)
+    follower = LogFollower(job_dir, console, range(size), tail=0)
     supervisor = RemoteSupervisor(
         job_dir,
         plan,
         attempt,
         [*command(find_mpiexec(platform), platform, environment), *words],
         env=environment,
-        on_tick=watch.look,
+        on_tick=follower.look,
     )
-    watch.supervisor = supervisor
     if on_start is not None:
-        on_start(watch)
+        on_start(supervisor)
     segments = _segments()
 
     def interrupt() -> None:
@@ -103,10 +101,10 @@ def run_mpi(
         supervisor.interrupt()
 
     try:
-        with first_told_to(lambda: watch.ask(interrupt)):
+        with first_told_to(lambda: supervisor.ask(interrupt)):
             ending = supervisor.run()
     finally:
-        watch.close()
+        follower.close()
         for segment in unused_memory(_segments() - segments):
             with suppress(OSError):
                 segment.unlink()
@@ -122,39 +120,6 @@ def run_mpi(
 def _segments() -> set[Path]:
     """Return the shared memory of MPICH: ranks that do not finalize MPI leave theirs behind."""
     return set(Path("/dev/shm").glob("mpich_shm_*"))
-
-
-class MpiWatch:
-    """Shows what the ranks print, and lets other threads ask about them."""
-
-    supervisor: RemoteSupervisor
-
-    def __init__(self, console: Console, job_dir: Path, ranks: int) -> None:
-        self._logs = LogFollower(job_dir, console, range(ranks), tail=0)
-        self._questions: deque[Callable[[], None]] = deque()
-
-    @property
-    def was_ready(self) -> bool:
-        """Whether all ranks have been ready."""
-        return self.supervisor.was_ready
-
-    def ask(self, question: Callable[[], None]) -> None:
-        """Have `question` called by the thread that supervises, soon. From any thread."""
-        self._questions.append(question)
-
-    def stacks(self) -> dict[int, str]:
-        """Return the stacks of all ranks that answer."""
-        return self.supervisor.stacks()
-
-    def look(self) -> None:
-        """Answer questions, and show what was printed since the last call."""
-        while self._questions:
-            self._questions.popleft()()
-        self._logs.look()
-
-    def close(self) -> None:
-        """Show the rest."""
-        self._logs.close()
 
 
 @dataclass(frozen=True)

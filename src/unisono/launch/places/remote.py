@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from unisono.errors import RankFailed, RankTimeout, name_ranks
 from unisono.launch import job_files
 from unisono.launch.console import warn
 from unisono.launch.job_files import write_private
+from unisono.launch.logs import tail
 from unisono.launch.places import mailbox
 from unisono.launch.places.mailbox import (
     BAD,
@@ -36,13 +38,11 @@ from unisono.launch.places.mailbox import (
     read_states,
 )
 from unisono.launch.pool import verdict
-from unisono.launch.pool.monitor import Outcome, size_of, tail, text_from
+from unisono.launch.pool.monitor import Outcome
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Standing
-from unisono.launch.pool.stacks import crash_in, user_threads
+from unisono.launch.pool.stacks import StackDumps, crash_in, user_threads
 
-POLL_S = 0.1
-"""Seconds between two looks at stacks that were asked for."""
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before all are stopped."""
 LEAVE_S = 15.0
@@ -103,6 +103,7 @@ class RemoteSupervisor:
         self._env = env
         self._on_tick = on_tick
         self._orders = Orders(directory, attempt)
+        self._questions: deque[Callable[[], None]] = deque()
         self._states: list[RankState | None] = [None] * plan.ranks
         self._began = time.monotonic()
         self._ready_at: float | None = None
@@ -122,6 +123,10 @@ class RemoteSupervisor:
     def output_path(self) -> Path:
         """Where the output of the program itself goes."""
         return self._dir / "starter.log"
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Have `question` called by the thread that runs the attempt, soon. From any thread."""
+        self._questions.append(question)
 
     def stop(self, reason: str) -> None:
         """Order all ranks to stop. From any thread; only the first order counts."""
@@ -180,6 +185,8 @@ class RemoteSupervisor:
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None:
+            while self._questions:
+                self._questions.popleft()()
             self._on_tick()
             self._look()
             if self._stopped_at is not None:
@@ -298,20 +305,12 @@ def ask_for_stacks(
     directory: Path, ranks: int, attempt: int, timeout_s: float = 2.0
 ) -> dict[int, str]:
     """Have the agents of an attempt take stacks; return those that come in time."""
-    paths = {rank: directory / f"rank-{rank}.stack" for rank in range(ranks)}
-    begin = {rank: size_of(path) for rank, path in paths.items()}
+    dumps = StackDumps({rank: directory / f"rank-{rank}.stack" for rank in range(ranks)})
     try:
         Orders(directory, attempt).give(stack=True)
     except OSError:
         return {}
-    end, sizes = time.monotonic() + timeout_s, begin
-    while time.monotonic() < end:
-        time.sleep(POLL_S)
-        before, sizes = sizes, {rank: size_of(path) for rank, path in paths.items()}
-        if sizes == before and all(sizes[rank] > begin[rank] for rank in paths):
-            break
-    dumps = {rank: text_from(path, begin[rank]) for rank, path in paths.items()}
-    return {rank: user_threads(text) for rank, text in dumps.items() if text}
+    return {rank: user_threads(text) for rank, text in dumps.wait(timeout_s).items()}
 
 
 def read_outcome(directory: Path, ranks: int, ending: Ending) -> Outcome:

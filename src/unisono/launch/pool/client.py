@@ -27,6 +27,7 @@ from typing import Protocol
 
 from unisono.launch.devices import is_cuda_initialized
 from unisono.launch.logs import FAILED, RankLog
+from unisono.launch.pool import interpreter
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import (
@@ -41,7 +42,6 @@ from unisono.launch.pool.protocol import (
     Returned,
     Standing,
     read_available,
-    send_order,
 )
 
 ANSWER_S = 120.0
@@ -86,7 +86,7 @@ class WarmServer:
         words = (search_path, own, str(theirs.fileno()))
         with theirs:
             self._process = subprocess.Popen(
-                _python(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
+                interpreter.command(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
@@ -124,6 +124,7 @@ class WarmServer:
         *,
         streams: Mapping[int, int] | None = None,
         linger_s: float | None = 0.0,
+        preload: Sequence[str] = (),
     ) -> ForkedProcess:
         """Ask for a process, leader of a group of its own; raise `ServerGone` if nobody can.
 
@@ -133,6 +134,7 @@ class WarmServer:
             fds: descriptors of this process that it gets.
             streams: its standard streams, as number in it -> descriptor of this process.
             linger_s: how long what it started may outlive it before that is killed; None: for ever.
+            preload: modules that the server loads first, for this process and all after it.
         """
         streams = streams or {}
         request = {
@@ -140,6 +142,7 @@ class WarmServer:
             "own": dict(own),
             "streams": list(streams),
             "linger_s": linger_s,
+            "preload": list(preload),
         }
         status_read, status_write = os.pipe()
         try:
@@ -160,11 +163,19 @@ class WarmServer:
         *fds: int,
         stdin: Mapping[int, int] | None = None,
         linger_s: float = 0.0,
+        preload: Sequence[str] = (),
     ) -> ForkedProcess:
         """Ask for a rank at the other ends of `pipes`, which are closed here; see `fork`."""
         streams = {**pipes.streams, **(stdin or {})}
         try:
-            return self.fork(main, own, (*fds, *pipes.theirs), streams=streams, linger_s=linger_s)
+            return self.fork(
+                main,
+                own,
+                (*fds, *pipes.theirs),
+                streams=streams,
+                linger_s=linger_s,
+                preload=preload,
+            )
         except BaseException:
             pipes.close()
             raise
@@ -238,12 +249,6 @@ def _frozen_surroundings() -> tuple[object, ...]:
     return sys.executable, tuple(variables)
 
 
-def _python(code: str, *words: str) -> list[str]:
-    """Return the command of an interpreter with the options of this one."""
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
-    return [sys.executable, *flags, "-c", code, *words]
-
-
 def _renew_lock() -> None:
     """In a fork of the launcher: another thread may have held the lock at that moment."""
     global _lock
@@ -301,10 +306,10 @@ class ForkedProcess:
             left = None if end is None else max(0.0, end - time.monotonic())
             if not select.select([self.end_fd], [], [], left)[0]:
                 return None
-            data = read_available(self.end_fd)
-            if data == b"":
+            data = os.read(self.end_fd, 4096)
+            if not data:
                 return None
-            self._rest += data or b""
+            self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode().split(" ")
 
@@ -430,35 +435,34 @@ class RankProcess:
             return Parcel(self.returned.value)
         return Parcel(fd=os.dup(self.pipes.result), is_owner=True)
 
-    def read_messages(self) -> list[Message] | None:
-        """Return the messages that have come; None when the rank can send no more."""
+    def receive(self) -> list[Message] | None:
+        """Note and return the messages that have come; None when the rank can send no more."""
         data = read_available(self.pipes.report)
         if data == b"":
             return None
-        return self._reader.feed(data or b"")
-
-    def note(self, message: object) -> None:
-        """Remember what the rank has said."""
-        match message:
-            case Hello():
-                self.hello = message
-            case Ready():
-                self.is_ready = True
-            case Returned():
-                self.returned, self.is_done = message, True
-            case Requeued():
-                self.is_requeued = self.is_done = True
-            case Standing():
-                self.standing = message
-            case Lingering():
-                self.lingering = message.threads
-            case Finishing():
-                self.finishing_s = message.seconds
-            case Failed():
-                self.failed, self.failed_at, self.is_bad = message, time.monotonic(), True
-                self.log.write(FAILED + message.traceback.encode(errors="replace"))
-            case _:
-                pass
+        messages: list[Message] = self._reader.feed(data or b"")
+        for message in messages:
+            match message:
+                case Hello():
+                    self.hello = message
+                case Ready():
+                    self.is_ready = True
+                case Returned():
+                    self.returned, self.is_done = message, True
+                case Requeued():
+                    self.is_requeued = self.is_done = True
+                case Standing():
+                    self.standing = message
+                case Lingering():
+                    self.lingering = message.threads
+                case Finishing():
+                    self.finishing_s = message.seconds
+                case Failed():
+                    self.failed, self.failed_at, self.is_bad = message, time.monotonic(), True
+                    self.log.write(FAILED + message.traceback.encode(errors="replace"))
+                case _:
+                    pass
+        return messages
 
     def collect(self) -> None:
         """Wait for the end of the process, end its group, and keep its status."""
@@ -467,9 +471,12 @@ class RankProcess:
         self.is_bad = self.is_bad or not self.is_done
 
     def order(self, **order: object) -> None:
-        """Send the rank an order. If it has gone, its exit status tells more than this could."""
+        """Send the rank an order, which is short, so that the pipe takes it whole.
+
+        If the rank has gone, its exit status tells more than an error here could.
+        """
         with suppress(OSError):
-            send_order(self.pipes.control, **order)
+            os.write(self.pipes.control, json.dumps(order).encode() + b"\n")
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank alone."""
@@ -491,7 +498,12 @@ class RankProcess:
 
 
 def fork_ranks(
-    own: Sequence[Mapping[str, str]], *, payload_fd: int, job_dir: Path, stdin_rank: int | None
+    own: Sequence[Mapping[str, str]],
+    *,
+    payload_fd: int,
+    job_dir: Path,
+    stdin_rank: int | None,
+    preload: Sequence[str] = (),
 ) -> list[RankProcess]:
     """Return ranks forked by the warm server; none if it cannot fork, or is not there to stay.
 
@@ -500,6 +512,7 @@ def fork_ranks(
         payload_fd: what all ranks are told, see `protocol.payload_file`.
         job_dir: directory of the run.
         stdin_rank: who reads our standard input.
+        preload: modules that the server loads before it forks.
     """
     main = "unisono.launch.pool.rank:live_as_forked"
     for _ in range(2):  # a server may have left, idle, at this very moment
@@ -508,10 +521,13 @@ def fork_ranks(
         processes: list[ForkedProcess] = []
         is_refused = False
         try:
-            for rank, variables in enumerate(own):
+            for variables in own:
+                rank = int(variables["RANK"])
                 pipes = Pipes(rank, job_dir)
                 stdin = {0: 0} if rank == stdin_rank else {}
-                process = server.fork_rank(main, variables, pipes, payload_fd, stdin=stdin)
+                process = server.fork_rank(
+                    main, variables, pipes, payload_fd, stdin=stdin, preload=preload
+                )
                 processes.append(process)
                 ranks.append(RankProcess(rank, process, pipes))
             for process in processes:
@@ -555,7 +571,7 @@ def spawn_rank(
     label = f"unisono rank {rank} of {ranks}"
     try:
         process = subprocess.Popen(
-            _python(_RANK_BOOTSTRAP, label, *map(str, inherited)),
+            interpreter.command(_RANK_BOOTSTRAP, label, *map(str, inherited)),
             stdin=stdin_fd,
             stdout=pipes.streams[1],
             stderr=pipes.streams[2],

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from unisono.errors import name_ranks
 from unisono.launch.console import Console, RankStream, warn
+from unisono.launch.logs import tail
 from unisono.launch.pool import verdict
 from unisono.launch.pool.client import RankProcess
 from unisono.launch.pool.payload import Parcel
@@ -31,7 +32,7 @@ from unisono.launch.pool.protocol import (
     Standing,
     read_available,
 )
-from unisono.launch.pool.stacks import crash_in, user_threads
+from unisono.launch.pool.stacks import StackDumps, crash_in, user_threads
 from unisono.launch.stopping import announce, first_told_to
 
 COLLECT_S = 0.25
@@ -127,9 +128,8 @@ class RankMonitor:
 
     def read_report(self, rank: RankProcess) -> bool:
         """Take the messages of a rank that have come; say whether there may be more."""
-        messages = rank.read_messages()
+        messages = rank.receive()
         for message in messages or ():
-            rank.note(message)
             self.heard(rank, message)
         if messages is None and rank.process.end_fd is None:
             self._note_end(rank)  # where the system cannot tell us of an exit in another way
@@ -137,21 +137,12 @@ class RankMonitor:
 
     def raw_stacks(self, ranks: Iterable[RankProcess], limit_s: float) -> dict[int, str]:
         """Return the stacks of those `ranks` that answer the stack signal in time."""
-        begin: dict[RankProcess, int] = {}
-        for rank in ranks:
-            if rank.is_running and rank.hello:
-                begin[rank] = size_of(rank.stack_path)
-                rank.signal(self._stack_signal)
-        sizes = dict(begin)
-
-        def all_written() -> bool:
-            nonlocal sizes
-            before, sizes = sizes, {rank: size_of(rank.stack_path) for rank in begin}
-            return sizes == before and all(sizes[rank] > begin[rank] for rank in begin)
-
-        self.step_until(all_written, limit_s)
-        dumps = {rank.rank: text_from(rank.stack_path, offset) for rank, offset in begin.items()}
-        return {rank: text for rank, text in dumps.items() if text}
+        asked = [rank for rank in ranks if rank.is_running and rank.hello]
+        dumps = StackDumps({rank.rank: rank.stack_path for rank in asked})
+        for rank in asked:
+            rank.signal(self._stack_signal)
+        self.step_until(dumps.are_whole, limit_s)
+        return dumps.texts()
 
     def wait_for_end(self, ranks: Sequence[RankProcess], limit_s: float) -> None:
         """Wait until these ranks have ended; longer for those that finish a save."""
@@ -211,9 +202,8 @@ class RankMonitor:
     def _note_end(self, rank: RankProcess) -> bool:
         """A rank's process has ended: take its last words and its status."""
         if rank.is_running:
-            while messages := rank.read_messages():
+            while messages := rank.receive():
                 for message in messages:
-                    rank.note(message)
                     self.heard(rank, message)
             rank.collect()
         return False
@@ -458,29 +448,3 @@ class Supervisor(RankMonitor):
     def _stacks(self, ranks: Iterable[RankProcess], limit_s: float) -> dict[int, str]:
         dumps = self.raw_stacks(ranks, limit_s)
         return {rank: user_threads(text) for rank, text in dumps.items()}
-
-
-def size_of(path: Path) -> int:
-    """Return how long a file is; 0 if it is not there."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def text_from(path: Path, offset: int = 0) -> str:
-    """Return the text of a file from a place on; nothing if it is not there."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def tail(path: Path, limit: int = 1 << 20) -> str:
-    """Return the text of a log, or the last `limit` bytes of it; nothing if it is not there."""
-    try:
-        return text_from(path, max(0, path.stat().st_size - limit))
-    except OSError:
-        return ""

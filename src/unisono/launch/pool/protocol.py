@@ -246,11 +246,6 @@ class MessageReader:
         return messages
 
 
-def send_order(fd: int, **order: Any) -> None:
-    """Write one order to a rank. An order is short, so the pipe takes it whole."""
-    os.write(fd, json.dumps(order).encode() + b"\n")
-
-
 def read_available(fd: int) -> bytes | None:
     """Read from a descriptor that does not block: b"" at the end, None if nothing has come."""
     try:

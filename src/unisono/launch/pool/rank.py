@@ -6,7 +6,6 @@ again: the function comes by pickle.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -30,6 +29,7 @@ from unisono.launch import console, stopping
 from unisono.launch.context import Here, enter_world
 from unisono.launch.devices import Device
 from unisono.launch.job_files import process_start, write_private
+from unisono.launch.pool import interpreter
 from unisono.launch.pool.payload import dump_exception, dump_value
 from unisono.launch.pool.protocol import (
     Address,
@@ -382,8 +382,8 @@ def leave(report_fd: int) -> NoReturn:
         with contextlib.suppress(OSError):
             send_message(report_fd, Lingering(threads=tuple(t.name for t in lingering)))
     else:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    atexit._run_exitfuncs()
+        interpreter.join_threads()
+    interpreter.run_exit_functions()
     _finalize_mpi()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

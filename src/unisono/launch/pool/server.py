@@ -154,6 +154,8 @@ class Server:
     def _fork(self, request: dict[str, Any], fds: list[int]) -> Callable[[], object] | None:
         """Fork a process for a request; in it, return what it is to do."""
         child = _Child(request, fds[0])
+        if missing := [name for name in request["preload"] if name not in sys.modules]:
+            load(missing)
         if (why := refusal()) is not None:
             child.tell(f"refused {why}\n")
             for fd in fds:

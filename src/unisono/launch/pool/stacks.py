@@ -9,6 +9,7 @@ import linecache
 import os
 import re
 import sysconfig
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from unisono.errors import UnisonoError, name_ranks
+from unisono.launch.logs import size_of, text_from
 
 FRAMES = "UNISONO_FRAMES"
 """`all` in this variable shows our own frames in every traceback."""
@@ -42,6 +44,8 @@ _LIBRARIES = tuple(
     for key in ("stdlib", "platstdlib", "purelib", "platlib")
     if (path := sysconfig.get_path(key))
 )
+_LOOK_S = 0.05
+"""Seconds between two looks at stacks that were asked for."""
 
 
 @dataclass
@@ -119,6 +123,38 @@ def _as_traceback(thread: _Thread) -> list[str]:
         if source := linecache.getline(file, number).strip():
             lines.append(f"    {source}")
     return lines
+
+
+class StackDumps:
+    """What processes add to files when they are asked for their stacks. Make it before asking.
+
+    Args:
+        paths: the file of each rank.
+    """
+
+    def __init__(self, paths: Mapping[int, Path]) -> None:
+        self._paths = paths
+        self._begin = {rank: size_of(path) for rank, path in paths.items()}
+        self._sizes = self._begin
+
+    def are_whole(self) -> bool:
+        """Whether all have answered, and nothing was added since the last call."""
+        before = self._sizes
+        self._sizes = {rank: size_of(path) for rank, path in self._paths.items()}
+        grown = all(self._sizes[rank] > begin for rank, begin in self._begin.items())
+        return grown and self._sizes == before
+
+    def wait(self, limit_s: float) -> dict[int, str]:
+        """Wait for the answers at most so long; return what has come."""
+        end = time.monotonic() + limit_s
+        while not self.are_whole() and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        return self.texts()
+
+    def texts(self) -> dict[int, str]:
+        """Return what has come, by rank."""
+        found = {r: text_from(path, self._begin[r]) for r, path in self._paths.items()}
+        return {rank: text for rank, text in found.items() if text}
 
 
 def crash_in(path: Path) -> str:

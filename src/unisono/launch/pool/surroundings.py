@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import RANK_PID, Environment
+from unisono.launch.pool.interpreter import format_of
 
 MISLEADING = (
     *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Variables of a launcher that tell of another world than that of its ranks."""
-_STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
 _SOURCE_BYTES = 4 << 20
 """Most source that is sent along."""
 _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
@@ -115,8 +115,8 @@ class Surroundings:
         for name, text in self.sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         self._set_up_logging()
+        warnings.resetwarnings()  # this also tells modules that the filters have changed
         warnings.filters[:] = self.filters  # pyright: ignore[reportIndexIssue]
-        warnings._filters_mutated()  # pyright: ignore[reportAttributeAccessIssue]
         if self.modes and self.modes != _modes_of_torch():  # setting them loads torch's compiler
             import torch
 
@@ -147,8 +147,7 @@ def _root_logger() -> dict[str, Any]:
     handler = next((h for h in root.handlers if type(h) is logging.StreamHandler), None)
     if handler is not None:
         made = handler.formatter or logging.Formatter()
-        style = _STYLES.get(type(made._style).__name__, "%")
-        found["format"] = made._fmt, made.datefmt, style
+        found["format"] = format_of(made)
         found["handler_level"] = handler.level
         found["is_stdout"] = handler.stream in (sys.stdout, sys.__stdout__)
     return {} if found == {"level": logging.WARNING} else found

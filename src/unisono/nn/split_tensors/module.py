@@ -35,6 +35,9 @@ _BUCKET_BYTES = 25 * 2**20
 class SplitModule(nn.Module):
     """A network whose input is cut over ranks; see `split`."""
 
+    reads_all_parameters = True
+    """For whoever updates parameters late: all are read when the forward begins."""
+
     def __init__(
         self, module: nn.Module, partition: Partition, strict: bool, attention: str = "auto"
     ) -> None:

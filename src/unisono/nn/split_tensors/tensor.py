@@ -116,6 +116,8 @@ class Run:
         """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf."""
         self.moves = 0
         """How often blocks were moved between ranks so far."""
+        self.aliases: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]] = {}
+        """Memory of a block -> tensors that would share it in one process, but were moved."""
         self._module = module
         self._watched: list[tuple[Any, int, Any, Tensor, int]] = []
 
@@ -147,13 +149,29 @@ class Run:
 
     def watch(self, base: Split, view: Tensor) -> None:
         """Watch a tensor and what would be a view of it in one process, but had to be moved."""
-        if isinstance(view, Split):
-            base.moved = [*base.moved, weakref.ref(view)]
-            view.moved = [*view.moved, weakref.ref(base)]
-        else:  # nobody tells us of a change of a plain tensor: compare its version at the end
+        block, shown = base.local, view.local if isinstance(view, Split) else view
+        if _memory(block) == _memory(shown):
+            return
+        self._link(base, shown, [_origin(block)])
+        if not isinstance(view, Split):
+            # Nobody tells us of a change of a plain tensor: compare its version at the end.
             shown = view.detach()
-            seen = weakref.ref(base), base.local._version, weakref.ref(view), shown, shown._version
+            seen = weakref.ref(base), _version(block), weakref.ref(view), shown, _version(shown)
             self._watched.append(seen)
+
+    def watch_too(self, base: Split, view: Split) -> None:
+        """Let a view in the memory of its base stand for it when the base itself is gone.
+
+        Only in inference mode, where a view does not keep alive what it is a view of.
+        """
+        self._link(base, view.local, [])
+
+    def _link(self, base: Split, shown: Tensor, others: list[Tensor]) -> None:
+        others += [t for other in base.moved if (t := other()) is not None]
+        for other in others:
+            for one, another in ((other, _origin(shown)), (_origin(shown), other)):
+                pair = weakref.ref(one), weakref.ref(another)
+                self.aliases.setdefault(_memory(one), []).append(pair)
 
     def check_views(self) -> None:
         """Raise if a plain tensor that had to be moved, or what it shows, was changed in place."""
@@ -161,10 +179,24 @@ class Run:
         for base_of, base_version, view_of, shown, version in watched:
             base = base_of()
             # Whether anybody still looked at the base when its view changed cannot be known.
-            changed_view = shown._version != version
-            changed_base = base is not None and base.local._version != base_version
+            changed_view = _version(shown) != version
+            changed_base = base is not None and _version(base.local) != base_version
             if changed_view or (changed_base and view_of() is not None):
                 raise _changed_in_place()
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _origin(x: Tensor) -> Tensor:
+    """Return the tensor of which `x` is a view: it lives as long as any view of it."""
+    return x if x._base is None else x._base
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place; tensors of inference mode do not count it."""
+    return 0 if x.is_inference() else x._version
 
 
 def _changed_in_place() -> UnisonoError:
@@ -188,8 +220,13 @@ class Split(Tensor):
     """How each cut dim is spread."""
     run: Run
     """The forward it belongs to."""
-    moved: list[Any] = []  # noqa: RUF012  # never changed in place
-    """Weak references to tensors that would share its memory in one process, but do not."""
+
+    @property
+    def moved(self) -> list[weakref.ref[Tensor]]:
+        """Weak references to tensors that would share its memory in one process, but do not."""
+        known = self.run.aliases
+        pairs = known.get(_memory(self.local), ()) if known else ()
+        return [other for own, other in pairs if own() is not None]
 
     @staticmethod
     def __new__(cls: type[Split], local: Tensor, cuts: Cuts, run: Run) -> Split:  # noqa: D102
@@ -417,7 +454,9 @@ _VIEWS = frozenset(
         "permute",
         "transpose",
         "movedim",
+        "moveaxis",
         "swapaxes",
+        "swapdims",
         "unsqueeze",
         "squeeze",
         "expand",
@@ -427,14 +466,29 @@ _VIEWS = frozenset(
         "__getitem__",
         "chunk",
         "split",
+        "split_with_sizes",
         "tensor_split",
+        "hsplit",
+        "vsplit",
+        "dsplit",
         "unbind",
         "narrow",
         "select",
         "t",
         "diagonal",
+        "ravel",
+        "broadcast_to",
+        "as_strided",
+        "view_as_real",
+        "view_as_complex",
+        "adjoint",
         "T.get",
         "mT.get",
+        "H.get",
+        "mH.get",
+        "real.get",
+        "imag.get",
+        "data.get",
     ]
 )
 """Functions whose result shows the memory of their argument."""
@@ -511,12 +565,14 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     name = _name_of(func)
     how = _OWN_RULES.get(func) or RULES.get(name)
     moves, base = 0, args[0] if args else None
-    if (
-        isinstance(base, Split)
-        and is_inplace(name)
-        and any(other() is not None for other in base.moved)
-    ):
+    watched = (
+        base.local
+        if isinstance(base, Split) and any(other() is not None for other in base.moved)
+        else None
+    )
+    if watched is not None and is_inplace(name):
         raise _changed_in_place()
+    version = 0 if watched is None else _version(watched)
     for x in splits_in((args, kwargs)):
         moves = x.run.moves
         refuse_passed_by(x)
@@ -541,8 +597,14 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 raise
             result = _gather_all(func, name, "arguments of an unusual form", args, kwargs)
             break
-    if name in _VIEWS and isinstance(base, Split) and base.run.moves != moves:
-        _watch(base, result)
+    if watched is not None and _version(watched) != version:  # F.relu(x, True)
+        raise _changed_in_place()
+    if name in _VIEWS and isinstance(base, Split):
+        if base.run.moves != moves:
+            _watch(base, result)
+        elif watched is not None and watched.is_inference():
+            for view in splits_in(result):
+                base.run.watch_too(base, view)
     return result
 
 
@@ -610,7 +672,8 @@ def _gather_all(
     for x in found:
         x.run.note(name, reason, x)
     whole = mapped(lambda x: joined(x, x.cuts), (args, kwargs))
-    target = args[0] if args and is_inplace(name) else None
+    changes = is_inplace(name) or kwargs.get("inplace") is True
+    target = args[0] if args and changes else None
     if not isinstance(target, Split):
         return func(*whole[0], **whole[1])
     value = whole[0][0].clone()

@@ -44,6 +44,7 @@ from unisono.train.checkpoint.pieces import (
 )
 from unisono.train.checkpoint.reading import Reading, parts_to_restore
 from unisono.train.checkpoint.saving import Background, Order, advice, as_text, commit, write
+from unisono.train.exact.run import writes_here
 
 __all__ = ["Checkpoint", "Restored"]
 
@@ -173,12 +174,15 @@ class Checkpoint:
         Objects: modules (also wrapped, split or sharded), Bayesian nets, optimizers, DASO, learning
         rate schedulers, gradient scalers, samplers, `Resumable` loaders, generators, anything with
         `state_dict` and `load_state_dict`. Everything else is a plain value, such as `epoch=3`.
+        In the loop of `unisono.train.elastic` one member saves, and the others go on.
 
         Args:
             step: number of the step, the same on all ranks.
             metric: how good the model is; needed for `keep_best`, the same on all ranks.
             **objects: what to save, each under its own name.
         """
+        if not writes_here():
+            return
         self.wait()
         asked = f"Checkpoint.save({step!r})"
         pieces, kinds, space, problem = self._captured(objects)

@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.job import ENDS
 from unisono.launch.pool.stacks import outside_collectives, user_line
 from unisono.train.recording import directory as directories
@@ -46,6 +47,11 @@ _TORCH = re.compile(r'torch/distributed/\S+\.py", line \d+ in (?P<verb>[a-z]\w+)
 
 class Watched(Protocol):
     """What is asked of a job; `unisono.Job` has it."""
+
+    @property
+    def dir(self) -> Path:
+        """Its directory."""
+        ...
 
     def status(self) -> str:
         """Return its state in one word."""
@@ -122,6 +128,7 @@ class LiveView:
             "directory": str(self._directory),
             "steps": len(run.merged.steps),
             "metrics": curves(run.merged),
+            "members": read_events(self._job.dir)[-40:],
             "throughput": {"unit": unit, "steps": at, "values": rates},
             "ranks": [
                 self._rank_state(run, parts[rank], quiet_s[rank]) | {"share": shares.get(rank)}

@@ -19,7 +19,7 @@ import cloudpickle
 
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import job_files
-from unisono.launch.attempts import telling, travelling
+from unisono.launch.attempts import rank_job, telling
 from unisono.launch.console import Console
 from unisono.launch.logs import LogFollower
 from unisono.launch.places.local import write_payload
@@ -32,8 +32,6 @@ from unisono.launch.places.slurm.job import SlurmJob
 from unisono.launch.places.slurm.script import batch_script, directives, driver_command
 from unisono.launch.platform import Platform
 from unisono.launch.pool.payload import dump_call
-from unisono.launch.pool.rank import Job as RankJob
-from unisono.launch.pool.surroundings import Surroundings
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stopping import announce, first_told_to, signals_of_launcher
@@ -60,7 +58,13 @@ def submit_job(request: Request, *, is_tied: bool = False) -> SlurmJob:
         partition = None
     else:
         partition = check_cluster(platform)
-    rank_job = _rank_job(request)
+    finish = platform.upon_finish
+    job = rank_job(
+        request,
+        dump_call(request.fn, request.args, request.kwargs),
+        {},  # the environment of a rank is that of the cluster's step
+        upon_finish=None if finish is None else cloudpickle.dumps(finish),
+    )
     directory = job_files.make_directory(
         _parent(request),
         platform.name,
@@ -84,7 +88,7 @@ def submit_job(request: Request, *, is_tied: bool = False) -> SlurmJob:
         "plan": plan.as_json(),
     }
     job_files.write_state(directory, entry)
-    write_payload(rank_job, directory / PAYLOAD)
+    write_payload(job, directory / PAYLOAD)
     if in_allocation():
         return _start_here(directory, entry, is_tied=is_tied)
     options = directives(platform, directory / OUTPUT, partition=partition)
@@ -144,19 +148,6 @@ def submitter(platform: Platform) -> str:
 
 def _parent(request: Request) -> Path:
     return Path(request.logs.dir or request.platform.console_logs).absolute()
-
-
-def _rank_job(request: Request) -> RankJob:
-    finish = request.platform.upon_finish
-    return RankJob(
-        argv=list(sys.argv),
-        call=dump_call(request.fn, request.args, request.kwargs),
-        convention=request.convention,
-        platform=travelling(request.platform),
-        setting=Surroundings.now({}),  # the environment of a rank is that of the cluster's step
-        upon_finish=None if finish is None else cloudpickle.dumps(finish),
-        is_script=request.is_script,
-    )
 
 
 def _submit_by_sbatch(directory: Path, _options: Mapping[str, str]) -> str:

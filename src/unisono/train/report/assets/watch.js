@@ -8,12 +8,13 @@
   const tiles = U.el("div", { class: "tiles", id: "tiles" });
   const alarm = U.el("div", { id: "alarm" });
   const cards = U.el("div", { class: "cards", id: "ranks" });
+  const members = U.el("p", { class: "note", id: "members" });
   const figures = U.el("div", { class: "figures", id: "metrics" });
   const empty = U.el("p", { class: "note" }, "Curves appear as soon as something is logged: unisono.train.log(loss=loss).");
   let asks = false;
   const where = U.el("button", { id: "ask", onclick: () => { asks = true; } }, "where is everyone?");
   page.append(U.el("header", {}, U.el("h1", {}, known.name, pill), U.theme(), lead), tiles, alarm,
-    U.el("h2", {}, "Ranks", where), cards, U.el("h2", {}, "Metrics"), empty, figures);
+    U.el("h2", {}, "Ranks", where), members, cards, U.el("h2", {}, "Metrics"), empty, figures);
   const views = new Map();
   const open = new Set();
 
@@ -46,6 +47,7 @@
     const loss = state.metrics.find((m) => /loss/i.test(m.name)) || state.metrics[0];
     tiles.replaceChildren(...[
       U.tile(U.number(state.steps, 7), "steps"),
+      state.members && state.members.length ? U.tile(state.members[state.members.length - 1].members, "members") : null,
       loss ? U.tile(U.number(loss.mean[loss.mean.length - 1]), loss.name) : null,
       rate ? U.tile(U.number(rate, 3), state.throughput.unit) : null,
       shares.length ? U.tile(U.percent(shares.reduce((a, b) => a + b, 0) / shares.length), "in communication") : null,
@@ -57,6 +59,9 @@
     alarm.replaceChildren(...(state.status === "running" && (stalled.length || waiting.length) ? [U.el("p", { class: "trouble" },
       stalled.length ? `No news from ${list(stalled)}: ${stalled[0].where}. ` : "",
       waiting.length ? `R${list(waiting).slice(1)} ${verb(waiting[0].where || "waits", waiting)}.` : "")] : []));
+    const news = state.members || [];
+    members.textContent = news.slice(-6).reverse()
+      .map((e) => `rank ${e.rank} ${e.what} at step ${e.step} (${e.members} members)`).join(" · ");
     cards.replaceChildren(...state.ranks.map((rank) => card(rank, state)));
     empty.style.display = state.metrics.length ? "none" : "";
     const curves = state.metrics.map((m) => ({ title: m.name, series: { label: m.name, x: m.steps, y: m.mean, low: m.low, high: m.high } }));

@@ -1,25 +1,32 @@
-"""Large arguments and results: they arrive whole, quickly, and leave nothing behind."""
+"""What travels between processes: calls, values, exceptions, messages; large parts beside them."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import pickle
 import signal
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import unisono
 from unisono.errors import RankFailed
 from unisono.launch.pool import client, payload
 from unisono.launch.pool.payload import APART_BYTES, INLINE_BYTES, Parcel
+from unisono.launch.pool.protocol import Hello, MessageReader, Ready, Returned, send_message
 
 LARGE = INLINE_BYTES // 4
 """So many numbers of four bytes do not fit into a message."""
+QUIET = unisono.Logs(console="none")
 
 
 def _open_files() -> set[str]:
@@ -172,3 +179,98 @@ def test_two_large_results_take_hardly_longer_than_a_pickle_and_a_copy():
 
     rounds = [(ours(), once()) for _ in range(5)]
     assert min(a for a, _ in rounds) < 1.5 * min(b for _, b in rounds), rounds
+
+
+@given(st.lists(st.binary(max_size=50), max_size=5), st.integers(1, 40))
+def test_messages_survive_any_cut_of_the_pipe(values, step):
+    sent = [Hello(host="a"), *(Returned(value=v, wall_s=0.5) for v in values), Ready()]
+    read_fd, write_fd = os.pipe()
+    try:
+        for message in sent:
+            send_message(write_fd, message)
+        data = os.read(read_fd, 1 << 16)
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+    reader = MessageReader()
+    got = [m for i in range(0, len(data), step) for m in reader.feed(data[i : i + step])]
+    assert got == sent
+
+
+def test_a_function_of_a_module_that_ranks_cannot_import_travels_by_value(tmp_path, monkeypatch):
+    file = tmp_path / "hidden_module.py"
+    file.write_text("STEP = 1\ndef shift(x):\n    return x + STEP\n")
+    spec = importlib.util.spec_from_file_location("hidden_module", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "hidden_module", module)
+    spec.loader.exec_module(module)
+    by_value = payload.dump_call(module.shift, (2,), {})
+    monkeypatch.syspath_prepend(tmp_path)
+    by_reference = payload.dump_call(module.shift, (2,), {})
+    assert by_reference.nbytes() < by_value.nbytes() / 2
+    monkeypatch.delitem(sys.modules, "hidden_module")
+    monkeypatch.undo()
+    fn, args, _ = by_value.load()
+    assert fn(*args) == 3
+    with pytest.raises(ModuleNotFoundError):
+        by_reference.load()
+
+
+def test_a_function_may_use_modules_with_a_class_of_their_own():
+    def fn():
+        torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
+        return torch.backends.cudnn
+
+    loaded, _, _ = payload.dump_call(fn, (), {}).load()
+    assert loaded() is torch.backends.cudnn
+
+
+def test_exceptions_travel_only_if_they_come_back():
+    class Needs(Exception):
+        def __init__(self, a, b):
+            super().__init__(a)
+
+    assert payload.dump_exception(Needs(1, 2)) is None
+    error = payload.load_exception(payload.dump_exception(ValueError("x", 3)))
+    assert isinstance(error, ValueError)
+    assert error.args == ("x", 3)
+    assert payload.load_exception(b"rubbish") is None
+
+
+def test_a_packed_value_comes_back():
+    assert payload.dump_value({"a": (1, 2)}).load() == {"a": (1, 2)}
+
+
+def test_a_large_payload_is_worth_a_warning_that_names_it(monkeypatch):
+    monkeypatch.setattr(payload, "LARGE_BYTES", 1 << 20)
+    table = np.zeros(1 << 18)
+    match = r"sent 2 MB, of which kwargs\['table'\] is 2 MB"
+    with pytest.warns(RuntimeWarning, match=match) as caught:
+        unisono.run(lambda _x, table: table.sum(), 1, table=table, on="cpu", ranks=1, logs=QUIET)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+class Counter:
+    def __init__(self, start):
+        self.start = start
+
+    def count(self, by=1):
+        return self.start + by
+
+    def __call__(self):
+        return self.start
+
+
+def test_anything_that_can_be_called_runs_also_a_cell_edited_between_runs():
+    def run(function, *args):
+        return unisono.run(function, *args, on="cpu", ranks=1, logs=QUIET)[0]
+
+    cell = {"__name__": "__main__", "STEP": 2}  # where a notebook, or `python -`, keeps its names
+    for step in (1, 3):
+        exec(f"def shift(x):\n    return x * STEP + {step}", cell)
+        assert run(cell["shift"], 10) == 20 + step
+    calls = Counter(3).count, Counter(4), functools.partial(Counter(5).count, by=2), lambda: 8
+    assert [run(call) for call in calls] == [4, 4, 7, 8]
+    assert run(Counter, 9).start == 9

@@ -1,0 +1,333 @@
+"""Carries messages and orders between members and the coordinator, and holds what they share.
+
+Members of this host come by a socket without a name in any directory, and are handed two files in
+memory: the board, for sums and their result, and the state, for newcomers. Members of other hosts
+come by TCP, and read and write the same bytes through a second connection. Who cannot prove to know
+the secret of the job is sent away. All messages are JSON, one object a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from unisono.launch.elastic.coordinator import Coordinator
+from unisono.launch.pool.payload import nameless_file
+
+QUIET_S = 3
+"""A host of which nothing comes for so many seconds, not even from its kernel, is gone."""
+_HELLO_S = 5.0
+_CHUNK = 1 << 20
+BOARD, STATE = 0, 1
+"""Numbers of the two files."""
+
+
+def send_line(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send one message."""
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def notice_loss(connection: socket.socket) -> None:
+    """Have the kernel end a connection to a host that does not answer any more."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", QUIET_S),
+        ("TCP_USER_TIMEOUT", QUIET_S * 1000),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Seat:
+    """A connection, and who is at its other end."""
+
+    def __init__(self, connection: socket.socket, *, is_near: bool) -> None:
+        self.connection = connection
+        self.is_near = is_near
+        self.nonce = secrets.token_hex(16)
+        self.number: int | None = None
+        self.rank, self.pid, self.host = -1, 0, ""
+        self.since = time.monotonic()
+        self._rest = b""
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """Return the messages that have come; None at the end of the connection."""
+        try:
+            data = self.connection.recv(_CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class Hub:
+    """Serves one training. Its descriptor tells when there is something to do; then `turn`.
+
+    Args:
+        coordinator: decides.
+        secret: of the job.
+        fence: ends the process of a rank for good, so that it can write no more; given rank and
+            process of a member on this host.
+        on_event: told `(what, rank)` of `joined`, `died` and `retired`.
+        listen_at: address at which members of other hosts may come; None: only this host.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        secret: bytes,
+        fence: Callable[[int, int], None] = lambda _rank, _pid: None,
+        on_event: Callable[[str, int], None] = lambda _what, _rank: None,
+        listen_at: str | None = None,
+    ) -> None:
+        self.coordinator = coordinator
+        self.seats: dict[int, Seat] = {}
+        self.recovered_s: list[float] = []
+        """From each death to the commit of the step that it hit."""
+        self.joined_s: list[float] = []
+        """From each arrival to the first step as a member."""
+        self.last_news = time.monotonic()
+        """When a member last said something."""
+        self.leavers: set[int] = set()
+        """Processes on this host whose loop has ended."""
+        self._secret = secret
+        self._fence = fence
+        self._on_event = on_event
+        self._files = nameless_file(), nameless_file()
+        self._facts: dict[str, Any] | None = None
+        self._bytes = 0
+        self._count = 0
+        self._died_at: list[float] = []
+        self._seen_members: set[int] = set()
+        self._carriers: dict[int, tuple[socket.socket, threading.Thread]] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._selector = selectors.DefaultSelector()
+        near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if sys.platform == "linux":
+            self.near = f"@unisono-{secrets.token_hex(12)}"
+            near.bind("\0" + self.near[1:])
+        else:
+            self._folder = tempfile.TemporaryDirectory(prefix="unisono-")
+            self.near = str(Path(self._folder.name, "hub"))
+            near.bind(self.near)
+        self._doors = [near]
+        self.far: tuple[str, int] | None = None
+        """Where members of other hosts find us."""
+        if listen_at is not None:
+            family = socket.AF_INET6 if ":" in listen_at else socket.AF_INET
+            far = socket.socket(family, socket.SOCK_STREAM)
+            far.bind((listen_at, 0))
+            self.far = listen_at, far.getsockname()[1]
+            self._doors.append(far)
+        for door in self._doors:
+            door.listen(256)
+            door.setblocking(False)
+            self._selector.register(door, selectors.EVENT_READ, None)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is something to do."""
+        return self._selector.fileno()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for connection, thread in self._carriers.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Seat):
+                key.data.connection.close()
+        for door in self._doors:
+            door.close()
+        self._selector.close()
+        for fd in self._files:
+            os.close(fd)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def turn(self, timeout_s: float | None = 0.0) -> bool:
+        """Take what has come, and send the orders that follow from it."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._open_door(key.fileobj)
+            else:
+                self._listen(key.data)
+        return True
+
+    def lost(self, seat: Seat) -> None:
+        """The process of a member has ended: hear its last words, and give its work away."""
+        while messages := self._read(seat):
+            for message in messages:
+                self._take(seat, message)
+        self._drop(seat)
+
+    def deliver(self) -> None:
+        """Send what the coordinator orders, and note what has come of it."""
+        coordinator = self.coordinator
+        for number, order in coordinator.take_orders():
+            seat = self.seats.get(number)
+            if order["kind"] == "commit" and self._died_at:
+                now = time.monotonic()
+                self.recovered_s += [now - at for at in self._died_at]
+                self._died_at.clear()
+            if seat is not None:
+                # A pipe that is full belongs to somebody who has stopped reading for good.
+                with suppress(OSError):
+                    send_line(seat.connection, order)
+        for number in coordinator.members.keys() - self._seen_members:
+            if (seat := self.seats.get(number)) is not None:
+                self.joined_s.append(time.monotonic() - seat.since)
+                self._seen_members.add(number)
+                self._on_event("joined", seat.rank)
+
+    def _open_door(self, door: Any) -> None:
+        with suppress(OSError):
+            connection, _ = door.accept()
+            connection.setblocking(False)
+            is_near = connection.family == socket.AF_UNIX
+            if not is_near:
+                notice_loss(connection)
+            seat = Seat(connection, is_near=is_near)
+            send_line(connection, {"nonce": seat.nonce})
+            self._selector.register(connection, selectors.EVENT_READ, seat)
+
+    def _read(self, seat: Seat) -> list[dict[str, Any]] | None:
+        try:
+            return seat.read()
+        except ValueError:  # not one of ours
+            return None
+
+    def _listen(self, seat: Seat) -> None:
+        messages = self._read(seat)
+        for message in messages or ():
+            self._take(seat, message)
+        if messages is None:
+            self._drop(seat)
+
+    def _take(self, seat: Seat, message: dict[str, Any]) -> None:
+        self.last_news = time.monotonic()
+        if seat.number is not None:
+            if message["kind"] == "left" and seat.is_near:
+                self.leavers.add(seat.pid)
+            self.coordinator.told(seat.number, message)
+            self.deliver()
+        elif not hmac.compare_digest(str(message.get("proof")), self._expected(seat.nonce)):
+            self._drop(seat)
+        elif message.get("kind") == "carry":
+            self._carry(seat, int(message["number"]))
+        else:
+            self._seat(seat, message)
+
+    def _expected(self, nonce: str) -> str:
+        """Return what only somebody with the secret can answer, see `seal.prove`."""
+        return hmac.new(self._secret, nonce.encode(), hashlib.sha256).hexdigest()
+
+    def _seat(self, seat: Seat, message: dict[str, Any]) -> None:
+        """Take a newcomer in, unless its results would have other bits."""
+        facts: dict[str, Any] = message["facts"]
+        if self._facts is None:
+            self._facts, self._bytes = facts, int(message["bytes"])
+            os.ftruncate(self._files[BOARD], self._bytes)
+        there = self._facts
+        if facts != there:
+            unlike = sorted(name for name in facts if facts[name] != there.get(name))
+            shown = [f"{name}: {facts[name]} here, {there.get(name)} there" for name in unlike]
+            send_line(seat.connection, {"kind": "refused", "why": "\n".join(shown)})
+            return
+        seat.number, self._count = self._count, self._count + 1
+        seat.rank, seat.pid, seat.host = message["rank"], message["pid"], message["host"]
+        self.seats[seat.number] = seat
+        welcome = json.dumps({"kind": "welcome", "number": seat.number}).encode() + b"\n"
+        if seat.is_near:
+            socket.send_fds(seat.connection, [welcome], list(self._files))
+        else:
+            seat.connection.sendall(welcome)
+        self.coordinator.joined(
+            seat.number, rank=seat.rank, shards=message["shards"], step=message["step"]
+        )
+        self.deliver()
+
+    def _drop(self, seat: Seat) -> None:
+        """Let go of a connection; what a member had to do goes to others."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(seat.connection)
+        seat.connection.close()
+        if seat.number is None or self.seats.pop(seat.number, None) is None:
+            return
+        number = seat.number
+        was_member = number in self.coordinator.members
+        has_left = was_member and self.coordinator.members[number].has_left
+        is_retired = number in self.coordinator.retired
+        if number in self._carriers:
+            connection, thread = self._carriers.pop(number)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join()
+        if seat.is_near and not has_left:
+            self._fence(seat.rank, seat.pid)
+        if was_member and not has_left:
+            self._died_at.append(time.monotonic())
+        if not has_left and self.coordinator.phase != "over":
+            self._on_event("retired" if is_retired else "died", seat.rank)
+        if not has_left:
+            self.coordinator.died(number)
+            self.deliver()
+
+    # The memory, for members of other hosts.
+
+    def _carry(self, seat: Seat, number: int) -> None:
+        """Serve reads and writes of a member that does not share our memory."""
+        self._selector.unregister(seat.connection)
+        if number not in self.seats or number in self._carriers:
+            seat.connection.close()
+            return
+        seat.connection.setblocking(True)
+        work = (seat.connection, self._files)
+        thread = threading.Thread(target=_serve_memory, args=work, name="unisono-hub", daemon=True)
+        self._carriers[number] = seat.connection, thread
+        thread.start()
+
+
+def _serve_memory(connection: socket.socket, files: tuple[int, int]) -> None:
+    """Read and write stretches of the two files until the connection ends."""
+    stream = connection.makefile("rb")
+    with connection, stream, suppress(OSError, ValueError):
+        while line := stream.readline():
+            order = json.loads(line)
+            fd, begin, size = files[order["file"]], order["begin"], order["size"]
+            if order["kind"] == "write":
+                if order["file"] == STATE and begin == 0:
+                    os.ftruncate(fd, order["end"])
+                while size:
+                    data = stream.read(min(size, _CHUNK))
+                    if not data:
+                        return
+                    os.pwrite(fd, data, begin)
+                    begin, size = begin + len(data), size - len(data)
+                connection.sendall(b"\n")  # before this it must not say that it has written
+            else:
+                while size:
+                    data = os.pread(fd, min(size, _CHUNK), begin)
+                    connection.sendall(data)
+                    begin, size = begin + len(data), size - len(data)

@@ -1,0 +1,104 @@
+"""What a caller of `run` says about ranks that may die and join, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.errors import PlatformError
+from unisono.launch.platform import COUNT, Platform
+
+RESIZE = "resize"
+"""File of a job in which somebody has left another number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chaos:
+    """Ranks that are killed on purpose, so that the owner of a job sees it recover.
+
+    >>> Chaos.read("seed=7,kills=20")
+    Chaos(seed=7, kills=20, every_s=0.5)
+    """
+
+    seed: int = 0
+    """Whom, how and when; the steps at those moments still depend on the speed of the run."""
+    kills: int = 10
+    """How many."""
+    every_s: float = 0.5
+    """Mean time between two."""
+
+    @classmethod
+    def read(cls, text: str) -> Chaos:
+        """Read the words of `--chaos`."""
+        kinds: dict[str, Callable[[str], Any]] = {"seed": int, "kills": int, "every_s": float}
+        given: dict[str, Any] = {}
+        try:
+            for word in filter(None, text.split(",")):
+                name, _, value = word.partition("=")
+                given[name] = kinds[name](value)
+            chaos = cls(**given)
+            if chaos.kills < 0 or chaos.every_s <= 0:
+                raise ValueError
+        except (KeyError, ValueError):
+            known = "seed=, kills= (0 or more), every_s= (more than 0)"
+            raise PlatformError.because(
+                f"--chaos {text}", f"known are {known}", None, "--chaos seed=7,kills=20"
+            ) from None
+        return chaos
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """How a job may grow and shrink."""
+
+    least: int
+    """With fewer members no step begins."""
+    most: int
+    """Never more ranks than that."""
+    chaos: Chaos | None = None
+    """Whether to kill ranks."""
+
+
+def bounds(ranks: Any, elastic: bool | None) -> tuple[int | None, int | None]:
+    """Return the fewest ranks, None for a world that stays as it is, and the most.
+
+    >>> bounds((2, 8), None), bounds(4, True), bounds(4, None)
+    ((2, 8), (1, 4), (None, 4))
+    """
+    if not isinstance(ranks, (tuple, list)):
+        return (1 if elastic else None), ranks
+    asked = f"unisono.run(..., ranks={ranks!r})"
+    if len(ranks) != 2 or not all(map(COUNT.fits, ranks)) or ranks[0] > ranks[1]:
+        found = "not the fewest and the most ranks, each 1 or more"
+        raise PlatformError.because(asked, found, None, "ranks=(2, 8)")
+    if elastic is False:
+        found = "elastic=False, so there is one number of ranks"
+        raise PlatformError.because(asked, found, None, f"ranks={ranks[1]}")
+    return ranks[0], ranks[1]
+
+
+def checked(
+    place: str, platform: Platform, least: int | None, chaos: Chaos | None
+) -> Elastic | None:
+    """Return how the job may grow and shrink; None for a world that stays as it is."""
+    if least is None:
+        if chaos is not None:
+            raise PlatformError.because(
+                "ranks that are killed on purpose (chaos)",
+                "a world that ends with its first rank",
+                None,
+                "elastic=True, or --elastic, and unisono.train.elastic in the function",
+            )
+        return None
+    if place == "inline":
+        return None
+    if place != "cpu" or platform.n_nodes > 1:
+        raise PlatformError.because(
+            f"unisono.run(..., on={place!r}, elastic=True)",
+            "members come and go among the processes of this host, and those that other hosts "
+            "send to it",
+            None,
+            'on="cpu" here, and `unisono run --join FILE` on the other hosts',
+        )
+    return Elastic(least=least, most=platform.world_size, chaos=chaos)

@@ -1,0 +1,288 @@
+"""Watches ranks that may die and join: the dead are replaced, those that stand still are ended.
+
+An exception in a rank's function ends the job as ever: it would be raised again by the next rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import CollectiveMismatch, PlatformError, RankFailed
+from unisono.launch.elastic.coordinator import Coordinator
+from unisono.launch.elastic.hub import Hub
+from unisono.launch.elastic.settings import RESIZE, Elastic
+from unisono.launch.job_files import check_ours
+from unisono.launch.pool.client import RankProcess
+from unisono.launch.pool.monitor import COLLECT_S, Outcome, Supervisor
+from unisono.launch.pool.protocol import Preempt, Ready, Returned, read_available
+
+LOOK_S = 0.1
+"""Seconds between two looks at ranks for whom others wait."""
+PRELOAD = ("torch._dynamo", "unisono.train.exact.run")
+"""What a rank would else load for seconds, while others wait for it."""
+EVENTS = "members.jsonl"
+"""File of a job with one line for each member that joined, died or was taken away."""
+
+
+class ElasticSupervisor(Supervisor):
+    """Watches the ranks of one attempt, and starts new ones for those that died."""
+
+    def __init__(
+        self,
+        *args: Any,
+        elastic: Elastic,
+        secret: bytes,
+        stall_s: float,
+        start: Callable[[int], object],
+        **rest: Any,
+    ) -> None:
+        super().__init__(*args, **rest)
+        self._elastic = elastic
+        self._stall_s = stall_s
+        self._start = start
+        self.coordinator = Coordinator(elastic.most, elastic.least)
+        self.hub = Hub(
+            self.coordinator, secret=secret, fence=self._fence, on_event=self._note_event
+        )
+        self._is_growing = False
+        self._deaths_in_a_row = 0
+        self._step_of_death = -1
+        self._next_look = 0.0
+        self._retired: set[RankProcess] = set()
+        self._events = self._job_dir / EVENTS
+        chaos = elastic.chaos
+        self._random = random.Random(chaos.seed if chaos else 0)
+        self._kills_left = chaos.kills if chaos else 0
+        self._next_kill: float | None = None
+        self._condemned: set[int] = set()
+        self.listen(self.hub.fileno(), self.hub.turn)
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self.hub.close()
+
+    def heard(self, rank: RankProcess, message: Any) -> None:
+        """Pass on what is for other ranks."""
+        if isinstance(message, Returned):
+            self.hub.turn()  # it may have told us so before
+            if rank.pid not in self.hub.leavers:
+                raise PlatformError.because(
+                    "unisono.run(..., elastic=True)",
+                    f"rank {rank.rank} has returned without training: each rank is a world of one",
+                    None,
+                    "for step in unisono.train.elastic(model, optimizer, data, ...) in the "
+                    "function; elastic=False for all other trainings",
+                )
+        if isinstance(message, Ready) and self._ready_at is not None:
+            return  # a newcomer: the deadline goes on
+        if isinstance(message, Preempt):
+            for other in self._ranks:
+                if other.rank == message.rank:
+                    other.signal(signal.SIGTERM)
+            return
+        super().heard(rank, message)
+
+    def resize(self, ranks: int) -> None:
+        """Have another number of ranks from the next step on; only in the supervising thread."""
+        self.coordinator.resize(max(self._elastic.least, min(ranks, self._elastic.most)))
+        self.hub.deliver()
+        self._say(f"resized to {self.coordinator.target} ranks")
+        self._bring_to_size()
+
+    def _heed_resize(self) -> None:
+        path = self._job_dir / RESIZE
+        with suppress(OSError, ValueError):
+            if path.exists():
+                check_ours(path)
+                ranks = int(path.read_text())
+                path.unlink()
+                self.resize(ranks)
+
+    def until_all_returned(self) -> Outcome:
+        """Return when the members that are left have returned; raise if none can go on."""
+        self._is_growing = True
+        return super().until_all_returned()
+
+    def step(self, timeout_s: float | None) -> bool:
+        """Wait for news, take all that has come, and look after those who died or stand still."""
+        if not self._is_growing:
+            return super().step(timeout_s)
+        is_news = super().step(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
+        self._is_growing = self._interrupted_until is None
+        self._look_after()
+        return is_news
+
+    def _dismiss(self) -> None:
+        self._is_growing = False
+        self._ranks.sort(key=lambda rank: rank.rank)
+        super()._dismiss()
+
+    def _timeout(self) -> Exception:
+        self._is_growing = False
+        return super()._timeout()
+
+    def _look_after(self) -> None:
+        if self.coordinator.error is not None:
+            # A rank that fails leaves its loop, too; then its own error says more.
+            self._is_growing = False
+            self.step_until(lambda: any(rank.is_bad for rank in self._ranks), COLLECT_S)
+            if any(rank.is_bad for rank in self._ranks):
+                return
+            raise CollectiveMismatch.because(
+                "the loops of an elastic training",
+                self.coordinator.error,
+                None,
+                "leave the loop for what all members know alike: step.number, step.loss, "
+                "unisono.should_stop()",
+            )
+        self._bury()
+        self._part_with_retired()
+        self._bring_to_size()
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            self._heed_resize()
+            self._end_who_stands_still()
+            self._make_chaos()
+
+    def _bury(self) -> None:
+        """Let go of ranks that died, as long as somebody is left."""
+        for rank in [rank for rank in self._ranks if rank.is_bad and rank.failed is None]:
+            for seat in [s for s in self.hub.seats.values() if s.pid == rank.pid]:
+                self.hub.lost(seat)
+            if rank in self._retired or self._is_late_newcomer(rank):
+                self._let_go(rank)
+                continue
+            phase, step = self.coordinator.phase, self.coordinator.step
+            self._deaths_in_a_row = self._deaths_in_a_row + 1 if step == self._step_of_death else 1
+            self._step_of_death = step
+            is_last = phase == "lost" or not any(not other.is_bad for other in self._ranks)
+            if is_last or self._deaths_in_a_row > max(8, 4 * self._elastic.most):
+                return  # the base class raises, for this rank
+            self._let_go(rank)
+
+    def _let_go(self, rank: RankProcess) -> None:
+        """Read the last output of a rank that has ended, and forget it."""
+        for number, fd in enumerate(rank.pipes.outputs):
+            while data := read_available(fd):
+                rank.log.write(data)
+                self.printed(rank, number, data)
+        self._retired.discard(rank)
+        self.drop(rank)
+
+    def _is_late_newcomer(self, rank: RankProcess) -> bool:
+        """Whether the training is over, and this rank had no part in it."""
+        is_over = self.coordinator.phase == "over"
+        return is_over and rank.pid not in self.hub.leavers and not rank.is_done
+
+    def _part_with_retired(self) -> None:
+        """End ranks that are not wanted any more, in good order."""
+        pids = {
+            self.hub.seats[number].pid
+            for number in self.coordinator.retired
+            if number in self.hub.seats
+        }
+        for rank in self._ranks:
+            is_wanted = rank.pid not in pids and not self._is_late_newcomer(rank)
+            if not is_wanted and rank.failed is None and rank not in self._retired:
+                self._retired.add(rank)
+                rank.order(stop=True)
+                rank.signal_group(signal.SIGTERM)
+
+    def _bring_to_size(self) -> None:
+        """Start ranks for those that are missing."""
+        if self.coordinator.phase in ("over", "lost") or any(r.is_done for r in self._ranks):
+            return
+        taken = {rank.rank for rank in self._ranks if rank not in self._retired}
+        missing = self.coordinator.target - len(taken)
+        for place in [p for p in range(self._elastic.most) if p not in taken][: max(0, missing)]:
+            self._start(place)
+
+    def _fence(self, rank: int, pid: int) -> None:
+        """End a process whose connection is gone, so that nothing it was at goes on."""
+        for process in self._ranks:
+            is_it = process.pid == pid and process.rank == rank and process.is_running
+            if is_it and process.failed is None and process not in self._retired:
+                process.signal_group(signal.SIGKILL)
+                self._note_end(process)
+
+    def _end_who_stands_still(self) -> None:
+        """Kill members that were stopped, or for whom others have waited too long."""
+        coordinator = self.coordinator
+        quiet_s = time.monotonic() - self.hub.last_news
+        is_late = quiet_s > self._stall_s and not coordinator.waits_for_user
+        for number in coordinator.late:
+            seat = self.hub.seats.get(number)
+            if seat is not None and (is_late or _is_stopped(seat.pid)):
+                why = f"quiet for {quiet_s:.0f} s" if is_late else "stopped by a signal"
+                self._say(f"rank {seat.rank} is ended: {why}")
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(seat.pid, signal.SIGKILL)
+
+    def _make_chaos(self) -> None:
+        """Kill a rank if it is time to."""
+        chaos, now = self._elastic.chaos, time.monotonic()
+        if chaos is None or not self._kills_left or self.coordinator.phase == "over":
+            return
+        if self._next_kill is None:
+            self._next_kill = now + chaos.every_s * self._random.uniform(0.2, 1.8)
+        members = sorted(self.coordinator.members.keys() - self._condemned)
+        if now < self._next_kill or len(members) < 2:
+            return
+        self._next_kill, self._kills_left = None, self._kills_left - 1
+        victim = self._random.choice(members)
+        self._condemned.add(victim)  # it may take a moment to die; somebody has to stay
+        seat = self.hub.seats[victim]
+        number = signal.SIGSTOP if self._random.random() < 0.2 else signal.SIGKILL
+        self._say(f"chaos: {number.name} to rank {seat.rank} at step {self.coordinator.step}")
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(seat.pid, number)
+
+    def _note_event(self, what: str, rank: int) -> None:
+        """Keep what happened to a member, for people and for the live page."""
+        step, members = self.coordinator.step, len(self.coordinator.members)
+        if what == "died":
+            members = sum(n in self.hub.seats for n in self.coordinator.members)
+            self._say(f"rank {rank} died at step {step}; {members} go on")
+        event = {"what": what, "rank": rank, "step": step, "members": members, "at": time.time()}
+        with suppress(OSError), self._events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def _say(self, text: str) -> None:
+        if self._console.shows_any:
+            print(f"unisono: {text}", file=sys.stderr, flush=True)
+
+    def _failure(self) -> Exception:
+        self._is_growing = False
+        error = super()._failure()
+        if self.coordinator.phase == "lost" and isinstance(error, RankFailed):
+            error.add_note(
+                "  no member is left, and their state with them; max_restarts=1 begins again, "
+                "from a checkpoint if the function restores one"
+            )
+        return error
+
+
+def read_events(job_dir: Path) -> list[dict[str, Any]]:
+    """Return what happened to the members of a job, the latest last."""
+    with suppress(OSError):
+        lines = (job_dir / EVENTS).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+    return []
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

@@ -1,0 +1,5 @@
+"""Training with the same bits for any number of ranks, whoever of them dies or joins.
+
+`run` is the loop, `shards` the arithmetic of a batch cut into fixed shards, `data` which samples
+they hold, `link` the way to the other members.
+"""

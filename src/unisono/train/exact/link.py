@@ -1,0 +1,315 @@
+"""The way from a member to its coordinator and to the memory that members share.
+
+In a process on its own the coordinator lives here; in an elastic job, in the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.comm import seal
+from unisono.errors import PlatformError, RankFailed
+from unisono.launch.elastic.coordinator import Coordinator
+from unisono.launch.elastic.hub import BOARD, STATE, notice_loss, send_line
+from unisono.launch.pool.protocol import drop_descriptor
+
+VARIABLE = "UNISONO_ELASTIC"
+"""Where the coordinator of a job is: `@name` on this host, `host:port` elsewhere."""
+HELLO_S = 30.0
+
+
+class Link(Protocol):
+    """What a member needs of the others."""
+
+    def join(self, card: dict[str, Any]) -> None:
+        """Come in; `card` says what this member is and where its state stands."""
+
+    def tell(self, kind: str, **rest: Any) -> None:
+        """Tell the coordinator something."""
+
+    def order(self) -> dict[str, Any]:
+        """Wait for the next order. The coordinator ends whoever keeps others waiting too long."""
+        ...
+
+    def room(self, begin: int, end: int) -> Tensor:
+        """Return bytes of the board to write to."""
+        ...
+
+    def publish(self, begin: int, end: int) -> None:
+        """Let others see what was written there."""
+
+    def view(self, begin: int, end: int) -> Tensor:
+        """Return bytes of the board as others have written them."""
+        ...
+
+    def put_state(self, data: bytes) -> None:
+        """Leave a state for newcomers."""
+
+    def get_state(self, size: int) -> bytes:
+        """Return the state that a member has left."""
+        ...
+
+    def close(self) -> None:
+        """Let go."""
+
+
+class AloneLink:
+    """A world of one, with a coordinator of its own."""
+
+    def __init__(self) -> None:
+        self._coordinator = Coordinator(1)
+        self._orders: deque[dict[str, Any]] = deque()
+        self._board = torch.empty(0, dtype=torch.uint8)
+
+    def join(self, card: dict[str, Any]) -> None:
+        """Come in."""
+        self._board = torch.empty(card["bytes"], dtype=torch.uint8)
+        self._coordinator.joined(0, rank=0, shards=card["shards"], step=card["step"])
+        self._take()
+
+    def tell(self, kind: str, **rest: Any) -> None:
+        """Tell the coordinator something."""
+        self._coordinator.told(0, {"kind": kind, **rest})
+        self._take()
+
+    def order(self) -> dict[str, Any]:
+        """Return the next order."""
+        return self._orders.popleft()
+
+    def room(self, begin: int, end: int) -> Tensor:
+        """Return bytes of the board."""
+        return self._board[begin:end]
+
+    def publish(self, begin: int, end: int) -> None:
+        """Nobody else looks."""
+
+    view = room
+
+    def put_state(self, data: bytes) -> None:
+        """Nobody comes."""
+
+    def get_state(self, size: int) -> bytes:
+        """Nobody has left one."""
+        return bytes(size)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _take(self) -> None:
+        self._orders += [order for _, order in self._coordinator.take_orders()]
+
+
+class NearLink:
+    """A member on the host of its launcher: a socket for words, memory for the rest."""
+
+    def __init__(self, address: str) -> None:
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect("\0" + address[1:] if address.startswith("@") else address)
+        self._start()
+        self._memory: mmap.mmap | None = None
+        self._board = torch.empty(0, dtype=torch.uint8)
+        self._state = -1
+
+    def _start(self) -> None:
+        self._rest = b""
+        self._orders: deque[dict[str, Any]] = deque()
+        self._connection.settimeout(HELLO_S)
+        self._nonce = str(self.order()["nonce"])
+        self._is_open = True
+        # A worker of a loader that outlives this process must not make it look alive.
+        os.register_at_fork(after_in_child=self._part)
+
+    def join(self, card: dict[str, Any]) -> None:
+        """Come in."""
+        send_line(self._connection, {**card, "kind": "join", "proof": seal.prove(self._nonce)})
+        data, fds, _, _ = socket.recv_fds(self._connection, 1 << 16, 2)
+        self._feed(data)
+        self._welcome(self.order())
+        if len(fds) == 2:
+            board, self._state = fds
+            self._memory = mmap.mmap(board, card["bytes"])
+            self._board = torch.frombuffer(self._memory, dtype=torch.uint8)
+            os.close(board)
+
+    def _welcome(self, answer: dict[str, Any]) -> int:
+        if answer["kind"] == "refused":
+            raise PlatformError.because(
+                "a rank joins an elastic training",
+                f"its results would have other bits than those of the members\n{answer['why']}",
+                None,
+                "the same arguments, threads, torch and kind of CPU on all ranks",
+            )
+        self._connection.settimeout(None)
+        return answer["number"]
+
+    def tell(self, kind: str, **rest: Any) -> None:
+        """Tell the coordinator something."""
+        try:
+            send_line(self._connection, {"kind": kind, **rest})
+        except OSError:
+            raise _lost() from None
+
+    def order(self) -> dict[str, Any]:
+        """Wait for the next order."""
+        while not self._orders:
+            try:
+                data = self._connection.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                raise _lost()
+            self._feed(data)
+        return self._orders.popleft()
+
+    def _feed(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._orders += [json.loads(line) for line in lines]
+
+    def room(self, begin: int, end: int) -> Tensor:
+        """Return bytes of the board to write to."""
+        return self._board[begin:end]
+
+    def publish(self, begin: int, end: int) -> None:
+        """Others see the same memory."""
+
+    def view(self, begin: int, end: int) -> Tensor:
+        """Return bytes of the board as others have written them."""
+        return self._board[begin:end]
+
+    def put_state(self, data: bytes) -> None:
+        """Leave a state for newcomers."""
+        os.ftruncate(self._state, len(data))
+        view, at = memoryview(data), 0
+        while at < len(data):
+            at += os.pwrite(self._state, view[at : at + (1 << 30)], at)
+
+    def get_state(self, size: int) -> bytes:
+        """Return the state that a member has left."""
+        parts: list[bytes] = []
+        while (at := sum(map(len, parts))) < size:
+            parts.append(os.pread(self._state, min(size - at, 1 << 30), at))
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Let go."""
+        if self._is_open:
+            self._is_open = False
+            self._connection.close()
+            if self._state >= 0:
+                os.close(self._state)
+
+    def _part(self) -> None:
+        """In a process forked from this one."""
+        if self._is_open:
+            drop_descriptor(self._connection.fileno())
+
+
+class FarLink(NearLink):
+    """A member on another host: a copy of the board here, and what is needed travels."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._address = host.strip("[]"), int(port)
+        self._connection = socket.create_connection(self._address, HELLO_S)
+        notice_loss(self._connection)
+        self._carrier = socket.create_connection(self._address, HELLO_S)
+        notice_loss(self._carrier)
+        self._stream = self._carrier.makefile("rb")
+        self._start()
+
+    def join(self, card: dict[str, Any]) -> None:
+        """Come in."""
+        send_line(self._connection, {**card, "kind": "join", "proof": seal.prove(self._nonce)})
+        number = self._welcome(self.order())
+        nonce = json.loads(self._stream.readline())["nonce"]
+        hello = {"kind": "carry", "number": number, "proof": seal.prove(nonce)}
+        send_line(self._carrier, hello)
+        self._carrier.settimeout(None)
+        self._board = torch.empty(card["bytes"], dtype=torch.uint8)
+
+    def publish(self, begin: int, end: int) -> None:
+        """Send what was written there."""
+        self._write(BOARD, self._board.numpy().data[begin:end], begin)
+
+    def view(self, begin: int, end: int) -> Tensor:
+        """Fetch bytes of the board."""
+        self._read_into(BOARD, self._board.numpy().data[begin:end], begin)
+        return self._board[begin:end]
+
+    def put_state(self, data: bytes) -> None:
+        """Leave a state for newcomers."""
+        self._write(STATE, memoryview(data), 0)
+
+    def get_state(self, size: int) -> bytes:
+        """Return the state that a member has left."""
+        data = bytearray(size)
+        self._read_into(STATE, memoryview(data), 0)
+        return bytes(data)
+
+    def close(self) -> None:
+        """Let go."""
+        if self._is_open:
+            self._is_open = False
+            self._connection.close()
+            self._stream.close()
+            self._carrier.close()
+
+    def _part(self) -> None:
+        super()._part()
+        if self._is_open:
+            drop_descriptor(self._carrier.fileno())
+
+    def _write(self, file: int, data: memoryview, begin: int) -> None:
+        order = {"kind": "write", "file": file, "begin": begin, "size": len(data)}
+        try:
+            send_line(self._carrier, {**order, "end": begin + len(data)})
+            self._carrier.sendall(data)
+            if not self._stream.readline():
+                raise _lost()
+        except OSError:
+            raise _lost() from None
+
+    def _read_into(self, file: int, data: memoryview, begin: int) -> None:
+        order = {"kind": "read", "file": file, "begin": begin, "size": len(data)}
+        try:
+            send_line(self._carrier, order)
+            while data:
+                count = self._stream.readinto(data)
+                if not count:
+                    raise _lost()
+                data = data[count:]
+        except OSError:
+            raise _lost() from None
+
+
+_has_joined = False
+
+
+def open_link() -> Link:
+    """Return the way to the members of this job; a world of one without such a job."""
+    global _has_joined
+    address = os.environ.get(VARIABLE)
+    if address is None:
+        return AloneLink()
+    if _has_joined:
+        raise PlatformError.because(
+            "a second elastic training in one elastic job",
+            "a rank that joins later could not tell which of the two it is for",
+            None,
+            "one unisono.run(..., elastic=True) for each",
+        )
+    _has_joined = True
+    is_near = address.startswith(("@", "/"))
+    return NearLink(address) if is_near else FarLink(address)
+
+
+def _lost() -> RankFailed:
+    return RankFailed("the coordinator of this elastic training is gone, or has ended this rank")

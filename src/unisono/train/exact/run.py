@@ -1,0 +1,614 @@
+"""`elastic`: a training loop whose results have the same bits for any number of members."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from unisono.comm import Communicator
+from unisono.errors import CheckpointError, LayoutError, PlatformError, UnisonoError
+from unisono.expect import expect, expect_float, expect_int
+from unisono.launch import stopping
+from unisono.launch.context import here
+from unisono.train.exact.data import Loader, Shards
+from unisono.train.exact.link import VARIABLE, Link, open_link
+from unisono.train.exact.shards import (
+    Layout,
+    nodes_in,
+    seed_generators,
+    seed_of,
+    tree_sum,
+    undisturbed,
+)
+
+Closure = Callable[[Any], Tensor]
+
+
+def elastic(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Any,
+    *,
+    batch_size: int,
+    shards: int = 8,
+    seed: int = 0,
+    scheduler: Any = None,
+    clip: float | None = None,
+    epochs: int = 1,
+    steps: int | None = None,
+    shuffle: bool = True,
+    collate: Callable[[list[Any]], Any] | None = None,
+    workers: int = 0,
+    scaler: Any = None,
+    threads: int = 1,
+    strict: bool = True,
+) -> ElasticRun:
+    """Train in steps that are the same to the last bit for any number of ranks.
+
+    Each step's batch is cut into `shards`; their gradients are computed one by one, by whoever is
+    there, and added up in one fixed order. In `run(..., elastic=True)` ranks may be killed and join
+    at any moment: no step is lost, none is done twice. Elsewhere it trains in this process alone.
+
+    What a step must know of the steps before is in the model, the optimizer, the scheduler, the
+    scaler, or named by `state`: a rank that joins gets these from a member. Randomness inside the
+    closure is seeded by seed, step and shard.
+
+    Args:
+        model: holds all parameters of the optimizer.
+        optimizer: steps once for each batch, on all members alike.
+        data: a dataset with a length, a tensor, or a tuple of tensors; samples that fill no batch
+            at the end of an epoch are left out.
+        batch_size: samples of a step, over all members.
+        shards: into how many parts a step is cut; as many ranks can share the work.
+        seed: of the order of samples and of randomness in closure and dataset.
+        scheduler: a learning rate scheduler, stepped after the optimizer.
+        clip: largest norm of the whole gradient.
+        epochs: passes over the data.
+        steps: number of steps instead.
+        shuffle: whether each epoch has an order of its own.
+        collate: makes a batch of a list of samples; torch's `default_collate` if not given.
+        workers: processes of each member that fetch shards ahead of time.
+        scaler: a `torch.amp.GradScaler`.
+        threads: of each member while it computes; the bits depend on it.
+        strict: False takes a checkpoint of other settings with a warning.
+
+    >>> model = nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> data = torch.randn(64, 4), torch.randn(64, 1)
+    >>> run = elastic(model, optimizer, data, batch_size=32)
+    >>> for step in run:
+    ...     loss = step(lambda batch: nn.functional.mse_loss(model(batch.x), batch.y))
+    >>> run.number
+    2
+    """
+    for name, value in (("batch_size", batch_size), ("shards", shards), ("threads", threads)):
+        expect_int(name, value, 1, error=PlatformError)
+    for name, value in (("seed", seed), ("epochs", epochs), ("workers", workers)):
+        expect_int(name, value, 0, error=PlatformError)
+    if steps is not None:
+        expect_int("steps", steps, 0, error=PlatformError)
+    if clip is not None:
+        expect_float("clip", clip, 0.0)
+    if batch_size < shards:
+        raise PlatformError.because(
+            f"elastic(..., batch_size={batch_size}, shards={shards})",
+            "shards without a sample",
+            f"{batch_size} < {shards}",
+            f"shards={batch_size}, or a larger batch",
+        )
+    _check_world()
+    _check_model(model, optimizer)
+    fetched = Shards(data, batch_size, shards, seed, shuffle=shuffle, collate=collate)
+    last = epochs * fetched.steps_per_epoch if steps is None else steps
+    return ElasticRun(
+        model,
+        optimizer,
+        fetched,
+        last=last,
+        scheduler=scheduler,
+        clip=clip,
+        workers=workers,
+        scaler=scaler,
+        threads=threads,
+        strict=strict,
+    )
+
+
+class Step:
+    """One step of the loop; call it once with what computes the loss of a shard.
+
+    Attributes:
+        number: counts from 0.
+        epoch: which pass over the data.
+        loss: mean loss over the batch, after the call.
+        metrics: mean of what `log` was told, after the call.
+        members: how many ranks took part, after the call.
+        is_logger: whether this rank is the one that prints and saves.
+    """
+
+    def __init__(self, run: ElasticRun, number: int, is_logger: bool) -> None:
+        self.number, self.epoch = number, number // run.shards.steps_per_epoch
+        self.is_logger = is_logger
+        self.loss = float("nan")
+        self.metrics: dict[str, float] = {}
+        self.members = 0
+        self.is_done = False
+        self.logged: dict[str, float] | None = None
+        self._run = run
+
+    def __call__(self, closure: Closure) -> float:
+        """Compute shards until the step has happened, and apply it; returns the mean loss.
+
+        Args:
+            closure: given a batch, returns its mean loss; called once per shard, and again for
+                shards of ranks that died. It calls no collective.
+        """
+        if self.is_done:
+            raise UnisonoError.because(
+                f"step {self.number} is taken a second time", None, None, "one call in the loop"
+            )
+        self._run.take(self, closure)
+        self.is_done = True
+        return self.loss
+
+    def log(self, **values: float | Tensor) -> None:
+        """Note numbers of a shard, inside the closure; their mean over the batch is `metrics`."""
+        if self.logged is None:
+            raise UnisonoError.because(
+                "step.log(...) outside of the closure",
+                "no shard that it could be about",
+                None,
+                "unisono.train.log after the step",
+            )
+        self.logged |= {name: float(value) for name, value in values.items()}
+
+
+class ElasticRun:
+    """The loop that `elastic` returns; iterate over it once.
+
+    It has `state_dict` and `load_state_dict`, so a `Checkpoint` can hold it whole: model,
+    optimizer, scheduler, scaler, what `state` names, and the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shards: Shards,
+        *,
+        last: int,
+        scheduler: Any,
+        clip: float | None,
+        workers: int,
+        scaler: Any,
+        threads: int,
+        strict: bool,
+    ) -> None:
+        self.model, self.optimizer, self.shards = model, optimizer, shards
+        self.number = 0
+        """Steps that have happened."""
+        self.members = 1
+        """Ranks of the last step."""
+        self._last, self._clip, self._threads = last, clip, threads
+        self._scheduler, self._scaler, self._strict = scheduler, scaler, strict
+        self._loader = Loader(shards, workers, last)
+        self._extra: dict[str, Any] = {}
+        self._link: Link | None = None
+        self._is_logger = self._is_stopping = False
+        named = dict(model.named_parameters())
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        self._parameters = list(trained.values())
+        self._buffers = list(model.buffers())
+        self._layout = Layout(self._parameters, self._buffers, len(shards.cuts))
+        buffers = [name for name, _ in model.named_buffers()]
+        self._facts = {
+            "batch_size": shards.batch_size,
+            "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "model": self._layout.digest([*trained, *buffers]),
+            "optimizer": type(optimizer).__name__,
+            "samples": shards.samples,
+            "seed": shards.seed,
+            "shards": len(shards.cuts),
+            "threads": threads,
+            "torch": str(torch.__version__),
+        }
+        self._result = torch.empty(self._layout.bytes, dtype=torch.uint8)
+        self._result_views = self._layout.views(self._result)
+        self._scratch: list[Tensor] = []
+
+    def state(self, **objects: Any) -> None:
+        """Name objects that carry something from step to step, so that newcomers get it, too.
+
+        Each has `state_dict` and `load_state_dict`, or is a tensor, a dict or a list.
+        """
+        for name, value in objects.items():
+            if not hasattr(value, "load_state_dict"):
+                expect(name, value, (Tensor, dict, list))
+            self._extra[name] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the next step depends on."""
+        objects = {"scheduler": self._scheduler, "scaler": self._scaler, **self._extra}
+        return {
+            "step": self.number,
+            "facts": dict(self._facts),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "objects": {
+                name: value.state_dict() if hasattr(value, "state_dict") else value
+                for name, value in objects.items()
+                if value is not None
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; one of other settings is refused, unless `strict=False`."""
+        unlike = [
+            f"{name}: {state['facts'].get(name)} there, {value} here"
+            for name, value in self._facts.items()
+            if state["facts"].get(name) != value
+        ]
+        if unlike:
+            found = "it was trained with other settings: the bits will differ\n" + "\n".join(unlike)
+            if self._strict:
+                raise CheckpointError.because(
+                    "the state of an elastic training",
+                    found,
+                    None,
+                    "the same settings, or elastic(..., strict=False)",
+                )
+            warnings.warn(found, UserWarning, stacklevel=2)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        objects = {"scheduler": self._scheduler, "scaler": self._scaler, **self._extra}
+        for name, value in state["objects"].items():
+            _set_state(objects[name], value)
+        self.number = state["step"]
+
+    def __len__(self) -> int:
+        """Number of steps of the whole training."""
+        return self._last
+
+    def __iter__(self) -> Iterator[Step]:
+        """Join the other members, and yield the steps that are left."""
+        if self._link is not None:
+            raise UnisonoError.because(
+                "a second loop over one elastic training", None, None, "epochs=..., or steps=..."
+            )
+        global _active
+        self._link = link = open_link()
+        _active = self
+        stopping.agree_by(lambda: self._is_stopping)
+        try:
+            self._join(link)
+            while self.number < self._last:
+                step = Step(self, self.number, self._is_logger)
+                yield step
+                if not step.is_done:
+                    raise UnisonoError.because(
+                        f"step {step.number} of an elastic training",
+                        "the body of the loop did not call it",
+                        None,
+                        "step(lambda batch: loss_fn(model(batch.x), batch.y))",
+                    )
+        finally:
+            stopping.agree_by(None)
+            _active = None
+            try:
+                link.tell("left", step=self.number)
+            finally:
+                link.close()
+
+    def _join(self, link: Link) -> None:
+        """Come in, and wait for the state of a member, or to be the first."""
+        place = here()
+        link.join(
+            {
+                "rank": 0 if place is None else place.rank,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "shards": len(self.shards.cuts),
+                "step": self.number,
+                "bytes": self._layout.board_bytes,
+                "facts": self._facts,
+            }
+        )
+        order = link.order()
+        if order["kind"] == "load":
+            data = io.BytesIO(link.get_state(order["bytes"]))
+            self.load_state_dict(torch.load(data, weights_only=False))
+            link.tell("loaded", step=order["step"])
+        else:
+            self._is_logger = True
+
+    def take(self, step: Step, closure: Closure) -> None:
+        """Follow orders until the step has happened."""
+        if (link := self._link) is None:
+            raise UnisonoError("a step of an elastic training outside of its loop")
+        is_first = True
+        with undisturbed(self._threads):
+            while True:
+                order = link.order()
+                kind = order["kind"]
+                if kind == "compute":
+                    if is_first:
+                        self._loader.expect(step.number, order["runs"])
+                        is_first = False
+                    self._compute(link, step, closure, order["runs"])
+                    stop = stopping.is_wanted()
+                    link.tell("done", step=step.number, runs=order["runs"], stop=stop)
+                elif kind == "reduce":
+                    self._reduce(link, order)
+                    link.tell("reduced", step=step.number, pieces=order["pieces"])
+                elif kind == "donate":
+                    data = io.BytesIO()
+                    torch.save(self.state_dict(), data)
+                    link.put_state(data.getvalue())
+                    link.tell("donated", step=step.number, bytes=data.tell())
+                elif kind == "commit":
+                    break
+            self._apply(link, step)
+        step.members = self.members = order["members"]
+        step.is_logger = self._is_logger = order["logger"]
+        self._is_stopping = order["stop"]
+        self.number += 1
+        if step.is_logger:
+            _record(step, self.shards.batch_size)
+
+    # Compute.
+
+    def _compute(self, link: Link, step: Step, closure: Closure, runs: Any) -> None:
+        """Leave the sums of some shards on the board."""
+        for begin, end in runs:
+            for first, count in nodes_in((begin, end), 0, self._layout.shards):
+                at = first * self._layout.bytes
+                row = link.room(at, at + self._layout.bytes)
+                self._node(link, step, closure, first, count, row, 0)
+                link.publish(at, at + self._layout.bytes)
+
+    def _node(
+        self,
+        link: Link,
+        step: Step,
+        closure: Closure,
+        first: int,
+        count: int,
+        out: Tensor,
+        depth: int,
+    ) -> None:
+        """Compute the sum of a node of the tree into `out`."""
+        if count == 1:
+            self._shard(link, step, closure, first, out)
+            return
+        if depth == len(self._scratch):
+            self._scratch.append(torch.empty(self._layout.bytes, dtype=torch.uint8))
+        cut, other = 1 << (count - 1).bit_length() - 1, self._scratch[depth]
+        self._node(link, step, closure, first, cut, out, depth + 1)
+        self._node(link, step, closure, first + cut, count - cut, other, depth + 1)
+        self._layout.add(out, other)
+
+    def _shard(self, link: Link, step: Step, closure: Closure, shard: int, out: Tensor) -> None:
+        """Compute gradient, buffers and loss of one shard, from the state before the step."""
+        batch = self._loader.fetch(step.number, shard)
+        seed_generators(seed_of(self.shards.seed, "model", step.number, shard))
+        weight, before = self.shards.weight(shard), [b.clone() for b in self._buffers]
+        step.logged = {}
+        try:
+            loss = closure(batch)
+            _check_loss(loss)
+            share = loss * weight
+            if self._scaler is not None:
+                share = self._scaler.scale(share)
+            gradients = torch.autograd.grad(share, self._parameters, allow_unused=True)
+        finally:
+            logged, step.logged = step.logged, None
+        views = self._layout.views(out)
+        used = 0
+        with torch.no_grad():
+            for place, (view, gradient) in enumerate(zip(views, gradients, strict=False)):
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(_dense(gradient))
+                    used |= 1 << place
+            for view, buffer, old in zip(
+                views[len(gradients) :], self._buffers, before, strict=True
+            ):
+                if buffer.is_floating_point() or buffer.is_complex():
+                    # The change, so that what does not change stays as it is; infinities do not.
+                    change = (buffer - old).mul_(weight)
+                    torch.where(buffer == old, torch.zeros_like(change), change, out=view)
+                else:
+                    view.copy_(buffer)
+                buffer.copy_(old)
+        note = {"step": step.number, "loss": loss.item(), "log": logged, "used": f"{used:x}"}
+        self._write_note(link, shard, note)
+
+    def _write_note(self, link: Link, shard: int, note: dict[str, Any]) -> None:
+        data, room = json.dumps(note).encode(), self._layout.note_bytes
+        if len(data) > room:
+            raise UnisonoError.because(
+                "step.log(...) of an elastic training",
+                f"{len(note['log'])} numbers, of which one shard has room for fewer",
+                f"{len(data)} bytes > {room}",
+                "log fewer numbers",
+            )
+        begin = self._layout.notes(note["step"]) + shard * room
+        link.room(begin, begin + room).copy_(
+            torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)
+        )
+        link.publish(begin, begin + room)
+
+    # Reduce and commit.
+
+    def _reduce(self, link: Link, order: dict[str, Any]) -> None:
+        """Add up some pieces of all shards, and leave them as a part of the result."""
+        at = self._layout.result
+        for piece in order["pieces"]:
+            for begin, end, total in self._layout.reduce(
+                order["runs"], piece, order["cut"], link.view
+            ):
+                link.room(at + begin, at + end).copy_(total)
+                link.publish(at + begin, at + end)
+
+    def _apply(self, link: Link, step: Step) -> None:
+        """The step has happened: change the model as every member does."""
+        layout = self._layout
+        self._result.copy_(link.view(layout.result, layout.result + layout.bytes))
+        room = layout.note_bytes
+        begin = layout.notes(step.number)
+        raw = bytes(link.view(begin, begin + layout.shards * room).numpy())
+        notes = [json.loads(raw[s * room : (s + 1) * room]) for s in range(layout.shards)]
+        if any(note["step"] != step.number for note in notes):  # a mistake of ours, not a result
+            raise UnisonoError(f"step {step.number}: the board holds shards of another step")
+        step.loss = self._mean([note["loss"] for note in notes])
+        names = dict.fromkeys(name for note in notes for name in note["log"])
+        step.metrics = {
+            name: self._mean([note["log"].get(name, float("nan")) for note in notes])
+            for name in names
+        }
+        used = 0
+        for note in notes:
+            used |= int(note["used"], 16)
+        for place, (parameter, view) in enumerate(
+            zip(self._parameters, self._result_views, strict=False)
+        ):
+            parameter.grad = view if used >> place & 1 else None
+        with torch.no_grad():
+            for buffer, view in zip(
+                self._buffers, self._result_views[len(self._parameters) :], strict=True
+            ):
+                if buffer.is_floating_point() or buffer.is_complex():
+                    buffer.add_(view)
+                else:
+                    buffer.copy_(view)
+        if self._scaler is not None:
+            self._scaler.scale(self._result.new_zeros(1))  # a member without shards has to begin
+            self._scaler.unscale_(self.optimizer)
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        if self._scaler is not None:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        else:
+            self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _mean(self, values: list[float]) -> float:
+        """Return the mean over the batch of what each shard has, added up in the tree."""
+        weighted = [value * self.shards.weight(shard) for shard, value in enumerate(values)]
+
+        def known(first: int, count: int) -> float | None:
+            return weighted[first] if count == 1 else None
+
+        return tree_sum(0, len(values), known, lambda left, right: left + right)
+
+
+_active: ElasticRun | None = None
+
+
+def writes_here() -> bool:
+    """Whether this process is the one that writes checkpoints; always, outside of such a loop."""
+    return _active is None or _active._is_logger
+
+
+def _record(step: Step, samples: int) -> None:
+    """Put a step into the record of the run, if one is open."""
+    from unisono.train.recording.opening import log
+
+    log(step=step.number, loss=step.loss, samples=samples, members=step.members, **step.metrics)
+
+
+def _set_state(target: Any, state: Any) -> None:
+    if hasattr(target, "load_state_dict"):
+        target.load_state_dict(state)
+    elif isinstance(target, Tensor):
+        with torch.no_grad():
+            target.copy_(state)
+    elif isinstance(target, dict):
+        target.clear()
+        target.update(state)
+    else:
+        target[:] = state
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        raise LayoutError.because(
+            "a gradient of an elastic training",
+            "a sparse one, which other shards cannot be added to",
+            None,
+            "nn.Embedding(..., sparse=False)",
+        )
+    return gradient
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        found = type(loss).__name__
+        if isinstance(loss, Tensor):
+            found = f"a tensor of shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
+        raise UnisonoError.because(
+            "the closure of an elastic step",
+            f"it returned {found}",
+            None,
+            "return the mean loss of the batch, a tensor of one element",
+        )
+
+
+def _check_world() -> None:
+    if VARIABLE not in os.environ and (size := Communicator.of(None).size) > 1:
+        raise PlatformError.because(
+            "unisono.train.elastic(...)",
+            f"a world of {size} ranks that stays as it is: each would train on its own",
+            None,
+            f"unisono.run(train, ranks={size}, elastic=True)",
+        )
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot be the same for any number of members."""
+    expect("model", model, nn.Module)
+    expect("optimizer", optimizer, torch.optim.Optimizer)
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, (nn.SyncBatchNorm, nn.parallel.DistributedDataParallel)) or (
+            kind in ("DataParallel", "DASO", "FullyShardedDataParallel")
+        ):
+            raise PlatformError.because(
+                f"unisono.train.elastic({type(model).__name__}, ...)",
+                f"{name or 'the model'} is {kind}, which talks to other ranks in each forward",
+                None,
+                "the plain module: elastic adds up gradients and averages buffers itself",
+            )
+    mine = {id(p) for p in model.parameters()}
+    tensors = dict(model.named_parameters())
+    tensors |= {name: b for name, b in model.named_buffers() if b is not None}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) or tensor.device.type != "cpu":
+            where = "split over ranks" if isinstance(tensor, DTensor) else f"on {tensor.device}"
+            raise PlatformError.because(
+                f"unisono.train.elastic({type(model).__name__}, ...)",
+                f"{name} is {where}",
+                None,
+                "whole tensors on the CPU; nothing is promised about the bits of other devices",
+            )
+    stray = sum(id(p) not in mine for group in optimizer.param_groups for p in group["params"])
+    if stray:
+        raise PlatformError.because(
+            f"unisono.train.elastic({type(model).__name__}, optimizer, ...)",
+            f"{stray} tensors of the optimizer are no parameters of the model",
+            None,
+            "one module that holds all: nn.ModuleList([encoder, head])",
+        )

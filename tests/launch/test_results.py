@@ -1,0 +1,44 @@
+"""What a run gives back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from unisono.errors import PlatformError
+from unisono.launch.in_process import pack, unpack
+from unisono.launch.results import Elsewhere, Results
+
+
+def test_plain_data_is_shared_in_a_world_and_other_objects_stay():
+
+    value = {"a": [1, 2.5, "x"], "t": torch.arange(3), "n": np.float32(2), "m": np.ones((2, 2))}
+    copy = unpack(pack(value), 1)
+    assert copy["a"] == value["a"]
+    assert torch.equal(copy["t"], value["t"])
+    assert np.array_equal(copy["m"], value["m"])
+    assert unpack(pack(Results), 1) == Elsewhere(1, "ABCMeta")
+    assert unpack(pack(lambda: 1), 2) == Elsewhere(2, "function")
+
+
+def test_results_are_a_sequence_with_facts():
+    results = Results([3, 4, Elsewhere(2, "Model")], hosts=["a"] * 3, platform="cpu", logs={1: "x"})
+    assert (results[0], results[-2], results.rank(1), results[:2]) == (3, 4, 4, (3, 4))
+    assert (results.log(1), results.log(0)) == ("x", "")
+    with pytest.raises(PlatformError, match="stayed on rank 2"):
+        results[2]
+    with pytest.raises(IndexError, match="rank 3 of a world of 3"):
+        results.rank(3)
+    assert repr(results) == "Results([3, 4, <Model on rank 2>], platform='cpu', wall_s=0.000)"
+
+
+def test_results_are_a_short_table_in_a_notebook():
+    values = [*range(16), "<b>", Elsewhere(17, "Model")]
+    results = Results(values, hosts=["n<1>"] * 18, platform="cpu", wall_s=1.5)
+    table = results._repr_html_()
+    assert table.count("<tr>") == 18
+    assert "18 ranks on cpu, 1.500 s" in table
+    assert "n&lt;1&gt;" in table
+    assert "<b>" not in Results(["<b>"], hosts=["h"], platform="cpu")._repr_html_()
+    assert "x" * 500 not in Results(["x" * 500], hosts=["h"], platform="cpu")._repr_html_()

@@ -1,0 +1,117 @@
+"""Stacks and tracebacks: the user's lines are shown, ours are folded."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import traceback
+
+import pytest
+
+import unisono
+from unisono.errors import PlatformError, RankFailed
+from unisono.launch.pool.stacks import is_own_file, outside_collectives, user_line, user_threads
+
+DUMP = """\
+Thread 0x00007f1200000640 (most recent call first):
+  File "/env/unisono/launch/pool/protocol.py", line 60 in _read_orders
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f1300000740 (most recent call first):
+  File "/env/torch/distributed/distributed_c10d.py", line 5000 in barrier
+  File "/home/me/train.py", line 12 in step
+  File "/home/me/train.py", line 30 in train
+  File "/env/unisono/launch/pool/rank.py", line 86 in _live
+  File "/env/unisono/launch/pool/rank.py", line 61 in main
+  File "<string>", line 1 in <module>
+"""
+QUIET = unisono.Logs(console="none")
+
+
+def test_stacks_show_the_users_code_and_not_ours():
+    text = user_threads(DUMP)
+    assert "_read_orders" not in text
+    assert "rank.py" not in text
+    assert text.splitlines()[-1] == '  File "/home/me/train.py", line 30 in train'
+    assert outside_collectives({0: text, 1: 'File "/home/me/train.py", line 3 in f'}) == [1]
+    bottom = [line for line in DUMP.splitlines() if "barrier" not in line and "train" not in line]
+    text = user_threads("\n".join(bottom))  # run(time.sleep, 60)
+    assert text.splitlines()[1:] == ["  in a function that is not written in Python"]
+
+
+def test_the_innermost_user_line_skips_installed_packages():
+    import sysconfig
+
+    site = sysconfig.get_path("purelib")
+    assert user_line(DUMP.replace("/env/", f"{site}/")) == "train.py:12 in step"
+    assert user_line("") == "no Python code"
+
+
+def test_tracebacks_of_cells_have_their_source_lines(monkeypatch):
+    source = "def cell_function():\n    value = 0\n    return 1 / value  # in the cell\n"
+    name = "<ipython-input-7-abcdef>"
+    monkeypatch.setitem(
+        linecache.cache, name, (len(source), None, source.splitlines(keepends=True), name)
+    )
+    space = {"__name__": "__main__"}
+    exec(compile(source, name, "exec"), space)
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(space["cell_function"], on="cpu", ranks=1, logs=QUIET)
+    assert "return 1 / value  # in the cell" in caught.value.traceback
+
+
+def send_nonsense():
+    unisono.world().all_reduce("no tensor")
+
+
+def test_our_own_frames_are_folded_and_a_variable_shows_them(monkeypatch):
+    def shown():
+        with pytest.raises(RankFailed) as caught:
+            unisono.run(send_nonsense, on="cpu", ranks=2, logs=QUIET)
+        files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+        return caught.value.traceback, sum(map(is_own_file, files))
+
+    text, frames = shown()
+    assert 'unisono.world().all_reduce("no tensor")' in text
+    assert "unisono/comm/" not in text
+    assert "UNISONO_FRAMES=all shows them" in text
+    assert frames == 0
+    with pytest.raises(PlatformError) as caught:
+        unisono.run(send_nonsense, ranks=0)
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files == [__file__]
+    for call in (
+        unisono.submit(send_nonsense, on="cpu", ranks=1).result,
+        functools.partial(unisono.Wrapper(unisono.Platform(device="cpu")).start, print, nothing=1),
+    ):
+        with pytest.raises((RankFailed, PlatformError)) as caught:
+            call()
+        files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert not any(map(is_own_file, files)), files
+
+    monkeypatch.setenv("UNISONO_FRAMES", "all")
+    text, frames = shown()
+    assert "unisono/comm/" in text
+    assert frames > 1
+
+
+def test_the_users_frames_stay_where_ours_stand_between_them():
+    def inner():
+        raise KeyError("mine")
+
+    def outer():
+        try:
+            unisono.run(inner, on="inline")
+        except KeyError as error:
+            raise ValueError("led to this") from error
+
+    with pytest.raises(KeyError) as caught:
+        unisono.run(inner, on="inline")
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "inner"
+    assert not {"run", "execute", "_run_inline"} & set(names)
+    with pytest.raises(RankFailed) as failed:
+        unisono.run(outer, on="cpu", ranks=1, logs=QUIET)
+    text = failed.value.traceback
+    assert text.index("in inner") < text.index("direct cause") < text.rindex("in outer")
+    assert "src/unisono" not in text
