@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard src/core/*)
 	  { echo "unisono needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,nets,examples,plot,mpi,slurm,docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,nets,examples,plot,mpi,slurm,docs,potentials]"
 	@touch $@
 
 demo: $(STAMP) ## train on real digits, one rank against many, and write a report
