@@ -11,6 +11,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 SHORTER = {
     "digits_data_parallel": ["--epochs", "3"],
     "dp_transformer_amp_clip": ["--epochs", "2"],
+    "elastic_digits": ["--epochs", "3", "--seconds", "0.5"],
     "forces_graph_parallel": ["--steps", "30", "--atoms", "300"],
     "heat_mnist": ["--epochs", "2"],
     "mace_split": ["--cubes", "2", "--steps", "6"],
