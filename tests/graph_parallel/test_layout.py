@@ -117,16 +117,15 @@ def test_what_each_rank_made_of_a_replicated_tensor_may_be_reduced():
     comm = world()
     r = comm.rank
     with gp.layout_check():
-        x = gp.mark(torch.ones(2, 2, 2, requires_grad=True), "replicated")
+        x = gp.mark(torch.arange(2.0, 10.0).view(2, 2, 2).requires_grad_(), "replicated")
         e = (gp.copy(x, comm=comm)[r] ** 2).sum()
-        (force,) = torch.autograd.grad(gp.reduce(e, grad="identity", comm=comm), x)
         masked, set_by_place = x.detach() * x.detach(), x.detach() * x.detach()
         for own in (masked, set_by_place):
             assert gp.layout_of(own) == "replicated"
         masked.mul_(1.0 if r == 0 else 0.0)
         set_by_place[r] = 0
         for made in (
-            force,
+            e,
             torch.vsplit(x, 2)[r],
             torch.hsplit(x, 2)[r],
             torch.dsplit(x, 2)[r],
@@ -237,3 +236,40 @@ def test_a_variable_turns_it_on_for_the_whole_run(monkeypatch):
     finally:
         layout.follower.__exit__(None, None, None)
         layout._follow_with(None)
+
+
+def stress_of(plan, pos, mistake):
+    """The stress of springs between all pairs, as the documentation has it, or with a mistake."""
+    own = plan.scatter(pos).requires_grad_()
+    strain = torch.zeros(3, 3, dtype=pos.dtype, requires_grad=True)
+    bent = gp.copy(strain, comm=plan.comm)
+    source, target = plan.edge_index
+    apart = own[target] - plan.extend(own)[source]
+    mine = (apart + apart @ bent).square().sum() / 4
+    energy = plan.reduce(mine, grad="sum" if mistake == "scale" else "identity")
+    of = energy if mistake == "scale" else mine
+    slope, force = torch.autograd.grad(of, (strain, own))
+    if mistake == "forces":
+        plan.reduce(force, grad="identity")
+    stress = slope / 8.0
+    return plan.reduce(stress, grad="identity") if mistake == "twice" else stress
+
+
+@pytest.mark.ranks([2, 3])
+def test_a_stress_reduced_twice_or_scaled_by_the_ranks_is_named():
+    comm = world()
+    pos = torch.rand(9, 3, dtype=torch.float64)
+    edges = torch.cartesian_prod(torch.arange(9), torch.arange(9)).T
+    plan = gp.GraphPlan(gp.GraphPartition.contiguous(9, comm.size), edges, comm=comm)
+    apart = pos[edges[0]] - pos[edges[1]]
+    wanted = apart.T @ apart / 2 / 8.0
+    for mistake, factor in ((None, 1), ("twice", comm.size), ("scale", comm.size)):
+        torch.testing.assert_close(stress_of(plan, pos, mistake), factor * wanted)
+    with gp.layout_check():
+        torch.testing.assert_close(stress_of(plan, pos, None), wanted)
+        with pytest.raises(LayoutError, match=r"reduced twice(.|\n)*test_layout\.py:\d+"):
+            stress_of(plan, pos, "twice")
+        with pytest.raises(LayoutError, match=r"too large by their number(.|\n)*identity"):
+            stress_of(plan, pos, "scale")
+        with pytest.raises(LayoutError, match="reduce of a sharded tensor"):
+            stress_of(plan, pos, "forces")

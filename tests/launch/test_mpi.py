@@ -37,6 +37,14 @@ def program():
         pytest.skip("no mpiexec here")
 
 
+@pytest.fixture
+def forked_ranks(program, warm_python, monkeypatch):
+    """Let agents and ranks be forks of the warm interpreter: loading torch is no part of a test."""
+    monkeypatch.setenv("MPIEXEC", program)
+    monkeypatch.setenv("WARM_PYTHON", warm_python)
+    monkeypatch.setattr(sys, "executable", warm_python)
+
+
 def wait_until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
@@ -107,7 +115,9 @@ def misbehave(how, mark, pids):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("how", ["raise", "exit", "SIGKILL", "SIGSEGV", "result", "hang"])
-def test_a_rank_that_fails_ends_all_and_is_named(program, how, tmp_path, has_ended, capfd):
+def test_a_rank_that_fails_ends_all_and_is_named(program, how, tmp_path, has_ended, capfd, request):
+    if how not in ("exit", "hang"):  # these ask for stacks, in a fraction of a second
+        request.getfixturevalue("forked_ranks")
     mark = tmp_path / "mark"
     # A rank that does not finalize MPI leaves shared memory: the fixture would find it.
     over_mpi = how == "SIGSEGV" and importlib.util.find_spec("mpi4py") is not None
@@ -153,7 +163,7 @@ def test_a_rank_under_mpiexec_cannot_have_the_terminal(program, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_a_run_that_asks_for_it_is_started_again(program, tmp_path):
+def test_a_run_that_asks_for_it_is_started_again(forked_ranks, tmp_path):
     def work():
         comm = unisono.world()
         if unisono.restart_count() == 0:
@@ -244,11 +254,11 @@ if unisono.world().rank == 0:
 
 
 @pytest.mark.mpi
-def test_a_script_under_the_users_mpiexec_joins_its_world(program, tmp_path):
+def test_a_script_under_the_users_mpiexec_joins_its_world(program, warm_python, tmp_path):
     ranks = 2
     pytest.importorskip("mpi4py")
     (tmp_path / "script.py").write_text(JOINING)
-    words = [program, "-n", str(ranks), sys.executable, "script.py"]
+    words = [program, "-n", str(ranks), warm_python, "script.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
@@ -259,11 +269,13 @@ def test_a_script_under_the_users_mpiexec_joins_its_world(program, tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_failing_rank_under_the_users_mpiexec_takes_the_world_down(program, tmp_path):
+def test_a_failing_rank_under_the_users_mpiexec_takes_the_world_down(
+    program, warm_python, tmp_path
+):
     pytest.importorskip("mpi4py")
     (tmp_path / "script.py").write_text(JOINING)
     begin = time.monotonic()
-    words = [program, "-n", "2", sys.executable, "script.py", "--fail"]
+    words = [program, "-n", "2", warm_python, "script.py", "--fail"]
     done = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )

@@ -44,6 +44,7 @@ DEMOS = {
     "forces": Demo("forces_graph_parallel.py", "forces from an energy; atoms split over ranks"),
     "flow": Demo("flow_domain_parallel.py", "a field in space, its grid split over ranks"),
     "error-bars": Demo("bayes_regression.py", "predictions with error bars, without sampling"),
+    "elastic": Demo("elastic_digits.py", "a rank is killed every two seconds: one curve, one hash"),
     "daso": Demo("daso_two_nodes.py", "DASO against DDP over a slow network between nodes"),
     SLURM: Demo("", "the batch script of a SLURM job, shown and not sent"),
 }

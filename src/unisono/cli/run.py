@@ -99,6 +99,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument(
         "--chaos", metavar="WORDS", help="kill ranks of an elastic job: seed=7,kills=20,every_s=0.5"
     )
+    how.add_argument("--invite", metavar="FILE", help="let other hosts join this elastic job")
+    how.add_argument("--join", metavar="FILE", help="join the job that wrote FILE, from here")
     how.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
     how.add_argument("--console", metavar="WHO", help="auto, all, rank0, none, or ranks as 0,2")
     how.add_argument(
@@ -233,7 +235,9 @@ def _request(
         timeout_s=args.timeout_s,
         max_restarts=args.max_restarts,
         logs=logs,
-        elastic=True if args.elastic or args.chaos is not None else None,
+        elastic=True if args.elastic or args.chaos or args.invite or args.join else None,
+        invite=args.invite,
+        join=args.join,
         chaos=None if args.chaos is None else Chaos.read(args.chaos),
         fields=fields,
         title=args.module or Path(args.target.rpartition(":")[2]).stem,

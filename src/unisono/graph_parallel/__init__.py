@@ -6,7 +6,10 @@ code written for it run unchanged. Everything works in a plain process, as a row
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from unisono.errors import LayoutError
+from unisono.graph_parallel.adapters import Adapter, Piece
 from unisono.graph_parallel.gradients import GraphParallel, sync_gradients
 from unisono.graph_parallel.groups import (
     GraphGroups,
@@ -31,6 +34,7 @@ from unisono.graph_parallel.neighbours import Neighbours, radius_graph
 from unisono.graph_parallel.padding import pad_input, pad_tensor, size_list_fn, trim_tensor
 from unisono.graph_parallel.partition import GraphPartition
 from unisono.graph_parallel.plan import GraphPlan
+from unisono.graph_parallel.potential import Prediction, SplitPotential, split_potential
 from unisono.graph_parallel.regions import (
     all_to_all,
     copy,
@@ -48,6 +52,9 @@ from unisono.graph_parallel.regions import (
 )
 from unisono.graph_parallel.sampler import GraphBatchSampler
 from unisono.graph_parallel.stats import GraphStats
+
+if TYPE_CHECKING:
+    from unisono.graph_parallel.calculator import Calculator
 
 __all__ = [
     # groups
@@ -95,6 +102,13 @@ __all__ = [
     "Neighbours",
     "parallel_predict",
     "radius_graph",
+    # potentials
+    "Adapter",
+    "Calculator",
+    "Piece",
+    "Prediction",
+    "SplitPotential",
+    "split_potential",
     # gradients and debugging
     "LayoutError",
     "layout_check",
@@ -102,3 +116,12 @@ __all__ = [
     "mark",
     "sync_gradients",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load `Calculator` when it is asked for: it needs ASE."""
+    if name == "Calculator":
+        from unisono.graph_parallel.calculator import Calculator
+
+        return Calculator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,8 @@ from unisono.errors import LayoutError, UnisonoError, an
 
 Kind = Literal["replicated", "sharded", "partial"]
 KINDS: tuple[Kind, ...] = ("replicated", "sharded", "partial")
+Known = Literal["replicated", "sharded", "partial", "unsure"]
+"""What a tag says; "unsure": replicated, if all ranks brought the same numbers. Values tell."""
 
 TOLERANCE = 1e-6
 """Largest difference between ranks that passes, relative to the largest value."""
@@ -34,11 +36,13 @@ TOLERANCE = 1e-6
 class Tag:
     """What is known of a tensor."""
 
-    kind: Kind
+    kind: Known
     dim: int | None = None
     """Dim along which it is sharded, where that is known."""
     site: str = ""
     """Source line where it became so."""
+    is_summed: bool = False
+    """Whether gradients of all ranks are summed on the way back."""
 
 
 class _Follower(TorchFunctionMode):
@@ -47,12 +51,18 @@ class _Follower(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.tags: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.entered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """Replicated tensors that went into `copy` or `scatter`: their gradients are whole."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            _refuse_summed(tensors_in(args[:1]), self.tags)
         out = func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            self._tag_gradients(args[1], out)
         if not self.tags:
             return out
         if getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
@@ -60,17 +70,31 @@ class _Follower(TorchFunctionMode):
                 self.forget(x)
             return out
         found = result_kind(func, args, kwargs, self.tags.get)
-        if found is None:
-            if args and isinstance(args[0], Tensor) and writes_first(getattr(func, "__name__", "")):
-                self.forget(args[0])
-        else:
+        tags = [self.tags.get(x) for x in tensors_in((args, kwargs))]
+        is_written = bool(args) and isinstance(args[0], Tensor)
+        is_written = is_written and writes_first(getattr(func, "__name__", ""))
+        if is_written and (found is None or found[0] == "unsure"):
+            self.forget(args[0])
+        if found is not None:
             kind, dim = found
             if kind == "clash":
                 raise _clash(args, self.tags)
+            is_summed = kind == "replicated" and any(tag.is_summed for tag in tags if tag)
             for result in out if isinstance(out, tuple | list) else (out,):
                 if isinstance(result, Tensor):
-                    self.tags[result] = Tag(kind, dim, call_site())
+                    self.tags[result] = Tag(kind, dim, call_site(), is_summed)
         return out
+
+    def _tag_gradients(self, inputs: Any, gradients: Any) -> None:
+        """Note what gradients are: rows of own rows; alike, where the way back sums them."""
+        for x, gradient in zip(tensors_in((inputs,)), gradients, strict=False):
+            tag = self.tags.get(x)
+            if not isinstance(gradient, Tensor):
+                continue
+            if x in self.entered:
+                self.tags[gradient] = Tag("unsure", None, call_site())
+            elif tag is not None and tag.kind == "sharded":
+                self.tags[gradient] = Tag("sharded", tag.dim, call_site())
 
     def forget(self, x: Tensor) -> None:
         """Drop the tags of `x` and its views: a collective replaces their values."""
@@ -126,7 +150,7 @@ def tagged(x: Tensor, kind: Kind, dim: int | None = None) -> Tensor:
 def layout_of(x: Tensor) -> Kind | None:
     """Return the tag of `x`; None when nothing is known."""
     tag = None if follower is None else follower.tags.get(x)
-    return None if tag is None else tag.kind
+    return None if tag is None or tag.kind == "unsure" else tag.kind
 
 
 def watched(
@@ -145,9 +169,10 @@ def watched(
         return move(x, *args, comm=comm)
     tags, site = follower.tags, call_site()
     tag = tags.get(x)
-    _refuse(verb, tag)
+    _refuse(verb, tag, x, comm)
     if verb in ("copy", "scatter"):
         _compare(x, comm, f"{verb} of a tensor that must be equal on all ranks", "reduce it first")
+        follower.entered[x] = True
     with torch._C.DisableTorchFunction():
         out = move(x, *args, comm=comm)
     if verb == "gather slice" and out.requires_grad:
@@ -160,7 +185,7 @@ def watched(
     elif verb in ("scatter", "reduce_scatter"):
         tags[out] = Tag("sharded", (dim or 0) % max(out.dim(), 1), site)
     else:
-        tags[out] = Tag("replicated", None, site)
+        tags[out] = Tag("replicated", None, site, is_summed=verb.endswith(" sum"))
     return out
 
 
@@ -174,16 +199,35 @@ _WRONG: dict[str, dict[str, str]] = {
 }
 
 
-def _refuse(verb: str, tag: Tag | None) -> None:
-    region = verb.split()[0]
-    wrong = None if tag is None else _WRONG.get(region, {}).get(tag.kind)
-    if tag is not None and wrong is not None:
+def _refuse(verb: str, tag: Tag | None, x: Tensor, comm: Communicator) -> None:
+    if tag is None:
+        return
+    region, kind = verb.split()[0], tag.kind
+    if kind == "unsure":
+        is_one = comm.size == 1 or region != "reduce"
+        is_same = not is_one and difference_over_ranks(x, comm) is None and bool(x.any())
+        kind = "replicated" if is_same else kind
+    wrong = _WRONG.get(region, {}).get(kind)
+    if wrong is not None:
         raise LayoutError.because(
-            f"{region} of {an(tag.kind)} tensor",
-            f"{wrong}\nit became {tag.kind} at {tag.site}",
+            f"{region} of {an(kind)} tensor",
+            f"{wrong}\nit became {kind} at {tag.site}",
             None,
             f"leave this {region} out, or say what the tensor is: mark(x, 'partial')",
         )
+
+
+def _refuse_summed(outputs: Iterator[Tensor], tags: WeakTensorKeyDictionary) -> None:
+    """Raise if each rank would differentiate its own copy of one sum, and all be added up."""
+    for x in outputs:
+        tag = tags.get(x)
+        if tag is not None and tag.kind == "replicated" and tag.is_summed:
+            raise LayoutError.because(
+                "the gradient of a replicated tensor",
+                f'it became replicated at {tag.site}, of a sum or gather with grad="sum"',
+                "each rank differentiates it, and all are added up: too large by their number",
+                'grad="identity" (of a gather: "slice"), or the gradient of the own term alone',
+            )
 
 
 def _clash(args: tuple[Any, ...], tags: WeakTensorKeyDictionary) -> UnisonoError:
@@ -229,7 +273,7 @@ def difference_over_ranks(x: Tensor, comm: Communicator) -> str | None:
 
 # -- how a torch function turns the tags of its arguments into that of its result -----------------
 
-Outcome = tuple[Literal["replicated", "sharded", "partial", "clash"], int | None]
+Outcome = tuple[Literal["replicated", "sharded", "partial", "unsure", "clash"], int | None]
 """Kind of the result and its sharded dim; "clash" for a partial and a replicated term."""
 
 _ADD = frozenset({"add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "add_"})
@@ -286,8 +330,10 @@ def result_kind(
     if "unknown" in kinds:
         return None
     if "sharded" not in kinds:
-        differs = name in _SELECTS or (name in _NUMBERED and with_number)
-        return None if differs else ("replicated", None)
+        if name in _SELECTS:
+            return None
+        is_unsure = "unsure" in kinds or (name in _NUMBERED and with_number)
+        return ("unsure" if is_unsure else "replicated", None)
     if name == "detach":  # so begins every verb, whose result is in pieces no longer
         return None
     sharded = next(tag for tag in tags if tag is not None and tag.kind == "sharded")

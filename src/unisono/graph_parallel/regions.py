@@ -58,7 +58,7 @@ def reduce(
     """
     if not isinstance(grad, str) or grad not in _REDUCES:
         raise _unclear("reduce", grad, "identity", "the sum alike (an energy, a loss)")
-    return watched("reduce", x, _REDUCES[grad], comm=row(comm))
+    return watched(f"reduce {grad}", x, _REDUCES[grad], comm=row(comm))
 
 
 def scatter(

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class Attempts:
         if (width := console.width()) is not None:
             variables |= {"COLUMNS": str(width), "LINES": "24"}
         job = rank_job(request, self.call, variables)
+        if request.elastic is not None and request.elastic.host is not None:
+            job = replace(job, secret=bytes.fromhex(request.elastic.host.secret))
         run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local
         if request.elastic is not None:
             run_attempt = functools.partial(run_local, elastic=request.elastic)
@@ -146,7 +148,8 @@ class Attempts:
 
     def _supervised_by(self, supervisor: Watch) -> None:
         self._supervisor = supervisor
-        self._raise_if_cancelled()
+        if self._cancelled.is_set():
+            raise self._cancellation()
 
     def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():

@@ -79,12 +79,6 @@ def has_mps() -> bool:
     return torch.backends.mps.is_available()
 
 
-def is_cuda_initialized() -> bool:
-    """Whether this process has a CUDA context, so that what it forks could not use CUDA."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
-
-
 def gpu_index(local_rank: int, local_size: int, visible: int, *, oversubscribe: bool) -> int | None:
     """Return which visible GPU a rank gets; None if there are too few.
 

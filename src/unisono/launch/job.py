@@ -32,6 +32,7 @@ from unisono.expect import expect_int
 from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, job_directory, telling
 from unisono.launch.elastic.settings import RESIZE
+from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.places.mailbox import CANCEL
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
@@ -150,6 +151,11 @@ class Job:
                 f"{least} to {most}" if most else "unisono.submit(..., ranks=(1, 8))",
             )
         job_files.write_private(self.dir / RESIZE, str(ranks).encode())
+
+    def members(self) -> int:
+        """Return how many ranks share the steps of an elastic job now; 0 before the first one."""
+        events = read_events(self.dir)
+        return int(events[-1]["members"]) if events else 0
 
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands; nothing if none runs (here, without a scheduler)."""

@@ -41,9 +41,14 @@ def make_directory(parent: str | Path, name: str, *, asked: str, hint: str) -> P
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` at one stroke."""
+    """Replace `path` by `data` at one stroke: a reader finds the old content or the new one.
+
+    Only its owner can read it, whatever the umask.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:  # noqa: PTH123
+    draft.unlink(missing_ok=True)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(fd, "wb") as file:  # noqa: PTH123
         file.write(data)
     draft.replace(path)
 

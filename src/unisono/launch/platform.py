@@ -306,7 +306,7 @@ class Platform:
     @property
     def _shared_cpus(self) -> int | None:
         """The CPUs that the ranks of a node share; None if nobody said how many."""
-        return self.n_cpus_per_node if self.is_explicit("n_cpus_per_node") else None
+        return self.n_cpus_per_node if "n_cpus_per_node" in self._given else None
 
     @property
     def ranks_per_node(self) -> int:

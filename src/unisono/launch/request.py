@@ -87,6 +87,8 @@ def checked_request(
     logs: str | Path | Logs | None,
     elastic: bool | None = None,
     chaos: Chaos | None = None,
+    invite: str | None = None,
+    join: str | None = None,
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
     is_script: bool = False,
@@ -98,8 +100,9 @@ def checked_request(
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
     `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
     function; `is_script` leaves it to the function when its ranks join their world; `seed` and
-    `elastic` are those of `run`; `chaos` kills ranks of an elastic job; `convention` says how ranks
-    call the function. That the call fits the function is for the caller to check (`calling.py`).
+    `elastic` are those of `run`; `chaos` kills ranks of an elastic job, `invite` and `join` are
+    files by which hosts share one; `convention` says how ranks call the function. That the call
+    fits the function is for the caller to check (`calling.py`).
     """
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
@@ -130,7 +133,7 @@ def checked_request(
     joins_world = platform.detect and is_in_world()
     if not joins_world:  # else that world counts, whatever is asked for
         platform.check_machine()
-    grows = checked(place, platform, least, chaos)
+    grows = checked(place, platform, least, chaos, invite, join)
     if grows is not None:  # members meet at their coordinator, and nowhere else
         platform = platform.but(ipc_groups=None)
     size = platform.world_size

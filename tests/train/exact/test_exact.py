@@ -275,14 +275,10 @@ def test_a_death_inside_a_closure_is_made_good_by_others(tmp_path, step):
 def test_a_job_can_be_resized_while_it_trains(tmp_path):
     job = unisono.submit(train, "cnn", 60, pause_s=0.1, ranks=(1, 4), logs=tmp_path)
     sizes = [1, 4, 2, 3]
-
-    def members() -> int:
-        return ([0] + [event["members"] for event in read_events(job.dir)])[-1]
-
     for size in sizes:
         job.resize(size)
         end = time.monotonic() + 30
-        while members() != size and time.monotonic() < end and not job.done():
+        while job.members() != size and time.monotonic() < end and not job.done():
             time.sleep(0.05)
     assert set(job.result(100)) == {train("cnn", 60)}
     seen = [event["members"] for event in read_events(job.dir)]

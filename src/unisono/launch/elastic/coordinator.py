@@ -23,6 +23,9 @@ from typing import Any
 Run = tuple[int, int]
 """Shards from the first to before the second."""
 
+OVER = "the elastic training was over before this rank could join it"
+"""What a rank of another host says that comes too late."""
+
 
 def split(count: int, parts: int) -> list[Run]:
     """Cut `count` things into contiguous runs, one for each part.

@@ -145,6 +145,23 @@ class Hub:
             door.setblocking(False)
             self._selector.register(door, selectors.EVENT_READ, None)
 
+    @property
+    def guests(self) -> int:
+        """How many members of other hosts there are."""
+        return sum(not seat.is_near for seat in self.seats.values())
+
+    def dismiss(self, number: int) -> None:
+        """Tell a member of another host that it is not wanted any more."""
+        if (seat := self.seats.get(number)) is not None and not seat.is_near:
+            with suppress(OSError):
+                send_line(seat.connection, {"kind": "over"})
+            self._drop(seat)
+
+    def expel(self, number: int) -> None:
+        """Let go of a member of another host for whom others wait; it can write no more."""
+        if (seat := self.seats.get(number)) is not None and not seat.is_near:
+            self._drop(seat)
+
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to do."""
         return self._selector.fileno()
@@ -263,6 +280,7 @@ class Hub:
             socket.send_fds(seat.connection, [welcome], list(self._files))
         else:
             seat.connection.sendall(welcome)
+            self.coordinator.target += 1  # one more than we started ourselves
         self.coordinator.joined(
             seat.number, rank=seat.rank, shards=message["shards"], step=message["step"]
         )
@@ -290,6 +308,8 @@ class Hub:
             self._died_at.append(time.monotonic())
         if not has_left and self.coordinator.phase != "over":
             self._on_event("retired" if is_retired else "died", seat.rank)
+        if not seat.is_near and not has_left:
+            self.coordinator.target -= 1
         if not has_left:
             self.coordinator.died(number)
             self.deliver()

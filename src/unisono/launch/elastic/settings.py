@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
+from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.platform import COUNT, Platform
 
 RESIZE = "resize"
@@ -49,6 +52,32 @@ class Chaos:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Invitation:
+    """Where members of other hosts may join a job, and the secret that lets them in."""
+
+    host: str
+    port: int
+    secret: str
+
+    def write(self, path: Path) -> None:
+        """Leave it in a file that only this user can read."""
+        write_private(path, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Invitation:
+        """Read such a file."""
+        asked = f"--join {path}"
+        check_ours(path)
+        try:
+            found = cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise PlatformError.because(
+                asked, f"no invitation: {error}", None, "the file that --invite FILE has written"
+            ) from None
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class Elastic:
     """How a job may grow and shrink."""
 
@@ -58,6 +87,10 @@ class Elastic:
     """Never more ranks than that."""
     chaos: Chaos | None = None
     """Whether to kill ranks."""
+    invite: Path | None = None
+    """Where to leave an invitation for other hosts."""
+    host: Invitation | None = None
+    """Whose members these ranks are, if it is another host's job that they join."""
 
 
 def bounds(ranks: Any, elastic: bool | None) -> tuple[int | None, int | None]:
@@ -79,9 +112,17 @@ def bounds(ranks: Any, elastic: bool | None) -> tuple[int | None, int | None]:
 
 
 def checked(
-    place: str, platform: Platform, least: int | None, chaos: Chaos | None
+    place: str,
+    platform: Platform,
+    least: int | None,
+    chaos: Chaos | None,
+    invite: str | Path | None = None,
+    join: str | Path | None = None,
 ) -> Elastic | None:
-    """Return how the job may grow and shrink; None for a world that stays as it is."""
+    """Return how the job may grow and shrink; None for a world that stays as it is.
+
+    `invite` is where to leave an invitation for other hosts, `join` where one was left.
+    """
     if least is None:
         if chaos is not None:
             raise PlatformError.because(
@@ -99,6 +140,12 @@ def checked(
             "members come and go among the processes of this host, and those that other hosts "
             "send to it",
             None,
-            'on="cpu" here, and `unisono run --join FILE` on the other hosts',
+            "unisono run --elastic --invite FILE here, unisono run --join FILE on other hosts",
         )
-    return Elastic(least=least, most=platform.world_size, chaos=chaos)
+    return Elastic(
+        least=least,
+        most=platform.world_size,
+        chaos=chaos,
+        invite=None if invite is None else Path(invite).absolute(),
+        host=None if join is None else Invitation.read(Path(join)),
+    )

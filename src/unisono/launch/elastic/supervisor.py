@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import CollectiveMismatch, PlatformError, RankFailed
-from unisono.launch.elastic.coordinator import Coordinator
+from unisono.launch.elastic.coordinator import OVER, Coordinator
 from unisono.launch.elastic.hub import Hub
-from unisono.launch.elastic.settings import RESIZE, Elastic
+from unisono.launch.elastic.settings import RESIZE, Elastic, Invitation
 from unisono.launch.job_files import check_ours
 from unisono.launch.pool.client import RankProcess
 from unisono.launch.pool.monitor import COLLECT_S, Outcome, Supervisor
@@ -43,6 +43,7 @@ class ElasticSupervisor(Supervisor):
         secret: bytes,
         stall_s: float,
         start: Callable[[int], object],
+        listen_at: str | None = None,
         **rest: Any,
     ) -> None:
         super().__init__(*args, **rest)
@@ -50,9 +51,22 @@ class ElasticSupervisor(Supervisor):
         self._stall_s = stall_s
         self._start = start
         self.coordinator = Coordinator(elastic.most, elastic.least)
+        if elastic.invite is not None and listen_at is None:
+            listen_at = _address_of_job()
         self.hub = Hub(
-            self.coordinator, secret=secret, fence=self._fence, on_event=self._note_event
+            self.coordinator,
+            secret=secret,
+            fence=self._fence,
+            on_event=self._note_event,
+            listen_at=listen_at if elastic.invite is not None else None,
         )
+        host = elastic.host
+        self.address = self.hub.near if host is None else f"{host.host}:{host.port}"
+        """Where our ranks find their coordinator."""
+        if elastic.invite is not None and self.hub.far is not None:
+            Invitation(host=self.hub.far[0], port=self.hub.far[1], secret=secret.hex()).write(
+                elastic.invite
+            )
         self._is_growing = False
         self._deaths_in_a_row = 0
         self._step_of_death = -1
@@ -76,7 +90,7 @@ class ElasticSupervisor(Supervisor):
         """Pass on what is for other ranks."""
         if isinstance(message, Returned):
             self.hub.turn()  # it may have told us so before
-            if rank.pid not in self.hub.leavers:
+            if rank.pid not in self.hub.leavers and self._elastic.host is None:
                 raise PlatformError.because(
                     "unisono.run(..., elastic=True)",
                     f"rank {rank.rank} has returned without training: each rank is a world of one",
@@ -95,9 +109,10 @@ class ElasticSupervisor(Supervisor):
 
     def resize(self, ranks: int) -> None:
         """Have another number of ranks from the next step on; only in the supervising thread."""
-        self.coordinator.resize(max(self._elastic.least, min(ranks, self._elastic.most)))
+        ranks = max(self._elastic.least, min(ranks, self._elastic.most))
+        self.coordinator.resize(ranks + self.hub.guests)
         self.hub.deliver()
-        self._say(f"resized to {self.coordinator.target} ranks")
+        self._say(f"resized to {ranks} ranks")
         self._bring_to_size()
 
     def _heed_resize(self) -> None:
@@ -157,22 +172,29 @@ class ElasticSupervisor(Supervisor):
 
     def _bury(self) -> None:
         """Let go of ranks that died, as long as somebody is left."""
-        for rank in [rank for rank in self._ranks if rank.is_bad and rank.failed is None]:
-            for seat in [s for s in self.hub.seats.values() if s.pid == rank.pid]:
+        for rank in [rank for rank in self._ranks if rank.is_bad]:
+            if rank.failed is not None and OVER not in rank.failed.summary:
+                continue
+            for seat in [s for s in self.hub.seats.values() if s.is_near and s.pid == rank.pid]:
                 self.hub.lost(seat)
-            if rank in self._retired or self._is_late_newcomer(rank):
+            if rank in self._retired or self._is_late_newcomer(rank) or rank.failed is not None:
                 self._let_go(rank)
                 continue
             phase, step = self.coordinator.phase, self.coordinator.step
             self._deaths_in_a_row = self._deaths_in_a_row + 1 if step == self._step_of_death else 1
             self._step_of_death = step
-            is_last = phase == "lost" or not any(not other.is_bad for other in self._ranks)
+            is_last = phase == "lost" or (
+                not any(not other.is_bad for other in self._ranks) and not self.hub.guests
+            )
             if is_last or self._deaths_in_a_row > max(8, 4 * self._elastic.most):
                 return  # the base class raises, for this rank
             self._let_go(rank)
 
     def _let_go(self, rank: RankProcess) -> None:
-        """Read the last output of a rank that has ended, and forget it."""
+        """Read the last output of a rank that is of no more use, and forget it."""
+        if rank.is_running:
+            rank.signal_group(signal.SIGKILL)
+            self._note_end(rank)
         for number, fd in enumerate(rank.pipes.outputs):
             while data := read_available(fd):
                 rank.log.write(data)
@@ -187,10 +209,12 @@ class ElasticSupervisor(Supervisor):
 
     def _part_with_retired(self) -> None:
         """End ranks that are not wanted any more, in good order."""
+        for number in list(self.coordinator.retired):
+            self.hub.dismiss(number)
         pids = {
-            self.hub.seats[number].pid
-            for number in self.coordinator.retired
-            if number in self.hub.seats
+            seat.pid
+            for number, seat in self.hub.seats.items()
+            if seat.is_near and number in self.coordinator.retired
         }
         for rank in self._ranks:
             is_wanted = rank.pid not in pids and not self._is_late_newcomer(rank)
@@ -204,7 +228,7 @@ class ElasticSupervisor(Supervisor):
         if self.coordinator.phase in ("over", "lost") or any(r.is_done for r in self._ranks):
             return
         taken = {rank.rank for rank in self._ranks if rank not in self._retired}
-        missing = self.coordinator.target - len(taken)
+        missing = self.coordinator.target - self.hub.guests - len(taken)
         for place in [p for p in range(self._elastic.most) if p not in taken][: max(0, missing)]:
             self._start(place)
 
@@ -217,17 +241,22 @@ class ElasticSupervisor(Supervisor):
                 self._note_end(process)
 
     def _end_who_stands_still(self) -> None:
-        """Kill members that were stopped, or for whom others have waited too long."""
+        """Kill ranks that were stopped, and members for whom others have waited too long."""
+        for rank in self._ranks:
+            if rank.is_running and not rank.is_done and _is_stopped(rank.pid):
+                self._say(f"rank {rank.rank} is ended: it was stopped by a signal")
+                rank.signal_group(signal.SIGKILL)
         coordinator = self.coordinator
         quiet_s = time.monotonic() - self.hub.last_news
         is_late = quiet_s > self._stall_s and not coordinator.waits_for_user
         for number in coordinator.late:
             seat = self.hub.seats.get(number)
-            if seat is not None and (is_late or _is_stopped(seat.pid)):
-                why = f"quiet for {quiet_s:.0f} s" if is_late else "stopped by a signal"
-                self._say(f"rank {seat.rank} is ended: {why}")
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(seat.pid, signal.SIGKILL)
+            if seat is not None and is_late:
+                self._say(f"rank {seat.rank} on {seat.host} is ended: quiet for {quiet_s:.0f} s")
+                self.hub.expel(number)
+                for rank in self._ranks:
+                    if seat.is_near and rank.pid == seat.pid:
+                        rank.signal_group(signal.SIGKILL)
 
     def _make_chaos(self) -> None:
         """Kill a rank if it is time to."""
@@ -236,7 +265,8 @@ class ElasticSupervisor(Supervisor):
             return
         if self._next_kill is None:
             self._next_kill = now + chaos.every_s * self._random.uniform(0.2, 1.8)
-        members = sorted(self.coordinator.members.keys() - self._condemned)
+        here = {number for number, seat in self.hub.seats.items() if seat.is_near}
+        members = sorted(self.coordinator.members.keys() & here - self._condemned)
         if now < self._next_kill or len(members) < 2:
             return
         self._next_kill, self._kills_left = None, self._kills_left - 1
@@ -271,6 +301,14 @@ class ElasticSupervisor(Supervisor):
                 "from a checkpoint if the function restores one"
             )
         return error
+
+
+def _address_of_job() -> str:
+    """Return the address at which other hosts find this one."""
+    from unisono.comm import machine  # which loads torch
+    from unisono.launch.places.rendezvous import candidates
+
+    return machine.of_job(candidates()) or candidates()[0]
 
 
 def read_events(job_dir: Path) -> list[dict[str, Any]]:

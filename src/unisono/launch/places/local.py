@@ -92,10 +92,11 @@ def run_local(
             elastic=elastic,
             secret=job.secret,
             stall_s=platform.comm_timeout_s,
+            listen_at=platform.master_addr,
             start=lambda rank: start([rank]),
             **settings,
         )
-        more["UNISONO_ELASTIC"] = supervisor.hub.near
+        more["UNISONO_ELASTIC"] = supervisor.address
     with supervisor:
         if on_start is not None:
             on_start(supervisor)

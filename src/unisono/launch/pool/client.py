@@ -25,7 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from unisono.launch.devices import is_cuda_initialized
 from unisono.launch.logs import FAILED, RankLog
 from unisono.launch.pool import interpreter
 from unisono.launch.pool.cleanup import end_processes_of
@@ -110,11 +109,6 @@ class WarmServer:
     def is_alive(self) -> bool:
         """Whether it is ours and runs."""
         return self.owner_pid == os.getpid() and self._process.poll() is None
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it lives, and would start ranks as this process is now."""
-        return self.is_alive and self.key == _frozen_surroundings()
 
     def fork(
         self,
@@ -209,7 +203,7 @@ def get_server() -> WarmServer:
     """Return the server of this process; starts one if there is none that can be used."""
     global _server
     with _lock:
-        if _server is not None and not _server.is_usable:
+        if _server is not None and not (_server.is_alive and _server.key == _frozen_surroundings()):
             _server.close()
             _server = None
         if _server is None:
@@ -238,7 +232,8 @@ def why_not(spawn_method: str) -> str | None:
         return "spawn_method='spawn'"
     if sys.platform != "linux":
         return "the warm server needs Linux"
-    if is_cuda_initialized():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():  # what is forked could not use CUDA
         return "CUDA is initialised in this process"
     return None
 

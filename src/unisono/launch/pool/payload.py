@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.machinery
 import io
@@ -450,6 +451,8 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
 @contextlib.contextmanager
 def _by_value_if_not_importable(fn: object) -> Iterator[None]:
     """Let cloudpickle take a function by value when a rank could not import its module."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     registered = cloudpickle.list_registry_pickle_by_value()
     if module is None or module.__name__ in registered or is_importable(module):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unisono.comm import Communicator
-from unisono.errors import CheckpointError, LayoutError, PlatformError, UnisonoError
+from unisono.errors import CheckpointError, LayoutError, PlatformError, RankFailed, UnisonoError
 from unisono.expect import expect, expect_float, expect_int
 from unisono.launch import stopping
 from unisono.launch.context import here
+from unisono.launch.elastic.coordinator import OVER
 from unisono.train.exact.data import Loader, Shards
 from unisono.train.exact.link import VARIABLE, Link, open_link
 from unisono.train.exact.shards import (
@@ -328,6 +329,8 @@ class ElasticRun:
             data = io.BytesIO(link.get_state(order["bytes"]))
             self.load_state_dict(torch.load(data, weights_only=False))
             link.tell("loaded", step=order["step"])
+        elif order["kind"] == "over":
+            raise RankFailed(OVER)
         else:
             self._is_logger = True
 
@@ -355,6 +358,8 @@ class ElasticRun:
                     torch.save(self.state_dict(), data)
                     link.put_state(data.getvalue())
                     link.tell("donated", step=step.number, bytes=data.tell())
+                elif kind == "over":
+                    raise RankFailed(OVER)
                 elif kind == "commit":
                     break
             self._apply(link, step)

@@ -26,6 +26,7 @@ import unisono
 from unisono.cores import usable_cores
 from unisono.errors import PlatformError
 from unisono.launch.devices import visible_gpus
+from unisono.launch.job_files import write_private
 
 PARENT = "runs"
 """Where runs are kept, below the working directory."""
@@ -110,21 +111,8 @@ def ranks_in(directory: Path) -> list[int]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by a value, as `write_private` does."""
-    write_private(path, json.dumps(value))
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace a file at one stroke, so that a reader finds the old text or the new one.
-
-    Only its owner can read it, whatever the umask: command lines and tracebacks may hold secrets.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123
-        file.write(text)
-    draft.replace(path)
+    """Replace a file by a value, for its owner's eyes only: tracebacks may hold secrets, too."""
+    write_private(path, json.dumps(value).encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:

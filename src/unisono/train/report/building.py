@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono import trace_file
+from unisono.launch.job_files import write_private
 from unisono.train.recording import directory as directories
 from unisono.train.report import metrics
 from unisono.train.report.data import RecordedRun, report_data
@@ -99,7 +100,7 @@ def finish(directory: Path, against: Sequence[Path] = ()) -> Path:
     write_tensorboard(directory / directories.TENSORBOARD, run)
     data = report_data(run, [RecordedRun.read(path) for path in against])
     path = directory / directories.REPORT
-    directories.write_private(path, page(data["name"], "report.js", data))
+    write_private(path, page(data["name"], "report.js", data).encode())
     return path
 
 

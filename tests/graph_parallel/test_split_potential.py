@@ -1,0 +1,149 @@
+"""Potentials that others wrote, on atoms that ranks share: everything equals one process."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from tests.graph_parallel.potentials import (
+    by_mace,
+    crystal,
+    mace_model,
+    needs_mace,
+    tensors_of,
+)
+
+from unisono import graph_parallel as gp
+from unisono.comm import world
+from unisono.graph_parallel import GraphPartition
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # e3nn scripts its code
+
+
+def assert_equal(ours, theirs, scale=1.0):
+    apart = float((ours - theirs).detach().abs().max())
+    assert apart <= 1e-9 * max(scale, float(theirs.detach().abs().max())), apart
+
+
+def loss_of(energy, forces, stress):
+    loss = (energy / 10 + 1) ** 2 + (forces - 0.1).square().sum()
+    return loss if stress is None else loss + 100 * (stress - 0.01).square().sum()
+
+
+def direction(atoms):
+    return torch.linspace(-1, 1, 3 * len(atoms), dtype=torch.float64).view(-1, 3)
+
+
+def plain(model, atoms):
+    """Energy, forces, stress, a Hessian-vector product, and gradients of a loss on all of them."""
+    energy, forces, stress, pos = by_mace(model, atoms, bool(atoms.pbc.all()))
+    (bent,) = torch.autograd.grad((forces * direction(atoms)).sum(), pos, retain_graph=True)
+    grads = torch.autograd.grad(
+        loss_of(energy, forces, stress), list(model.parameters()), allow_unused=True
+    )
+    return energy, forces, stress, bent, grads
+
+
+def compare(model, atoms, size, wanted):
+    """The same by the first `size` ranks; returns the potential they share."""
+    energy, forces, stress, bent, grads = wanted
+    given = tensors_of(atoms)
+    with gp.use_groups(gp.graph_groups(size, comm=world().sub(range(size)))):
+        split = gp.split_potential(model, GraphPartition.morton(given["pos"], size))
+        split.zero_grad()
+        pos = given["pos"].requires_grad_()
+        out = split(**given, stress=stress is not None)
+        turned = (out.forces * direction(atoms)).sum()
+        (found,) = torch.autograd.grad(turned, pos, retain_graph=True)
+        loss_of(out.energy, out.forces, out.stress).backward()
+        gp.sync_gradients(split)
+    for ours, theirs in ((out.energy, energy), (out.forces, forces), (found, bent)):
+        assert_equal(ours, theirs)
+    if stress is not None:
+        assert_equal(out.stress, stress)
+    scale = max(float(grad.abs().max()) for grad in grads if grad is not None)
+    for weight, grad in zip(model.parameters(), grads, strict=True):
+        if grad is None:
+            assert weight.grad is None or not weight.grad.any()
+        else:
+            assert_equal(weight.grad, grad, scale)
+    assert not any("handle_lammps" in vars(layer) for layer in model.interactions)
+    return split
+
+
+@needs_mace
+@pytest.mark.timeout(300)
+@pytest.mark.ranks(4, timeout=240)
+def test_energy_forces_stress_and_a_loss_on_all_of_them_equal_plain_mace():
+    rank = world().rank
+    model = mace_model()
+    block = crystal(3)
+    wanted = plain(model, block)
+    for size in (2, 3, 4):
+        if rank < size:
+            plan = compare(model, block, size, wanted).plan
+            assert plan.edge_index.shape[1] < plan.stats.edges_total, "no rank holds all edges"
+    slab = crystal((2, 2, 1), pbc=(True, True, False))
+    slab.positions[:, 2] += 40.0
+    if rank < 3:
+        compare(model, slab, 3, plain(model, slab))
+    # The cutoff is longer than the cell, so atoms see images of themselves.
+    skewed = crystal((2, 1, 1), cell=[[6.9, 0.5, 0.0], [1.4, 3.7, 0.2], [-0.6, 0.9, 3.5]])
+    compare(model, skewed, 4, plain(model, skewed))
+    cluster = crystal((1, 1, 1), pbc=False)[:3]  # fewer atoms than ranks
+    compare(model, cluster, 4, plain(model, cluster))
+
+
+@needs_mace
+@pytest.mark.timeout(300)
+@pytest.mark.ranks(4, timeout=240)
+def test_other_kinds_of_mace_are_split_as_well():
+    if world().rank < 2:
+        kinds = "RealAgnosticDensityResidualInteractionBlock"
+        rich = mace_model(
+            "MACE",
+            interaction_cls=kinds,
+            interaction_cls_first="RealAgnosticResidualInteractionBlock",
+            pair_repulsion=True,
+            distance_transform="Agnesi",
+            num_interactions=3,
+        )
+        atoms = crystal((2, 2, 1))
+        compare(rich, atoms, 2, plain(rich, atoms))
+
+
+@pytest.mark.skipif(find_spec("torch_geometric") is None, reason="no torch_geometric here")
+@pytest.mark.ranks(3, timeout=60)
+def test_schnet_is_split_by_hooks_alone():
+    from torch_geometric.nn.models import SchNet
+
+    class Edges(torch.nn.Module):
+        """Edges found beforehand, where SchNet would want torch_cluster to find them."""
+
+        def forward(self, pos, batch):
+            source, target = found.edge_index
+            return found.edge_index, (pos[target] - pos[source] - found.shifts).norm(dim=1)
+
+    torch.manual_seed(0)
+    model = SchNet(
+        hidden_channels=8, num_filters=8, num_interactions=3, num_gaussians=6, cutoff=3.0
+    )
+    model = model.double()
+    pos = 6 * torch.rand(40, 3, dtype=torch.float64)
+    numbers, cell = torch.randint(1, 9, (40,)), 6 * torch.eye(3, dtype=torch.float64)
+    found = gp.radius_graph(pos, 3.0, cell=cell)
+    model.interaction_graph = Edges()
+    at = pos.clone().requires_grad_()
+    energy = model(numbers, at).sum()
+    forces = -torch.autograd.grad(energy, at, create_graph=True)[0]
+    wanted = torch.autograd.grad(loss_of(energy, forces, None), list(model.parameters()))
+    with gp.use_groups(gp.graph_groups(world().size)):
+        part = GraphPartition.morton(pos, world().size)
+        split = gp.GraphParallel(gp.split_potential(model, part))
+        out = split(pos, numbers, cell=cell)
+        loss_of(out.energy, out.forces, None).backward()
+    assert_equal(out.energy, energy)
+    assert_equal(out.forces, forces)
+    for weight, grad in zip(model.parameters(), wanted, strict=True):
+        assert_equal(weight.grad, grad)

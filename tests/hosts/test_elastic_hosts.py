@@ -1,0 +1,75 @@
+"""An elastic job over two hosts: one joins, and its cable is cut."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+
+import pytest
+
+SCRIPT = """
+import hashlib, os, sys, time
+import torch, unisono
+from torch import nn
+
+def train(pause_s):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(160, 12, generator=generator), torch.randint(3, (160,), generator=generator)
+    most = 0
+    for step in unisono.train.elastic(model, optimizer, (x, y), batch_size=32, steps=60):
+        step(lambda batch: nn.functional.cross_entropy(model(batch.x), batch.y))
+        most = max(most, step.members)
+        time.sleep(pause_s)
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest(), most
+
+digest, most = train(float(sys.argv[1]))
+print("DIGEST", digest, most, flush=True)
+"""
+
+
+def digests(text: str) -> set[str]:
+    return set(re.findall(r"DIGEST (\w+)", text))
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_host_that_joins_and_is_cut_off_changes_no_bit(lab, interpreter, tmp_path, is_cut):
+    script, invitation = tmp_path / "train.py", tmp_path / "invitation"
+    script.write_text(SCRIPT)
+    alone = interpreter.run([str(script), "0"], cwd=tmp_path)
+    expected = digests(alone.stdout)
+    command = [interpreter.python, "-m", "unisono", "run", "--ranks", "2"]
+    first = [*command, "--invite", invitation, "--logs", tmp_path / "logs", script, "0.15"]
+    processes = [lab.a.start(*first)]
+    end = time.monotonic() + 60
+    while not invitation.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert invitation.stat().st_mode & 0o077 == 0
+    processes.append(lab.b.start(*command, "--join", invitation, script, "0.15"))
+    cable = ["ip", "-n", lab.b.namespace, "link", "set", "eth0"]
+    try:
+        while is_cut and time.monotonic() < end:
+            events = "".join(p.read_text() for p in tmp_path.glob("logs/*/members.jsonl"))
+            if '"members": 4' in events:
+                time.sleep(0.5)
+                subprocess.run([*cable, "down"], check=True)
+                break
+            time.sleep(0.05)
+        (code, output), (other_code, other) = lab.finish(processes)
+    finally:
+        subprocess.run([*cable, "up"], check=True)
+    assert code == 0, f"{output}\n{other}"
+    assert digests(output) == expected, f"{output}\n{other}"
+    if is_cut:
+        assert "died at step" in output
+        assert other_code != 0
+        assert "the coordinator of this elastic training is gone" in other
+    else:
+        assert (other_code, digests(other)) == (0, expected), other
+        assert "4" in re.findall(r"DIGEST \w+ (\d)", output), output
