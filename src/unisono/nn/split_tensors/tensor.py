@@ -7,6 +7,7 @@ gathered, computed whole, and noted; what would pass by the rules is refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import sys
@@ -509,11 +510,22 @@ _VIEWS = frozenset(
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Make a function the rule of torch functions and methods with these names."""
+    """Make a function the rule of torch functions and methods with these names.
+
+    A rule whose first tensor is said to be a `Split` is not asked where another argument is.
+    """
 
     def register(function: Rule) -> Rule:
+        _, first, *_ = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def of_split(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if args and not isinstance(args[0], Split):
+                raise NoRule("a replicated tensor first")
+            return function(func, *args, **kwargs)
+
         for name in names:
-            RULES[name] = function
+            RULES[name] = of_split if first.annotation == "Split" else function
         return function
 
     return register
