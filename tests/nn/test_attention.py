@@ -179,3 +179,26 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
     with pytest.raises(PartitionError, match=r"refused|one floating-point dtype"):
         ring_attention(q, q.double() if comm.rank == 1 else q, q)
     assert comm.all_reduce(torch.ones(1)).item() == 2
+
+
+@pytest.mark.ranks(2)
+def test_heads_that_go_around_in_groups_give_the_same(monkeypatch):
+    from unisono.nn import attention
+
+    monkeypatch.setattr(attention, "_UNDER_WAY", 600)
+    sizes = [9, 5]
+    bias = drawn(2, 4, 14, 14, seed=4)
+    for groups, mask, causal in ((1, None, True), (2, None, False), (1, bias, False)):
+        q = drawn(2, 4, 14, 8, seed=1)
+        k, v = (drawn(2, 4 // groups, 14, 8, seed=i) for i in (2, 3))
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        options = {"is_causal": causal, "enable_gqa": groups > 1}
+        wanted = plain(*whole, mask, **options)
+        wanted.square().sum().backward()
+        mine = [own(x.detach(), sizes).clone().requires_grad_() for x in whole]
+        rows = None if mask is None else own(mask, sizes)
+        found = ring_attention(*mine, rows, **options, sizes=sizes)
+        found.square().sum().backward()
+        torch.testing.assert_close(found, own(wanted, sizes))
+        for x, w in zip(mine, whole, strict=True):
+            torch.testing.assert_close(x.grad, own(w.grad, sizes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ _SCORES = 1 << 21
 """Scores that are computed at a time where torch's kernel does not serve."""
 Messages = Pending[dict[int, Tensor]]
 """Blocks under way around the ring."""
+_UNDER_WAY = 1 << 21
+"""Bytes of keys and values that travel at a time, unless those of one head are more."""
 _KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -471,11 +473,33 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Attenti
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     kind = _device_kind(q)
     if q.is_meta or not torch.is_autocast_enabled(kind):
-        return Attention.apply(q, k, v, mask, plan).reshape(shape)
+        return _by_groups(q, k, v, mask, plan).reshape(shape)
     if q.dtype == torch.float32:  # as autocast treats torch's own attention
         q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
     with torch.autocast(kind, enabled=False):
-        return Attention.apply(q, k, v, mask, plan).reshape(shape)
+        return _by_groups(q, k, v, mask, plan).reshape(shape)
+
+
+def _by_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Tensor:
+    """Return the attention; around a ring some heads at a time, so that little is under way."""
+    if plan.comm is None or plan.comm.size == 1 or k.shape[1] < 2:
+        return Attention.apply(q, k, v, mask, plan)
+    tokens = max(stop - start for start, stop in itertools.pairwise(plan.key_bounds))
+    a_head = k.shape[0] * tokens * (k.shape[3] + v.shape[3]) * k.element_size()
+    heads = max(1, _UNDER_WAY // max(1, a_head))
+    if heads >= k.shape[1]:
+        return Attention.apply(q, k, v, mask, plan)
+    shared = q.shape[1] // k.shape[1]
+    own_heads = mask is not None and mask.shape[1] != 1
+    masks = mask.split(heads * shared, 1) if mask is not None and own_heads else None
+    parts = zip(q.split(heads * shared, 1), k.split(heads, 1), v.split(heads, 1), strict=True)
+    results = [
+        Attention.apply(
+            *part, masks[i] if masks is not None else mask, replace(plan, seed=plan.seed + i)
+        )
+        for i, part in enumerate(parts)
+    ]
+    return torch.cat(results, 1)
 
 
 def by_heads(
