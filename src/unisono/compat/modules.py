@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from unisono.compat.libraries import Library, library_named
 from unisono.errors import MissingExtra
 
-__all__ = ["Module", "build", "module_names", "stubs"]
+__all__ = ["Module", "build", "loaded", "module_names", "stubs"]
 
 
 class Module:
@@ -177,7 +177,7 @@ def _fill(
             return entry.asked[name]()
         if name.startswith("__"):
             raise AttributeError(f"module {here!r} has no attribute {name!r}")
-        other = None if entry.rest is None else _loaded(entry.rest, f"{here}.{name}")
+        other = None if entry.rest is None else loaded(entry.rest, f"{here}.{name}")
         if other is None or not hasattr(other, name):
             _refuse(module, name, entry, public, library)
         return getattr(other, name)
@@ -194,7 +194,8 @@ def _fill(
         vars(module)["__version__"] = entry.version
 
 
-def _loaded(name: str, asked: str) -> ModuleType:
+def loaded(name: str, asked: str) -> ModuleType:
+    """Return a module of another package, or say what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

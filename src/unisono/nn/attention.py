@@ -409,6 +409,8 @@ def _kept(tile: Tile, top: int, weights: Tensor, plan: AttentionPlan) -> Tensor 
     p = plan.dropout_p
     if p == 0:
         return None
+    if weights.is_meta:
+        return torch.empty_like(weights)
     place = (tile.low * 1_000_003 + tile.top + top) * 7919
     generator = torch.Generator(weights.device).manual_seed((plan.seed + place) % 2**62)
     drawn = torch.rand(
@@ -468,7 +470,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Attenti
         mask = mask[(None,) * (4 - mask.ndim)]
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     kind = _device_kind(q)
-    if not torch.is_autocast_enabled(kind):
+    if q.is_meta or not torch.is_autocast_enabled(kind):
         return Attention.apply(q, k, v, mask, plan).reshape(shape)
     if q.dtype == torch.float32:  # as autocast treats torch's own attention
         q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))

@@ -151,12 +151,16 @@ def plan_report(
     gathered: nothing
     """
     expect("module", module, nn.Module, "a torch.nn.Module")
-    net = module.module if isinstance(module, SplitModule) else module
+    net, attention = module, "auto"
+    if isinstance(module, SplitModule):
+        net, attention = module.module, module.attention
     arguments = _arguments(net, inputs, dtype)
     shape = partition.shape if isinstance(partition, Partition) else tuple(partition)
     everyone = range(math.prod(shape))
     played = {
-        rank: _played(net, arguments, Partition(shape, comm=on_paper(everyone, rank)), input_grad)
+        rank: _played(
+            net, arguments, Partition(shape, comm=on_paper(everyone, rank)), input_grad, attention
+        )
         for rank in (everyone if ranks is None else ranks)
     }
     return PlanReport(tuple(shape), played)
@@ -182,7 +186,11 @@ def _arguments(
 
 
 def _played(
-    net: nn.Module, arguments: Sequence[Any], partition: Partition, input_grad: bool
+    net: nn.Module,
+    arguments: Sequence[Any],
+    partition: Partition,
+    input_grad: bool,
+    attention: str,
 ) -> RankPlan:
     """Run the forward and backward of the rank that `partition` is seen from."""
     whole, *rest = arguments
@@ -192,7 +200,7 @@ def _played(
             arithmetic=f"{whole.ndim} dims != {partition.dim}",
             hint=f"plan_report(net, {list(whole.shape)}, {[1] * (whole.ndim - 1) + [2]})",
         )
-    made = SplitModule(_without_data(net), partition, strict=False)
+    made = SplitModule(_without_data(net), partition, strict=False, attention=attention)
     notes = _Notes(made.module)
     shapes = [partition.local_shape(whole.shape, rank=r) for r in range(partition.size)]
     with ExitStack() as around:
@@ -205,7 +213,7 @@ def _played(
         cuts = agreed_cuts(shapes, partition)
         try:
             if cuts:
-                entry = Split(block, cuts, Run(partition.comm, made.module, strict=False))
+                entry = Split(block, cuts, Run(partition.comm, made.module, False, attention))
                 outputs = made.run(entry, entry, *rest)
             else:
                 outputs = made.module(block, *rest)

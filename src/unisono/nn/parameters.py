@@ -153,7 +153,7 @@ class _SumGradients(torch.autograd.Function):
     def forward(ctx: Any, plan: GroupPlan, *held: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return tuple([x.view_as(x) for x in held])
+        return tuple(map(Tensor.view_as, held, held))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -171,9 +171,11 @@ def summed_gradients(comm: Communicator, *held: Tensor) -> tuple[Tensor, ...]:
 
     One message in the backward for all of them.
     """
-    if comm.size == 1 or not any(x.requires_grad for x in held):
-        return held
-    return _SumGradients.apply(GroupPlan(comm), *held)
+    if comm.size > 1:
+        for x in held:
+            if x.requires_grad:
+                return _SumGradients.apply(GroupPlan(comm), *held)
+    return held
 
 
 def from_first(

@@ -63,6 +63,8 @@ class PlannedModule(Module, Generic[P]):
         """What they held when the current plan was made."""
         self._structures: tuple[Structure, ...] = ()
         """What this rank held then."""
+        self._found: tuple[Structure, ...] = ()
+        """What it holds in this call."""
         self._plans: OrderedDict[tuple[Table, ...], P] = OrderedDict()
         self._gradients = NO_GRAD
         """Whose gradients some rank needs in this call."""
@@ -88,58 +90,55 @@ class PlannedModule(Module, Generic[P]):
         """Return the exchange with which the current plan begins; None for none."""
         return None
 
-    def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:
-        """Return what is wrong with this rank's input, as far as this rank can tell. Local."""
+    def _read(
+        self, input: tuple[Any, ...]
+    ) -> tuple[tuple[Structure, ...], int, UnisonoError | None]:
+        """Return what this rank's inputs are like, whose gradients it needs, and what is wrong."""
+        structures: list[Structure] = []
+        gradients = NO_GRAD
         found: str | None = None if input else "nothing"
         for x in input:
             if not isinstance(x, Tensor):
-                found = "None" if x is None else an(type(x).__name__)
-                break
+                found = found or ("None" if x is None else an(type(x).__name__))
+                continue
+            structures.append(Structure(tuple(x.shape), x.dtype, x.device.type))
+            if x.requires_grad:
+                gradients = INPUTS
             if isinstance(x, Split):
                 found = "a split tensor, which knows its blocks by itself; its own block is x.local"
-                break
-            if x.device.type == "meta" and self._agreeing is not None:
+            elif x.is_meta and self._agreeing is not None:
                 found = "a tensor on meta, without data to send"
+        if not torch.is_grad_enabled():
+            gradients = NO_GRAD
+        elif gradients == NO_GRAD:
+            for p in self.parameters():
+                if p.requires_grad:
+                    gradients = PARAMETERS
+                    break
         expected = len(self._structures) if self._distdl_is_setup else len(input)
         if found is None and len(input) != expected:
             found = f"{len(input)} tensors, {expected} expected"
-        if found is None:
-            return None
-        return PartitionError.because(
-            f"forward of {type(self).__name__}", found, None, "call it with tensors"
-        )
-
-    def _wanted_gradients(self, input: tuple[Any, ...]) -> int:
-        """Return whose gradients this rank's call needs."""
-        if not torch.is_grad_enabled():
-            return NO_GRAD
-        for x in input:
-            if isinstance(x, Tensor) and x.requires_grad:
-                return INPUTS
-        for p in self.parameters():
-            if p.requires_grad:
-                return PARAMETERS
-        return NO_GRAD
+        problem = None
+        if found is not None:
+            problem = PartitionError.because(
+                f"forward of {type(self).__name__}", found, None, "call it with tensors"
+            )
+        return tuple(structures), gradients, problem
 
     def _distdl_input_changed(self, input: tuple[Any, ...]) -> bool:
-        return _structures(input) != self._structures
+        return self._read(input)[0] != self._structures
 
     def _distdl_module_requires_reset(self, input: tuple[Any, ...]) -> bool:
         if not self._distdl_is_setup:
             self._find_ranks()
-        structures = _structures(input)
-        problem = self._problem_of(input)
+        structures, gradients, problem = self._read(input)
+        self._found = structures
         if not self._takes_part:
             if problem is not None:
                 raise problem
             return not self._distdl_is_setup or structures != self._structures
         agreement = self._meetings.agree(
-            self._agreeing,
-            self._ranks,
-            structures,
-            self._wanted_gradients(input),
-            problem,
-            self._named_arguments,
+            self._agreeing, self._ranks, structures, gradients, problem, self._named_arguments
         )
         self._gradients = agreement.gradients
         self._agreed = agreement.tables
@@ -154,10 +153,9 @@ class PlannedModule(Module, Generic[P]):
     def _named_arguments(self) -> tuple[object, ...]:
         return (type(self).__name__, *self._describe())
 
-    def _distdl_module_setup(self, input: tuple[Any, ...]) -> None:
-        structures = _structures(input)
+    def _distdl_module_setup(self, input: tuple[Any, ...]) -> None:  # noqa: ARG002
+        self._structures = self._found
         if not self._takes_part:
-            self._structures = structures
             return
         self._setups += 1
         key = self._agreed
@@ -166,7 +164,7 @@ class PlannedModule(Module, Generic[P]):
             while len(self._plans) > KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        self._tables, self._structures, self._plan = key, structures, self._plans[key]
+        self._tables, self._plan = key, self._plans[key]
         self._exchange = self._halo()
 
     def _on_ranks(self, plan: HaloPlan, ranks: tuple[int, ...] | None) -> HaloOnGroup | None:
@@ -177,7 +175,7 @@ class PlannedModule(Module, Generic[P]):
 
     def _window(self, x: Tensor, *, least: int = NO_GRAD + 1) -> Tensor:
         """Return the own window by `_halo`, tied to the graph as `_tied` does."""
-        tied = self._tied(x, least=least)
+        tied = x if x.requires_grad else self._tied(x, least=least)
         if self._exchange is None:
             return identity(tied)
         return HaloExchange.apply(tied, self._exchange)
@@ -219,10 +217,6 @@ class PlannedModule(Module, Generic[P]):
         }
 
 
-def _structures(input: tuple[Any, ...]) -> tuple[Structure, ...]:
-    return tuple([Structure.of(x) for x in input if isinstance(x, Tensor)])
-
-
 def zero_volume(x: Tensor, *, preserve_batch: bool = True) -> tuple[int, ...]:
     """Return the shape of what a rank outside of the destination gets."""
     return (x.shape[0], 0) if preserve_batch and x.dim() > 0 else (0,)
@@ -238,7 +232,7 @@ def is_plain(x: object) -> bool:
     return (
         isinstance(x, Tensor)
         and x.is_floating_point()
-        and not torch.is_autocast_enabled(x.device.type)
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0

@@ -6,6 +6,7 @@ one message for each pair of ranks that share points: post, place what is here, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,16 +50,10 @@ class HaloExchange(LinearMap):
     @staticmethod
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
         """Return the window."""
-        received, pending = plan.landed, None
+        received = plan.landed
         if received is None:
-            pending = start_exchange(x, plan)
-        window = _own_window(x, plan)  # while messages travel
-        if pending is not None:
-            received = pending.wait()
-        for message, values in arrived(plan, received or {}, plan.halo.recvs):
-            for piece, part in zip(message.pieces, values, strict=True):
-                place(window, piece, part)
-        return window
+            received = start_exchange(x, plan).wait()
+        return filled(x, plan, received)
 
 
 class HaloAdd(LinearMap):
@@ -171,6 +166,31 @@ def _on_group(
             "make the plan from the cuts of this tensor",
         )
     return HaloOnGroup(comm, plan, None if ranks is None else tuple(ranks), fill)
+
+
+def filled(x: Tensor, plan: HaloOnGroup, received: dict[int, Tensor]) -> Tensor:
+    """Return the window of the own block and what has arrived. Not recorded by autograd."""
+    halo, strip = plan.halo, plan.halo.strip
+    if strip is None or not x.is_contiguous():
+        window = _own_window(x, plan)
+        for message, values in arrived(plan, received, halo.recvs):
+            for piece, part in zip(message.pieces, values, strict=True):
+                place(window, piece, part)
+        return window
+    (dim, runs), shape, ranks = strip, list(x.shape), plan.ranks
+    row = math.prod(shape[:dim] + shape[dim + 1 :])
+    parts: list[Tensor] = []
+    for owner, start, length in runs:
+        if owner == halo.rank:
+            parts.append(x if length == x.shape[dim] else x.narrow(dim, start, length))
+            continue
+        shape[dim] = length
+        if owner < 0:
+            parts.append(x.new_full(shape, plan.fill))
+        else:
+            flat = received[owner if ranks is None else ranks[owner]]
+            parts.append(flat[start : start + row * length].view(shape))
+    return torch.cat(parts, dim)
 
 
 def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:

@@ -184,6 +184,32 @@ class HaloPlan:
         return any(left or right for left, right in self.fills)
 
     @cached_property
+    def strip(self) -> tuple[int, tuple[tuple[int, int, int], ...]] | None:
+        """The one dim in which the window is not the block, and its parts there in order.
+
+        A part is `(owner, start, length)`: own points from `start` on, or another rank's, `start`
+        elements into its message; the constant has owner -1. None for all other windows.
+        """
+        dims = [d for d, (own, parts) in enumerate(zip(self.own, self.segments, strict=True))
+                if [(part.source, part.kind) for part in parts] != [(own, "copy")]]  # fmt: skip
+        if len(dims) != 1 or 0 in self.window_shape:
+            return None
+        dim = dims[0]
+        found: list[tuple[int, int, int, int]] = []
+        for part in self.segments[dim]:
+            if part.kind == "fill":
+                found.append((part.dest[0], -1, 0, part.dest[1] - part.dest[0]))
+        for owner, pieces in [(self.rank, self.local), *((m.peer, m.pieces) for m in self.recvs)]:
+            at = 0
+            for piece in pieces:
+                if set(piece.kinds) != {"copy"}:
+                    return None
+                (start, stop), low = piece.source[dim], piece.dest[dim][0]
+                found.append((low, owner, start if owner == self.rank else at, stop - start))
+                at += piece.numel
+        return dim, tuple((owner, start, length) for _, owner, start, length in sorted(found))
+
+    @cached_property
     def keeps_block(self) -> bool:
         """Whether the window is the own block, untouched (others may still need points of it)."""
         if self.window_shape != self.block_shape or self.recvs:

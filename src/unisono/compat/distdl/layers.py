@@ -184,9 +184,9 @@ class StoredParameters(nn.Module):
         with self._with_stand_ins():
             super()._load_from_state_dict(*args, **kwargs)
 
-    def _wanted_gradients(self, input: tuple[Any, ...]) -> int:
+    def _read(self, input: tuple[Any, ...]) -> Any:
         with self._with_stand_ins():
-            return cast("Any", super())._wanted_gradients(input)
+            return cast("Any", super())._read(input)
 
     def _used(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         # Ranks without a parameter do not see that it is frozen, and send a gradient all the same.

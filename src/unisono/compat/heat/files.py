@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,20 +17,13 @@ from unisono import data_parallel
 from unisono.comm import Communicator
 from unisono.comm.mpi_style import MPI_WORLD
 from unisono.compat.heat.arrays import array
+from unisono.compat.modules import loaded
 from unisono.data_parallel import shard
 from unisono.data_parallel.data.shuffle import generator_of
-from unisono.errors import MissingExtra, PartitionError, explain
+from unisono.errors import PartitionError, explain
 from unisono.topology import decompose
 
 __all__ = ["DataLoader", "MNISTDataset", "PartialH5Dataset", "dali_tfrecord2idx"]
-
-
-def _library(name: str, asked: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        hint = f"pip install {name.partition('.')[0]}"
-        raise MissingExtra.because(asked, str(error), None, hint) from error
 
 
 class MNISTDataset(data_parallel.Dataset):
@@ -62,7 +54,7 @@ class MNISTDataset(data_parallel.Dataset):
             raise PartitionError.because(
                 f"MNISTDataset(split={split!r})", "rows are split", None, "split=0"
             )
-        kind = _library("torchvision.datasets", "MNISTDataset").MNIST
+        kind = loaded("torchvision.datasets", "MNISTDataset").MNIST
         ranks = Communicator.of(MPI_WORLD)
         arguments = (root, train, transform, target_transform, download)
         first = kind(*arguments) if ranks.rank == 0 else None
@@ -121,7 +113,7 @@ class PartialH5Dataset(torch.utils.data.Dataset[Any]):
         self.use_gpu = use_gpu and torch.cuda.is_available()
         self.validate_set, self.load_length = validate_set, load_length
         ranks = Communicator.of(comm)
-        with _library("h5py", "PartialH5Dataset").File(file) as opened:
+        with loaded("h5py", "PartialH5Dataset").File(file) as opened:
             lengths = [len(opened[name]) for name in self.dataset_names]
         if len(set(lengths)) != 1 or lengths[0] < ranks.size or min(initial_load, load_length) < 1:
             raise PartitionError.because(
@@ -163,7 +155,7 @@ class PartialH5Dataset(torch.utils.data.Dataset[Any]):
     def read(self, start: int, stop: int) -> list[Tensor]:
         """Return rows `[start, stop)` of this rank from the file, for each name."""
         here = slice(self.local_data_start + start, self.local_data_start + stop)
-        with _library("h5py", "PartialH5Dataset").File(self.file) as opened:
+        with loaded("h5py", "PartialH5Dataset").File(self.file) as opened:
             return [torch.as_tensor(opened[name][here]) for name in self.dataset_names]
 
     def hold(self, window: Sequence[Tensor]) -> None:
@@ -191,7 +183,7 @@ class _Windows(torch.utils.data.Sampler[int]):
                 data.hold(window)
                 left = len(data) - at
                 # Whole batches: the window moves when the loader has fetched the last of them.
-                used = min(data.load_length, held) // batch * batch if left else held
+                used = min(max(data.load_length, batch), held) // batch * batch if left else held
                 after = at + min(left, used or batch)
                 coming: Future[list[Tensor]] = reader.submit(data.read, at, after)
                 order = torch.randperm(held, generator=generator)

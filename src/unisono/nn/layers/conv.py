@@ -29,6 +29,7 @@ from unisono.nn.layers.conv_space import (
     check_space,
     conv_settings,
     empty_output,
+    space_plan,
 )
 from unisono.nn.module import Module
 from unisono.nn.parameters import Holding, Weights, check_weights, nothing
@@ -37,7 +38,6 @@ from unisono.nn.state import HoldingModule
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.partitioned import FanPlan, fan_plan, spread
 from unisono.topology import Partition, halo
-from unisono.topology.cover import Cover, cover
 from unisono.topology.decompose import Interval, block
 from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo import Box, HaloPlan, Message, Piece
@@ -58,12 +58,6 @@ __all__ = [
 ]
 
 P = TypeVar("P")
-
-
-MOST_PATCHED = 1 / 16
-"""With `overlap="auto"`, patches may give at most this share of the outputs, ..."""
-LEAST_WORK = 1 << 26
-"""... and the convolution must have this many multiplications."""
 
 
 class ConvBase(HoldingModule[P]):
@@ -112,27 +106,9 @@ class ConvBase(HoldingModule[P]):
         return cuts
 
     def _space_plan(self, cuts: Cuts) -> SpacePlan:
-        s = self.settings
         plan = self._halo_at(cuts, index_in(self.P_x))
-        found = cover(plan, s.kernel_size, s.stride, s.dilation, s.padding)
-        if found is not None and not self._splits(plan, found):
-            found = None
-        return SpacePlan(s, HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0), found)
-
-    def _splits(self, plan: HaloPlan, found: Cover) -> bool:
-        """Whether to convolve the own block while messages travel, by the rule of "auto".
-
-        Without patches it saves the window and costs nothing. With them it must be worth it: the
-        window's copy saved and the wait hidden, against a few small convolutions more.
-        """
-        if self.overlap != "auto":
-            return self.overlap
-        if not found.is_whole or not found.patches:
-            return found.is_whole
-        s = self.settings
-        taps = math.prod(s.kernel_size) * s.out_channels // s.groups
-        is_large = math.prod(plan.output_shape) * taps >= LEAST_WORK
-        return is_large and found.patched_share <= MOST_PATCHED
+        exchange = HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0)
+        return space_plan(self.settings, exchange, self.overlap)
 
     def _in_space(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
         """Return the own share of a convolution that is split in space alone."""

@@ -8,6 +8,7 @@ rank goes is its own affair: messages and graph are the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import index
@@ -26,18 +27,23 @@ from unisono.operators.halo import (
     HaloExchange,
     HaloOnGroup,
     arrived,
+    filled,
     gathered,
     place,
     post,
     start_exchange,
 )
 from unisono.topology import Partition
-from unisono.topology.cover import Cover, Patch
+from unisono.topology.cover import Cover, Patch, cover
 from unisono.topology.halo import Box
 from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
 
 Overlap = Literal["auto"] | bool
 Size = int | Sequence[int]
+MOST_PATCHED = 1 / 16
+"""With `overlap="auto"`, patches may give at most this share of the outputs, ..."""
+LEAST_WORK = 1 << 26
+"""... and the convolution must have this many multiplications."""
 _KERNELS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
@@ -169,11 +175,30 @@ class SpacePlan:
     exchange: HaloOnGroup
     cover: Cover | None
     """The pass over the own block and its patches; None: all of it from a window."""
+    padding: tuple[int, ...] | None = None
+    """Zeros that the window does not hold, on both sides of each dim; None: it holds them all."""
 
     def output_shape(self, weight: Tensor) -> tuple[int, ...]:
         """Return the shape of the own share."""
         batch, _, *space = self.exchange.halo.output_shape
         return (batch, weight.shape[0], *space)
+
+
+def space_plan(settings: ConvSettings, exchange: HaloOnGroup, overlap: Overlap) -> SpacePlan:
+    """Return how the share of a rank is convolved: over the own block and patches, or a window.
+
+    By the rule of "auto": without patches the pass over the own block saves the window and costs
+    nothing. With them it must be worth it: the window's copy saved and the wait hidden, against a
+    few small convolutions more.
+    """
+    s, halo = settings, exchange.halo
+    found = cover(halo, s.kernel_size, s.stride, s.dilation, s.padding)
+    if found is not None and overlap == "auto":
+        taps = math.prod(s.kernel_size) * s.out_channels // s.groups
+        is_large = math.prod(halo.output_shape) * taps >= LEAST_WORK
+        pays = not found.patches or (is_large and found.patched_share <= MOST_PATCHED)
+        overlap = found.is_whole and pays
+    return SpacePlan(settings, exchange, found if overlap else None)
 
 
 class ConvInSpace(torch.autograd.Function):
@@ -184,28 +209,17 @@ class ConvInSpace(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan
     ) -> Tensor:
         """Convolve the own block while messages travel, or all of the window after them."""
-        pending = start_exchange(x, plan.exchange)
-        window = None
-        if plan.cover is not None:
-            main = _main_pass(plan.settings, plan.cover, x, weight, bias)
-            received = pending.wait()
-            y = _patched(plan, plan.cover, x, weight, bias, main, received)
-        else:
-            received = pending.wait()
-            landed = replace(plan.exchange, landed=received)
-            is_copy = plan.exchange.halo.is_identity
-            window = x if is_copy else HaloExchange.kernel(x, landed)
-            shape = plan.output_shape(weight)
-            y = x.new_empty(shape) if 0 in shape else plan.settings.convolved(window, weight, bias)
+        y, received = _convolved(x, weight, bias, plan)
+        # Not the window: it would be the activation once more.
         ctx.plan, ctx.peers = plan, tuple(received)
-        ctx.save_for_backward(x, weight, bias, window, *received.values())
+        ctx.save_for_backward(x, weight, bias, *received.values())
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of own block, weight and bias."""
         plan: SpacePlan = ctx.plan
-        x, weight, bias, window, *values = ctx.saved_tensors
+        x, weight, bias, *values = ctx.saved_tensors
         received = dict(zip(ctx.peers, values, strict=True))
         if torch.is_grad_enabled():
             return *_composed(plan, grads[0], (x, weight, bias), received), None
@@ -213,7 +227,42 @@ class ConvInSpace(torch.autograd.Function):
         if plan.cover is not None:
             found = _found(plan, received)
             return *_by_patches(plan, plan.cover, grads[0], x, weight, found, wanted), None
+        window = _whole_window(plan, x, received)
         return *_by_window(plan, grads[0], window, weight, wanted), None
+
+
+# What `Function.apply` ends in when no transform of torch.func is active; see `LinearMap`.
+_recorded: Any = super(torch.autograd.Function, ConvInSpace).apply  # type: ignore[misc]
+
+
+def convolved_in_space(x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
+    """Return the own share, for tensors on which nothing but autograd looks (`is_plain`)."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _recorded(x, weight, bias, plan)
+    return _convolved(x, weight, bias, plan)[0]
+
+
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return the own share, and what has arrived from other ranks for it."""
+    if plan.cover is not None:
+        pending = start_exchange(x, plan.exchange)
+        main = _main_pass(plan.settings, plan.cover, x, weight, bias)
+        received = pending.wait()
+        return _patched(plan, plan.cover, x, weight, bias, main, received), received
+    received = start_exchange(x, plan.exchange).wait()
+    if 0 in plan.exchange.halo.output_shape:
+        return x.new_empty(plan.output_shape(weight)), received
+    window = _whole_window(plan, x, received)
+    return plan.settings.convolved(window, weight, bias, padding=plan.padding), received
+
+
+def _whole_window(plan: SpacePlan, x: Tensor, received: dict[int, Tensor]) -> Tensor:
+    """Return the window, of the own block and what has arrived."""
+    if plan.exchange.halo.is_identity:
+        return x
+    return filled(x, plan.exchange, received)
 
 
 def _main_pass(
@@ -259,7 +308,7 @@ def _by_window(
         dwindow = torch.zeros_like(window)
     else:
         mask = (wanted[0], wanted[1], wanted[2])
-        dwindow, dw, db = plan.settings.gradients(dy, window, weight, mask)
+        dwindow, dw, db = plan.settings.gradients(dy, window, weight, mask, plan.padding)
     if not wanted[0] or dwindow is None:
         return None, dw, db if wanted[2] else None
     is_copy = plan.exchange.halo.is_identity
@@ -337,7 +386,7 @@ def _composed(
         if 0 in shape:
             y = empty_output(window, weight, bias, shape)
         else:
-            y = plan.settings.convolved(window, weight, bias)
+            y = plan.settings.convolved(window, weight, bias, padding=plan.padding)
     found = iter(torch.autograd.grad(y, held, dy, create_graph=True, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 

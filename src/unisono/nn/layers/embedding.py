@@ -121,11 +121,13 @@ class DistributedEmbedding(HoldingModule[None]):
         ways = (self.split, self.weights)
         return (self.P_x, self.num_embeddings, self.embedding_dim, *flags, *ways)
 
-    def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:
-        problem = super()._problem_of(input)
-        if problem is not None or not self.P_x.active:
-            return problem
-        ids: Tensor = input[0]
+    def _read(self, input: tuple[Any, ...]) -> Any:
+        structures, gradients, problem = super()._read(input)
+        if problem is None and self.P_x.active:
+            problem = self._problem_of(input[0])
+        return structures, gradients, problem
+
+    def _problem_of(self, ids: Tensor) -> UnisonoError | None:
         if ids.dtype not in (torch.int32, torch.int64):
             return PartitionError.because(
                 "DistributedEmbedding", f"ids of dtype {ids.dtype}", None, "ids.long()"

@@ -262,13 +262,13 @@ class DistributedNLLLoss(_WeightedLoss):
         """Return the logarithm to subtract at each position, a value all class ranks share."""
         return None
 
-    def _problem_of(self, input: tuple[Any, ...]) -> UnisonoError | None:
-        problem = super()._problem_of(input)
+    def _read(self, input: tuple[Any, ...]) -> Any:
+        structures, gradients, problem = super()._read(input)
         if problem is None and len(input) > 1 and self.P_x.active:
             # Where classes are split, their number is known once ranks have met: see `forward`.
             classes = input[0].shape[1] if self.P_x.shape[1] == 1 and input[0].dim() > 1 else None
             problem = self._stray_target(input[1], classes)
-        return problem
+        return structures, gradients, problem
 
     def _stray_target(self, target: Tensor, classes: int | None) -> UnisonoError | None:
         """Return the error for a target that is no class, if there is one."""

@@ -7,6 +7,7 @@ gathered, computed whole, and noted; what would pass by the rules is refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import sys
@@ -230,17 +231,7 @@ class Split(Tensor):
 
     @staticmethod
     def __new__(cls: type[Split], local: Tensor, cuts: Cuts, run: Run) -> Split:  # noqa: D102
-        shape = list(local.shape)
-        for dim, cut in cuts.items():
-            shape[dim] = cut.length
-        # A wrapper that requires grad makes an autograd.Function that takes it record a node,
-        # which is how we notice that it has passed by the rules.
-        needs_grad = local.requires_grad and torch.is_grad_enabled()
-        self = _wrapper_of(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=needs_grad
-        )
-        self.local, self.cuts, self.run = local, dict(sorted(cuts.items())), run
-        return self
+        return _made(local, _whole_shape(local, cuts), dict(sorted(cuts.items())), run)
 
     def __init__(self, *_: object) -> None:
         super().__init__()
@@ -278,6 +269,11 @@ class Split(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with _plainly():
+            known = _FUNCTIONS.get(func) or _known(func)
+            if known.is_pointwise:
+                result = _at_once(func, known, args, kwargs)
+                if result is not None:
+                    return result
             return _dispatch(func, args, dict(kwargs or {}))
 
     @classmethod
@@ -295,6 +291,25 @@ class Split(Tensor):
             None,
             "x.whole() before the call, or unisono.nn.split_rule(fn) for the function around it",
         )
+
+
+def _whole_shape(local: Tensor, cuts: Cuts) -> Sequence[int]:
+    shape = list(local.shape)
+    for dim, cut in cuts.items():
+        shape[dim] = cut.length
+    return shape
+
+
+def _made(local: Tensor, shape: Sequence[int], cuts: Cuts, run: Run) -> Split:
+    """Return a block as a `Split`; `cuts` are in order and never changed."""
+    # A wrapper that requires grad makes an autograd.Function that takes it record a node, which is
+    # how we notice that it has passed by the rules.
+    needs_grad = local.requires_grad and torch.is_grad_enabled()
+    self = _wrapper_of(
+        Split, shape, dtype=local.dtype, device=local.device, requires_grad=needs_grad
+    )
+    self.local, self.cuts, self.run = local, cuts, run
+    return self
 
 
 @dataclass(frozen=True)
@@ -495,14 +510,51 @@ _VIEWS = frozenset(
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Make a function the rule of torch functions and methods with these names."""
+    """Make a function the rule of torch functions and methods with these names.
+
+    A rule whose first tensor is said to be a `Split` is not asked where another argument is.
+    """
 
     def register(function: Rule) -> Rule:
+        _, first, *_ = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def of_split(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if args and not isinstance(args[0], Split):
+                raise NoRule("a replicated tensor first")
+            return function(func, *args, **kwargs)
+
         for name in names:
-            RULES[name] = function
+            RULES[name] = of_split if first.annotation == "Split" else function
         return function
 
     return register
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """What is known of a torch function."""
+
+    name: str
+    how: Rule | None
+    changes: bool
+    """Whether it changes its first argument."""
+    is_view: bool
+    is_pointwise: bool
+
+
+_FUNCTIONS: dict[Callable[..., Any], _Function] = {}
+"""What was looked up before, so that a call looks up once."""
+
+
+def _known(func: Callable[..., Any]) -> _Function:
+    """Return what is known of a torch function, and keep it."""
+    name = _name_of(func)
+    how = _OWN_RULES.get(func) or RULES.get(name)
+    known = _Function(name, how, is_inplace(name), name in _VIEWS, how is RULES["add"])
+    if len(_FUNCTIONS) < 4096:
+        _FUNCTIONS[func] = known
+    return known
 
 
 def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> Any:
@@ -525,6 +577,7 @@ def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> A
             raise ValueError(f"split_rule(how={how!r}): 'pointwise', or a function")
         how = RULES["add"]
     _OWN_RULES[function] = how
+    _FUNCTIONS.clear()
     return None
 
 
@@ -547,6 +600,18 @@ def splits_in(values: Any) -> Iterator[Split]:
             yield from splits_in(value)
 
 
+def _splits_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Split]:
+    """Return the split tensors in the arguments of a call."""
+    found: list[Split] = []
+    for values in (args, kwargs.values()) if kwargs else (args,):
+        for x in values:
+            if isinstance(x, Split):
+                found.append(x)
+            elif isinstance(x, (list, tuple, dict)):
+                found += splits_in(x)
+    return found
+
+
 def mapped(change: Callable[[Split], Any], values: Any) -> Any:
     """Return arguments with every split tensor replaced; what holds none stays what it is."""
     if isinstance(values, Split):
@@ -561,21 +626,67 @@ def mapped(change: Callable[[Split], Any], values: Any) -> Any:
     return values
 
 
+def _at_once(
+    func: Callable[..., Any],
+    known: _Function,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+) -> Any:
+    """Return what a pointwise function makes of tensors that are cut alike, and of what is not cut.
+
+    The short way of the rule in `blocks`; None where that has to look closer.
+    """
+    first = args[0] if args else None
+    if type(first) is not Split or first.grad_fn is not None or first.moved:
+        return None
+    cuts, ndim, changes = first.cuts, first.ndim, known.changes
+    blocks = [first.local]
+    for x in args[1:]:
+        if type(x) is Split:
+            if x.ndim != ndim or x.grad_fn is not None or (x.cuts is not cuts and x.cuts != cuts):
+                return None
+            blocks.append(x.local)
+        elif isinstance(x, Tensor):  # replicated: broadcast along the cuts, or cut by the rule
+            apart = x.ndim - ndim
+            if apart > 0 or any(d + apart >= 0 and x.shape[d + apart] != 1 for d in cuts):
+                return None
+            blocks.append(own_copy(x, cuts.values(), first.run))
+        elif isinstance(x, (list, tuple, dict)):
+            return None
+        else:
+            blocks.append(x)
+    if kwargs:
+        for key, x in kwargs.items():
+            if isinstance(x, (Tensor, list, tuple, dict)):
+                return None
+            changes = changes or (key == "inplace" and x is True)
+    result = func(*blocks, **kwargs) if kwargs else func(*blocks)
+    if changes or result is blocks[0]:
+        return first
+    if not isinstance(result, Tensor):
+        return None
+    local = first.local
+    shape = first.shape if result.shape == local.shape else _whole_shape(result, cuts)
+    return _made(result, shape, cuts, first.run)
+
+
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = _name_of(func)
-    how = _OWN_RULES.get(func) or RULES.get(name)
+    known = _FUNCTIONS.get(func) or _known(func)
+    name, how = known.name, known.how
     moves, base = 0, args[0] if args else None
     watched = (
         base.local
         if isinstance(base, Split) and any(other() is not None for other in base.moved)
         else None
     )
-    if watched is not None and is_inplace(name):
+    if watched is not None and known.changes:
         raise _changed_in_place()
     version = 0 if watched is None else _version(watched)
-    for x in splits_in((args, kwargs)):
+    for x in _splits_of(args, kwargs):
         moves = x.run.moves
-        refuse_passed_by(x)
+        node = x.grad_fn
+        if node is not None:
+            raise _passed_by(node)
     while True:
         try:
             result = (
@@ -599,7 +710,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             break
     if watched is not None and _version(watched) != version:  # F.relu(x, True)
         raise _changed_in_place()
-    if name in _VIEWS and isinstance(base, Split):
+    if known.is_view and isinstance(base, Split):
         if base.run.moves != moves:
             _watch(base, result)
         elif watched is not None and watched.is_inference():
@@ -610,7 +721,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a torch function inside of a rule, by its own rule if an argument is split."""
-    if next(splits_in((args, kwargs)), None) is None:
+    if not _splits_of(args, kwargs):
         return func(*args, **kwargs)
     return _dispatch(func, args, kwargs)
 
@@ -619,9 +730,12 @@ def refuse_passed_by(x: Split) -> None:
     """Raise for a split tensor that an autograd.Function has made: rules make leaves only."""
     with _plainly():
         node = x.grad_fn
-    if node is None:
-        return
-    raise UnisonoError.because(
+    if node is not None:
+        raise _passed_by(node)
+
+
+def _passed_by(node: Any) -> UnisonoError:
+    return UnisonoError.because(
         f"a split tensor out of {node.name()}",
         "an autograd.Function, or re-entrant checkpointing, has passed by the rules: its backward "
         "would lose gradients",
@@ -694,7 +808,8 @@ def _watch(base: Split, result: Any) -> None:
 
 def like(x: Split, local: Tensor, cuts: Cuts | None = None) -> Tensor:
     """Return a block as a `Split` of the same forward; plain if nothing is cut."""
-    cuts = x.cuts if cuts is None else cuts
+    if cuts is None:
+        return _made(local, _whole_shape(local, x.cuts), x.cuts, x.run)
     return Split(local, cuts, x.run) if cuts else local
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,17 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unisono.nn.layers.conv_space import (
+    ConvSettings,
+    SpacePlan,
+    convolved_in_space,
+    space_plan,
+)
+from unisono.nn.planned import is_plain
 from unisono.nn.split_tensors.blocks import balanced, span, window_of
 from unisono.nn.split_tensors.tensor import (
+    Cut,
+    Cuts,
     NeedsWhole,
     NoRule,
     Split,
+    call,
     like,
     own_copy,
     resized,
     rule,
     without_runs,
 )
+from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.topology import HaloPlan, halo
+from unisono.topology.decompose import split_sizes
 from unisono.topology.resample import resample_needed, resample_taps
 from unisono.topology.window import (
     output_length,
@@ -64,29 +78,122 @@ def _conv(
         raise NoRule("a split weight")
     x, count = input, weight.ndim - 2
     _refuse_cut_channels(x, count)
-    kernel, steps = tuple(weight.shape[2:]), per_dim(stride, count, "stride")
-    spread = per_dim(dilation, count, "dilation")
-    pads = padding_pairs(padding, kernel, steps, spread)
-    local, cuts, left_pads = x.local, dict(x.cuts), list(pads)
-    for i in range(count):
-        dim = x.ndim - count + i
-        if dim not in x.cuts:
-            continue
-        cut, (low, high) = without_runs(x, dim), pads[i]
-        length = output_length(cut.length, kernel[i], steps[i], (low, high), spread[i])
-        out = resized(cut, balanced(length, x, dim, func.__name__))
-        wanted = [
-            window_segments(a, b, cut.length, kernel[i], steps[i], low, high, spread[i])
-            for a, b in zip(out.bounds, out.bounds[1:], strict=False)
-        ]
-        local = window_of(local, dim, cut, wanted, 0.0, x)
-        cuts[dim], left_pads[i] = out, (0, 0)
-    if any(low != high for low, high in left_pads):  # "same" with an even kernel
-        local = F.pad(local, [n for low, high in reversed(left_pads) for n in (low, high)])
-        left_pads = [(0, 0)] * count
-    own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
-    result = func(local, *own, steps, [low for low, _ in left_pads], spread, groups)
-    return like(x, result, cuts)
+    w = own_copy(weight, x.cuts.values(), x.run)
+    b = None if bias is None else own_copy(bias, x.cuts.values(), x.run)
+    if all(dim < x.ndim - count for dim in x.cuts):
+        return like(x, func(x.local, w, b, stride, padding, dilation, groups))
+    numbers = (_fixed(stride), _fixed(padding), _fixed(dilation), groups)
+    places = tuple([cut.comm.rank for cut in x.cuts.values()])
+    plan = _conv_plan(x.local.shape, tuple(x.cuts.items()), places, weight.shape, numbers)
+    local = x.local if x.ndim == count + 2 else x.local[None]
+    for exchange in plan.before:
+        local = HaloExchange.apply(local, exchange)
+    if is_plain(local):
+        y = convolved_in_space(local, w, b, plan.space)
+    else:
+        exchange = plan.space.exchange
+        window = local if exchange.halo.is_identity else HaloExchange.apply(local, exchange)
+        y = plan.space.settings.convolved(window, w, b, padding=plan.space.padding)
+    return like(x, y if x.ndim == count + 2 else y[0], plan.cuts)
+
+
+def _fixed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class _ConvPlan:
+    """A convolution of blocks that are cut in space."""
+
+    before: tuple[HaloOnGroup, ...]
+    """Windows along all cut dims but the last."""
+    space: SpacePlan
+    """The rest: its halo may travel while the own block is convolved."""
+    cuts: Cuts
+    """Of the result."""
+
+
+@lru_cache(4096)
+def _conv_plan(
+    shape: Sequence[int],
+    cuts: tuple[tuple[int, Cut], ...],
+    _: tuple[int, ...],
+    weight: Sequence[int],
+    numbers: tuple[Any, Any, Any, int],
+) -> _ConvPlan:
+    """Return the plan of a convolution, given the shape of the own block, its cuts and places.
+
+    Communicators of the same ranks are equal, whichever rank they are seen from (on paper, one
+    process sees them from all).
+    """
+    stride, padding, dilation, groups = numbers
+    count, kernel = len(weight) - 2, tuple(weight[2:])
+    steps, spread = per_dim(stride, count, "stride"), per_dim(dilation, count, "dilation")
+    pads = list(padding_pairs(padding, kernel, steps, spread))
+    ahead = len(shape) - count  # dims before those in space
+    sizes = [1] * (2 - ahead) + list(shape)
+    later = dict(cuts)
+    before: list[HaloOnGroup] = []
+    in_space = [(dim - ahead, cut) for dim, cut in cuts if dim >= ahead]
+    for i, cut in in_space:
+        if cut.outer != 1:
+            raise NeedsWhole(i + ahead, "the cut lies inside merged dims")
+        length = output_length(cut.length, kernel[i], steps[i], pads[i], spread[i])
+        if length < cut.comm.size:
+            raise NeedsWhole(i + ahead, f"conv: {length} points for {cut.comm.size} ranks")
+        later[i + ahead] = resized(cut, split_sizes(length, cut.comm.size))
+    for i, cut in in_space:
+        bounds: list[Sequence[int]] = [(0, n) for n in sizes]
+        bounds[2 + i] = cut.bounds
+        index = [0] * len(sizes)
+        index[2 + i] = cut.comm.rank
+        if i == in_space[-1][0]:
+            settings = ConvSettings(
+                weight[1] * groups, weight[0], kernel, steps, tuple(pads), spread, groups, "zeros"
+            )
+            plan = halo.plan(bounds, index, kernel, steps, pads, spread)
+            space = space_plan(settings, HaloOnGroup(cut.comm, plan, None, 0.0), "auto")
+            if space.cover is None and _reads_all(plan, pads, i):
+                left = tuple(0 if j == i else low for j, (low, _) in enumerate(pads))
+                plan = _along(i, bounds, index, kernel, steps, pads, spread)
+                space = SpacePlan(settings, HaloOnGroup(cut.comm, plan, None, 0.0), None, left)
+            return _ConvPlan(tuple(before), space, later)
+        plan = _along(i, bounds, index, kernel, steps, pads, spread)
+        before.append(HaloOnGroup(cut.comm, plan, None, 0.0))
+        sizes[2 + i], pads[i] = plan.window_shape[2 + i], (0, 0)
+    raise NoRule("no dim in space is cut")
+
+
+def _reads_all(plan: HaloPlan, pads: Sequence[tuple[int, int]], i: int) -> bool:
+    """Whether a window along dim `i` alone has the messages of the whole one, and torch can pad."""
+    return all(
+        low == high and parts == (0, stop - start)
+        for j, ((low, high), (start, stop), parts) in enumerate(
+            zip(pads, plan.own[2:], plan.needed[2:], strict=True)
+        )
+        if j != i
+    )
+
+
+def _along(
+    i: int,
+    bounds: Sequence[Sequence[int]],
+    index: Sequence[int],
+    kernel: Sequence[int],
+    steps: Sequence[int],
+    pads: Sequence[tuple[int, int]],
+    spread: Sequence[int],
+) -> HaloPlan:
+    """Return the plan of a window along dim `i` in space alone."""
+    mine = [j == i for j in range(len(kernel))]
+    return halo.plan(
+        bounds,
+        index,
+        [k if own else 1 for k, own in zip(kernel, mine, strict=True)],
+        [n if own else 1 for n, own in zip(steps, mine, strict=True)],
+        [pair if own else (0, 0) for pair, own in zip(pads, mine, strict=True)],
+        [n if own else 1 for n, own in zip(spread, mine, strict=True)],
+    )
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -171,14 +278,26 @@ def _avg_pool(
     count = int(func.__name__[-2])
     pads = per_dim(padding, count, "padding")
     over = {} if divisor_override is None else {"divisor_override": divisor_override}
-    if ceil_mode or (any(pads) and not count_include_pad):
-        if any(d >= input.ndim - count for d in input.cuts):
-            raise NoRule("means over windows of unlike sizes")
+    if not any(d >= input.ndim - count for d in input.cuts):
         local = func(
             input.local, kernel_size, stride, padding, ceil_mode, count_include_pad, **over
         )
         return like(input, local)
-    return _pooled(func, input, kernel_size, stride, padding, 1, False, **over)
+    if ceil_mode:
+        raise NoRule("means over windows of unlike sizes")
+    y = _pooled(func, input, kernel_size, stride, padding, 1, False, **over)
+    if count_include_pad or not any(pads) or over:
+        return y
+    # Padding was counted: each window has as many points too many as lie outside of the image.
+    kernel = per_dim(kernel_size, count, "kernel_size")
+    steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
+    for i in range(count):
+        dim, n = input.ndim - count + i, input.shape[input.ndim - count + i]
+        first = torch.arange(y.shape[dim], dtype=torch.float64) * steps[i] - pads[i]
+        inside = (first + kernel[i]).clamp(max=n) - first.clamp(min=0)
+        factor = (kernel[i] / inside).to(y.dtype).to(y.device)
+        y = call(torch.mul, y, factor.view(-1, *[1] * (count - 1 - i)))
+    return y
 
 
 def _pooled(

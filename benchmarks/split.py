@@ -1,0 +1,260 @@
+"""Split networks on two ranks against one rank, each rank with one thread, and what a call costs.
+
+    python benchmarks/split.py [--quick]
+
+"One rank" is one process with one core's thread, as each of the two ranks has: the other rank is
+idle meanwhile. A step is forward, loss and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from harness import Row, markdown, publish
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import unisono
+from unisono.nn import Split, split
+from unisono.nn.functional import ring_attention
+from unisono.topology import Partition
+
+ROWS = (1, 1, 2, 1)
+TOKENS = 8192
+
+
+class UNet(nn.Module):
+    """As MONAI's: residual units of convolution, instance norm and PReLU, strides of two."""
+
+    def __init__(self, channels: tuple[int, ...] = (16, 32, 64), inputs: int = 16) -> None:
+        super().__init__()
+        sizes = [inputs, *channels]
+        self.down = nn.ModuleList(
+            self.unit(a, b, 2 if i else 1)
+            for i, (a, b) in enumerate(zip(sizes, channels))  # noqa: B905
+        )
+        pairs = list(zip(channels[:0:-1], channels[-2::-1]))  # noqa: B905
+        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 3, 2, 1, 1) for a, b in pairs)
+        self.joined = nn.ModuleList(self.unit(2 * b, b, 1) for _, b in pairs)
+        self.last = nn.Conv2d(channels[0], 2, 1)
+
+    def unit(self, inner: int, outer: int, stride: int) -> nn.Module:
+        """Return two convolutions."""
+        return nn.Sequential(
+            nn.Conv2d(inner, outer, 3, stride, 1), nn.InstanceNorm2d(outer), nn.PReLU(),
+            nn.Conv2d(outer, outer, 3, 1, 1), nn.InstanceNorm2d(outer), nn.PReLU(),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output."""
+        kept: list[Tensor] = []
+        for unit in self.down:
+            x = unit(x)
+            kept.append(x)
+        for up, joined, other in zip(self.up, self.joined, kept[-2::-1], strict=True):
+            x = joined(torch.cat([up(x), other], 1))
+        return self.last(x)
+
+
+class Basic(nn.Module):
+    """The block of ResNet-18."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(outer) for _ in range(2))
+        self.short = nn.Identity()
+        if stride != 1:
+            conv = nn.Conv2d(inner, outer, 1, stride, bias=False)
+            self.short = nn.Sequential(conv, nn.BatchNorm2d(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output."""
+        y = F.relu(self.norms[0](self.first(x)), inplace=True)
+        y = self.norms[1](self.second(y))
+        y += self.short(x)
+        return F.relu(y, inplace=True)
+
+
+def resnet18() -> nn.Module:
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(True),
+        nn.MaxPool2d(3, 2, 1),
+    ]  # fmt: skip
+    for inner, outer in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        layers += [Basic(inner, outer, 1 if inner == outer else 2), Basic(outer, outer, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+
+
+class ViT(nn.Module):
+    """A vision transformer of 4,096 tokens, two layers deep."""
+
+    def __init__(self, width: int = 192, heads: int = 4, depth: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.places = nn.Parameter(torch.zeros(1, 4096, width))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({
+                "first": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width),
+                "out": nn.Linear(width, width), "second": nn.LayerNorm(width),
+                "wide": nn.Linear(width, 4 * width), "narrow": nn.Linear(4 * width, width),
+            })
+            for _ in range(depth)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output."""
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        for layer in self.layers:
+            qkv = layer["qkv"](layer["first"](x)).unflatten(2, (3, self.heads, -1))
+            y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
+            x = x + layer["out"](y.transpose(1, 2).flatten(2))
+            x = x + layer["narrow"](F.gelu(layer["wide"](layer["second"](x))))
+        return x.mean(1)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
+    "U-Net, 1x16x512x512": (UNet, (1, 16, 512, 512), 0.60),
+    "ResNet-18, 2x3x512x512": (resnet18, (2, 3, 512, 512), 0.62),
+    "ViT, 4,096 tokens": (ViT, (1, 3, 512, 512), 0.62),
+}
+
+
+def timed(comm: unisono.comm.Communicator, pairs: list[tuple[Callable[[], object], bool]],
+          rounds: int) -> list[list[float]]:  # fmt: skip
+    """Return the times of candidates run in turns; one of them by rank 0 alone, the others wait."""
+    times = torch.zeros(rounds, len(pairs), dtype=torch.float64)
+    for i in range(-1, rounds):
+        for j, (run, alone) in enumerate(pairs):
+            comm.barrier(timeout_s=600)
+            start = time.perf_counter()
+            if comm.rank == 0 or not alone:
+                run()
+            if i >= 0:
+                times[i, j] = time.perf_counter() - start
+            comm.barrier(timeout_s=600)
+    return comm.all_reduce(times, "max").T.tolist()
+
+
+def network(name: str, rounds: int) -> Row:
+    """A step on two ranks against one rank, in turns."""
+    torch.set_num_threads(1)
+    comm = unisono.world()
+    make, shape, target = NETS[name]
+    torch.manual_seed(0)
+    net, x = make(), torch.randn(shape)
+    partition = Partition(ROWS)
+    own = x[partition.local_slices(shape)].clone()
+    parts = split(net, partition, strict=True)
+
+    def step(model: nn.Module, value: Tensor) -> Callable[[], None]:
+        def run() -> None:
+            net.zero_grad()
+            model(value).square().mean().backward()
+
+        return run
+
+    ours, alone = timed(comm, [(step(parts, own), False), (step(net, x), True)], rounds)
+    ratio = statistics.median(a / b for a, b in zip(ours, alone, strict=True))
+    base = statistics.median(alone)
+    return Row(f"{name}, step", ratio * base, base, "one rank, one thread", target)
+
+
+def calls(rounds: int) -> list[Row]:
+    """What a call on a split tensor costs over the plain one; small tensors."""
+    torch.set_num_threads(1)
+    comm = unisono.world()
+    x, weight = torch.randn(1, 4, 16, 16), torch.randn(4, 4, 3, 3)
+    parts = Split.of(x, Partition(ROWS))
+    cases = {
+        "relu": (lambda t: torch.relu(t), 8.0),
+        "add": (lambda t: t + t, 8.0),
+        "conv 3x3 with halo": (lambda t: F.conv2d(t, weight, None, 1, 1), 70.0),
+    }
+    rows: list[Row] = []
+    with torch.no_grad():
+        for name, (function, most_us) in cases.items():
+            best = [float("inf"), float("inf")]
+            for _ in range(rounds * 20):
+                for j, value in enumerate((x, parts)):
+                    comm.barrier()
+                    start = time.perf_counter()
+                    for _ in range(20):
+                        function(value)
+                    best[j] = min(best[j], (time.perf_counter() - start) / 20)
+            plain, ours = comm.all_reduce(torch.tensor(best, dtype=torch.float64), "max").tolist()
+            # A row's ratio is over a microsecond, so its target is the overhead in microseconds.
+            rows.append(Row(f"{name} over the plain call", ours - plain, 1e-6, "1 us", most_us))
+    return rows
+
+
+def ring(rounds: int) -> list[Row]:
+    """Time and peak memory of ring attention, forward and backward, against one rank's."""
+    torch.set_num_threads(1)
+    comm = unisono.world()
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 8, TOKENS, 64, requires_grad=True) for _ in range(3)]
+    share = TOKENS // comm.size
+    own = [x.detach()[:, :, comm.rank * share :][:, :, :share].clone().requires_grad_()
+           for x in whole]  # fmt: skip
+
+    def around() -> None:
+        ring_attention(*own, sizes=[share] * comm.size).sum().backward()
+
+    def alone() -> None:
+        F.scaled_dot_product_attention(*whole).sum().backward()
+
+    ours, theirs = timed(comm, [(around, False), (alone, True)], rounds)
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    base = statistics.median(theirs)
+    case = f"ring attention of {TOKENS:,} tokens, 8 heads of 64"
+    return [Row(f"{case}, step", ratio * base, base, "one rank, one thread", 0.65)]
+
+
+def peak(is_split: bool) -> int:
+    """Return the most bytes that inputs and a step of attention hold at once on this rank."""
+    torch.set_num_threads(1)
+    comm = unisono.world()
+    tokens = TOKENS // comm.size if is_split else TOKENS
+    held = most = 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        q, k, v = (torch.randn(1, 8, tokens, 64, requires_grad=True) for _ in range(3))
+        y = ring_attention(q, k, v) if is_split else F.scaled_dot_product_attention(q, k, v)
+        y.backward(torch.ones_like(y))
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def main() -> None:
+    """Run all cases and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
+    quick = parser.parse_args().quick
+    rounds = 3 if quick else 9
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = [unisono.run(network, name, rounds, ranks=2, timeout_s=600)[0] for name in NETS]
+    rows += unisono.run(calls, rounds, ranks=2)[0]
+    rows += unisono.run(ring, rounds, ranks=2, timeout_s=600)[0]
+    both = max(unisono.run(peak, True, ranks=2))
+    one = unisono.run(peak, False, ranks=1)[0]
+    memory = (
+        f"| ring attention of {TOKENS:,} tokens, step, peak memory | {both / 2**20:.1f} MB "
+        f"| {one / 2**20:.1f} MB one rank | {both / one:.2f} | <= 0.6 "
+        f"| {'ok' if both <= 0.6 * one else 'MISSED'} |"
+    )
+    publish("Split networks", f"{markdown(rows)}\n{memory}", write=not quick)
+
+
+if __name__ == "__main__":
+    main()
