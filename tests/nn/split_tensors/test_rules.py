@@ -55,6 +55,8 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "max_pool ceil": lambda x: F.max_pool2d(x, 2, ceil_mode=True),
     "avg_pool": lambda x: F.avg_pool2d(x, 3, 2, 1),
     "avg_pool no pad": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "avg_pool uneven": lambda x: F.avg_pool2d(x, (4, 3), 1, (2, 1), count_include_pad=False),
+    "avg_pool divided": lambda x: F.avg_pool2d(x, 3, 2, 1, False, False, 5),
     "adaptive 1": lambda x: F.adaptive_avg_pool2d(x, 1),
     "adaptive": lambda x: F.adaptive_avg_pool2d(x, (3, 5)),
     "adaptive max": lambda x: F.adaptive_max_pool2d(x, 2),
@@ -128,6 +130,11 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "movedim": lambda x: x.movedim(1, -1) * param(6),
     "dtype": lambda x: x.float().double().to(torch.float64),
     "norm": lambda x: x / x.norm(dim=1, keepdim=True).clamp(min=1e-6),
+    "norm space": lambda x: x * x.norm(dim=(2, 3), keepdim=True) + torch.linalg.vector_norm(x),
+    "norm of zeros": lambda x: (x * 0).norm(dim=(0, 2)) + x.norm(p=1, dim=2).sum(0).mean(-1, True),
+    "normalize": lambda x: F.normalize(x, dim=1) + F.normalize(x, dim=2),
+    "expand as": lambda x: param(6, 1, 1).expand_as(x) * x + held(x).view_as(x),
+    "max of held": lambda x: torch.max(held(x), x),
     "topk": lambda x: x.topk(2, 1)[0],
 }
 SEQUENCES: dict[str, Callable[[Tensor], Tensor]] = {

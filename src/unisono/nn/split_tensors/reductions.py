@@ -15,6 +15,7 @@ from unisono.nn.split_tensors.tensor import (
     NeedsWhole,
     NoRule,
     Split,
+    call,
     like,
     own_copy,
     rule,
@@ -98,15 +99,15 @@ def _var(
 
 
 @rule("max", "min", "amax", "amin", "argmax", "argmin", "prod", "any", "all", "logsumexp", "median",
-      "topk", "sort", "argsort", "cumsum", "cumprod", "norm")  # fmt: skip
-def _along_whole_dims(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Any:
+      "topk", "sort", "argsort", "cumsum", "cumprod")  # fmt: skip
+def _along_whole_dims(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Apply what looks along one whole dim to blocks; two arguments are compared point by point."""
     name = func.__name__
-    if args and isinstance(args[0], Tensor):
-        if name in ("max", "min"):
-            return pointwise(func, input, *args, **kwargs)
+    if args and isinstance(args[0], Tensor) and name in ("max", "min"):
+        return pointwise(func, input, *args, **kwargs)
+    if not isinstance(input, Split) or (args and isinstance(args[0], Tensor)):
         raise NoRule("arguments of an unusual form")
-    at = 1 if name in ("topk", "norm") else 0
+    at = 1 if name == "topk" else 0
     dim = kwargs.get("dim", args[at] if len(args) > at else None)
     if dim is None and name in ("topk", "sort", "argsort"):
         dim = -1
@@ -124,6 +125,58 @@ def _along_whole_dims(func: Callable[..., Any], input: Split, *args: Any, **kwar
     if isinstance(result, Tensor):
         return like(input, result, cuts)
     return type(result)([like(input, part, cuts) for part in result])
+
+
+@rule("linalg_vector_norm")
+def _vector_norm(
+    func: Callable[..., Any],
+    x: Split,
+    ord: float = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    dims = _dims(x, dim)
+    if not any(d in x.cuts for d in dims):
+        return like(x, func(x.local, ord, dims, keepdim, dtype=dtype), _left(x, dims, keepdim))
+    if ord != 2 or x.is_complex():
+        raise NoRule("a norm along the cut that is not Euclidean")
+    local = x.local if dtype is None else x.local.to(dtype)
+    total = added(local.square().sum(dims, keepdim), [c for d, c in x.cuts.items() if d in dims])
+    # Where all points are 0, the derivative is 0, as torch's is; that of a root is infinite.
+    is_zero = total == 0
+    norm = total.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+    return like(x, norm, _left(x, dims, keepdim))
+
+
+@rule("norm")
+def _norm(
+    func: Callable[..., Any],
+    input: Split,
+    p: float | str | None = "fro",
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if isinstance(p, str) and p != "fro":
+        raise NoRule(f"p={p!r}")
+    order = 2.0 if p is None or isinstance(p, str) else p
+    return _vector_norm(torch.linalg.vector_norm, input, order, dim, keepdim, dtype=dtype)
+
+
+@rule("normalize")
+def _normalize(
+    func: Callable[..., Any],
+    input: Split,
+    p: float = 2.0,
+    dim: int | Sequence[int] = 1,
+    eps: float = 1e-12,
+    out: Tensor | None = None,
+) -> Tensor:
+    norm = _vector_norm(torch.linalg.vector_norm, input, p, dim, True)
+    return pointwise(torch.div, input, call(torch.clamp_min, norm, eps))
 
 
 @rule("softmax", "log_softmax", "softmin")

@@ -7,6 +7,7 @@ gathered, computed whole, and noted; what would pass by the rules is refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import sys
@@ -509,11 +510,22 @@ _VIEWS = frozenset(
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Make a function the rule of torch functions and methods with these names."""
+    """Make a function the rule of torch functions and methods with these names.
+
+    A rule whose first tensor is said to be a `Split` is not asked where another argument is.
+    """
 
     def register(function: Rule) -> Rule:
+        _, first, *_ = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def of_split(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if args and not isinstance(args[0], Split):
+                raise NoRule("a replicated tensor first")
+            return function(func, *args, **kwargs)
+
         for name in names:
-            RULES[name] = function
+            RULES[name] = of_split if first.annotation == "Split" else function
         return function
 
     return register
@@ -798,6 +810,8 @@ def like(x: Split, local: Tensor, cuts: Cuts | None = None) -> Tensor:
     """Return a block as a `Split` of the same forward; plain if nothing is cut."""
     if cuts is None:
         return _made(local, _whole_shape(local, x.cuts), x.cuts, x.run)
+    if len(cuts) == 1:
+        return _made(local, _whole_shape(local, cuts), cuts, x.run)
     return Split(local, cuts, x.run) if cuts else local
 
 

@@ -100,8 +100,10 @@ def _squeeze(func: Callable[..., Any], input: Split, dim: Any = None) -> Tensor:
 
 
 @rule("expand", "expand_as")
-def _expand(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
+def _expand(func: Callable[..., Any], input: Tensor, *sizes: Any) -> Tensor:
     asked = list(sizes[0].shape) if isinstance(sizes[0], Tensor) else _sizes(sizes)
+    if not isinstance(input, Split):
+        return input.expand(asked)
     more = len(asked) - input.ndim
     for dim, cut in input.cuts.items():
         if asked[dim + more] not in (-1, cut.length):
@@ -191,12 +193,15 @@ def _place(new: Sequence[int], after: range, outer: int, dim: int) -> tuple[int,
 
 
 @rule("view", "reshape", "view_as", "reshape_as")
-def _view(func: Callable[..., Any], input: Split, *sizes: Any, **kwargs: Any) -> Tensor:
+def _view(func: Callable[..., Any], input: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
     asked = kwargs.pop("shape", kwargs.pop("size", None))
     given = sizes if asked is None else (asked,)
     if kwargs or not given or isinstance(given[0], torch.dtype):
         raise NoRule("a view of another dtype")
-    return _reshaped(input, list(given[0].shape) if isinstance(given[0], Tensor) else _sizes(given))
+    shape = list(given[0].shape) if isinstance(given[0], Tensor) else _sizes(given)
+    if not isinstance(input, Split):  # `view_as` a split tensor
+        return input.view(shape) if "view" in func.__name__ else input.reshape(shape)
+    return _reshaped(input, shape)
 
 
 @rule("flatten")

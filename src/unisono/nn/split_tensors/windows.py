@@ -26,6 +26,7 @@ from unisono.nn.split_tensors.tensor import (
     NeedsWhole,
     NoRule,
     Split,
+    call,
     like,
     own_copy,
     resized,
@@ -277,14 +278,26 @@ def _avg_pool(
     count = int(func.__name__[-2])
     pads = per_dim(padding, count, "padding")
     over = {} if divisor_override is None else {"divisor_override": divisor_override}
-    if ceil_mode or (any(pads) and not count_include_pad):
-        if any(d >= input.ndim - count for d in input.cuts):
-            raise NoRule("means over windows of unlike sizes")
+    if not any(d >= input.ndim - count for d in input.cuts):
         local = func(
             input.local, kernel_size, stride, padding, ceil_mode, count_include_pad, **over
         )
         return like(input, local)
-    return _pooled(func, input, kernel_size, stride, padding, 1, False, **over)
+    if ceil_mode:
+        raise NoRule("means over windows of unlike sizes")
+    y = _pooled(func, input, kernel_size, stride, padding, 1, False, **over)
+    if count_include_pad or not any(pads) or over:
+        return y
+    # Padding was counted: each window has as many points too many as lie outside of the image.
+    kernel = per_dim(kernel_size, count, "kernel_size")
+    steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
+    for i in range(count):
+        dim, n = input.ndim - count + i, input.shape[input.ndim - count + i]
+        first = torch.arange(y.shape[dim], dtype=torch.float64) * steps[i] - pads[i]
+        inside = (first + kernel[i]).clamp(max=n) - first.clamp(min=0)
+        factor = (kernel[i] / inside).to(y.dtype).to(y.device)
+        y = call(torch.mul, y, factor.view(-1, *[1] * (count - 1 - i)))
+    return y
 
 
 def _pooled(
