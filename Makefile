@@ -7,7 +7,10 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.ready
+READY := $(VENV)/.ready
+TESTABLE := $(VENV)/.testable
+SHOWN := examples,plot
+TESTED := $(SHOWN),test,others,potentials,mpi,slurm,docs
 CORE := $(filter-out src/core/module.cpp,$(wildcard src/core/*.cpp))
 SANITIZED ?= build/sanitize
 SANITIZERS := thread address,undefined
@@ -20,21 +23,30 @@ OPTIMIZED ?= -O1
 help: ## say what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
 
-setup: $(STAMP) ## make .venv and install everything the other targets need
+setup: $(TESTABLE) ## make .venv and install everything the other targets need
 
 # torch first and alone: a range that torch 2.13.0 satisfies then installs no other torch.
-$(STAMP): pyproject.toml setup.py $(wildcard src/core/*)
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "unisono needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,nets,examples,plot,mpi,slurm,docs,potentials]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(1)]"
+endef
+
+# What others have written is much to download, and a demo needs none of it.
+$(READY): pyproject.toml setup.py $(wildcard src/core/*)
+	$(call install,$(SHOWN))
 	@touch $@
 
-demo: $(STAMP) ## train on real digits, one rank against many, and write a report
+$(TESTABLE): pyproject.toml setup.py $(wildcard src/core/*)
+	$(call install,$(TESTED))
+	@touch $(READY) $@
+
+demo: $(READY) ## train on real digits, one rank against many, and write a report
 	@$(BIN)/unisono demo
 
-test: $(STAMP) ## all tests, with lint, types, layers and code blocks of the documentation
+test: $(TESTABLE) ## all tests, with lint, types, layers and code blocks of the documentation
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # One program for each sanitizer; STRESS lists runs of ranks,steps,seed.
@@ -47,23 +59,23 @@ $(SANITIZED)/%: tests/core/stress.cpp $(wildcard src/core/*)
 	$(CXX) -std=c++17 $(OPTIMIZED) -g1 -Wall -Wextra -Werror -Wno-psabi -DUNISONO_SANITIZE -fsanitize=$* \
 	  -fno-sanitize-recover=all -Isrc/core tests/core/stress.cpp $(CORE) -pthread -o $@
 
-lint: $(STAMP) ## ruff, pyright, import-linter
+lint: $(TESTABLE) ## ruff, pyright, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-format: $(STAMP) ## let ruff rewrite the files
+format: $(TESTABLE) ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## every benchmark, one table each
+bench: $(TESTABLE) ## every benchmark, one table each
 	$(BIN)/unisono bench
 
-docs: $(STAMP) ## build the documentation into site/
+docs: $(TESTABLE) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(STAMP) ## a source archive and a wheel for every Python from 3.11 on, into dist/
+wheel: $(TESTABLE) ## a source archive and a wheel for every Python from 3.11 on, into dist/
 	$(BIN)/python -m build --outdir dist
 
 clean: ## remove .venv and everything that was built

@@ -11,10 +11,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import statistics
 import time
+import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from harness import Row, interleaved, markdown, publish
@@ -22,6 +26,7 @@ from harness import Row, interleaved, markdown, publish
 import unisono
 from unisono import graph_parallel as gp
 from unisono.comm import Communicator
+from unisono.graph_parallel import plan as plans
 
 SIZES = {"1 KB": (64, 4, 20), "10 MB": (163_840, 16, 1)}
 """Rows in all, columns, and calls in a measurement."""
@@ -266,7 +271,7 @@ def plan_build(rounds: int) -> Figure:
     times: dict[str, list[float]] = {"plan": [], "sort": []}
     for _ in range(rounds + 1):
         for name, run in (
-            ("plan", lambda: gp.halo_lists.from_all_edges(part, edges, shares, 0)),
+            ("plan", lambda: plans._from_all_edges(part, edges, shares, 0)),
             ("sort", lambda: torch.sort(values)),
         ):
             start = time.perf_counter()
@@ -277,21 +282,107 @@ def plan_build(rounds: int) -> Figure:
                   f"{plan * 1e3:.0f} ms")  # fmt: skip
 
 
+def mace_model(cutoff: float) -> torch.nn.Module:
+    """A MACE of copper with the usual two layers, random weights, float32."""
+    from mace import modules  # before e3nn, for which it sets what newer torch wants
+
+    from e3nn import o3  # isort: skip
+
+    torch.manual_seed(0)
+    block = modules.interaction_classes["RealAgnosticResidualInteractionBlock"]
+    return modules.ScaleShiftMACE(
+        r_max=cutoff, num_bessel=8, num_polynomial_cutoff=5, max_ell=3, interaction_cls=block,
+        interaction_cls_first=block, num_interactions=2, num_elements=1, correlation=3,
+        hidden_irreps=o3.Irreps("32x0e + 32x1o"), MLP_irreps=o3.Irreps("16x0e"),
+        atomic_energies=np.zeros(1), avg_num_neighbors=18.0, atomic_numbers=[29],
+        gate=torch.nn.functional.silu, atomic_inter_scale=1.0, atomic_inter_shift=0.0,
+    ).eval().requires_grad_(False)  # fmt: skip
+
+
+def mace_steps(cubes: int, rounds: int) -> dict[str, float]:
+    """Seconds of a step (energy, forces, stress), of its exchanges, and the peak memory in MB."""
+    torch.set_num_threads(1)
+    comm = unisono.world()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = mace_model(4.0)
+    side = 3.6 * cubes
+    grid = torch.cartesian_prod(*[torch.arange(cubes, dtype=torch.float32)] * 3)
+    corners = torch.tensor([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
+    pos = 3.6 * (grid[:, None] + corners).reshape(-1, 3)
+    pos += 0.1 * torch.randn(pos.shape, generator=torch.Generator().manual_seed(0))
+    given = {"cell": side * torch.eye(3), "numbers": torch.full((len(pos),), 29), "stress": True}
+    part = gp.GraphPartition.morton(pos, comm.size)
+    potential = gp.split_potential(model, part, comm=comm).eval()
+    potential(pos, **given)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    plan = potential.plan
+    rows = torch.randn(plan.num_local, 128, requires_grad=True)  # 32 scalars, 32 vectors
+
+    held = part.inverse[torch.cat([plan.local_nodes, plan.halo_nodes])]
+    runs = {  # what a layer fetches, and forces bring back
+        "step": lambda: potential(pos, **given),
+        "exchange": lambda: plan.extend(rows).sum().backward(),
+    }
+    if comm.size > 1:
+        runs["gather"] = lambda: TextbookP.apply(rows)[held].sum().backward()
+    return interleaved(comm, runs, rounds=rounds) | {"peak": peak}
+
+
+def potentials(quick: bool) -> list[Figure]:
+    """MACE on a crystal, two ranks against one process; nothing where it is not installed."""
+    if find_spec("mace") is None:
+        return []
+    cubes, rounds = (4, 2) if quick else (8, 5)
+    atoms = 4 * cubes**3
+    backend = os.environ["UNISONO_BACKEND"]
+    os.environ["UNISONO_BACKEND"] = "shm"
+    try:
+        idle = unisono.run(mace_idle, ranks=1)[0]
+        one, two = (unisono.run(mace_steps, cubes, rounds, ranks=n)[0] for n in (1, 2))
+    finally:
+        os.environ["UNISONO_BACKEND"] = backend
+    name = f"MACE, {atoms} atoms"
+    return [
+        Figure(f"{name}: step, 2 ranks / 1", two["step"] / one["step"], 0.62,
+               f"{two['step']:.2f} s"),
+        Figure(f"{name}: peak memory per rank above an idle one, 2 ranks / 1",
+               (two["peak"] - idle) / (one["peak"] - idle), 0.65, f"{two['peak'] - idle:.0f} MB"),
+        Figure(f"{name}: exchange of features / step, shm", two["exchange"] / two["step"], 0.05,
+               f"{two['exchange'] * 1e3:.1f} ms"),
+        Figure(f"{name}: exchange of features / all_gather of all",
+               two["exchange"] / two["gather"], 0.8, f"{two['gather'] * 1e3:.1f} ms"),
+    ]  # fmt: skip
+
+
+def mace_idle() -> float:
+    """Peak memory in MB of a rank that has loaded MACE, and done nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mace_model(4.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def main() -> None:
     """Run all cases and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", choices=["potentials"], help="these alone, nothing written")
+    options = parser.parse_args()
+    quick = options.quick or options.only is not None
     rounds = 2 if quick else 15
     os.environ["UNISONO_BACKEND"] = "gloo"
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    heading = ["| case | ratio | target | verdict |", "|---|---:|---:|---|"]
+    if options.only:
+        print("\n".join([*heading, *(figure.line() for figure in potentials(options.quick))]))
+        return
     rows = [
         *unisono.run(regions, rounds, ranks=2)[0],
         *unisono.run(halo, rounds, ranks=2)[0],
     ]
-    lines = ["| case | ratio | target | verdict |", "|---|---:|---:|---|"]
-    lines += [figure.line() for figure in figures(rounds)]
+    lines = [*heading, *(figure.line() for figure in [*figures(rounds), *potentials(quick)])]
     publish("Graph parallelism", markdown(rows) + "\n\n" + "\n".join(lines), write=not quick)
 
 

@@ -1,6 +1,6 @@
 """Stands for `python` in a command: `python -IS warm_python.py SOCKET PYTHON SEARCH_PATH words...`.
 
-The process that runs is a fork of the warm interpreter (`warm_interpreter.py`), which gets our
+The process that runs is a fork of the warm interpreter (`warm_script.py`), which gets our
 descriptors, variables, directory and namespaces. This one passes signals on and ends as it ends.
 What it cannot express, another PYTHONPATH than SEARCH_PATH, and any trouble, is left to the real
 PYTHON.

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <optional>
 #include <string>
 
@@ -218,12 +219,12 @@ PyObject* report(PyGroup* self, Status status, int verb, bool told_by_headers) {
   return told ? told : caught();
 }
 
-// Runs a kernel in the group's order. `mode` is None for a blocking call, which returns None; else
-// the call is started and handed out.
-PyObject* started_object(PyGroup* self, std::shared_ptr<Call> call);
+// Runs a kernel in the group's order. `tensors` is None for a blocking call, which returns None; else
+// the call is started and handed out, and keeps them alive.
+PyObject* started_object(PyGroup* self, std::shared_ptr<Call> call, PyObject* tensors);
 
 template <class Kernel>
-PyObject* run(PyGroup* self, PyObject* mode, int verb, double timeout_s, Kernel kernel) {
+PyObject* run(PyGroup* self, PyObject* tensors, int verb, double timeout_s, Kernel kernel) {
   if (PyErr_Occurred()) return nullptr;
   if (self->is_released) {
     PyErr_SetString(PyExc_RuntimeError, "the group was closed");
@@ -236,7 +237,7 @@ PyObject* run(PyGroup* self, PyObject* mode, int verb, double timeout_s, Kernel 
     const Status status = kernel(g);
     if (status != kOk) *error = report(self, status, verb, true);
   };
-  if (mode == Py_None) {
+  if (tensors == Py_None) {
     PyObject* error = nullptr;
     {
       Unlocked unlocked;
@@ -250,7 +251,7 @@ PyObject* run(PyGroup* self, PyObject* mode, int verb, double timeout_s, Kernel 
     Unlocked unlocked;
     call->started = self->order->start([body, call] { body(&call->error); });
   }
-  return started_object(self, std::move(call));
+  return started_object(self, std::move(call), tensors);
 }
 
 // -- started calls --------------------------------------------------------------------------------
@@ -259,20 +260,23 @@ struct PyStarted {
   PyObject_HEAD
   PyGroup* group;
   std::shared_ptr<Call>* call;
+  PyObject* tensors;
 };
 PyTypeObject* started_type;
 
-PyObject* started_object(PyGroup* self, std::shared_ptr<Call> call) {
+PyObject* started_object(PyGroup* self, std::shared_ptr<Call> call, PyObject* tensors) {
   auto* object = reinterpret_cast<PyStarted*>(PyType_GenericAlloc(started_type, 0));
   if (!object) return nullptr;
   object->group = held(self);
   object->call = new std::shared_ptr<Call>(std::move(call));
+  object->tensors = Py_NewRef(tensors);
   return reinterpret_cast<PyObject*>(object);
 }
 
 void started_free(PyObject* self) {
   auto* s = reinterpret_cast<PyStarted*>(self);
   delete s->call;
+  Py_XDECREF(s->tensors);
   Py_XDECREF(reinterpret_cast<PyObject*>(s->group));
   PyTypeObject* type = Py_TYPE(self);
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
@@ -289,11 +293,8 @@ PyObject* started_error(PyObject* self, void*) {
   return Py_NewRef(error);
 }
 
-// Returns whether the call has ended in time; raises what it has raised.
-PyObject* started_wait(PyObject* self, PyObject* seconds) {
-  auto* s = reinterpret_cast<PyStarted*>(self);
-  const double timeout_s = PyFloat_AsDouble(seconds);
-  if (PyErr_Occurred()) return nullptr;
+// Lends a hand until the call has ended or the time is over: 1, 0, or -1 after a signal that raised.
+int await(PyStarted* s, double timeout_s) {
   auto call = *s->call;
   const int64_t end = now_ns() + static_cast<int64_t>(std::min(timeout_s, 1e9) * 1e9);
   bool done = call->started->done.load();
@@ -304,10 +305,33 @@ PyObject* started_wait(PyObject* self, PyObject* seconds) {
       Unlocked unlocked;
       done = s->group->order->wait(call->started, std::min(left, 0.05));
     }
-    if (!done && PyErr_CheckSignals()) return nullptr;
+    if (!done && PyErr_CheckSignals()) return -1;
   }
-  if (done && call->error) return raise(Py_NewRef(call->error));
-  return PyBool_FromLong(done);
+  return done;
+}
+
+PyObject* started_wait(PyObject* self, PyObject* seconds) {
+  auto* s = reinterpret_cast<PyStarted*>(self);
+  const double timeout_s = PyFloat_AsDouble(seconds);
+  if (PyErr_Occurred()) return nullptr;
+  const int done = await(s, timeout_s);
+  if (done < 0) return nullptr;
+  if (!done) {
+    char text[96];
+    std::snprintf(text, sizeof text, "a call of a shm group did not end within %g s", timeout_s);
+    PyErr_SetString(PyExc_TimeoutError, text);
+    return nullptr;
+  }
+  if (PyObject* error = (*s->call)->error) return raise(Py_NewRef(error));
+  Py_RETURN_NONE;
+}
+
+// Whether the call has ended, well or badly, within the time.
+PyObject* started_ended(PyObject* self, PyObject* seconds) {
+  const double timeout_s = PyFloat_AsDouble(seconds);
+  if (PyErr_Occurred()) return nullptr;
+  const int done = await(reinterpret_cast<PyStarted*>(self), timeout_s);
+  return done < 0 ? nullptr : PyBool_FromLong(done);
 }
 
 // Calls `callback()` when the call has ended, in the thread that ran it; at once if it has.
@@ -327,7 +351,8 @@ PyObject* started_then(PyObject* self, PyObject* callback) {
 
 PyMethodDef started_methods[] = {
     {"done", started_done, METH_NOARGS, "Whether the call has ended."},
-    {"wait", started_wait, METH_O, "Wait for so many seconds; whether the call has ended. Raises its error."},
+    {"wait", started_wait, METH_O, "Wait for so many seconds; raises what the call has raised, or TimeoutError."},
+    {"ended", started_ended, METH_O, "Wait for so many seconds; whether the call has ended."},
     {"then", started_then, METH_O, "Call a function when the call has ended; at once if it has."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef started_getters[] = {{"error", started_error, nullptr, "What the call has raised, None if nothing.", nullptr},
@@ -345,13 +370,17 @@ struct PyTransfers {
   PyObject_HEAD
   PyGroup* group;
   std::vector<TransferRef>* transfers;
+  PyObject *sends, *recvs;  // lists of (rank, tensor), kept alive
 };
 PyTypeObject* transfers_type;
 constexpr int kMessage = 255;  // as a verb, for `look` and `report`
+constexpr int kRefused = 4;    // as a status, for `report`
 
 void transfers_free(PyObject* self) {
   auto* t = reinterpret_cast<PyTransfers*>(self);
   delete t->transfers;
+  Py_XDECREF(t->sends);
+  Py_XDECREF(t->recvs);
   Py_XDECREF(reinterpret_cast<PyObject*>(t->group));
   PyTypeObject* type = Py_TYPE(self);
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
@@ -364,6 +393,16 @@ PyObject* transfers_done(PyObject* self, PyObject*) {
   for (const auto& transfer : *t->transfers)
     if (!transfer->done) Py_RETURN_FALSE;
   Py_RETURN_TRUE;
+}
+
+// The exception for a message of another length or dtype than expected; null for a right one. Receives come first.
+PyObject* refusal(PyTransfers* t, size_t i) {
+  const Transfer& x = *(*t->transfers)[i];
+  if (!x.refused) return nullptr;
+  PyObject* row = Py_BuildValue("[(iKL)]", x.peer.load(), (unsigned long long)x.found_nbytes, (long long)x.found_dtype);
+  PyObject* told = PyObject_CallFunction(t->group->report, "iiON[L]", kRefused, kMessage,
+                                         PyList_GetItem(t->recvs, static_cast<Py_ssize_t>(i)), row, (long long)x.tag);
+  return told ? told : caught();
 }
 
 PyObject* transfers_wait(PyObject* self, PyObject* seconds) {
@@ -380,36 +419,41 @@ PyObject* transfers_wait(PyObject* self, PyObject* seconds) {
     // The group's thread rested while this one moved messages on.
     else if (messages.unattended() && messages.overflows()) t->group->order->attend_messages();
   }
+  for (size_t i = 0; !error && i < t->transfers->size(); i++) error = refusal(t, i);
   if (error) return raise(error);
   Py_RETURN_NONE;
 }
 
-// For each transfer: the rank at the other end, and, if it was refused, what has come: (bytes, dtype).
-PyObject* transfers_outcome(PyObject* self, PyObject*) {
-  auto* t = reinterpret_cast<PyTransfers*>(self);
-  PyObject* rows = PyList_New(0);
-  for (const auto& x : *t->transfers) {
-    PyObject* row = Py_BuildValue("(iOKL)", x->peer.load(), x->refused ? Py_True : Py_False, (unsigned long long)x->found_nbytes,
-                                  (long long)x->found_dtype);
-    PyList_Append(rows, row);
-    Py_DECREF(row);
-  }
-  return rows;
+PyObject* transfers_source(PyObject* self, void*) {
+  return PyLong_FromLong(reinterpret_cast<PyTransfers*>(self)->transfers->front()->peer.load());
 }
 
 PyMethodDef transfers_methods[] = {
     {"done", transfers_done, METH_NOARGS, "Whether all messages have gone or come."},
     {"wait", transfers_wait, METH_O, "Wait for all messages, for so many seconds."},
-    {"outcome", transfers_outcome, METH_NOARGS, "For each message: (peer, was refused, bytes found, dtype found)."},
     {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef transfers_getters[] = {{"source", transfers_source, nullptr, "Rank at the other end of the first message.", nullptr},
+                                   {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot transfers_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(transfers_free)},
                                  {Py_tp_methods, transfers_methods},
+                                 {Py_tp_getset, transfers_getters},
                                  {0, nullptr}};
 PyType_Spec transfers_spec = {"unisono._core.Transfers", sizeof(PyTransfers), 0,
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, transfers_slots};
 
-// post(sends, recvs, tag, waits): lists of (rank, address, bytes, dtype). A receive from rank -1 is
-// one from anybody. `waits`: the caller is about to wait, so nothing is left to the group's thread.
+// A row (rank, tensor, address, bytes, dtype) of a message.
+struct Row {
+  int peer = -1, dtype = -1;
+  uint8_t* at = nullptr;
+  size_t nbytes = 0;
+  explicit Row(PyObject* row) {
+    peer = number(PyTuple_GetItem(row, 0)), at = address(PyTuple_GetItem(row, 2));
+    nbytes = bytes(PyTuple_GetItem(row, 3)), dtype = number(PyTuple_GetItem(row, 4));
+  }
+};
+
+// post(sends, recvs, tag, waits): lists of (rank, tensor, address, bytes, dtype). A receive from rank -1
+// is one from anybody. `waits`: the caller is about to wait, so nothing is left to the group's thread.
 PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
   auto* self = reinterpret_cast<PyGroup*>(object);
   if (!has(n, 4, "post")) return nullptr;
@@ -423,20 +467,18 @@ PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
   for (int kind = 0; kind < 2; kind++) {
     PyObject* list = args[1 - kind];  // receives first: what comes finds its place
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-      PyObject* row = PyList_GetItem(list, i);
-      const int peer = number(PyTuple_GetItem(row, 0));
-      uint8_t* at = address(PyTuple_GetItem(row, 1));
-      const size_t nbytes = bytes(PyTuple_GetItem(row, 2));
-      const int dtype = number(PyTuple_GetItem(row, 3));
+      const Row row(PyList_GetItem(list, i));
       if (PyErr_Occurred()) return nullptr;
-      transfers->push_back(kind ? messages.post_send(peer, tag, at, nbytes, dtype)
-                                : messages.post_recv(peer, tag, at, nbytes, dtype));
+      transfers->push_back(kind ? messages.post_send(row.peer, tag, row.at, row.nbytes, row.dtype)
+                                : messages.post_recv(row.peer, tag, row.at, row.nbytes, row.dtype));
     }
   }
   auto* result = reinterpret_cast<PyTransfers*>(PyType_GenericAlloc(transfers_type, 0));
   if (!result) return nullptr;
   result->group = held(self);
   result->transfers = transfers.release();
+  result->sends = Py_NewRef(args[0]);
+  result->recvs = Py_NewRef(args[1]);
   if (!PyObject_IsTrue(args[3])) {
     Unlocked unlocked;
     messages.progress();
@@ -680,14 +722,14 @@ void group_free(PyObject* self) {
 
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(function)), METH_FASTCALL
 PyMethodDef group_methods[] = {
-    {"barrier", FAST(group_barrier), "barrier(mode, timeout_s)"},
-    {"all_reduce", FAST(group_all_reduce), "all_reduce(mode, timeout_s, address, elements, dtype, op, root)"},
-    {"reduce_scatter", FAST(group_reduce_scatter), "reduce_scatter(mode, timeout_s, out, ins, dtype, op, alike)"},
-    {"broadcast", FAST(group_broadcast), "broadcast(mode, timeout_s, address, bytes, dtype, root)"},
-    {"all_gather", FAST(group_all_gather), "all_gather(mode, timeout_s, outs, address, dtype, alike)"},
-    {"gather", FAST(group_gather), "gather(mode, timeout_s, outs, address, bytes, dtype, root)"},
-    {"all_to_all", FAST(group_all_to_all), "all_to_all(mode, timeout_s, outs, ins, dtype)"},
-    {"scatter", FAST(group_scatter), "scatter(mode, timeout_s, out, bytes, ins, dtype, root)"},
+    {"barrier", FAST(group_barrier), "barrier(tensors, timeout_s)"},
+    {"all_reduce", FAST(group_all_reduce), "all_reduce(tensors, timeout_s, address, elements, dtype, op, root)"},
+    {"reduce_scatter", FAST(group_reduce_scatter), "reduce_scatter(tensors, timeout_s, out, ins, dtype, op, alike)"},
+    {"broadcast", FAST(group_broadcast), "broadcast(tensors, timeout_s, address, bytes, dtype, root)"},
+    {"all_gather", FAST(group_all_gather), "all_gather(tensors, timeout_s, outs, address, dtype, alike)"},
+    {"gather", FAST(group_gather), "gather(tensors, timeout_s, outs, address, bytes, dtype, root)"},
+    {"all_to_all", FAST(group_all_to_all), "all_to_all(tensors, timeout_s, outs, ins, dtype)"},
+    {"scatter", FAST(group_scatter), "scatter(tensors, timeout_s, out, bytes, ins, dtype, root)"},
     {"agree", FAST(group_agree), "agree(timeout_s, dtype, bytes, digest)"},
     {"ints", FAST(group_ints), "ints(timeout_s, values)"},
     {"texts", FAST(group_texts), "texts(timeout_s, bytes)"},

@@ -153,7 +153,7 @@ def test_a_thread_left_running_is_named_and_does_not_hold_the_run_up():
         results = unisono.run(forget_a_thread, on="cpu", ranks=1, logs=QUIET)
     assert list(results) == [7]
     assert [warning.filename for warning in caught] == [__file__]
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
 
 
 def test_a_thread_that_ends_by_itself_is_waited_for(tmp_path):

@@ -132,7 +132,7 @@ def test_every_code_block_of_a_page_runs(page, interpreter, tmp_path):
         wanted = re.findall(r"^(?:from|import) (\w+)", script, re.MULTILINE)
         missing = [name for name in OF_EXTRAS.intersection(wanted) if find_spec(name) is None]
         if missing:
-            pytest.skip(f"{page.name} needs {missing}: pip install 'unisono[nets]'")
+            pytest.skip(f"{page.name} needs {missing}: pip install 'unisono[others]'")
         (tmp_path / f"{page.name}.py").write_text(script, encoding="utf-8")
         printed = run(interpreter, ["python", f"{page.name}.py"], tmp_path, page)
         check_shown(page, shown_below(text, blocks), printed)

@@ -170,7 +170,6 @@ class Collectives(Performer):
         """Prepare `reduce_scatter` with arguments that were checked before."""
         rows = rows_first(x, dim)
         work = encode(rows, op)
-        ins = work.split_with_sizes(lengths)
         out = work.new_empty((lengths[self.rank], *work.shape[1:]))
         call = self._described("reduce_scatter", x, kind=op, dim=dim, sizes=lengths)
         call.sent, call.received = work.nbytes, out.nbytes
@@ -181,6 +180,7 @@ class Collectives(Performer):
                 out.div_(self.size)
             return rows_back(decode(out, op, x.dtype), dim)
 
+        ins = work.split_with_sizes(lengths)
         kernel = partial(self._engine.reduce_scatter, out, ins, added, alike=alike)
         return Transfer(call, kernel, finish, timeout_s)
 
@@ -334,8 +334,7 @@ class Collectives(Performer):
         call = self._described("all_gather", x, dim=dim, sizes=lengths)
         call.sent = rows.nbytes
         call.received = out.nbytes - call.sent
-        outs = out.split_with_sizes(lengths)
-        kernel = partial(self._engine.all_gather, outs, rows, alike=dim)
+        kernel = partial(self._engine.all_gather_rows, out, lengths, rows, alike=dim)
         return Transfer(call, kernel, partial(rows_back, out, dim), timeout_s)
 
     @verb

@@ -107,6 +107,59 @@ class Pending(Generic[T]):
         return self.wait()
 
 
+class Started(Pending[T]):
+    """A transfer under way.
+
+    Args:
+        performer: whose transfer it is.
+        transfer: the transfer.
+        ticket: what the engine gave for it; None if it is complete.
+        deadline: seconds that a wait may last.
+    """
+
+    __slots__ = ("_deadline", "_performer", "_ticket", "_transfer")
+
+    def __init__(
+        self, performer: Performer, transfer: Transfer[T], ticket: Ticket | None, deadline: float
+    ) -> None:
+        self._performer, self._ticket, self._deadline = performer, ticket, deadline
+        self._transfer: Transfer[T] | None = transfer
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """See `Pending`."""
+        performer, transfer, deadline = self._performer, self._transfer, self._deadline
+        if transfer is None:
+            return self._value  # type: ignore[return-value]
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        began = time.perf_counter_ns()
+        calls.waited_call = call = transfer.call
+        grad_mode = torch.is_grad_enabled()
+        private.set_grad_enabled(False)
+        try:
+            if self._ticket is not None:
+                self._ticket.wait(deadline if timeout_s is None else timeout_s)
+            self._value = result = transfer.finish()
+        except Exception as error:
+            told = performer._translated(call, error, deadline)
+            if told is error:
+                raise
+            raise told from None
+        finally:
+            private.set_grad_enabled(grad_mode)
+            calls.waited_call = None
+        call.wait_ns = time.perf_counter_ns() - began
+        call.done = True
+        self._transfer = self._ticket = None  # and so the tensors it holds
+        if trace.recorder is not None or check.active:
+            performer._observe_end(transfer, deadline)
+        return result
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._ticket is None or self._ticket.done()
+
+
 def verb(prepare: Callable[Concatenate[V, P], Transfer[T]]) -> Callable[Concatenate[V, P], T]:
     """Let a method that prepares a transfer perform it and return its result."""
 
@@ -222,36 +275,7 @@ class Performer:
             private.set_grad_enabled(grad_mode)
             if turn is not None:
                 turn.release()
-        return Pending(
-            partial(self._complete, transfer, ticket, deadline),
-            None if ticket is None else ticket.done,
-        )
-
-    def _complete(
-        self, transfer: Transfer[T], ticket: Ticket | None, deadline: float, own_s: float | None
-    ) -> T:
-        """Wait for a transfer under way and return its result; `own_s` replaces its deadline."""
-        began = time.perf_counter_ns()
-        calls.waited_call = call = transfer.call
-        grad_mode = torch.is_grad_enabled()
-        private.set_grad_enabled(False)
-        try:
-            if ticket is not None:
-                ticket.wait(deadline if own_s is None else own_s)
-            result = transfer.finish()
-        except Exception as error:
-            told = self._translated(call, error, deadline)
-            if told is error:
-                raise
-            raise told from None
-        finally:
-            private.set_grad_enabled(grad_mode)
-            calls.waited_call = None
-        call.wait_ns = time.perf_counter_ns() - began
-        call.done = True
-        if trace.recorder is not None or check.active:
-            self._observe_end(transfer, deadline)
-        return result
+        return Started(self, transfer, ticket, deadline)
 
     def _begin(self, call: Call, is_collective: bool, deadline: float) -> None:
         """Begin a call that does not end at once."""

@@ -161,7 +161,7 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int | None]:
     """Return for each system the rank that computes it; None: all of them share it.
 
     >>> deal([10, 500, 10, 20], 2)
-    [0, None, 0, 1]
+    [1, None, 1, 0]
     """
     owners: list[int | None] = [None] * len(sizes)
     rest = sorted(range(len(sizes)), key=lambda number: -sizes[number])
@@ -169,7 +169,7 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int | None]:
     while rest and sizes[rest[0]] > left / ranks and sizes[rest[0]] >= ATOMS * ranks:
         left -= sizes[rest.pop(0)]
     loads = [(0, rank) for rank in range(ranks)]
-    for number in sorted(rest, key=lambda number: (-sizes[number], -number)):
+    for number in rest:
         load, owner = heapq.heappop(loads)
         owners[number] = owner
         heapq.heappush(loads, (load + sizes[number], owner))

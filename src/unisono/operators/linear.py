@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
 from unisono.comm.arguments import vmapped
+from unisono.comm.torch import private
 
 
 class LinearMap:
@@ -67,14 +67,14 @@ class LinearMap:
         """Apply the map, recorded for autograd."""
         if torch.compiler.is_compiling():
             return cls.traced.apply(x, plan)
-        if torch._C._are_functorch_transforms_active():
+        if private.transforms_active():
             return cls.function.apply(x, plan)
-        return cls._recorded(unwrap_if_dead(x), plan)
+        return cls._recorded(private.unwrap_if_dead(x), plan)
 
     @classmethod
     def apply_in_backward(cls, x: Tensor, plan: Any) -> Tensor:
         """Apply the map to a gradient; not recorded where nothing would come of it."""
-        if not torch.compiler.is_compiling() and is_legacy_batchedtensor(x):
+        if not torch.compiler.is_compiling() and private.is_legacy_batchedtensor(x):
             refuse_vmap(None, None)  # a backward with is_grads_batched=True
         if torch.is_grad_enabled():
             return cls.apply(x, plan)

@@ -190,6 +190,8 @@ class HaloPlan:
         A part is `(owner, start, length)`: own points from `start` on, or another rank's, `start`
         elements into its message; the constant has owner -1. None for all other windows.
         """
+        if len(self.segments) != len(self.own):  # a plan of some channels alone
+            return None
         dims = [d for d, (own, parts) in enumerate(zip(self.own, self.segments, strict=True))
                 if [(part.source, part.kind) for part in parts] != [(own, "copy")]]  # fmt: skip
         if len(dims) != 1 or 0 in self.window_shape:
@@ -207,7 +209,10 @@ class HaloPlan:
                 (start, stop), low = piece.source[dim], piece.dest[dim][0]
                 found.append((low, owner, start if owner == self.rank else at, stop - start))
                 at += piece.numel
-        return dim, tuple((owner, start, length) for _, owner, start, length in sorted(found))
+        runs = tuple((owner, start, length) for _, owner, start, length in sorted(found))
+        if sum(length for _, _, length in runs) != self.window_shape[dim]:
+            return None
+        return dim, runs
 
     @cached_property
     def keeps_block(self) -> bool:

@@ -176,7 +176,7 @@ def ranks_with_networks(rank_pool: RankPool) -> Iterator[RankPool]:
 def test_a_public_network_on_blocks_is_that_of_one_process(name, ranks_with_networks):
     library = NETWORKS[name][0]
     if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed: pip install 'unisono[nets]'")
+        pytest.skip(f"{library} is not installed: pip install 'unisono[others]'")
     ranks_with_networks.run(compare_all, name, world=4, backend="shm", timeout=120)
 
 

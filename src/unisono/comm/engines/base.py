@@ -124,6 +124,20 @@ class Engine(ABC):
         """Fill `outs[q]` with `x` of rank `q`."""
         return self.all_to_all(outs, [x] * self.size, async_op=async_op, timeout_s=timeout_s)
 
+    def all_gather_rows(
+        self,
+        out: Tensor,
+        lengths: Sequence[int],
+        x: Tensor,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """Fill the blocks of `lengths[q]` rows of `out` with `x` of rank `q`."""
+        outs = out.split_with_sizes(lengths)
+        return self.all_gather(outs, x, alike=alike, async_op=async_op, timeout_s=timeout_s)
+
     def gather(
         self, outs: Blocks | None, x: Tensor, dst: int, *, async_op: bool, timeout_s: float
     ) -> Ticket | None:

@@ -205,7 +205,7 @@ class TorchEngine(Engine):
         """See `Engine`. A sum carried wider than it travels is cut in shares."""
         wide = accumulation_dtype(x.dtype, op)
         local_only = op == "product" and x.dtype.is_complex
-        nbytes, rounds_once = x.numel() * x.element_size(), wide != x.dtype or local_only
+        nbytes, rounds_once = x.nbytes, wide != x.dtype or local_only
         name = choose("all_reduce", nbytes, True, self.size, self.backend, rounds_once=rounds_once)
         self.last_algorithm = name
         if name == "all_to_all":
@@ -290,8 +290,8 @@ class TorchEngine(Engine):
         send = _one_block(ins)
         if send is None:
             send = torch.cat([bytes_of(block) for block in ins])
-        received = [out.numel() * out.element_size() for out in outs]
-        sent = [block.numel() * block.element_size() for block in ins]
+        received = [out.nbytes for out in outs]
+        sent = [block.nbytes for block in ins]
         target = _one_block(outs)
         recv = target if target is not None else send.new_empty(sum(received))
         work = dist.all_to_all_single(recv, send, received, sent, self.group, async_op=True)
@@ -371,6 +371,6 @@ def _one_block(blocks: Blocks) -> Tensor | None:
             continue
         if block.data_ptr() != end or block.untyped_storage().data_ptr() != storage:
             return None
-        end += block.numel() * block.element_size()
+        end += block.nbytes
     whole = torch.empty(0, dtype=torch.uint8, device=first.device)
     return whole.set_(first.untyped_storage(), begin - storage, (end - begin,), (1,))

@@ -73,8 +73,8 @@ class Network:
 
     def swap(self, members: tuple[int, ...], outs: Blocks, ins: Blocks, timeout_s: float) -> None:
         """All-to-all among `members`: `outs[i]` becomes what member `i` has for this rank."""
-        received = [out.numel() * out.element_size() for out in outs]
-        sent = [block.numel() * block.element_size() for block in ins]
+        received = [out.nbytes for out in outs]
+        sent = [block.nbytes for block in ins]
         send = torch.cat([bytes_of(block) for block in ins])
         receive = send.new_empty(sum(received))
         with self.translating("exchange between hosts", members, timeout_s):
@@ -222,7 +222,7 @@ class HostsEngine(QueuedEngine):
     def _across(self, x: Tensor, op: str, timeout_s: float) -> None:
         """Reduce `x` over the hosts, in their order."""
         count = len(self._peers)
-        if x.numel() * x.element_size() <= _SMALL_BYTES:
+        if x.nbytes <= _SMALL_BYTES:
             blocks = [torch.empty_like(x) for _ in range(count)]
             self.network.swap(self._peers, blocks, [x] * count, timeout_s)
             reduce_in_rank_order(x, blocks, op)

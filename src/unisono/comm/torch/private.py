@@ -13,7 +13,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    unwrap_if_dead,
+)
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import distributed_c10d as c10d
 
@@ -22,13 +27,17 @@ __all__ = [
     "default_store",
     "is_batchedtensor",
     "is_functorch_wrapped_tensor",
+    "is_legacy_batchedtensor",
     "known_groups",
     "new_group",
     "outside_transforms",
+    "register_group",
     "runs_uncompiled",
     "set_grad_enabled",
     "set_timeout",
     "transforms_active",
+    "unregister_group",
+    "unwrap_if_dead",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -112,3 +121,13 @@ def new_group(
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Change the deadline of a group of torch's own backends."""
     c10d._set_pg_timeout(timeout, group)
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let compiled code find a group that torch.distributed has not made by its name."""
+    c10d._register_process_group(c10d.GroupName(name), group)
+
+
+def unregister_group(name: str) -> None:
+    """Undo `register_group`."""
+    c10d._unregister_process_group(c10d.GroupName(name))

@@ -218,8 +218,8 @@ class TransportProcessGroup(dist.ProcessGroup):
         shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
         call = Call(name, entry.name, entry.key, 0, shape, dtype, kind, root, is_async=is_async)
         if trace.recorder is not None:
-            call.sent = sum(t.numel() * t.element_size() for t in brought)
-            call.received = sum(t.numel() * t.element_size() for t in targets.wanted)
+            call.sent = sum(t.nbytes for t in brought)
+            call.received = sum(t.nbytes for t in targets.wanted)
         timeout_s = self._timeout_s(opts)
         if not is_async:
 
@@ -310,7 +310,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         check_op(op, x.dtype)
         engine, entry = self.unisono_engine, performer._entry
         call = Call("all_reduce", entry.name, entry.key, 0, x.shape, x.dtype, op)
-        call.sent = call.received = x.numel() * x.element_size()
+        call.sent = call.received = x.nbytes
         timeout_s: float = opts.timeout.total_seconds()
         if timeout_s <= 0:
             timeout_s = self._deadline_s or self.options._timeout.total_seconds()

@@ -187,7 +187,7 @@ def check_one_dtype(tensors: Iterable[Tensor], what: str) -> None:
 def check_joined(out: Tensor, x: Tensor, parts: int, what: str) -> None:
     """Refuse an output that does not hold `parts` blocks like `x`."""
     check_one_dtype((out, x), what)
-    have, want = x.numel() * x.element_size() * parts, out.numel() * out.element_size()
+    have, want = x.nbytes * parts, out.nbytes
     if have != want:
         raise PartitionError.because(
             f"{what} of {list(x.shape)} {x.dtype} from {parts} ranks "
@@ -200,7 +200,7 @@ def check_joined(out: Tensor, x: Tensor, parts: int, what: str) -> None:
 def check_same_bytes(outs: Sequence[Tensor], ins: Sequence[Tensor], what: str) -> None:
     """Refuse blocks that must have the same number of bytes and do not."""
     for out, block in zip(outs, ins, strict=True):
-        have, want = block.numel() * block.element_size(), out.numel() * out.element_size()
+        have, want = block.nbytes, out.nbytes
         if have != want:
             raise PartitionError.because(
                 f"{what} of {list(block.shape)} {block.dtype} into {list(out.shape)} {out.dtype}",
@@ -222,7 +222,7 @@ def wrong_message(
         sent: its dtype; None where messages carry none.
     """
     name = str(x.dtype).removeprefix("torch.")
-    expected = f"{x.numel()} * {x.element_size()} = {x.numel() * x.element_size()} bytes"
+    expected = f"{x.numel()} * {x.element_size()} = {x.nbytes} bytes"
     if nbytes is None:
         found, arithmetic = "the message is longer", f"more than {expected}"
     elif sent is not None and sent != x.dtype:

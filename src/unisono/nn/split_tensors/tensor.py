@@ -810,6 +810,8 @@ def like(x: Split, local: Tensor, cuts: Cuts | None = None) -> Tensor:
     """Return a block as a `Split` of the same forward; plain if nothing is cut."""
     if cuts is None:
         return _made(local, _whole_shape(local, x.cuts), x.cuts, x.run)
+    if len(cuts) == 1:
+        return _made(local, _whole_shape(local, cuts), cuts, x.run)
     return Split(local, cuts, x.run) if cuts else local
 
 

@@ -57,11 +57,6 @@ def abandon(*things: object) -> None:
     _abandoned.append(things)
 
 
-def nbytes_of(x: Tensor) -> int:
-    """Return the number of bytes of the elements of `x`."""
-    return x.numel() * x.element_size()
-
-
 @dataclass(frozen=True)
 class Member:
     """A rank of a group, as it told about itself when the group was made."""
@@ -288,7 +283,7 @@ class Channel:
 
     def memory(self, x: Tensor, begin: int = 0, nbytes: int | None = None) -> Any:
         """Return bytes of a contiguous tensor as MPI takes them; `x` lives until `finish`."""
-        length = nbytes_of(x) - begin if nbytes is None else nbytes
+        length = x.nbytes - begin if nbytes is None else nbytes
         self._held.append(x)
         self._nbytes += length
         return self.mpi.buffer.fromaddress(x.data_ptr() + begin, length)
@@ -297,7 +292,7 @@ class Channel:
         """Let tensors live until `finish`."""
         for x in tensors:
             self._held.append(x)
-            self._nbytes += nbytes_of(x)
+            self._nbytes += x.nbytes
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield begin and length of the stretches in which `nbytes` bytes travel."""

@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from unisono.comm.engines.base import Ticket
 from unisono.comm.engines.mpi import kernels
-from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel, Wait, abandon, nbytes_of
+from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel, Wait, abandon
 from unisono.comm.engines.queued import Job, JobQueue, QueuedEngine, SourceTicket
 from unisono.comm.messages import EXCHANGE_TAG
 from unisono.comm.reductions import check_op
@@ -100,11 +100,11 @@ class Messages:
     def post_recv(self, src: int | None, tag: int, x: Tensor) -> Transfer:
         """Start to receive `x` from rank `src`, or from anybody."""
         channel = self._channel
-        if src is None and nbytes_of(x) > channel.chunk_bytes:
+        if src is None and x.nbytes > channel.chunk_bytes:
             raise UnisonoError.because(
                 "a receive from anybody",
-                f"{nbytes_of(x)} bytes, which travel in several messages",
-                f"{nbytes_of(x)} > {channel.chunk_bytes}",
+                f"{x.nbytes} bytes, which travel in several messages",
+                f"{x.nbytes} > {channel.chunk_bytes}",
                 "name the source",
             )
         source = channel.mpi.ANY_SOURCE if src is None else src
@@ -113,7 +113,7 @@ class Messages:
     def _post(self, transfer: Transfer, call: Any, peer: int) -> Transfer:
         channel, x = self._channel, transfer.tensor
         wire_tag = self._wire_tag(transfer.tag)
-        pieces = list(channel.pieces(nbytes_of(x))) or [(0, 0)]
+        pieces = list(channel.pieces(x.nbytes)) or [(0, 0)]
         with self._lock:
             for begin, length in pieces:
                 memory = channel.mpi.buffer.fromaddress(x.data_ptr() + begin, length)
@@ -182,7 +182,7 @@ class Messages:
         if waiting:
             began = time.perf_counter_ns()
             peers = sorted({t.peer for t in waiting if t.peer is not None})
-            nbytes = sum(nbytes_of(transfer.tensor) for transfer in waiting)
+            nbytes = sum(transfer.tensor.nbytes for transfer in waiting)
             wait = Wait(self._channel.watch, timeout_s, min(nbytes, MAX_BYTES), peers)
             while not all(transfer.is_done for transfer in waiting):
                 self._channel.step(wait)

@@ -28,7 +28,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from unisono.comm import call as calls
 from unisono.comm import groups, seal
@@ -43,6 +42,7 @@ from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
 from unisono.comm.health import failures, watchdog
 from unisono.comm.lifecycle import say_returned
 from unisono.comm.machine import first_reachable, host_id, own_addresses, own_card
+from unisono.comm.torch import private
 from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
 from unisono.environment import Environment
 from unisono.errors import MeshError, RankTimeout, UnisonoError
@@ -456,7 +456,7 @@ class Standalone:
         call.done = True
         group.set_timeout(timedelta(seconds=self._deadline_s))
         group._set_group_name(name)
-        c10d._register_process_group(c10d.GroupName(name), group)
+        private.register_group(name, group)
         entry = self._made[ranks] = GroupEntry(group, ranks, made_by_us=True, maker=self)
         return entry
 
@@ -467,7 +467,7 @@ class Standalone:
         watchdog.dismiss(entry.key)
         if self._is_over:
             seal.stand(self._prefix, None)
-        c10d._unregister_process_group(c10d.GroupName(entry.key))
+        private.unregister_group(entry.key)
         if entry.group is not None:
             entry.group.shutdown()
 

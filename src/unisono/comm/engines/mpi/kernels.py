@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.comm.arguments import bytes_of
 from unisono.comm.engines.algorithms import MAX_PAIRWISE_RANKS, forced_algorithms
-from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel, nbytes_of
+from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel
 from unisono.comm.reductions import accumulation_dtype, reduce_in_rank_order
 
 COPIES_BYTES = 256 * 1024
@@ -68,14 +68,14 @@ _BOOL_OPS: dict[str, str] = {
 def is_one_stretch(blocks: Sequence[Tensor]) -> bool:
     """Whether the blocks lie behind each other in memory, short enough to be counted by MPI."""
     present = [block for block in blocks if block.numel()]
-    ends = [block.data_ptr() + nbytes_of(block) for block in present]
+    ends = [block.data_ptr() + block.nbytes for block in present]
     follows = all(end == block.data_ptr() for end, block in zip(ends, present[1:], strict=False))
-    return follows and sum(map(nbytes_of, present)) <= MAX_BYTES
+    return follows and sum(block.nbytes for block in present) <= MAX_BYTES
 
 
 def broadcast(channel: Channel, x: Tensor, src: int) -> None:
     """Replace `x` on every rank by `x` of `src`."""
-    for begin, length in channel.pieces(nbytes_of(x)):
+    for begin, length in channel.pieces(x.nbytes):
         channel.start(
             channel.comm.Ibcast, [channel.memory(x, begin, length), channel.mpi.BYTE], src
         )
@@ -87,7 +87,7 @@ def all_gather(channel: Channel, outs: Sequence[Tensor], x: Tensor) -> None:
 
     MPI passes blocks on among many ranks, for which it wants them behind each other in memory.
     """
-    sizes = [nbytes_of(out) for out in outs]
+    sizes = [out.nbytes for out in outs]
     if not is_one_stretch(outs):
         if channel.size <= MAX_PAIRWISE_RANKS or sum(sizes) > MAX_BYTES:
             all_to_all(channel, outs, [x] * channel.size)
@@ -127,7 +127,7 @@ def _addressed(channel: Channel, blocks: Sequence[Tensor]) -> list[Any]:
     """
     mpi, counts, kinds = channel.mpi, [0] * channel.size, [channel.mpi.BYTE] * channel.size
     for peer, block in enumerate(blocks):
-        pieces = list(channel.pieces(nbytes_of(block)))
+        pieces = list(channel.pieces(block.nbytes))
         if pieces and peer != channel.rank:
             lengths = [length for _, length in pieces]
             begins = [block.data_ptr() + begin for begin, _ in pieces]
@@ -226,7 +226,7 @@ def choose_sum(verb: str, dtype: torch.dtype, op: str, nbytes: int, size: int) -
 
 def all_reduce(channel: Channel, x: Tensor, op: str, dst: int | None = None) -> str:
     """Replace `x` on every rank, or on `dst` only, by the reduction; return how it was done."""
-    name = choose_sum("all_reduce", x.dtype, op, nbytes_of(x), channel.size)
+    name = choose_sum("all_reduce", x.dtype, op, x.nbytes, channel.size)
     if x.numel() == 0:
         return name
     if name == "native":
@@ -246,7 +246,7 @@ def _native_all_reduce(channel: Channel, x: Tensor, op: str, dst: int | None) ->
     kind, operation = native(channel.mpi, wide, op)
     wanted = dst is None or dst == channel.rank
     total = x if wide == x.dtype else x.to(wide)
-    for begin, length in channel.pieces(nbytes_of(total)):
+    for begin, length in channel.pieces(total.nbytes):
         part = [channel.memory(total, begin, length), length // total.element_size(), kind]
         if dst is None:
             channel.start(channel.comm.Iallreduce, channel.mpi.IN_PLACE, part, operation)
@@ -297,7 +297,7 @@ def _reduce_shares(channel: Channel, x: Tensor, room: Tensor, op: str, dst: int 
 
 def reduce_scatter(channel: Channel, out: Tensor, ins: Sequence[Tensor], op: str) -> str:
     """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`; return how."""
-    nbytes = sum(map(nbytes_of, ins))
+    nbytes = sum(block.nbytes for block in ins)
     name = choose_sum("reduce_scatter", out.dtype, op, nbytes, channel.size)
     factor = wide_dtype(out.dtype, op).itemsize // out.element_size()
     if nbytes * factor > min(MAX_BYTES, channel.chunk_bytes):

@@ -10,6 +10,9 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 
+VERSION = 5
+"""That of the core's layout and calls; `src/core/segment.hpp` has the same."""
+
 
 @functools.cache
 def _found() -> tuple[Any, str]:
@@ -23,6 +26,11 @@ def _found() -> tuple[Any, str]:
         return None, (
             f"the compiled core is not there ({error}); with a C++ compiler (apt install g++), "
             "install unisono again"
+        )
+    if module.VERSION != VERSION:  # of an editable install whose sources have moved on
+        return None, (
+            f"the compiled core has version {module.VERSION}, {VERSION} is needed; build it again: "
+            "pip install -e . --no-deps"
         )
     return module, ""
 

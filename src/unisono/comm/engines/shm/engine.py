@@ -44,7 +44,7 @@ OPS: tuple[str, ...] = ("sum", "product", "min", "max", "and", "or", "xor", "sum
 """Reductions by the number under which they travel; the core has the same order."""
 
 _OP_NUMBERS = {op: number for number, op in enumerate(OPS)}
-_MISMATCH, _SIZES, _ABORTED = 1, 2, 3
+_MISMATCH, _SIZES, _ABORTED, _REFUSED = 1, 2, 3, 4
 _TEXT_BYTES = 2048
 _PAGE, _MB = 4096, 1 << 20
 _FIRST = _PAGE + 512
@@ -59,78 +59,6 @@ def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
     if blocks is None:
         return None
     return [(block.data_ptr(), block.nbytes) for block in blocks]
-
-
-class StartedTicket:
-    """A call of the core under way. It keeps its tensors alive until it has ended."""
-
-    def __init__(self, started: Any, tensors: object) -> None:
-        self._started = started
-        self._tensors = tensors
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the call has raised."""
-        return self._started.error
-
-    def wait(self, timeout_s: float) -> None:
-        """See `Ticket`."""
-        if not self._started.wait(timeout_s):
-            raise TimeoutError(f"a call of a shm group did not end within {timeout_s:g} s")
-
-    def done(self) -> bool:
-        """See `Ticket`."""
-        return self._started.done()
-
-    def ended(self, timeout_s: float) -> bool:
-        """Whether the call has ended, well or badly, within the time."""
-        try:
-            return self._started.wait(max(timeout_s, 0.0))
-        except Exception:  # told to whoever waits for it
-            return True
-
-    def then(self, callback: Any) -> None:
-        """Call `callback()` when the call has ended; at once if it has."""
-        self._started.then(callback)
-
-
-class MessageTicket:
-    """Messages under way, as the verbs see them."""
-
-    def __init__(
-        self,
-        engine: ShmEngine,
-        transfers: Any,
-        recvs: Sequence[tuple[int, Tensor]],
-        sent: object,
-        tag: int,
-    ) -> None:
-        self._engine = engine
-        self._transfers = transfers
-        self._recvs = recvs
-        self._sent = sent
-        self._tag = tag
-
-    def wait(self, timeout_s: float) -> None:
-        """See `Ticket`."""
-        self._transfers.wait(timeout_s)
-        for (_, x), (peer, refused, nbytes, dtype) in zip(
-            self._recvs, self._transfers.outcome(), strict=False
-        ):
-            if refused:
-                sent = DTYPES[dtype] if dtype >= 0 else None
-                error = wrong_message(x, self._engine.ranks[peer], nbytes, self._tag, sent)
-                self._engine.fail(error)
-                raise error
-
-    def done(self) -> bool:
-        """See `Ticket`."""
-        return self._transfers.done()
-
-    @property
-    def source(self) -> int:
-        """See `SourceTicket`."""
-        return self._transfers.outcome()[0][0]
 
 
 class ShmEngine(TransportEngine):
@@ -171,7 +99,7 @@ class ShmEngine(TransportEngine):
         self._segment_bytes = common + size * own
         self._buffers: dict[int, _Buffer] = {}
         self._touched: set[int] = set()
-        self._kept: deque[Ticket] = deque()
+        self._kept: deque[Any] = deque()
         self.watch = Watch(rank, ranks, processes)
         own_cores = size <= usable_cores()
         weak: weakref.ref[ShmEngine] = weakref.ref(self)
@@ -195,7 +123,7 @@ class ShmEngine(TransportEngine):
         if self.cause is not None:
             raise self.unusable()
         started = self._core.all_reduce(
-            async_op or None,
+            x if async_op else None,
             timeout_s,
             x.data_ptr(),
             x.numel(),
@@ -203,7 +131,7 @@ class ShmEngine(TransportEngine):
             _OP_NUMBERS[op],
             root,
         )
-        return None if started is None else self._keep(started, x)
+        return None if started is None else self._keep(started)
 
     def reduce_(
         self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
@@ -216,24 +144,45 @@ class ShmEngine(TransportEngine):
         self.check_usable()
         nbytes, dtype = x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.broadcast(
-            async_op or None, timeout_s, x.data_ptr(), nbytes, dtype, src
+            x if async_op else None, timeout_s, x.data_ptr(), nbytes, dtype, src
         )
-        return self._keep(started, x)
+        return self._keep(started)
 
     def all_gather(
         self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """See `Engine`."""
-        if self.cause is not None:
-            raise self.unusable()
-        blocks: list[tuple[int, int]] = []
-        for out in outs:
-            blocks.append((out.data_ptr(), out.nbytes))
+        self.check_usable()
         dtype = DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.all_gather(
-            async_op or None, timeout_s, blocks, x.data_ptr(), dtype, alike
+            (outs, x) if async_op else None, timeout_s, _listed(outs), x.data_ptr(), dtype, alike
         )
-        return None if started is None else self._keep(started, (outs, x))
+        return self._keep(started)
+
+    def all_gather_rows(
+        self,
+        out: Tensor,
+        lengths: Sequence[int],
+        x: Tensor,
+        *,
+        alike: int = 0,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Ticket | None:
+        """See `Engine`; makes no tensor per block."""
+        if self.cause is not None:
+            raise self.unusable()
+        at, rows = out.data_ptr(), out.shape[0]
+        each = out.nbytes // rows if rows else 0
+        blocks: list[tuple[int, int]] = []
+        for length in lengths:
+            blocks.append((at, length * each))
+            at += length * each
+        dtype = DTYPE_NUMBERS.get(x.dtype, -1)
+        started = self._core.all_gather(
+            (out, x) if async_op else None, timeout_s, blocks, x.data_ptr(), dtype, alike
+        )
+        return None if started is None else self._keep(started)
 
     def reduce_scatter(
         self,
@@ -248,7 +197,7 @@ class ShmEngine(TransportEngine):
         """See `Engine`."""
         self.check_usable()
         started = self._core.reduce_scatter(
-            async_op or None,
+            (out, ins) if async_op else None,
             timeout_s,
             out.data_ptr(),
             _listed(ins),
@@ -256,7 +205,7 @@ class ShmEngine(TransportEngine):
             _OP_NUMBERS[op],
             alike,
         )
-        return self._keep(started, (out, ins))
+        return self._keep(started)
 
     def all_to_all(
         self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
@@ -265,9 +214,9 @@ class ShmEngine(TransportEngine):
         self.check_usable()
         dtype = DTYPE_NUMBERS.get(ins[0].dtype, -1)
         started = self._core.all_to_all(
-            async_op or None, timeout_s, _listed(outs), _listed(ins), dtype
+            (outs, ins) if async_op else None, timeout_s, _listed(outs), _listed(ins), dtype
         )
-        return self._keep(started, (outs, ins))
+        return self._keep(started)
 
     def gather(
         self,
@@ -282,7 +231,7 @@ class ShmEngine(TransportEngine):
         self.check_usable()
         nbytes, dtype = x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
         started = self._core.gather(
-            async_op or None,
+            (outs, x) if async_op else None,
             timeout_s,
             _listed(outs),
             x.data_ptr(),
@@ -290,7 +239,7 @@ class ShmEngine(TransportEngine):
             dtype,
             dst,
         )
-        return self._keep(started, (outs, x))
+        return self._keep(started)
 
     def scatter(
         self,
@@ -305,7 +254,7 @@ class ShmEngine(TransportEngine):
         self.check_usable()
         nbytes, dtype = out.nbytes, DTYPE_NUMBERS.get(out.dtype, -1)
         started = self._core.scatter(
-            async_op or None,
+            (out, ins) if async_op else None,
             timeout_s,
             out.data_ptr(),
             nbytes,
@@ -313,12 +262,12 @@ class ShmEngine(TransportEngine):
             dtype,
             src,
         )
-        return self._keep(started, (out, ins))
+        return self._keep(started)
 
     def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
         """See `Engine`."""
         self.check_usable()
-        return self._keep(self._core.barrier(async_op or None, timeout_s), None)
+        return self._keep(self._core.barrier(() if async_op else None, timeout_s))
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """See `Engine`."""
@@ -326,17 +275,15 @@ class ShmEngine(TransportEngine):
             raise self.unusable()
         return self._core.ints(timeout_s, values)
 
-    def _keep(self, started: Any, tensors: object) -> Ticket | None:
+    def _keep(self, ticket: Any) -> Any:
         """Return the ticket of a started call; its tensors live on if nobody else keeps it."""
-        return None if started is None else self._kept_until_done(StartedTicket(started, tensors))
-
-    def _kept_until_done(self, ticket: Ticket) -> Ticket:
-        kept = self._kept
-        while kept and kept[0].done():  # they end in about this order
-            kept.popleft()
-        if len(kept) > _MOST_KEPT:  # behind a message that nobody sends
-            kept = self._kept = deque(other for other in kept if not other.done())
-        kept.append(ticket)
+        if ticket is not None:
+            kept = self._kept
+            while kept and kept[0].done():  # they end in about this order
+                kept.popleft()
+            if len(kept) > _MOST_KEPT:  # behind a message that nobody sends
+                kept = self._kept = deque(other for other in kept if not other.done())
+            kept.append(ticket)
         return ticket
 
     # -- messages -------------------------------------------------------------------------------
@@ -354,18 +301,17 @@ class ShmEngine(TransportEngine):
         if self.cause is not None:
             raise self.unusable()
         numbers = DTYPE_NUMBERS
-        going: list[tuple[int, int, int, int]] = []
-        coming: list[tuple[int, int, int, int]] = []
+        going: list[tuple[int, Tensor, int, int, int]] = []
+        coming: list[tuple[int, Tensor, int, int, int]] = []
         for dst, x in sends:
             if dst not in self._touched:
                 self._touch(dst)
-            going.append((dst, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
+            going.append((dst, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
         for src, x in recvs:
-            coming.append((src, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
-        transfers = self._core.post(going, coming, tag, not async_op)
-        ticket = MessageTicket(self, transfers, recvs, sends, tag)
+            coming.append((src, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
+        ticket = self._core.post(going, coming, tag, not async_op)
         if async_op:
-            return self._kept_until_done(ticket)
+            return self._keep(ticket)
         ticket.wait(timeout_s)
         return None
 
@@ -450,7 +396,7 @@ class ShmEngine(TransportEngine):
 
     def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
         """See `Engine`."""
-        nbytes = buffer.numel() * buffer.element_size()
+        nbytes = buffer.nbytes
         for shared in list(self._buffers.values()):
             memory = shared.memory()
             if memory is None:
@@ -477,13 +423,26 @@ class ShmEngine(TransportEngine):
         self,
         status: int,
         verb: int,
-        error: BaseException | None,
+        found: Any,
         rows: list[tuple[int, int, int]],
         table: list[int],
     ) -> BaseException:
-        """Return the exception for a call that went wrong, and tell the others."""
-        if status == _ABORTED and error is not None:
-            told = error
+        """Return the exception for a call that went wrong, and tell the others.
+
+        Args:
+            status: how it went wrong.
+            verb: number of the call.
+            found: what looking around has raised; of a refused message the receive.
+            rows: code, bytes and digest of each rank's call; of a message sender, bytes and dtype.
+            table: what ranks send and expect; of a message its tag.
+        """
+        told: BaseException
+        if status == _ABORTED and isinstance(found, BaseException):
+            told = found
+        elif status == _REFUSED:
+            (sender, nbytes, dtype), (_, x, *_) = rows[0], found
+            sent = DTYPES[dtype] if dtype >= 0 else None
+            told = wrong_message(x, self.ranks[sender], nbytes, table[0], sent)
         elif status == _SIZES:
             told = self._mismatch(rows, self._wrong_sizes(verb, rows, table))
         else:
@@ -554,7 +513,8 @@ class ShmEngine(TransportEngine):
         """See `TransportEngine`."""
         end = time.monotonic() + timeout_s
         for ticket in self._kept:
-            if isinstance(ticket, StartedTicket) and not ticket.ended(end - time.monotonic()):
+            is_call = hasattr(ticket, "ended")  # messages do not end by themselves
+            if is_call and not ticket.ended(max(end - time.monotonic(), 0.0)):
                 return False
         return True
 

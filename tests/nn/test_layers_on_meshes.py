@@ -1,4 +1,4 @@
-"""Split layers together with other things: data parallelism, whole networks, every transport."""
+"""Split layers together with other things: data parallelism, every transport."""
 
 from __future__ import annotations
 
@@ -25,50 +25,11 @@ from unisono.topology import Mesh, Partition
 HERE = Path(__file__).parent
 
 
-def conv_net():
-    """Return a small network with everything a typical one has."""
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular"),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(4, 6, 3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.ConvTranspose2d(6, 3, 2, stride=2),
-        nn.Upsample(scale_factor=1.5),
-        nn.AvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(27, 5),
-    )
-
-
 def batch(step, size=4):
     """Return the same images and labels on every rank."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(size, 1, 8, 9, generator=generator)
     return x, torch.randint(5, (size,), generator=generator)
-
-
-@pytest.mark.ranks([1, 2, 3, 4], timeout=60)
-def test_a_split_network_has_the_loss_curve_of_one_process():
-    size = unisono.world().size
-    P = Partition([1, 1, 2, 2] if size == 4 else [1, 1, size, 1])
-    torch.manual_seed(0)
-    plain = conv_net()
-    net = unn.distribute(plain, P)
-    ours = torch.optim.Adam(net.parameters(), lr=0.01)
-    theirs = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for step in range(20):
-        x, t = batch(step, 3 if step % 7 == 5 else 4)
-        loss = cross_entropy(net(x[P.local_slices(x.shape)]), t)
-        expected = cross_entropy(plain(x), t)
-        for optimizer, value in ((ours, loss), (theirs, expected)):
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    unn.check_replicas(net)
-    conv_net().load_state_dict(unn.full_state_dict(net))
 
 
 @pytest.mark.ranks(4, timeout=60)
