@@ -58,8 +58,8 @@ def test_the_demo_without_scikit_learn_says_what_to_install(monkeypatch, capsys)
 def test_every_demo_of_the_list_is_there(capsys):
     assert main(["demo", "--list"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line][:-1]
-    assert listed == ["digits", "forces", "flow", "error-bars", "daso", "slurm"]
-    for name in ("forces", "flow", "error-bars", "daso"):
+    assert listed == ["digits", "forces", "flow", "error-bars", "elastic", "daso", "slurm"]
+    for name in ("forces", "flow", "error-bars", "elastic", "daso"):
         assert demo.example_path(demo.DEMOS[name].script).is_file()
 
 

@@ -93,6 +93,34 @@ def test_periodic_images_are_neighbours_also_of_themselves(cutoff):
     assert two.edge_index.shape[1] == 2 * len(brute_force(pos, cutoff, cell))
 
 
+def test_cells_that_repeat_along_some_vectors_and_points_that_drifted_away():
+    draw = torch.Generator().manual_seed(0)
+    cell = torch.tensor([[1.2, 0, 0], [0.4, 1.1, 0], [-0.3, 0.2, 1.5]], dtype=torch.float64)
+    pos = 2 * torch.rand(6, 3, dtype=torch.float64, generator=draw)
+    for pbc in ((True, False, False), (False, True, True), (False, False, False)):
+        open_cell = cell * torch.tensor(pbc)[:, None]  # vectors that do not repeat may be zero
+        wanted = brute_force(pos, 1.1, open_cell)
+        wanted = {(s, d, *shift) for s, d, *shift in wanted if s != d or any(shift)}
+        for given_cell in (cell, open_cell):
+            found = gp.radius_graph(pos, 1.1, cell=given_cell, pbc=pbc)
+            assert as_set(found) == wanted
+            assert found.edge_index.shape[1] == len(wanted), "each once"
+    steps = torch.randint(-50, 50, (6, 3), generator=draw).double()
+    apart = []
+    for where in (pos, pos + steps @ cell):
+        found = gp.radius_graph(where, 1.9, cell=cell, targets=torch.tensor([4, 1]))
+        source, target = found.edge_index
+        vectors = where[target] - where[source] - found.shifts
+        rows = torch.cat([found.edge_index.T.double(), vectors], 1)
+        apart.append(sorted(tuple(round(v, 6) + 0.0 for v in row) for row in rows.tolist()))
+    assert apart[0] == apart[1]
+    assert set(target.tolist()) == {1, 4}
+    with pytest.raises(PartitionError, match="2 entries for 3 vectors"):
+        gp.radius_graph(pos, 1.0, cell=cell, pbc=(True, True))
+    with pytest.raises(PartitionError, match="nan or infinity"):
+        gp.radius_graph(pos, 1.0, cell=cell * torch.nan)
+
+
 def test_bad_positions_are_refused():
     for wrong in (torch.zeros(4), torch.zeros(4, 0), torch.zeros(4, 2, dtype=torch.int64)):
         with pytest.raises(PartitionError, match=r"\[N, D\]"):

@@ -16,6 +16,7 @@ from tests.graph_parallel.potentials import (
 
 from unisono import graph_parallel as gp
 from unisono.comm import world
+from unisono.errors import PartitionError
 from unisono.graph_parallel import GraphPartition
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # e3nn scripts its code
@@ -147,3 +148,40 @@ def test_schnet_is_split_by_hooks_alone():
     assert_equal(out.forces, forces)
     for weight, grad in zip(model.parameters(), wanted, strict=True):
         assert_equal(weight.grad, grad)
+
+
+@pytest.mark.ranks(3)
+def test_what_a_potential_cannot_take_is_refused_on_all_ranks_alike():
+    comm = world()
+    pair = gp.Adapter(
+        energies=lambda model, piece: model(piece.vectors.norm(dim=1, keepdim=True)),
+        cutoff=lambda _: 1.0,
+        elements=lambda _: [1, 8],
+    )
+    pos, numbers = torch.rand(5, 3, dtype=torch.float64), torch.full((5,), 8)
+    model = torch.nn.Linear(1, 1).double()
+    split = gp.split_potential(
+        model, GraphPartition.morton(pos, comm.size), adapter=pair, comm=comm
+    )
+    holes = pos.clone()
+    holes[3, 1] = torch.nan
+    flat = torch.zeros(3, 3)
+    for words, call in {
+        "point 3 is at": lambda: split(holes, numbers),
+        r"\[4, 3\] and \[5\]|expected \[5, 3\]": lambda: split(pos[:4], numbers),
+        r"unknown: \[6\]": lambda: split(pos, torch.full((5,), 6)),
+        "without a volume": lambda: split(pos, numbers, stress=True),
+        "span no volume": lambda: split(pos, numbers, cell=flat),
+        "Linear[\\s\\S]*adapter=Adapter": lambda: gp.split_potential(
+            model, split.partition, comm=comm
+        ),
+    }.items():
+        with pytest.raises(PartitionError, match=words):
+            call()
+        comm.barrier()  # nobody is left behind in a collective
+    split.partition = GraphPartition.from_owner([2, 2, 2, 2, 2], comm.size)  # two without atoms
+    assert split(pos, numbers).forces.shape == (5, 3)
+    far = pos + torch.tensor([[0.0], [7], [-14], [700], [0]]).double() * torch.eye(3)[0]
+    cell = 7 * torch.eye(3, dtype=torch.float64)
+    inside, outside = (split(where, numbers, cell=cell) for where in (pos, far))
+    assert_equal(inside.forces, outside.forces)

@@ -6,6 +6,7 @@ code written for it run unchanged. Everything works in a plain process, as a row
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import LayoutError
@@ -104,7 +105,6 @@ __all__ = [
     "radius_graph",
     # potentials
     "Adapter",
-    "Calculator",
     "Piece",
     "Prediction",
     "SplitPotential",
@@ -116,6 +116,8 @@ __all__ = [
     "mark",
     "sync_gradients",
 ]
+if find_spec("ase") is not None:  # `import *` asks for every name
+    __all__ += ["Calculator"]
 
 
 def __getattr__(name: str) -> Any:

@@ -147,7 +147,10 @@ def schnet() -> Adapter:
     def energies(model: Any, piece: Piece) -> Tensor:
         if model.dipole or model.readout.__class__.__name__ != "SumAggregation":
             raise PartitionError.because(
-                "split_potential of a SchNet", "its result is no sum over atoms", None, "add"
+                "split_potential of a SchNet",
+                "its result is no sum over atoms",
+                None,
+                'SchNet(readout="add", dipole=False)',
             )
         given = _Given(piece.edge_index, piece.vectors.norm(dim=1))
         with ExitStack() as stack:

@@ -41,10 +41,15 @@ def _sum_over_ranks(x: Tensor, plan: GroupPlan) -> Tensor:
     if plan.landed is not None:
         return identity(plan.landed)
     sent = x if plan.wire is None else x.to(plan.wire)
+    comm = plan.comm
     if torch.compiler.is_compiling():
-        total = traced.all_reduce(sent, plan.comm)
+        total = traced.all_reduce(sent, comm)
+    elif comm._entry.coalescer is None and sent.layout is torch.strided:
+        # The operator has checked its tensor; the verb would do so once more.
+        out = sent.detach().clone(memory_format=torch.contiguous_format)
+        total = comm._perform(comm._reduced(out, sent, "sum", None))
     else:
-        total = plan.comm.all_reduce(sent)
+        total = comm.all_reduce(sent)
     return total if plan.wire is None else total.to(x.dtype)
 
 

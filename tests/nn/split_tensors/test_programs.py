@@ -27,8 +27,13 @@ Numbers = Sequence[int]
 Step = tuple[str, int, int, Numbers]
 """Name, variable, another variable, numbers."""
 LARGEST, MOST_POINTS = 1e6, 4000
-REFUSED = ("in-place change", "custom Function", "more than one element of the written-to tensor")
-"""A view that had to be moved, or an expanded tensor, was changed in place."""
+REFUSED = (
+    "in-place change",
+    "custom Function",
+    "more than one element of the written-to tensor",
+    "modified by an inplace operation",
+)
+"""Changed in place: a view that had to be moved, an expanded tensor, what a backward needs."""
 
 
 def param(*shape: int) -> Tensor:
@@ -105,8 +110,7 @@ def layer_norm(x: Tensor, _: Tensor, n: Numbers) -> Tensor:
 
 def attend(x: Tensor, _: Tensor, n: Numbers) -> Tensor:
     tokens = spatial(x).flatten(2).transpose(1, 2)
-    y = F.scaled_dot_product_attention(tokens, tokens * 2, tokens, is_causal=bool(n[0] % 2))
-    return y * 1  # backward may need what attention returns, which a step could change in place
+    return F.scaled_dot_product_attention(tokens, tokens * 2, tokens, is_causal=bool(n[0] % 2))
 
 
 def set_part(x: Tensor, y: Tensor, n: Numbers) -> Tensor:
