@@ -76,7 +76,7 @@ def test_mlflow_gets_metrics_settings_and_the_report(program):
 
 def test_wandb_gets_a_run_below_the_directory(program, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    done = program(RECORDED, "wandb", "tensorboard")
+    done = program(RECORDED, "wandb")
     assert "not sent" not in done.stderr
     (kept,) = (tmp_path / "runs" / "digits" / "wandb").glob("offline-run-*/*.wandb")
     assert kept.stat().st_size > 10_000

@@ -26,7 +26,7 @@ FRAMES = "UNISONO_FRAMES"
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?.*:$")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _BOTTOM = re.compile(
-    r'^\s*File "(?:<string>|[^"]*unisono/(?:launch/pool/(?:rank|server)|launch/conventions'
+    r'^\s*File "(?:<string>|[^"]*unisono/(?:launch/pool/(?:rank|server)|launch/calling'
     r'|testing/rank)\.py)", line \d+ in '
 )
 """The frames below the user's function, the same in every rank."""
@@ -46,6 +46,8 @@ _LIBRARIES = tuple(
 )
 _LOOK_S = 0.05
 """Seconds between two looks at stacks that were asked for."""
+_SETTLED_S = 0.15
+"""So long nothing is added to a dump that is whole; a busy machine pauses between threads."""
 
 
 @dataclass
@@ -136,13 +138,15 @@ class StackDumps:
         self._paths = paths
         self._begin = {rank: size_of(path) for rank, path in paths.items()}
         self._sizes = self._begin
+        self._changed_at = time.monotonic()
 
     def are_whole(self) -> bool:
-        """Whether all have answered, and nothing was added since the last call."""
-        before = self._sizes
-        self._sizes = {rank: size_of(path) for rank, path in self._paths.items()}
-        grown = all(self._sizes[rank] > begin for rank, begin in self._begin.items())
-        return grown and self._sizes == before
+        """Whether all have answered, and nothing was added for a while."""
+        sizes = {rank: size_of(path) for rank, path in self._paths.items()}
+        if sizes != self._sizes:
+            self._sizes, self._changed_at = sizes, time.monotonic()
+        has_grown = all(sizes[rank] > begin for rank, begin in self._begin.items())
+        return has_grown and time.monotonic() - self._changed_at >= _SETTLED_S
 
     def wait(self, limit_s: float) -> dict[int, str]:
         """Wait for the answers at most so long; return what has come."""
