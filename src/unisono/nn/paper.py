@@ -23,7 +23,7 @@ from unisono.comm.engines.base import Blocks, Engine, How, Messages
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import trace
 from unisono.errors import PartitionError, UnisonoError
-from unisono.expect import expect
+from unisono.expect import expect, expect_int
 from unisono.nn.split_tensors.module import SplitModule
 from unisono.nn.split_tensors.tensor import Gathered, Run, Split, agreed_cuts, splits_in
 from unisono.topology import Partition
@@ -156,6 +156,8 @@ def plan_report(
         net, attention = module.module, module.attention
     arguments = _arguments(net, inputs, dtype)
     shape = partition.shape if isinstance(partition, Partition) else tuple(partition)
+    for parts in shape:
+        expect_int("parts of a dim of the partition", parts, 1)
     everyone = range(math.prod(shape))
     played = {
         rank: _played(

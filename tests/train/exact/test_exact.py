@@ -371,6 +371,36 @@ def test_a_loop_that_ends_on_one_member_alone_is_an_error():
         unisono.run(leaves_early, ranks=2, elastic=True)
 
 
+def changed(what: str, everywhere: bool, killed: str | None = None) -> str:
+    """Train while the program changes something between steps: on all members, or on one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    data = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    for step in unisono.train.elastic(model, optimizer, data, batch_size=16, epochs=2):
+        step(lambda batch: model(batch[0]).square().mean())
+        if killed and step.number == 3 and not Path(killed).exists():
+            Path(killed).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step.number >= 2 and (everywhere or step.is_logger):
+            with torch.no_grad():
+                if what == "weights":
+                    model[0].weight.clamp_(-0.1, 0.1)
+                elif what == "buffers":
+                    model[1].running_mean.mul_(0.5)
+                else:
+                    optimizer.param_groups[0]["lr"] *= 0.5
+    return digest(model, optimizer)
+
+
+@pytest.mark.parametrize("what", ["weights", "buffers", "learning rate"])
+def test_what_a_program_changes_between_steps_it_changes_on_all_members(what, tmp_path):
+    alone, killed = changed(what, True), str(tmp_path / "killed")
+    assert set(unisono.run(changed, what, True, killed, ranks=2, elastic=True)) == {alone}
+    with pytest.raises(CollectiveMismatch, match="came to step 3 with other parameters"):
+        unisono.run(changed, what, False, ranks=2, elastic=True)
+
+
 def test_an_exception_in_the_loop_is_the_error():
     def fails() -> None:
         model = nn.Linear(2, 1)

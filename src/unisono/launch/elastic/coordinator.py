@@ -50,6 +50,8 @@ class Member:
     """Whether it has reported in this step, so that it has done with the step before."""
     has_left: bool = False
     """Whether its loop has ended."""
+    taken: str | None = None
+    """What its program did since the last step, the same for all members."""
 
 
 class Coordinator:
@@ -124,12 +126,13 @@ class Coordinator:
         if member is None:
             return
         if kind == "done" and step == self.step and self.phase == "compute":
-            member.has_begun = True
+            member.has_begun, member.taken = True, message.get("taken")
             self._is_stopping |= bool(message.get("stop"))
             for run in map(tuple, message["runs"]):
                 member.owes.remove(run)
                 self._done.append(run)
             self._check_leavers()
+            self._check_taken()
             self._after_compute()
         elif kind == "reduced" and step == self.step and self.phase == "reduce":
             for piece in message["pieces"]:
@@ -288,6 +291,19 @@ class Coordinator:
             self.error = (
                 f"ranks {gone} ended their loop before step {self.step}, "
                 f"ranks {stay} have begun that step"
+            )
+
+    def _check_taken(self) -> None:
+        """What programs do between steps they do alike, or members would train two models."""
+        ways: dict[str | None, list[int]] = {}
+        for member in self.members.values():
+            if member.has_begun:
+                ways.setdefault(member.taken, []).append(member.rank)
+        if len(ways) > 1 and self.error is None:
+            parted = " and ".join(f"ranks {ranks}" for ranks in ways.values())
+            self.error = (
+                f"{parted} came to step {self.step} with other parameters, buffers or settings of "
+                "the optimizer: their programs changed them between steps, and not alike"
             )
 
     def _after_leaving(self) -> None:

@@ -158,7 +158,7 @@ class ElasticSupervisor(Supervisor):
                 "the loops of an elastic training",
                 self.coordinator.error,
                 None,
-                "leave the loop for what all members know alike: step.number, step.loss, "
+                "decide by what all members know alike: step.number, step.loss, "
                 "unisono.should_stop()",
             )
         self._bury()

@@ -61,7 +61,7 @@ class Shards(Dataset[Any]):
                 f"elastic(..., batch_size={batch_size})",
                 f"{len(data)} samples",
                 f"{batch_size} > {len(data)}",
-                f"batch_size={len(data)} or less",
+                f"batch_size={len(data)} or less" if len(data) else "data with samples in it",
             )
         self.data, self.batch_size, self.seed = data, batch_size, seed
         self.samples = len(data)

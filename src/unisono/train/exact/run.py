@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -226,6 +227,10 @@ class ElasticRun:
         self._result = torch.empty(self._layout.bytes, dtype=torch.uint8)
         self._result_views = self._layout.views(self._result)
         self._scratch: list[Tensor] = []
+        self._watched = [*model.parameters(), *self._buffers]
+        self._versions: list[int] = []
+        self._changed = ""
+        """Digest of a model that the program has changed since the last step, else nothing."""
 
     def state(self, **objects: Any) -> None:
         """Name objects that carry something from step to step, so that newcomers get it, too.
@@ -327,18 +332,21 @@ class ElasticRun:
         order = link.order()
         if order["kind"] == "load":
             data = io.BytesIO(link.get_state(order["bytes"]))
-            self.load_state_dict(torch.load(data, weights_only=False))
+            given = torch.load(data, weights_only=False)
+            self.load_state_dict(given["state"])
+            self._changed = given["changed"]
             link.tell("loaded", step=order["step"])
         elif order["kind"] == "over":
             raise RankFailed(OVER)
         else:
             self._is_logger = True
+        self._versions = [tensor._version for tensor in self._watched]
 
     def take(self, step: Step, closure: Closure) -> None:
         """Follow orders until the step has happened."""
         if (link := self._link) is None:
             raise UnisonoError("a step of an elastic training outside of its loop")
-        is_first = True
+        is_first, taken = True, self._since_last_step()
         with undisturbed(self._threads):
             while True:
                 order = link.order()
@@ -349,13 +357,14 @@ class ElasticRun:
                         is_first = False
                     self._compute(link, step, closure, order["runs"])
                     stop = stopping.is_wanted()
-                    link.tell("done", step=step.number, runs=order["runs"], stop=stop)
+                    runs = order["runs"]
+                    link.tell("done", step=step.number, runs=runs, stop=stop, taken=taken)
                 elif kind == "reduce":
                     self._reduce(link, order)
                     link.tell("reduced", step=step.number, pieces=order["pieces"])
                 elif kind == "donate":
                     data = io.BytesIO()
-                    torch.save(self.state_dict(), data)
+                    torch.save({"state": self.state_dict(), "changed": self._changed}, data)
                     link.put_state(data.getvalue())
                     link.tell("donated", step=step.number, bytes=data.tell())
                 elif kind == "over":
@@ -363,12 +372,30 @@ class ElasticRun:
                 elif kind == "commit":
                     break
             self._apply(link, step)
+        self._changed, self._versions = "", [tensor._version for tensor in self._watched]
         step.members = self.members = order["members"]
         step.is_logger = self._is_logger = order["logger"]
         self._is_stopping = order["stop"]
         self.number += 1
         if step.is_logger:
             _record(step, self.shards.batch_size)
+
+    def _since_last_step(self) -> str:
+        """Return what is equal on members whose programs did the same since the last step.
+
+        It tells the settings of the optimizer, and the bits of the model where the program has
+        changed them: a member that does so alone would train another model from here on.
+        """
+        if self._versions != [tensor._version for tensor in self._watched]:
+            bits = hashlib.sha256()
+            for tensor in self._watched:
+                bits.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+            self._changed = bits.hexdigest()
+        settings = [
+            sorted((name, value) for name, value in group.items() if name != "params")
+            for group in self.optimizer.param_groups
+        ]
+        return hashlib.sha256(f"{settings} {self._changed}".encode()).hexdigest()[:16]
 
     # Compute.
 

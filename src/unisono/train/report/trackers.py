@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import MissingExtra
-from unisono.expect import expect_choice
+from unisono.expect import expect, expect_choice
 from unisono.train.recording import directory as directories
 from unisono.train.report.data import RecordedRun
 
@@ -27,6 +27,7 @@ _LONGEST = 6000
 
 def check_trackers(to: str | Sequence[str]) -> tuple[str, ...]:
     """Return the trackers that `to` names; raise for one that is unknown or not installed."""
+    expect("to", to, (str, list, tuple), 'to="mlflow"')
     names = (to,) if isinstance(to, str) else tuple(dict.fromkeys(to))
     for name in names:
         expect_choice("to", name, _SENDERS)
