@@ -146,5 +146,7 @@ def test_what_cannot_be_planned_is_refused():
         plan_report(nn.ReLU(), (1, 1, 2), [1, 1, 3])
     with pytest.raises(UnisonoError, match=r"asks for values[\s\S]*HINT: .*trace"):
         plan_report(Looks(), (1, 1, 8), [1, 1, 2])
+    with pytest.raises(ValueError, match=r"parts=1 or more"):
+        plan_report(nn.ReLU(), (1, 1, 8), [1, 1, 0])
     with pytest.raises(PartitionError, match=r"neither the shape"):
         plan_report(nn.ReLU(), "abc", [1, 1, 2])

@@ -157,7 +157,7 @@ def plan_report(
     arguments = _arguments(net, inputs, dtype)
     shape = partition.shape if isinstance(partition, Partition) else tuple(partition)
     for parts in shape:
-        expect_int("parts of a dim of the partition", parts, 1)
+        expect_int("parts", parts, 1)
     everyone = range(math.prod(shape))
     played = {
         rank: _played(
