@@ -245,7 +245,7 @@ def test_scripts_in_the_style_of_heats_examples_learn_as_with_one_rank(
 
 def reached(printed, ranks):
     """Return the share of right answers at the end, which all ranks have printed alike."""
-    found = re.findall(r"RIGHT (\S+) with (\d) ([0-9a-f]+)", printed)
+    found = re.findall(r"RIGHT (\S+) with (\d) ([^R\n]+)", printed)
     assert {int(size) for _, size, _ in found} == {ranks}
     assert len(set(found[-ranks:])) == 1
     return float(found[-1][0])
