@@ -124,7 +124,9 @@ def test_things_that_end_by_themselves_are_no_leaks():
     before = Holdings.now()
     thread = threading.Timer(0.1, lambda: None)
     thread.start()
-    assert before.new() == {}
+    found = before.new()
+    found.pop("shared memory", None)  # which tests in other processes may make meanwhile
+    assert found == {}
     thread.join()
 
 
