@@ -9,9 +9,9 @@ import torch
 
 from unisono.errors import PlatformError
 from unisono.launch import Platform, Wrapper, wrapper
-from unisono.launch.calling import choose_convention
 from unisono.launch.console import IO
 from unisono.launch.context import Here
+from unisono.launch.request import choose_convention
 
 HERE = Here(
     rank=3, local_rank=1, platform=Platform(device="cpu"), device=torch.device("cpu"), group=None

@@ -9,7 +9,8 @@ import unisono
 from unisono.comm import lifecycle as start
 from unisono.environment import Environment
 from unisono.errors import PlatformError
-from unisono.launch import devices, functional
+from unisono.launch import functional
+from unisono.launch import platform as devices
 from unisono.launch.context import enter_world, set_here
 from unisono.launch.request import resolve
 from unisono.launch.settings import read_configuration

@@ -16,7 +16,7 @@ from unisono.comm import backends
 from unisono.cores import cgroup_quota, threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import IO, Device, Platform, platform
-from unisono.launch.devices import gpu_index
+from unisono.launch.platform import gpu_index
 
 QUIET = unisono.Logs(console="none")
 

@@ -160,10 +160,10 @@ def test_world_of_a_wrong_size_is_refused(rank_pool, size):
 
 def test_pool_starts_again_when_its_warm_process_was_killed(rank_pool):
     rank_pool.run(rank_and_size, world=1)
-    directory, starts = rank_pool.directory, rank_pool.starts
-    os.kill(rank_pool.server.pid, signal.SIGKILL)
+    directory, starts = rank_pool.warm_up().directory, rank_pool.starts
+    os.kill(rank_pool.warm_up().server.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while rank_pool.server.is_alive:
+    while rank_pool.warm_up().server.is_alive:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert rank_pool.run(rank_and_size, world=1) == [(0, 1)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -26,8 +24,8 @@ from unisono.comm import (
     detect,
     groups,
     has_world,
+    leave_at_exit,
     start_world,
-    stop_world,
     transports,
 )
 from unisono.errors import CollectiveMismatch, MissingExtra, PartitionError, PlatformError, an
@@ -413,7 +411,7 @@ def _started(config: DDPConfig) -> Communicator:
     backend = None if config.backend == "auto" else config.backend
     comm = start_world(environment, backend=backend, device=_device_of(config, environment))
     if environment.is_world:
-        atexit.register(_leave)
+        leave_at_exit()
     return comm
 
 
@@ -439,12 +437,6 @@ def _described(config: DDPConfig) -> Environment:
         nodes=1 if is_local else size,
         master=(host, int(port)),
     )
-
-
-def _leave() -> None:
-    """Close the world together, unless this rank ends with an exception and nobody should wait."""
-    if getattr(sys, "last_value", None) is None:
-        stop_world()
 
 
 def _on_backend(comm: Communicator, config: DDPConfig) -> Communicator:

@@ -67,7 +67,7 @@ def execute(args: argparse.Namespace) -> int:
 def _machine() -> str:
     """Return the facts of this machine, one a line."""
     from unisono.cores import usable_cores
-    from unisono.launch.devices import has_mps, visible_gpus
+    from unisono.launch.platform import has_mps, visible_gpus
 
     devices = [f"{n} GPU{'s' if n > 1 else ''}" for n in [visible_gpus()] if n]
     devices += ["MPS"] if has_mps() else []
@@ -85,9 +85,8 @@ def _ranks(args: argparse.Namespace) -> str:
     """Return the table of ranks that a launch with these options would have."""
     from unisono.launch.request import checked_request
 
-    open_ones = dict.fromkeys(("timeout_s", "max_restarts", "logs"))
     asked = {"on": args.on, "ranks": args.ranks, "nodes": args.nodes}
-    platform = checked_request(print, (), {}, **asked, **open_ones).platform
+    platform = checked_request(print, (), {}, **asked).platform
     threads = platform.cpus_per_rank
     return (
         f"\n{platform.world_size} ranks on {platform.kind.value}, "

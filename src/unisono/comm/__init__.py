@@ -12,7 +12,13 @@ from unisono.comm.groups import has_world
 from unisono.comm.health.check import check
 from unisono.comm.health.failures import post_failure, posted_failure
 from unisono.comm.health.trace import Event, start_from_environment, trace
-from unisono.comm.lifecycle import close_world, open_store, start_world, stop_world
+from unisono.comm.lifecycle import (
+    close_world,
+    leave_at_exit,
+    open_store,
+    start_world,
+    stop_world,
+)
 from unisono.comm.messages import StartedVerbs
 from unisono.comm.perform import Pending
 from unisono.environment import Environment, detect
@@ -27,6 +33,7 @@ __all__ = [
     "close_world",
     "detect",
     "has_world",
+    "leave_at_exit",
     "open_store",
     "post_failure",
     "posted_failure",

@@ -6,6 +6,7 @@ the store. At the end no rank sees another's connections break, and nobody waits
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -318,6 +319,22 @@ def abandon_world(error: BaseException) -> None:
         with contextlib.suppress(RuntimeError):
             post_failure(error)
         _say_goodbye(BROKEN_S)
+
+
+def leave_at_exit() -> None:
+    """Have this process close its world when it ends, for worlds that nobody else will close.
+
+    A rank that ends with an exception says so and waits for nobody.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        stop_world()
+    else:
+        abandon_world(error)
 
 
 def _store() -> dist.Store:

@@ -13,17 +13,22 @@ from typing import Any, TypeVar
 
 from unisono.errors import PlatformError
 from unisono.launch.attempts import Attempts, job_directory, telling
-from unisono.launch.calling import check_call, choose_convention
 from unisono.launch.console import IO
-from unisono.launch.devices import Device
 from unisono.launch.in_process import run_here, run_in_process, run_inline
 from unisono.launch.job import Job, LocalJob
 from unisono.launch.logs import Logs
-from unisono.launch.platform import Platform
+from unisono.launch.platform import Device, Platform
 from unisono.launch.pool.client import prepare
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import own_frames_hidden
-from unisono.launch.request import Request, checked_request, is_in_world
+from unisono.launch.request import (
+    Convention,
+    Request,
+    check_call,
+    checked_request,
+    choose_convention,
+    is_in_world,
+)
 from unisono.launch.results import Results
 from unisono.launch.settings import say_once
 from unisono.launch.stopping import signals_of_launcher
@@ -126,7 +131,7 @@ def execute(request: Request) -> Results[Any]:
             prepare(request.platform.spawn_method)
         call = dump_call(request.fn, request.args, request.kwargs)
         with signals_of_launcher(), job_directory(request) as job_dir:
-            return Attempts(request=request, call=call, job_dir=job_dir).run()
+            return Attempts(request, call, job_dir).run()
 
 
 def submit(
@@ -260,41 +265,27 @@ class Wrapper:
         On SLURM the job is queued, and its handle returned at once.
         """
         with own_frames_hidden():
-            return self._start(task, args, kwargs, is_decorated=False)
+            convention = choose_convention(task, args, kwargs, asked=self._convention)
+            return _start(self.platform, task, args, kwargs, convention)
 
-    def _start(
-        self,
-        task: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_decorated: bool,
-    ) -> Results[Any] | Job:
-        convention = choose_convention(
-            task, args, kwargs, asked=self._convention, is_decorated=is_decorated
-        )
-        platform = self.platform
-        if platform.seed_per_rank is None:  # equal weights and splits everywhere, as DDPW has it
-            platform = platform.but(seed_per_rank=False)
-        request = checked_request(
-            task,
-            args,
-            kwargs,
-            on=platform,
-            ranks=None,
-            nodes=None,
-            timeout_s=None,
-            max_restarts=None,
-            logs=None,
-            convention=convention,
-        )
-        request.platform.print()
-        if request.place == "slurm" and not request.joins_world:
-            return submit_request(request)
-        if request.ranks == 1 and not request.joins_world:
-            with telling(request.platform):
-                return run_in_process(request)
-        return execute(request)
+
+def _start(
+    platform: Platform,
+    task: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    convention: Convention,
+) -> Results[Any] | Job:
+    if platform.seed_per_rank is None:  # equal weights and splits everywhere, as DDPW has it
+        platform = platform.but(seed_per_rank=False)
+    request = checked_request(task, args, kwargs, on=platform, convention=convention)
+    request.platform.print()
+    if request.place == "slurm" and not request.joins_world:
+        return submit_request(request)
+    if request.ranks == 1 and not request.joins_world:
+        with telling(request.platform):
+            return run_in_process(request)
+    return execute(request)
 
 
 def wrapper(
@@ -306,7 +297,9 @@ def wrapper(
         @functools.wraps(fn)
         def launch(*args: Any, **kwargs: Any) -> Results[Any] | Job:
             with own_frames_hidden():
-                return Wrapper(platform)._start(fn, args, kwargs, is_decorated=True)
+                IO.verbose = platform.verbose
+                convention = choose_convention(fn, args, kwargs, is_decorated=True)
+                return _start(platform, fn, args, kwargs, convention)
 
         return launch
 

@@ -12,20 +12,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobCancelled, RankFailed, RankTimeout
 from unisono.launch import job_files
 from unisono.launch.console import Console, stdin_rank
-from unisono.launch.devices import Device
 from unisono.launch.logs import SHOW_ALL_UP_TO, tail
 from unisono.launch.places.local import run_local
 from unisono.launch.places.mpi import run_mpi
-from unisono.launch.platform import Platform
+from unisono.launch.places.remote import RemoteSupervisor
+from unisono.launch.platform import Device, Platform
 from unisono.launch.pool import cleanup
-from unisono.launch.pool.monitor import Outcome, Watch
+from unisono.launch.pool.monitor import Outcome, Supervisor
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Job as RankJob
 from unisono.launch.pool.surroundings import Surroundings, common_variables
@@ -36,60 +36,71 @@ LONGEST_PAUSE_S = 30.0
 """Longest wait before another attempt."""
 
 
-@dataclass(kw_only=True)
 class Attempts:
-    """One run: what was asked, where it stands, and how to reach it from another thread."""
+    """One run: what was asked, where it stands, and how to reach it from another thread.
 
-    request: Request
-    """What was asked."""
-    call: Parcel
-    """Function and arguments."""
-    job_dir: Path
-    """Directory of the run."""
-    on_state: Callable[[str], None] | None = None
-    """Told of each change: `"running"`, `"requeued"`."""
-    number: int = 0
-    """Number of the present attempt."""
-    requeues: int = 0
-    """How many of the attempts the function itself asked for."""
-    _supervisor: Watch | None = None
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    Args:
+        request: what was asked.
+        job_dir: directory of the run.
+        call: function and arguments.
+        on_state: told of each change: `"running"`, `"requeued"`.
+
+    Attributes:
+        number: number of the present attempt.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        call: Parcel,
+        job_dir: Path,
+        on_state: Callable[[str], None] = lambda _state: None,
+    ) -> None:
+        self.request = request
+        self.number = 0
+        self._call = call
+        self._job_dir = job_dir
+        self._on_state = on_state
+        self._supervisor: Supervisor | RemoteSupervisor | None = None
+        self._cancelled = threading.Event()
 
     def run(self) -> Results[Any]:
         """Try until an attempt succeeds, or there are no more."""
-        request = self.request
+        request, logs = self.request, self.request.logs
+        threads, more = request.platform.cpus_per_rank, request.platform.env
         console = Console(
-            request.logs.shown(request.ranks),
-            prefix=request.logs.prefix and request.ranks > 1,
+            logs.shown(request.ranks),
+            prefix=logs.prefix and request.ranks > 1,
             raw_rank=stdin_rank(os.environ, request.ranks),
         )
-        if request.logs.console == "auto" and request.ranks > SHOW_ALL_UP_TO:
+        if logs.console == "auto" and request.ranks > SHOW_ALL_UP_TO:
             print(
                 f"unisono: showing rank 0 of {request.ranks}; all: --console all, or "
                 "logs=unisono.Logs(console='all')",
                 file=sys.stderr,
             )
-        threads, more = request.platform.cpus_per_rank, request.platform.env
         if request.elastic is not None:  # MKL takes the same way through a sum at any address
             more = {"MKL_CBWR": "AUTO", **(more or {})}
         variables = common_variables(os.environ, threads=threads, more=more)
         if (width := console.width()) is not None:
             variables |= {"COLUMNS": str(width), "LINES": "24"}
-        job = rank_job(request, self.call, variables)
-        if request.elastic is not None and request.elastic.host is not None:
-            job = replace(job, secret=bytes.fromhex(request.elastic.host.secret))
-        run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local
-        if request.elastic is not None:
+        job = rank_job(request, self._call, variables)
+        run_attempt: Callable[..., Outcome] = run_local
+        if request.platform.kind is Device.MPI:
+            run_attempt = run_mpi
+        elif request.elastic is not None:
             run_attempt = functools.partial(run_local, elastic=request.elastic)
+            if request.elastic.host is not None:
+                job = replace(job, secret=bytes.fromhex(request.elastic.host.secret))
         causes: list[str] = []
+        requeues = 0
         while True:
-            if self.on_state is not None:
-                self.on_state("running")
+            self._on_state("running")
             try:
                 outcome = run_attempt(
                     job,
                     console=console,
-                    job_dir=self.job_dir,
+                    job_dir=self._job_dir,
                     timeout_s=request.timeout_s,
                     attempt=self.number,
                     on_start=self._supervised_by,
@@ -101,16 +112,14 @@ class Attempts:
                     if len(causes) > 1:
                         error.add_note("\n".join(causes))
                     raise
-                if request.logs.console != "none":
-                    line = announcement(
-                        str(error),
-                        attempts=self.number + 1,
-                        limit=1 + request.max_restarts + self.requeues,
-                        failures=len(causes),
+                if logs.console != "none":
+                    limit = 1 + request.max_restarts + requeues
+                    attempts, failures = self.number + 1, len(causes)
+                    print(
+                        announcement(str(error), attempts=attempts, limit=limit, failures=failures),
+                        file=sys.stderr,
+                        flush=True,
                     )
-                    print(line, file=sys.stderr, flush=True)
-                if self._cancelled.wait(pause_s(len(causes))):
-                    raise self._cancellation() from None
             else:
                 if not outcome.is_requeued:
                     return results_of(
@@ -118,17 +127,28 @@ class Attempts:
                         place=request.place,
                         threads=threads,
                         attempt=self.number,
-                        job_dir=self.job_dir,
-                        is_kept=request.logs.dir is not None,
+                        job_dir=self._job_dir,
+                        is_kept=logs.dir is not None,
                     )
-                self._count_requeue()
+                self._on_state("requeued")
+                requeues += 1
+                if requeues > (limit := request.platform.max_requeues):
+                    raise RankFailed(
+                        too_many_requeues(requeues, limit),
+                        job_dir=str(self._job_dir),
+                        attempt=self.number,
+                    )
+                self.number += 1
+                continue
+            self._cancelled.wait(pause_s(len(causes)))
+            self._check_cancelled()
             self.number += 1
 
     def cancel(self) -> None:
         """End the run, from any thread."""
         self._cancelled.set()
         if self._supervisor is not None:
-            self._supervisor.ask(self._raise_if_cancelled)
+            self._supervisor.ask(self._check_cancelled)
 
     def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
         """Return where all ranks stand, from any thread; nothing if no rank runs."""
@@ -146,29 +166,13 @@ class Attempts:
             answered.wait(timeout_s)
         return answer
 
-    def _supervised_by(self, supervisor: Watch) -> None:
+    def _supervised_by(self, supervisor: Supervisor | RemoteSupervisor) -> None:
         self._supervisor = supervisor
+        self._check_cancelled()
+
+    def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
-            raise self._cancellation()
-
-    def _raise_if_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise self._cancellation()
-
-    def _cancellation(self) -> JobCancelled:
-        return JobCancelled(f"the run of {self.request.name} was cancelled")
-
-    def _count_requeue(self) -> None:
-        if self.on_state is not None:
-            self.on_state("requeued")
-        self.requeues += 1
-        limit = self.request.platform.max_requeues
-        if self.requeues > limit:
-            raise RankFailed(
-                too_many_requeues(self.requeues, limit),
-                job_dir=str(self.job_dir),
-                attempt=self.number,
-            )
+            raise JobCancelled(f"the run of {self.request.name} was cancelled")
 
 
 def pause_s(failures: int) -> float:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.environment import Environment
 
@@ -91,30 +91,22 @@ def enter_world(
     if platform.ipc_groups is None:
         os.environ["UNISONO_DETECT"] = "0"  # each rank is a world of its own
     elif at_first_use and store is not None:
-        _wait_for_first_use(here, environment, store, name)
+        from unisono.comm.groups import join_at_first_use
+        from unisono.comm.lifecycle import choose_interface
+
+        rounds = itertools.count()  # a script may end its world, and use another one afterwards
+        choose_interface(environment, store)
+        join_at_first_use(lambda: _join(here, environment, store, f"{name}/{next(rounds)}"), store)
     else:
-        here = _join(here, environment, store, name)
+        _join(here, environment, store, name)
     if platform.seed is not None:
         from unisono.launch.functional import seed_generators
 
         seed_generators(platform.seed + (environment.rank if platform.seed_per_rank else 0))
-    return here
+    return _here or here
 
 
-def _wait_for_first_use(here: Here, environment: Environment, store: dist.Store, name: str) -> None:
-    from unisono.comm.groups import join_at_first_use
-    from unisono.comm.lifecycle import choose_interface
-
-    rounds = itertools.count()  # a script may end its world, and use another one afterwards
-
-    def join() -> None:
-        _join(here, environment, store, f"{name}/{next(rounds)}")
-
-    choose_interface(environment, store)
-    join_at_first_use(join, store)
-
-
-def _join(here: Here, environment: Environment, store: dist.Store | None, name: str) -> Here:
+def _join(here: Here, environment: Environment, store: dist.Store | None, name: str) -> None:
     """Start torch.distributed and make the groups of the user."""
     from unisono.comm.lifecycle import start_world
 
@@ -126,9 +118,7 @@ def _join(here: Here, environment: Environment, store: dist.Store | None, name: 
         store=store,
         name=name,
     )
-    here = replace(here, group=own_group(here.platform.ipc_groups or []))
-    set_here(here)
-    return here
+    set_here(replace(here, group=own_group(here.platform.ipc_groups or [])))
 
 
 def own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
@@ -156,28 +146,22 @@ def seeded(seed: int | None, rank: int) -> Iterator[None]:
         return
     from unisono.launch.functional import seed_generators
 
-    states = random_states()
-    seed_generators(seed + rank)
-    try:
+    with generators_kept():
+        seed_generators(seed + rank)
         yield
-    finally:
-        set_random_states(states)
 
 
-def random_states() -> tuple[Any, Any, Any]:
-    """Return the states of the generators of Python, numpy and torch."""
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators of Python, numpy and torch back behind the block."""
     import torch
 
     numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else None
-    return random.getstate(), state, torch.get_rng_state()
-
-
-def set_random_states(states: tuple[Any, Any, Any]) -> None:
-    """Put the generators back into these states."""
-    import torch
-
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
-    torch.set_rng_state(states[2])
+    states = random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])

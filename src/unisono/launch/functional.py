@@ -21,8 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from unisono.comm import Communicator, has_world, world
 from unisono.errors import PlatformError
 from unisono.launch.context import here
-from unisono.launch.devices import Device
-from unisono.launch.platform import Platform
+from unisono.launch.platform import Device, Platform
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

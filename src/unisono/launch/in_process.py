@@ -7,7 +7,6 @@ plain data only; nothing that comes from another rank is unpickled.
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import secrets
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,22 +25,19 @@ from typing import TYPE_CHECKING, Any
 from unisono.environment import RANK_PID, detect, rank_mark
 from unisono.errors import PlatformError, RankFailed, Requeue
 from unisono.launch import stopping
-from unisono.launch.calling import choose_convention
 from unisono.launch.context import (
     Here,
     enter_world,
+    generators_kept,
     here,
     own_group,
-    random_states,
     seeded,
     set_here,
-    set_random_states,
 )
-from unisono.launch.devices import Device
 from unisono.launch.job_files import check_ours
-from unisono.launch.platform import Platform
+from unisono.launch.platform import Device, Platform
 from unisono.launch.pool.stacks import hide_own_frames, site_of
-from unisono.launch.request import Request
+from unisono.launch.request import Request, choose_convention
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stopping import deadline
 
@@ -75,8 +71,7 @@ def world(*, timeout_s: float | None = None) -> Communicator:
         timeout_s: deadline of each wait; None is that of the process group.
     """
     from unisono.comm import communicator, has_world
-    from unisono.comm.lifecycle import start_world
-    from unisono.environment import detect
+    from unisono.comm.lifecycle import leave_at_exit, start_world
 
     if not has_world() and (environment := detect()).is_world:
         if environment.kind == "slurm" and environment.master is None:
@@ -84,7 +79,7 @@ def world(*, timeout_s: float | None = None) -> Communicator:
                 start_world(environment, store=store)
         else:
             start_world(environment)
-        atexit.register(_leave)
+        leave_at_exit()
         _show_own_errors_only()
     comm = communicator.world(timeout_s=timeout_s)
     me = here()
@@ -122,17 +117,6 @@ def _step_directory(environment: Environment) -> Path:
     if environment.nodes == 1:
         return Path(tempfile.gettempdir(), f"unisono-{os.getuid()}-{name}")
     return Path(".unisono", name).absolute()
-
-
-def _leave() -> None:
-    """Close the world together; a rank that ends with an exception says so and waits for nobody."""
-    from unisono.comm.lifecycle import abandon_world, stop_world
-
-    error = getattr(sys, "last_value", None)
-    if error is None:
-        stop_world()
-    else:
-        abandon_world(error)
 
 
 def _show_own_errors_only() -> None:
@@ -195,7 +179,7 @@ def run_here(request: Request) -> Results[Any]:
 def run_inline(request: Request) -> Results[Any]:
     """Call the function here; `requeue` in it calls it again."""
     own = {"UNISONO_RESTART": "0", **(_ALONE if request.is_script else {})}
-    before = {name: os.environ.get(name) for name in own}
+    before = {name: os.environ[name] for name in own if name in os.environ}
     os.environ |= own
     begin = time.perf_counter()
     try:
@@ -216,11 +200,9 @@ def run_inline(request: Request) -> Results[Any]:
             )
     finally:
         stopping.forget_request()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in own:
+            os.environ.pop(name, None)
+        os.environ |= before
     limit = request.platform.max_requeues
     raise RankFailed(f"the function asked to be started again more than max_requeues={limit} times")
 
@@ -275,22 +257,24 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
     """Make this process a rank for the length of the block."""
     from unisono.comm.lifecycle import open_store, stop_world
 
-    before, known = dict(os.environ), here()
-    states = random_states()
-    run_id = secrets.token_hex(8)
-    for name in (RANK_PID, "MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
-        os.environ.pop(name, None)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(platform.world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(platform.ranks_per_node),
-        "NODE_RANK": str(node),
-        "UNISONO_RUN_ID": run_id,
-        "UNISONO_RESTART": "0",
-        **(platform.env or {}),
-    }
-    try:
+    known = here()
+    with generators_kept(), ExitStack() as at_end:
+        at_end.callback(os.environ.update, dict(os.environ))
+        at_end.callback(os.environ.clear)
+        at_end.callback(set_here, known)
+        at_end.callback(stop_world)
+        for name in (RANK_PID, "MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
+            os.environ.pop(name, None)
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(platform.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(platform.ranks_per_node),
+            "NODE_RANK": str(node),
+            "UNISONO_RUN_ID": secrets.token_hex(8),
+            "UNISONO_RESTART": "0",
+            **(platform.env or {}),
+        }
         environment = detect()
         store = None
         if platform.ipc_groups is not None:
@@ -306,18 +290,10 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
             os.environ |= {"MASTER_ADDR": addr, "MASTER_PORT": str(port)}
         os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
         yield enter_world(environment, platform, store=store, name="in-process")
-    finally:
-        stop_world()
-        set_here(known)
-        os.environ.clear()
-        os.environ.update(before)
-        set_random_states(states)
 
 
 def _unused(request: Request, comm: Communicator) -> list[str]:
     """Return what was asked for and is not so in this world."""
-    from unisono.environment import detect
-
     kinds, nodes = {Device.GPU: "cuda", Device.MPS: "mps"}, request.platform.n_nodes
     words: list[str] = []
     if kinds.get(request.platform.kind, comm.device.type) != comm.device.type:
@@ -340,8 +316,6 @@ def _place(comm: Communicator, request: Request) -> Here:
         if group is None and groups is not None:  # a script made the world, and we found it
             group = own_group(groups)
         return replace(known, platform=request.platform, group=group)
-    from unisono.environment import detect
-
     return Here(
         rank=comm.rank,
         local_rank=detect().local_rank,

@@ -272,12 +272,7 @@ class LocalJob(Job):
             self.dir = stack.enter_context(job_directory(request))
             self._stack = stack.pop_all()
         self.id = self.dir.name
-        self._attempts = Attempts(
-            request=request,
-            call=call,
-            job_dir=self.dir,
-            on_state=self._note,
-        )
+        self._attempts = Attempts(request, call, self.dir, self._note)
         self._outcome: Results[Any] | BaseException | None = None
         self._ended = threading.Event()
         self._entry = {

@@ -1,5 +1,6 @@
 """`Platform`: where ranks run, how many there are, and what each of them gets.
 
+`Device` is the kind of place. Accelerators are counted without making a context on any of them.
 Each field carries the kind of value it takes, which settings from a file, from variables and from
 the command line use as well. Sizes follow from few fields, and it matters which of them were given:
 a platform remembers that.
@@ -15,24 +16,100 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from platform import machine
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from unisono.cores import threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError
-from unisono.launch import devices
 from unisono.launch.console import IO
-from unisono.launch.devices import Device
 from unisono.launch.places.rendezvous import owner_of_port
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Platform"]
+__all__ = ["Device", "Platform"]
 
 T = TypeVar("T", bound=type)
+
+_ALIASES = {"cuda": "gpu"}
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""One of them is there wherever torch could see a GPU on Linux."""
+
+
+class Device(Enum):
+    """A kind of place, as `Platform(device=...)` and `run(on=...)` name it."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    SLURM = "slurm"
+    MPS = "mps"
+    MPI = "mpi"
+
+    @classmethod
+    def from_str(cls, device: str | Device) -> Device:
+        """Return the device of that name; case does not matter, and `"cuda"` is the GPU.
+
+        Example:
+            >>> Device.from_str("CUDA")
+            <Device.GPU: 'gpu'>
+        """
+        if isinstance(device, Device):
+            return device
+        word = device.strip().lower() if isinstance(device, str) else str(device)
+        word = _ALIASES.get(word, word)
+        with suppress(ValueError):
+            return cls(word)
+        values = [member.value for member in cls]
+        near = difflib.get_close_matches(word, [*values, *_ALIASES], n=1)
+        raise PlatformError.because(
+            f"device={device!r}",
+            f"devices are {', '.join(map(repr, values))}",
+            hint=f"did you mean device={near[0]!r}?" if near else 'device="cpu"',
+        )
+
+
+def visible_gpus() -> int:
+    """Return the number of CUDA devices that ranks of this process could use.
+
+    Without a driver the answer is 0 and torch is not imported for it.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0
+    if "torch" not in sys.modules and sys.platform == "linux":
+        if not any(Path(file).exists() for file in _DRIVER_FILES):
+            return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def has_mps() -> bool:
+    """Whether this machine has an Apple GPU that torch can use."""
+    if sys.platform != "darwin" or machine() != "arm64":
+        return False
+    import torch
+
+    return torch.backends.mps.is_available()
+
+
+def gpu_index(local_rank: int, local_size: int, visible: int, *, oversubscribe: bool) -> int | None:
+    """Return which visible GPU a rank gets; None if there are too few.
+
+    A rank that sees exactly one device was bound to it by a scheduler and takes it.
+    """
+    if visible >= local_size:
+        return local_rank
+    if visible == 1:
+        return 0
+    return local_rank % visible if oversubscribe and visible else None
+
 
 BACKENDS = ("gloo", "nccl", "shm", "mpi")
 """What `backend` may say, as `unisono.comm.backends` has it; that would load torch here."""
@@ -348,13 +425,13 @@ class Platform:
         """Whether ranks work on GPUs; under MPI if that was asked for and the node has some."""
         if self.kind is Device.MPI:
             asked = self.is_explicit("n_gpus_per_node") and self.n_gpus_per_node > 0
-            return asked and devices.visible_gpus() > 0
+            return asked and visible_gpus() > 0
         return self.kind is Device.GPU or (self.kind is Device.SLURM and self.n_gpus_per_node > 0)
 
     def _gpu_of_rank(self, local_rank: int) -> int:
         """Return the number of the GPU of a rank, or explain that there are too few."""
-        visible, size = devices.visible_gpus(), self.ranks_per_node
-        index = devices.gpu_index(local_rank, size, visible, oversubscribe=self.oversubscribe)
+        visible, size = visible_gpus(), self.ranks_per_node
+        index = gpu_index(local_rank, size, visible, oversubscribe=self.oversubscribe)
         # A rank may see one device because a scheduler bound it; a launcher that sees one has one.
         is_bound = "LOCAL_RANK" in os.environ or "SLURM_STEP_ID" in os.environ
         if index is None or (visible < size and not self.oversubscribe and not is_bound):
@@ -409,7 +486,7 @@ class Platform:
             from unisono.launch.places.mpi import find_mpiexec
 
             find_mpiexec(self)
-        if self.kind is Device.MPS and not devices.has_mps():
+        if self.kind is Device.MPS and not has_mps():
             raise PlatformError.because(
                 self._asked(),
                 "no Apple GPU that torch can use on this machine",

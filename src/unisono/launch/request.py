@@ -1,27 +1,245 @@
 """What a caller of `run` asks for, checked before any process starts.
 
-Here `on` becomes a checked platform: it may be a word, a profile, a `Device` or a `Platform`.
+First the function: whether it can be called as asked, and how ranks call it, plainly or with what
+DDPW's releases hand to a task. That is decided once, in the launcher, from the signature.
+
+Then the place: `on` becomes a checked platform; it may be a word, a profile, a `Device` or a
+`Platform`.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from unisono.errors import PlatformError
-from unisono.launch import devices
-from unisono.launch.calling import Convention, function_name
-from unisono.launch.devices import Device
+from unisono.errors import PlatformError, an
+from unisono.launch import platform as platforms
 from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
 from unisono.launch.logs import Logs, checked_logs
-from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Platform
+from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Device, Platform
 from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_configuration
+
+if TYPE_CHECKING:
+    from unisono.launch.context import Here
+
+RESERVED = (*RUN_NAMES, "seed", "record", "watch", "elastic")
+"""Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
+INJECTED = ("global_rank", "local_rank", "group", "platform")
+"""Keywords that a task may get from us."""
+_KINDS = ("auto", "seed", "ddpw6", "plain")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How ranks call the task."""
+
+    kind: Literal["plain", "seed", "named"] = "plain"
+    """`seed`: ranks, group and one value in front; `named`: some of `INJECTED` as keywords."""
+    names: tuple[str, ...] = ()
+    """Which keywords a `named` call gets."""
+    takes_value: bool = True
+    """Whether a `seed` call has a fourth argument."""
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        here: Here,
+    ) -> Any:
+        """Call the task on this rank."""
+        if self.kind == "seed":
+            value = (args[0] if args else None,) if self.takes_value else ()
+            return fn(here.rank, here.local_rank, here.group, *value)
+        offered = {
+            "global_rank": here.rank,
+            "local_rank": here.local_rank,
+            "group": here.group,
+            "platform": here.platform,
+        }
+        return fn(*args, **kwargs, **{name: offered[name] for name in self.names})
+
+
+def choose_convention(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    asked: str = "auto",
+    is_decorated: bool = False,
+) -> Convention:
+    """Return how to call `fn`, or raise `PlatformError` if what was given does not fit it.
+
+    Args:
+        fn: the task.
+        args: what the user gave for it.
+        kwargs: the same, by keyword.
+        asked: `"seed"`, `"ddpw6"` or `"plain"`; `"auto"` looks at the signature.
+        is_decorated: whether `fn` was called like a function, through the decorator.
+    """
+    if asked not in _KINDS:
+        raise PlatformError.because(
+            f"Wrapper(convention={asked!r})", f"choices are {', '.join(map(repr, _KINDS))}"
+        )
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        check_call(fn, tuple(args), kwargs)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return Convention()  # a builtin: the call itself will tell
+    positional = _positional(signature)
+    names = [p.name for p in positional]
+    is_seed = names[:2] == ["global_rank", "local_rank"] and (
+        "process_group" in names or (len(names) == 4 and "platform" not in names)
+    )
+    if asked == "seed" or (asked == "auto" and is_seed):
+        return _seed(fn, positional, args, kwargs)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if asked == "ddpw6" or (asked == "auto" and takes_any):
+        return _named(fn, signature, INJECTED, args, kwargs)
+    by_name = {p.name for p in signature.parameters.values() if p.kind in _BY_NAME}
+    open_names = by_name.difference(names[: len(args)])
+    if asked == "auto" and not open_names.isdisjoint(INJECTED):
+        ours = tuple(name for name in INJECTED if name in open_names)
+        return _named(fn, signature, ours, args, kwargs)
+    required = [p for p in positional if p.default is p.empty]
+    has_one_tuple = len(args) == 0 or (len(args) == 1 and isinstance(args[0], tuple))
+    if asked == "auto" and not is_decorated and len(required) == 4 and not kwargs and has_one_tuple:
+        return _seed(fn, positional, args, kwargs)
+    check_call(fn, tuple(args), kwargs)
+    return Convention()
+
+
+def _positional(signature: inspect.Signature) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in signature.parameters.values() if p.kind in kinds]
+
+
+def _seed(
+    fn: Callable[..., Any],
+    positional: Sequence[inspect.Parameter],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Convention:
+    if len(args) > 1 or kwargs:
+        raise PlatformError.because(
+            f"start({function_name(fn)}, ...) with global_rank, local_rank, process_group, args",
+            f"{len(args)} values and keywords {sorted(kwargs)} where one value fits",
+            None,
+            f"start({function_name(fn)}, (first, second)): one tuple, which arrives as args",
+        )
+    return Convention("seed", takes_value=len(positional) > 3)
+
+
+def _named(
+    fn: Callable[..., Any],
+    signature: inspect.Signature,
+    names: tuple[str, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Convention:
+    twice = [name for name in names if name in kwargs]
+    if twice:
+        raise PlatformError.because(
+            f"start({function_name(fn)}, ..., {twice[0]}=...)",
+            f"each rank gets its own {twice[0]}",
+            None,
+            "another name for it, or Wrapper(platform, convention='plain')",
+        )
+    try:
+        signature.bind(*args, **kwargs, **dict.fromkeys(names))
+    except TypeError as error:
+        raise PlatformError.because(
+            f"start({function_name(fn)}, ...) calls {function_name(fn)}{signature}",
+            f"{len(args)} positional arguments, keywords {sorted(kwargs)}, and ours: "
+            f"{', '.join(names)}",
+            str(error),
+        ) from None
+    return Convention("named", names=names)
+
+
+def check_call(
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    of_run: Mapping[str, object] | None = None,
+) -> None:
+    """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called.
+
+    Nor if one of the keywords `of_run`, given to `run` itself, is a parameter of `fn` that is still
+    open: nobody can know which of the two is meant.
+    """
+    if not callable(fn):
+        raise PlatformError.because(
+            f"unisono.run({fn!r}, ...)",
+            f"{an(type(fn).__name__)}, which cannot be called",
+            None,
+            "unisono.run(train, cfg), with the function and its arguments apart",
+        )
+    name = function_name(fn)
+    is_coroutine = inspect.iscoroutinefunction(fn)
+    if is_coroutine or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        kind, caller = ("coroutine", "asyncio.run") if is_coroutine else ("generator", "list")
+        raise PlatformError.because(
+            f"unisono.run({name}, ...)",
+            f"a {kind} function: calling it runs nothing",
+            hint=f"lambda: {caller}({name}(...))",
+        )
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return  # builtins without a signature: the call itself will tell
+    filled = {p.name for p in _positional(signature)[: len(args)]}
+    if isinstance(fn, functools.partial):
+        filled |= fn.keywords.keys()
+    for word, value in (of_run or {}).items():
+        p = signature.parameters.get(word)
+        if value is None or word in filled or p is None or p.kind not in _BY_NAME:
+            continue
+        raise PlatformError.because(
+            f"unisono.run({name}, ..., {word}={value!r})",
+            f"run takes {word} itself, and {name} has a parameter of that name",
+            hint=f"unisono.run(functools.partial({name}, {word}=...), ...): that one is {name}'s; "
+            f"{word}= beside it is run's",
+        )
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wanted = [
+            word
+            for word in RESERVED
+            if (p := signature.parameters.get(word)) is not None
+            and p.default is p.empty
+            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        hint = (
+            f"functools.partial({name}, {wanted[0]}=...): run takes {wanted[0]} itself"
+            if wanted
+            else f"unisono.run({name}, ...) with the arguments of its signature"
+        )
+        raise PlatformError.because(
+            f"unisono.run({name}, ...) calls {name}{signature}",
+            f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
+            str(error),
+            hint,
+        ) from None
+
+
+def function_name(fn: object) -> str:
+    """Return a name to show for `fn`."""
+    if isinstance(fn, functools.partial):
+        return function_name(fn.func)
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
 
 PLACES = ("cpu", "gpu", "mps", "mpi", "slurm", "inline")
 """Places where ranks can be started."""
@@ -80,11 +298,11 @@ def checked_request(
     kwargs: Mapping[str, object],
     *,
     on: str | Device | Platform | None,
-    ranks: int | tuple[int, int] | None,
-    nodes: int | None,
-    timeout_s: float | None,
-    max_restarts: int | None,
-    logs: str | Path | Logs | None,
+    ranks: int | tuple[int, int] | None = None,
+    nodes: int | None = None,
+    timeout_s: float | None = None,
+    max_restarts: int | None = None,
+    logs: str | Path | Logs | None = None,
     elastic: bool | None = None,
     chaos: Chaos | None = None,
     invite: str | None = None,
@@ -102,7 +320,7 @@ def checked_request(
     function; `is_script` leaves it to the function when its ranks join their world; `seed` and
     `elastic` are those of `run`; `chaos` kills ranks of an elastic job, `invite` and `join` are
     files by which hosts share one; `convention` says how ranks call the function. That the call
-    fits the function is for the caller to check (`calling.py`).
+    fits the function is for the caller to check (`check_call`).
     """
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
@@ -223,7 +441,7 @@ def _from_word(
     """Return the place that a word means, and its platform with these fields given."""
     word = on.value if isinstance(on, Device) else on
     if word is None or word == "auto":
-        word = "gpu" if devices.visible_gpus() else "cpu"
+        word = "gpu" if platforms.visible_gpus() else "cpu"
     elif isinstance(word, str) and word in configuration.profiles:
         word = Device.from_str(configuration.profiles[word]["device"]).value
     elif word not in PLACES:
@@ -231,7 +449,7 @@ def _from_word(
     device = Device.CPU if word == "inline" else Device(word)
     defaults: dict[str, Any] = {}
     if device is Device.GPU:
-        defaults["n_gpus_per_node"] = max(1, devices.visible_gpus())
+        defaults["n_gpus_per_node"] = max(1, platforms.visible_gpus())
     elif word == "inline" or (word in _DEFAULT_RANKS and _SIZES.isdisjoint(given)):
         defaults["ranks"] = _DEFAULT_RANKS[word]
     return word, Platform.at(device, {**defaults, **given})

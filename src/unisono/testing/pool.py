@@ -17,9 +17,8 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 
@@ -29,10 +28,9 @@ from unisono.launch.logs import text_from
 from unisono.launch.pool.cleanup import make_temporary_directory
 from unisono.launch.pool.client import ANSWER_S, Pipes, RankProcess, ServerGone, WarmServer
 from unisono.launch.pool.monitor import RankMonitor
-from unisono.launch.pool.protocol import send_message
+from unisono.launch.pool.protocol import Hello, send_message
 from unisono.launch.pool.stacks import readable_threads
-from unisono.testing.calls import STACK_SIGNAL, Call, Close, Closed, Command, Open, Raised, Reply
-from unisono.testing.report import Findings, RankFailure
+from unisono.testing.report import STACK_SIGNAL, Findings, Raised, RankFailure
 from unisono.testing.shipping import pack
 
 T = TypeVar("T")
@@ -65,74 +63,34 @@ class RankStall(RankFailure):
     """Ranks did not come back within the deadline, and none of them had failed before."""
 
 
-@dataclass
-class _Replies:
-    """The replies to one command, as far as they came; failures in the order of arrival."""
-
-    replies: dict[int, Reply] = field(default_factory=dict)
-    died: dict[int, int] = field(default_factory=dict)
-    waiting: list[RankProcess] = field(default_factory=list)
-    waited: str = ""
-
-    @property
-    def raised(self) -> dict[int, Raised]:
-        """Ranks that raised, first one first."""
-        return {rank: r for rank, r in self.replies.items() if isinstance(r, Raised)}
-
-    @property
-    def failed(self) -> bool:
-        """Whether any rank did not simply do it."""
-        return bool(self.died or self.waiting or self.raised)
-
-    def unanimous(self, world: int) -> Raised | None:
-        """The wish to skip, to xfail or to drop an example, when every rank has the same one."""
-        raised = list(self.raised.values())
-        wishes = {reply.outcome for reply in raised}
-        is_alike = len(raised) == world and len(wishes) == 1 and "error" not in wishes
-        return raised[0] if is_alike else None
-
-
 class _Monitor(RankMonitor):
-    """Listens to the ranks of a pool."""
+    """Listens to the ranks of a pool, and keeps the latest reply of each."""
 
     def __init__(self) -> None:
         super().__init__(STACK_SIGNAL)
-        self.replies: dict[int, Reply] = {}
+        self.replies: dict[int, Any] = {}
 
     def heard(self, rank: RankProcess, message: Any) -> None:
-        """Keep the answer of a rank."""
-        if isinstance(message, Reply):
+        if not isinstance(message, Hello):
             self.replies[rank.rank] = message
 
-    def ask(
-        self, ranks: list[RankProcess], command: Command, *, timeout_s: float, grace_s: float
-    ) -> _Replies:
-        """Have ranks do something; `grace_s` is for the others after a first failure."""
-        self.replies = {}
-        for rank in ranks:
-            with contextlib.suppress(OSError):  # a dead rank is found below
-                send_message(rank.pipes.control, command)
-        begin = time.monotonic()
-        deadline = begin + timeout_s
-        died: dict[int, int] = {}
-        first: int | None = None
-        pending = list(ranks)
-        while pending and (left := deadline - time.monotonic()) > 0:
-            self.step(left)
-            for rank in pending:
-                if rank.rank not in self.replies and rank.exit_code is not None:
-                    died[rank.rank] = rank.exit_code
-            pending = [r for r in pending if r.rank not in self.replies and r.rank not in died]
-            raised = [n for n, reply in self.replies.items() if isinstance(reply, Raised)]
-            if first is None and (died or raised):
-                first = next(iter((*died, *raised)))
-                deadline = min(deadline, time.monotonic() + grace_s)
-        while self.step(0):  # what they have printed
-            pass
-        waited = f"after {time.monotonic() - begin:.1f} s"
-        if first is not None:
-            waited += f", {grace_s:g} s after rank {first} had failed"
-        return _Replies(self.replies, died, pending, waited)
+
+class _Warm(NamedTuple):
+    """What a pool has once it was used."""
+
+    server: WarmServer
+    """The process that starts the ranks."""
+    monitor: _Monitor
+    """Listens to them."""
+    directory: Path
+    """Private directory, removed when the pool closes."""
+
+    def close(self) -> None:
+        """End the ranks, but not from a forked copy of the process that made them."""
+        if os.getpid() == self.server.owner_pid:
+            self.server.close()
+            self.monitor.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class RankPool:
@@ -172,9 +130,8 @@ class RankPool:
         self.starts = 0
         self.by_value: Callable[[], Iterable[types.ModuleType]] = tuple
         self._ranks: dict[int, RankProcess] = {}
-        self._stores = 0
         self._owner = os.getpid()
-        self._warm: tuple[WarmServer, _Monitor, Path] | None = None
+        self._warm: _Warm | None = None
         self._end: Callable[[], object] = lambda: None
 
     def __enter__(self) -> RankPool:
@@ -234,29 +191,13 @@ class RankPool:
         self._end()
         self._warm = None
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> _Warm:
         """Start importing torch in the background, for the ranks to come."""
-        self._parts()
-
-    @property
-    def server(self) -> WarmServer:
-        """The process that starts the ranks."""
-        return self._parts()[0]
-
-    @property
-    def monitor(self) -> _Monitor:
-        """Listens to the ranks."""
-        return self._parts()[1]
-
-    @property
-    def directory(self) -> Path:
-        """Private directory of the pool, removed when it closes."""
-        return self._parts()[2]
-
-    def new_store(self) -> Path:
-        """Return a file name for the rendezvous of a new group."""
-        self._stores += 1
-        return self.directory / f"store{self._stores}"
+        if self._warm is None:
+            server = WarmServer((*PRELOAD, *self.preload))
+            self._warm = _Warm(server, _Monitor(), make_temporary_directory(None))
+            self._end = weakref.finalize(self, self._warm.close)
+        return self._warm
 
     def owned(self) -> set[str]:
         """Name what the pool itself holds in this process, for `Holdings.new(ignore=...)`."""
@@ -275,14 +216,15 @@ class RankPool:
                 hint="make a RankPool() in this process",
             )
         expect_int("ranks of a world", world, 1, self.max_ranks + 1, error=PlatformError)
-        if self._warm is not None and not self.server.is_alive:
+        if self._warm is not None and not self._warm.server.is_alive:
             self.close()
-        while self.monitor.step(0):  # an idle rank may have ended
+        warm = self.warm_up()
+        while warm.monitor.step(0):  # an idle rank may have ended
             pass
         self.discard([n for n, rank in self._ranks.items() if not rank.is_running])
         for number in range(world):
             if number not in self._ranks:
-                self._ranks[number] = self._start(number)
+                self._ranks[number] = self._start(number, warm)
                 self.starts += 1
         return [self._ranks[number] for number in range(world)]
 
@@ -290,22 +232,24 @@ class RankPool:
         """Kill ranks; the next world starts new ones."""
         for number in numbers:
             rank = self._ranks.pop(number, None)
-            if rank is not None:
+            if rank is not None and self._warm is not None:
                 rank.signal(signal.SIGKILL)  # the server ends what it has started
                 if rank.is_running:
                     rank.collect()
-                self.monitor.drop(rank)
+                self._warm.monitor.drop(rank)
 
-    def _start(self, number: int) -> RankProcess:
-        pipes = Pipes(number, self.directory)
-        own = {"rank": number, "stacks": str(pipes.stack_path)}
+    def _start(self, number: int, warm: _Warm) -> RankProcess:
         main = "unisono.testing.rank:answer_pool"
         try:
-            process = self.server.fork_rank(main, own, pipes, linger_s=_LINGER_S)
+            with Pipes(number, warm.directory) as pipes:
+                own = {"rank": number, "stacks": str(pipes.stack_path)}
+                process = warm.server.fork(
+                    main, own, pipes.theirs, streams=pipes.streams, linger_s=_LINGER_S
+                )
             rank = RankProcess(number, process, pipes)
             why = process.confirm(ANSWER_S)
         except ServerGone as error:
-            told = self.server.last_words()
+            told = warm.server.last_words()
             raise RankFailed(
                 f"the process that starts the ranks ended, or does not answer\n{told}",
                 rank=number,
@@ -314,26 +258,8 @@ class RankPool:
         if why is not None:
             rank.close()
             raise RankFailed(f"the process that starts the ranks refuses: {why}", rank=number)
-        self.monitor.watch(rank)
+        warm.monitor.watch(rank)
         return rank
-
-    def _parts(self) -> tuple[WarmServer, _Monitor, Path]:
-        if self._warm is None:
-            self._warm = (
-                WarmServer((*PRELOAD, *self.preload)),
-                _Monitor(),
-                make_temporary_directory(None),
-            )
-            self._end = weakref.finalize(self, _close, *self._warm)
-        return self._warm
-
-
-def _close(server: WarmServer, monitor: _Monitor, directory: Path) -> None:
-    """End the ranks, but not from a forked copy of the process that made them."""
-    if os.getpid() == server.owner_pid:
-        server.close()
-        monitor.close()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 class RankWorld:
@@ -354,7 +280,7 @@ class RankWorld:
         self._timeout_s = timeout_s
         self._backend = backend
         self._ranks: list[RankProcess] = []
-        self._store: Path | None = None
+        self._store = Path()
         self._packed: tuple[Callable[..., Any], bytes] | None = None
 
     def open(self) -> None:
@@ -365,22 +291,24 @@ class RankWorld:
             for file in (rank.log.path, rank.stack_path):
                 with contextlib.suppress(FileNotFoundError):
                     os.truncate(file, 0)
-        self._store = self._pool.new_store()
-        command = Open(
+        self._store = self._pool.warm_up().directory / f"store-{secrets.token_hex(8)}"
+        self.is_open = True
+        self._ask(
+            "open",
+            _JOIN_S,
+            doing="joining the process group",
             world=self.size,
             store=str(self._store),
             secret=secrets.token_bytes(32),
             backend=self._backend,
-            group_timeout_s=_group_timeout_s(self._timeout_s),
+            # A bit before that of the test, so that a collective can tell its own story. Joining
+            # has this much time, too, so a short test leaves the word to the pool.
+            timeout_s=self._timeout_s - 2.0 if self._timeout_s >= 6.0 else 30.0,
             environ=dict(os.environ),
             cwd=str(Path.cwd()),
             path=[str(Path(entry).absolute()) for entry in sys.path],
             filters=_warning_filters(),
         )
-        self.is_open = True
-        found = self._ask(command, _JOIN_S)
-        if found.failed:
-            raise self._failure(found, "joining the process group")
 
     def call(
         self,
@@ -417,26 +345,19 @@ class RankWorld:
         changing = b""
         if drawn is not None:
             changing = pack(function, (), drawn, by_value, kind=kind, alone=True)
-        if drawn is not None and self._packed is not None and self._packed[0] is function:
-            payload = self._packed[1]
-        else:
-            payload = pack(function, args, kwargs or {}, by_value, kind=kind)
-            self._packed = None if drawn is None else (function, payload)
+        if drawn is None or self._packed is None or self._packed[0] is not function:
+            self._packed = function, pack(function, args, kwargs or {}, by_value, kind=kind)
         if not self.is_open:
             self.open()
-        command = Call(
-            payload=payload,
+        self._ask(
+            "call",
+            self._timeout_s,
+            call=self._packed[1],
             drawn=changing,
-            seed=0,
             remake=remake,
             keep=keep,
             verbosity=verbosity,
         )
-        found = self._ask(command, self._timeout_s)
-        if (wish := found.unanimous(self.size)) is not None:
-            raise UnanimousOutcome(wish.outcome, wish.reason)
-        if found.failed:
-            raise self._failure(found)
         values = [rank.value() for rank in self._ranks]
         return [value.load() for value in values if value is not None]
 
@@ -445,13 +366,10 @@ class RankWorld:
         __tracebackhide__ = True
         if not self.is_open:
             return {}
-        found = self._ask(Close(), _LEAVE_S)
-        if found.failed:
-            raise self._failure(found, "leaving the process group")
+        replies = self._ask("close", _LEAVE_S, doing="leaving the process group")
         self._forget()
-        replies = {n: r for n, r in sorted(found.replies.items()) if isinstance(r, Closed)}
-        self._pool.discard([number for number, reply in replies.items() if not reply.reusable])
-        return {number: reply.leaks for number, reply in replies.items() if reply.leaks}
+        self._pool.discard([rank for rank, (_, reusable) in replies.items() if not reusable])
+        return {rank: leaks for rank, (leaks, _) in sorted(replies.items()) if leaks}
 
     def abandon(self) -> None:
         """Kill the ranks of an open world, whatever they are doing."""
@@ -471,41 +389,58 @@ class RankWorld:
 
     def _forget(self) -> None:
         self.is_open = False
-        if self._store is not None:
-            self._store.unlink(missing_ok=True)
+        self._store.unlink(missing_ok=True)
 
-    def _ask(self, command: Command, timeout_s: float) -> _Replies:
-        grace_s = self._pool.grace_s
-        return self._pool.monitor.ask(self._ranks, command, timeout_s=timeout_s, grace_s=grace_s)
-
-    def _failure(self, found: _Replies, doing: str = "") -> RankFailure:
-        """Gather all that is known, end the ranks, and return the report."""
-        stacks = self._pool.monitor.raw_stacks(found.waiting, _STACKS_S)
+    def _ask(
+        self, method: str, timeout_s: float, *, doing: str = "", **arguments: Any
+    ) -> dict[int, Any]:
+        """Have every rank call a method of its `Rank`; return the replies, or raise the report."""
+        __tracebackhide__ = True
+        monitor, grace_s = self._pool.warm_up().monitor, self._pool.grace_s
+        replies = monitor.replies = {}
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # a dead rank is found below
+                send_message(rank.pipes.control, (method, arguments))
+        begin = time.monotonic()
+        deadline = begin + timeout_s
+        died: dict[int, int] = {}
+        raised: dict[int, Raised] = {}
+        pending = list(self._ranks)
+        waited = ""
+        while pending and (left := deadline - time.monotonic()) > 0:
+            monitor.step(left)
+            pending = [rank for rank in pending if rank.rank not in replies]
+            died |= {r.rank: r.exit_code for r in pending if r.exit_code is not None}
+            pending = [rank for rank in pending if rank.rank not in died]
+            raised = {n: reply for n, reply in replies.items() if isinstance(reply, Raised)}
+            if not waited and (died or raised):  # the others have so much longer
+                waited = f", {grace_s:g} s after rank {next(iter((*died, *raised)))} had failed"
+                deadline = min(deadline, time.monotonic() + grace_s)
+        while monitor.step(0):  # what they have printed
+            pass
+        if not (died or raised or pending):
+            return replies
+        wishes = {reply.outcome for reply in raised.values()}
+        if len(raised) == self.size and len(wishes) == 1 and "error" not in wishes:
+            raise UnanimousOutcome(wishes.pop(), raised[0].reason)
+        waited = f"after {time.monotonic() - begin:.1f} s{waited}"
+        stacks = monitor.raw_stacks(pending, _STACKS_S)
         findings = Findings(
             world=self.size,
             doing=doing,
-            raised={number: reply.text for number, reply in found.raised.items()},
-            summaries={number: reply.summary for number, reply in found.raised.items()},
-            died=found.died,
-            crashes={n: readable_threads(text_from(self._ranks[n].stack_path)) for n in found.died},
+            raised={number: reply.text for number, reply in raised.items()},
+            summaries={number: reply.summary for number, reply in raised.items()},
+            died=died,
+            crashes={n: readable_threads(text_from(self._ranks[n].stack_path)) for n in died},
             waiting={
                 rank.rank: readable_threads(stacks.get(rank.rank, "")) or _SILENT
-                for rank in found.waiting
+                for rank in pending
             },
-            waited=found.waited,
+            waited=waited,
             output=self.output(),
         )
         self.abandon()
-        has_stalled = found.waiting and not found.died and not found.raised
-        return (RankStall if has_stalled else RankFailure)(findings)
-
-
-def _group_timeout_s(timeout_s: float) -> float:
-    """Deadline of a collective: a bit before that of the test, so that it can tell its own story.
-
-    Joining the group has this much time too, so a short test leaves the word to the pool.
-    """
-    return timeout_s - 2.0 if timeout_s >= 6.0 else 30.0
+        raise (RankFailure if died or raised else RankStall)(findings)
 
 
 def _warning_filters() -> bytes:

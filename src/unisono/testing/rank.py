@@ -1,8 +1,9 @@
 """The life of a rank of the pool: join a group, run functions, leave the group, wait for the next.
 
-Runs in a process forked from the warm server. Nothing here decides that a test failed; it only
-tells the pool what happened, and ends when the pool's pipe closes. Settings that a test may change
-are taken before it and put back after it; what cannot be put back is a matter of `leaks.py`.
+Runs in a process forked from the warm server. The pool names a method of `Rank` and its arguments,
+and gets one reply: what the method returns, or `Raised`. Nothing here decides that a test failed.
+Settings that a test may change are taken before it and put back after it; what cannot be put back
+is a matter of `leaks.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ import datetime
 import faulthandler
 import gc
 import os
+import pickle
 import random
 import signal
 import socket
 import sys
 import traceback
-import unittest
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +29,32 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from unisono.comm import seal
+from unisono.comm import close_world, groups, seal
 from unisono.errors import an
 from unisono.launch.pool.payload import dump_value
-from unisono.launch.pool.protocol import (
-    Hello,
-    Returned,
-    drop_descriptor,
-    receive_message,
-    send_message,
-)
+from unisono.launch.pool.protocol import Hello, Ready, Returned, drop_descriptor, send_message
 from unisono.launch.pool.stacks import chain_of
-from unisono.testing.calls import STACK_SIGNAL, Call, Closed, Command, Open, Opened, Raised, Reply
 from unisono.testing.leaks import HOST_KINDS, KINDS, Holdings
+from unisono.testing.report import STACK_SIGNAL, Raised
 
 _WATCHED = tuple(kind for kind in KINDS if kind not in HOST_KINDS)
 
 
 def answer_pool(own: dict[str, Any], report_fd: int, control_fd: int, result_fd: int) -> None:
     """Answer the pool until its pipe closes."""
-
-    def part_from_rank() -> None:
-        drop_descriptor(report_fd)
-        drop_descriptor(control_fd)
-
     # What a test forks must neither speak for this rank nor listen to its orders.
-    os.register_at_fork(after_in_child=part_from_rank)
+    for fd in (report_fd, control_fd):
+        os.register_at_fork(after_in_child=lambda fd=fd: drop_descriptor(fd))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     stacks = os.open(own["stacks"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    process = _RankProcess(own["rank"], stacks, result_fd)
-    process.answer_stack_signal()
+    rank = Rank(own["rank"], stacks, result_fd)
     send_message(report_fd, Hello(host=socket.gethostname()))
-    while (command := receive_message(control_fd)) is not None:
+    orders = os.fdopen(control_fd, "rb", closefd=False)
+    while orders.read(8):  # the length of the order, which ends by itself
+        method, arguments = pickle.load(orders)
         try:
-            reply = process.answer(command)
+            reply = getattr(rank, method)(**arguments)
         except BaseException as error:
             reply = describe_exception(error)
         sys.stdout.flush()
@@ -71,98 +62,124 @@ def answer_pool(own: dict[str, Any], report_fd: int, control_fd: int, result_fd:
         send_message(report_fd, reply)
 
 
-class _RankProcess:
-    """The state of one rank between commands."""
+class Rank:
+    """One rank between the orders of its pool; a world lives from `open` to `close`.
+
+    Args:
+        rank: its place in every world.
+        stacks: file for its stacks.
+        result: file for what it returns, where that is long.
+    """
 
     def __init__(self, rank: int, stacks: int, result: int) -> None:
-        self.rank = rank
-        self.stacks = stacks
-        self.result = result
-        self.filters = b""
-        self.kept: tuple[bytes, Any] | None = None
+        self._rank = rank
+        self._stacks = stacks
+        self._result = result
+        self._kept: tuple[bytes, Any] | None = None
+        self._answer_stack_signal()
         torch.set_num_threads(1)
 
-    def answer_stack_signal(self) -> None:
-        faulthandler.enable(self.stacks)
-        faulthandler.register(STACK_SIGNAL, file=self.stacks, all_threads=True)
+    def _answer_stack_signal(self) -> None:
+        faulthandler.enable(self._stacks)
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
 
-    def answer(self, command: Command) -> Reply:
-        if isinstance(command, Open):
-            return self.open(command)
-        if isinstance(command, Call):
-            return self.call(command)
-        return self.close()
+    def open(
+        self,
+        *,
+        world: int,
+        store: str,
+        secret: bytes,
+        backend: str,
+        timeout_s: float,
+        environ: dict[str, str],
+        cwd: str,
+        path: list[str],
+        filters: bytes,
+    ) -> Ready:
+        """Join a fresh default process group.
 
-    def open(self, command: Open) -> Opened:
-        self.answer_stack_signal()  # a test may have taken the signal
-        os.environ.clear()
-        os.environ.update(command.environ)
+        Args:
+            world: number of ranks.
+            store: path of the file through which the ranks find each other.
+            secret: with it they sign what they leave each other.
+            backend: backend of the group.
+            timeout_s: after this long a collective raises.
+            environ: environment of the test process.
+            cwd: its working directory.
+            path: its `sys.path`.
+            filters: its warning filters, pickled by cloudpickle.
+        """
+        self._answer_stack_signal()  # a test may have taken the signal
+        _set_environment(environ)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-        os.chdir(command.cwd)
-        sys.path[:] = command.path
-        self.filters = command.filters
-        self.state = RankState.now()
-        self.holdings = Holdings.now(_WATCHED)
-        seal.give_secret(command.secret)
+        os.chdir(cwd)
+        sys.path[:] = path
+        self._filters = filters
+        self._settings = {name: get() for name, (get, _) in _SETTINGS.items()}
+        self._holdings = Holdings.now(_WATCHED)
+        seal.give_secret(secret)
         dist.init_process_group(
-            command.backend,
-            store=dist.FileStore(command.store, command.world),
-            rank=self.rank,
-            world_size=command.world,
-            timeout=datetime.timedelta(seconds=command.group_timeout_s),
+            backend,
+            store=dist.FileStore(store, world),
+            rank=self._rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=timeout_s),
         )
-        return Opened()
+        return Ready()
 
-    def call(self, command: Call) -> Reply:
-        random.seed(command.seed)
-        numpy.random.seed(command.seed)
-        torch.manual_seed(command.seed)
+    def call(
+        self, *, call: bytes, drawn: bytes, remake: tuple[str, ...], keep: bool, verbosity: int
+    ) -> Returned:
+        """Run a function.
+
+        Args:
+            call: `(function, args, kwargs)`, pickled by cloudpickle.
+            drawn: more of `kwargs`, pickled; with them, the call is kept for the next example.
+            remake: names of keyword arguments that are pytest fixtures to be made here.
+            keep: whether the returned value is sent back.
+            verbosity: verbosity of pytest's comparison of unequal values.
+        """
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_warnings_filtered(self.filters))
-            stack.enter_context(show_comparisons(command.verbosity))
-            function, args, kwargs = self.unpacked(command)
-            for name in command.remake:
+            stack.enter_context(_warnings_filtered(self._filters))
+            stack.enter_context(show_comparisons(verbosity))
+            if self._kept is None or self._kept[0] != call:
+                self._kept = call, cloudpickle.loads(call)
+            function, args, kwargs = self._kept[1]
+            if drawn:
+                kwargs = {**kwargs, **cloudpickle.loads(drawn)}
+            else:
+                self._kept = None
+            for name in remake:
                 kwargs[name] = stack.enter_context(_FIXTURES[name]())
             value = function(*args, **kwargs)
         try:
-            packed = dump_value(value if command.keep else None, self.result)
+            packed = dump_value(value if keep else None, self._result)
         except TypeError as error:
             raise TypeError(
-                f"rank {self.rank} returned {an(type(value).__name__)} that cannot travel to the "
+                f"rank {self._rank} returned {an(type(value).__name__)} that cannot travel to the "
                 f"test process: {error}"
             ) from None
         return Returned(value=packed.data, wall_s=0.0)
 
-    def unpacked(self, command: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return what to call; between examples of one test, function and fixtures are kept."""
-        if not command.drawn:
-            return cloudpickle.loads(command.payload)
-        if self.kept is None or self.kept[0] != command.payload:
-            self.kept = command.payload, cloudpickle.loads(command.payload)
-        function, args, kwargs = self.kept[1]
-        return function, args, {**kwargs, **cloudpickle.loads(command.drawn)}
+    def close(self) -> tuple[dict[str, list[str]], bool]:
+        """Leave the group and put the process back as it was before `open`.
 
-    def close(self) -> Closed:
-        self.kept = None
-        _leave_group()
-        leaks = self.holdings.new()
-        changed = self.state.restore()
+        Returns what the calls left behind, by kind, and whether all of it could be undone.
+        """
+        self._kept = None
+        close_world()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        groups.forget_ended()
+        leaks = self._holdings.new()
         reusable = not leaks or set(leaks) == {"environment"}
-        if changed:
+        if changed := _restore(self._settings):
             leaks["settings"] = changed
         gc.collect()
-        return Closed(leaks=leaks, reusable=reusable)
-
-
-def _leave_group() -> None:
-    close_world = getattr(sys.modules.get("unisono.comm"), "close_world", None)
-    if close_world is not None:
-        close_world()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    forget_ended = getattr(sys.modules.get("unisono.comm.groups"), "forget_ended", None)
-    if forget_ended is not None:
-        forget_ended()
+        return leaks, reusable
 
 
 @contextlib.contextmanager
@@ -175,16 +192,14 @@ def _warnings_filtered(filters: bytes) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _monkeypatch() -> Iterator[Any]:
+def _monkeypatch() -> contextlib.AbstractContextManager[Any]:
     import pytest
 
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
+    return pytest.MonkeyPatch.context()
 
 
 _FIXTURES = {"monkeypatch": _monkeypatch}
-"""How a rank makes the fixtures named in `REMADE_FIXTURES`."""
+"""Fixtures that act on the process they live in, so each rank makes its own."""
 
 
 def describe_exception(error: BaseException) -> Raised:
@@ -203,20 +218,18 @@ def describe_exception(error: BaseException) -> Raised:
                 if entry.filename != __file__ and not frame.f_locals.get("__tracebackhide__")
             ]
     summary = "".join(told.format_exception_only()).strip()
-    outcome, reason = _outcome(error)
-    return Raised(text="".join(told.format()), summary=summary, outcome=outcome, reason=reason)
+    kind = type(error)
+    outcome = _OUTCOMES.get(f"{kind.__module__}.{kind.__name__}", "error")
+    return Raised(text="".join(told.format()), summary=summary, outcome=outcome, reason=str(error))
 
 
-def _outcome(error: BaseException) -> tuple[str, str]:
-    """Tell a wish to skip from a failure."""
-    outcomes: Any = sys.modules.get("_pytest.outcomes")
-    if outcomes is not None and isinstance(error, (outcomes.Skipped, unittest.SkipTest)):
-        return "skip", str(error)
-    if outcomes is not None and isinstance(error, outcomes.XFailed):
-        return "xfail", str(error)
-    if type(error).__name__ == "UnsatisfiedAssumption":
-        return "assume", ""
-    return "error", ""
+_OUTCOMES = {
+    "builtins.Skipped": "skip",  # as pytest wants it to be called
+    "unittest.case.SkipTest": "skip",
+    "_pytest.outcomes.XFailed": "xfail",
+    "hypothesis.errors.UnsatisfiedAssumption": "assume",
+}
+"""By name: neither pytest nor hypothesis need be there."""
 
 
 @contextlib.contextmanager
@@ -252,9 +265,8 @@ def _directory() -> str:
 
 
 def _set_environment(values: dict[str, str]) -> None:
-    if dict(os.environ) != values:
-        os.environ.clear()
-        os.environ.update(values)
+    os.environ.clear()
+    os.environ.update(values)
 
 
 def _set_device(device: torch.device) -> None:
@@ -286,25 +298,13 @@ _RESTORED_SILENTLY = ("environment", "sys.path")
 """The environment is told by `leaks.py` in more detail; importing helpers may extend the path."""
 
 
-@dataclass(frozen=True)
-class RankState:
-    """Settings of this process at one time."""
-
-    values: dict[str, Any]
-
-    @classmethod
-    def now(cls) -> RankState:
-        """Take the settings of this process."""
-        return cls({name: get() for name, (get, _) in _SETTINGS.items()})
-
-    def restore(self) -> list[str]:
-        """Put the settings back; return a line for each that had changed."""
-        changed: list[str] = []
-        for name, (get, put) in _SETTINGS.items():
-            before, after = self.values[name], get()
-            if before == after:
-                continue
+def _restore(settings: dict[str, Any]) -> list[str]:
+    """Put settings back; return a line for each that had changed."""
+    changed: list[str] = []
+    for name, (get, put) in _SETTINGS.items():
+        before, after = settings[name], get()
+        if before != after:
             put(before)
             if name not in _RESTORED_SILENTLY:
                 changed.append(f"{name}: {before} -> {after}")
-        return changed
+    return changed

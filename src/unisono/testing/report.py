@@ -7,6 +7,7 @@ once), how the dead ones died, where the others stand, and the last lines each p
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,8 +18,24 @@ from unisono.launch.pool.verdict import signal_name
 if TYPE_CHECKING:
     from unisono.comm import Communicator
 
+STACK_SIGNAL: int = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
+"""Makes a rank write its stacks. If possible, SIGUSR1 is left to the code under test."""
 _TAIL_LINES = 40
 _ADDRESSES = re.compile(r"\[[0-9.]+\]:[0-9]+|0x[0-9a-f]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised:
+    """What a rank tells of an exception."""
+
+    text: str
+    """The traceback."""
+    summary: str
+    """The last line of it."""
+    outcome: str
+    """`"skip"`, `"xfail"`, `"assume"`, or `"error"` for everything else."""
+    reason: str
+    """The exception as text."""
 
 
 @dataclass(frozen=True, kw_only=True)

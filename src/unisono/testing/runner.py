@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 
 import pytest
 
-from unisono.testing.calls import REMADE_FIXTURES
 from unisono.testing.internals import argument_names, drawn_by
 from unisono.testing.leaks import describe
 from unisono.testing.plugin import RanksMarker
 from unisono.testing.pool import RankPool, RankStall, RankWorld, UnanimousOutcome
 from unisono.testing.report import LeakFound
 
+REMADE_FIXTURES = ("monkeypatch",)
+"""Fixtures that act on the process they live in, so each rank makes its own."""
 SHRINK_GRACE_S = 0.3
 """Grace after a first failure while hypothesis looks for the smallest example."""
 

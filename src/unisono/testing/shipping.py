@@ -6,19 +6,21 @@ module need not be importable. Everything else is imported again by the rank, fr
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from unisono.errors import UnisonoError, an
-from unisono.launch.pool.payload import PlainPickler, is_importable
+from unisono.launch.pool.payload import (
+    PlainPickler,
+    first_unpicklable,
+    is_importable,
+    taken_by_value,
+)
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 _REWRITING = "AssertionRewritingHook"
@@ -53,7 +55,7 @@ def pack(
         CannotTravel: names the argument or the global that cannot be pickled.
     """
     value = dict(kwargs) if alone else (function, args, dict(kwargs))
-    with _registered(by_value):
+    with taken_by_value(by_value):
         try:
             return _dumps(value, by_value)
         except Exception as error:
@@ -118,7 +120,7 @@ def _contents(module: types.ModuleType) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _MACHINERY and (inspect.isroutine(value) or _why_not(value) is None)
+        if name not in _MACHINERY and (inspect.isroutine(value) or _travels(value))
     }
 
 
@@ -162,18 +164,6 @@ def _is_rewritten(module: types.ModuleType) -> bool:
     return type(loader).__name__ == _REWRITING
 
 
-@contextlib.contextmanager
-def _registered(modules: Iterable[types.ModuleType]) -> Iterator[None]:
-    ours = [m for m in modules if m.__name__ not in cloudpickle.list_registry_pickle_by_value()]
-    try:
-        for module in ours:
-            cloudpickle.register_pickle_by_value(module)
-        yield
-    finally:
-        for module in ours:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
 def _blame(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -183,30 +173,21 @@ def _blame(
 ) -> UnisonoError:
     """Find what could not be pickled and say it."""
     name = getattr(function, "__qualname__", repr(function))
-    named = [(f"number {i}", value) for i, value in enumerate(args)]
-    named += [(repr(key), value) for key, value in kwargs.items()]
-    for label, value in named:
-        if (why := _why_not(value)) is not None:
-            return CannotTravel.because(
-                f"{kind} {label} of {name} is needed on the ranks",
-                f"{an(type(value).__qualname__)}, which cannot be sent to another process: {why}",
-                hint=f"make it inside {name}, on each rank, or pass plain data",
-            )
-    inner = getattr(function, "__func__", function)
-    code = getattr(inner, "__code__", None)
-    for key in code.co_names if code is not None else ():
-        if key in inner.__globals__ and (why := _why_not(inner.__globals__[key])) is not None:
-            return CannotTravel.because(
-                f"{name} uses the global {key!r}",
-                f"{an(type(inner.__globals__[key]).__qualname__)}, which cannot be sent: {why}",
-                hint=f"make it inside {name}, on each rank",
-            )
-    return CannotTravel.because(f"{name} is needed on the ranks", f"it cannot be sent: {error}")
+    given = {f"{kind} number {i} of {name}": value for i, value in enumerate(args)}
+    given |= {f"{kind} {key!r} of {name}": value for key, value in kwargs.items()}
+    path, culprit = first_unpicklable({**given, name: function}) or (name, function)
+    found = f"{an(type(culprit).__qualname__)} that cannot be sent to another process: {error}"
+    if path == name:
+        return CannotTravel.because(f"{name} is needed on the ranks", f"it cannot be sent: {error}")
+    is_given = path.startswith(tuple(given))
+    asked = f"{path} is needed on the ranks" if is_given else f"{name} uses the global {path!r}"
+    hint = f"make it inside {name}, on each rank, or pass plain data"
+    return CannotTravel.because(asked, found, hint=hint)
 
 
-def _why_not(value: Any) -> str | None:
+def _travels(value: Any) -> bool:
     try:
         _dumps(value, ())
-    except Exception as error:
-        return str(error)
-    return None
+    except Exception:
+        return False
+    return True

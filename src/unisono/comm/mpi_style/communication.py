@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from unisono.comm import groups, transports
 from unisono.comm.communicator import Communicator, world
 from unisono.comm.groups import GroupEntry, has_world
-from unisono.comm.lifecycle import start_world, stop_world
+from unisono.comm.lifecycle import leave_at_exit, start_world
 from unisono.comm.mpi_style import buffers
 from unisono.comm.mpi_style.constants import is_undefined
 from unisono.comm.mpi_style.messages import Mailbox, drop_mailbox, mailbox_of
@@ -257,14 +255,8 @@ def world_from_environment() -> Communicator:
     """
     if not has_world() and (environment := detect()).is_world:
         start_world(environment)
-        atexit.register(_leave)
+        leave_at_exit()
     return world()
-
-
-def _leave() -> None:
-    """Close the world together, unless this rank ends with an exception and nobody should wait."""
-    if getattr(sys, "last_value", None) is None:
-        stop_world()
 
 
 MPI_WORLD = MPICommunication()

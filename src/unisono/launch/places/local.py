@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,20 +74,13 @@ def run_local(
             supervisor.watch(ranks[rank - numbers[0]])
         return ranks
 
-    settings: dict[str, Any] = {
-        "start_timeout_s": platform.start_timeout_s,
-        "timeout_s": timeout_s,
-        "grace_s": platform.grace_s,
-        "interrupt_s": platform.interrupt_s,
-        "job_dir": job_dir,
-        "attempt": attempt,
-        "stack_signal": signal.Signals[platform.stack_signal],
-    }
+    settings: dict[str, Any] = {"timeout_s": timeout_s, "job_dir": job_dir, "attempt": attempt}
     if elastic is None:
-        supervisor = Supervisor(console, **settings)
+        supervisor = Supervisor(console, platform, **settings)
     else:
         supervisor = ElasticSupervisor(
             console,
+            platform,
             elastic=elastic,
             secret=job.secret,
             stall_s=platform.comm_timeout_s,

@@ -28,7 +28,7 @@ from unisono.launch.places.mailbox import Plan
 from unisono.launch.places.remote import RemoteSupervisor, own_failure, read_error, read_outcome
 from unisono.launch.platform import Platform
 from unisono.launch.pool.cleanup import unused_memory
-from unisono.launch.pool.monitor import Outcome, Watch
+from unisono.launch.pool.monitor import Outcome
 from unisono.launch.pool.rank import Job
 from unisono.launch.stopping import announce, first_told_to
 
@@ -54,7 +54,7 @@ def run_mpi(
     job_dir: Path,
     timeout_s: float | None,
     attempt: int = 0,
-    on_start: Callable[[Watch], None] | None = None,
+    on_start: Callable[[RemoteSupervisor], None] | None = None,
 ) -> Outcome:
     """Run `job` on ranks that `mpiexec` starts; return what they returned, or raise.
 

@@ -41,7 +41,7 @@ from unisono.launch.pool import verdict
 from unisono.launch.pool.monitor import Outcome
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Standing
-from unisono.launch.pool.stacks import StackDumps, crash_in, user_threads
+from unisono.launch.pool.stacks import StackDumps, user_threads
 
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before all are stopped."""
@@ -400,17 +400,13 @@ def read_fates(directory: Path, ranks: int, attempt: int) -> list[verdict.Fate]:
     for rank in range(ranks):
         state = mailbox.read_state(directory, rank, attempt)
         failed = mailbox.read_error(directory, rank, attempt)
-        text = tail(directory / f"rank-{rank}.log")
-        fates.append(
-            verdict.Fate(
-                rank=rank,
-                host=(state.node or state.host) if state else "a host unknown",
-                failed=failed,
-                failed_at=state.at.get("failed", 0.0) if state else 0.0,
-                exit_code=state.exit_code if state and state.state == "died" else None,
-                peak_mb=state.peak_mb if state else None,
-                crash=crash_in(directory / f"rank-{rank}.stack"),
-                log_tail="\n".join(text.splitlines()[-verdict.LOG_LINES :]),
-            )
+        fate = verdict.Fate(
+            rank=rank,
+            host=(state.node or state.host) if state else "a host unknown",
+            failed=failed,
+            failed_at=state.at.get("failed", 0.0) if state else 0.0,
+            exit_code=state.exit_code if state and state.state == "died" else None,
+            peak_mb=state.peak_mb if state else None,
         )
+        fates.append(verdict.with_last_words(fate, directory))
     return fates

@@ -23,10 +23,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from unisono.launch.logs import FAILED, RankLog
-from unisono.launch.pool import interpreter
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import (
@@ -65,6 +63,16 @@ _SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _OF_RUNS = ("UNISONO_TRACE", "UNISONO_CHECK", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
+def interpreter_command(code: str, *words: str) -> list[str]:
+    """Return the command of an interpreter with the options of this one (`-O`, `-W`, `-X`, ...).
+
+    `sys.flags` does not tell all of them; multiprocessing uses the same private function, which
+    was there in every Python from 3.11 to 3.14.
+    """
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
+    return [sys.executable, *flags, "-c", code, *words]
+
+
 class ServerGone(Exception):
     """The warm server has ended, or does not answer."""
 
@@ -85,7 +93,7 @@ class WarmServer:
         words = (search_path, own, str(theirs.fileno()))
         with theirs:
             self._process = subprocess.Popen(
-                interpreter.command(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
+                interpreter_command(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
@@ -148,33 +156,6 @@ class WarmServer:
         finally:
             os.close(status_write)
         return ForkedProcess(status_read)
-
-    def fork_rank(
-        self,
-        main: str,
-        own: Mapping[str, object],
-        pipes: Pipes,
-        *fds: int,
-        stdin: Mapping[int, int] | None = None,
-        linger_s: float = 0.0,
-        preload: Sequence[str] = (),
-    ) -> ForkedProcess:
-        """Ask for a rank at the other ends of `pipes`, which are closed here; see `fork`."""
-        streams = {**pipes.streams, **(stdin or {})}
-        try:
-            return self.fork(
-                main,
-                own,
-                (*fds, *pipes.theirs),
-                streams=streams,
-                linger_s=linger_s,
-                preload=preload,
-            )
-        except BaseException:
-            pipes.close()
-            raise
-        finally:
-            pipes.close_theirs()
 
     def last_words(self) -> str:
         """Return what the server has printed, which is why it ended if it did."""
@@ -254,22 +235,13 @@ atexit.register(shutdown)
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class Process(Protocol):
-    """A process that was started, in whichever way."""
-
-    pid: int
-
-    @property
-    def end_fd(self) -> int | None:
-        """A descriptor that becomes readable when it has ended, where there is one."""
-
-    def wait(self) -> tuple[int, float | None]:
-        """Wait for its end, end its group; return its exit code and its peak memory in MB."""
-        ...
-
-
 class ForkedProcess:
-    """A process that the warm server has forked; news of it come on a pipe of its own."""
+    """A process that the warm server has forked; news of it come on a pipe of its own.
+
+    Attributes:
+        pid: its number.
+        end_fd: becomes readable when it has ended.
+    """
 
     def __init__(self, status_fd: int) -> None:
         self.pid = 0
@@ -310,7 +282,12 @@ class ForkedProcess:
 
 
 class SpawnedProcess:
-    """A fresh interpreter."""
+    """A fresh interpreter.
+
+    Attributes:
+        pid: its number.
+        end_fd: becomes readable when it has ended, where the system has such a thing.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], run_id: str, rank: int) -> None:
         self.pid = process.pid
@@ -340,6 +317,9 @@ class SpawnedProcess:
 class Pipes:
     """The descriptors and files that connect a launcher with one rank.
 
+    The rank is started inside its `with` block, which closes the rank's ends in this process, so
+    that its end can be noticed; ours, too, if that fails.
+
     Attributes:
         log: what the rank prints.
         stack_path: where it writes its stacks.
@@ -368,10 +348,14 @@ class Pipes:
         self.theirs = their_report, their_control, self.result
         self.streams = {1: their_out, 2: their_err}
 
-    def close_theirs(self) -> None:
-        """Close the rank's ends in this process, so that its end can be noticed."""
+    def __enter__(self) -> Pipes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for fd in (*self.theirs[:2], *self.streams.values()):
             os.close(fd)
+        if kind is not None:
+            self.close()
 
     def close(self) -> None:
         """Close our ends."""
@@ -389,7 +373,7 @@ class RankProcess:
         is_bad: whether it failed, or ended without a result.
     """
 
-    def __init__(self, rank: int, process: Process, pipes: Pipes) -> None:
+    def __init__(self, rank: int, process: ForkedProcess | SpawnedProcess, pipes: Pipes) -> None:
         self.rank = rank
         self.process = process
         self.pipes = pipes
@@ -518,25 +502,23 @@ def fork_ranks(
         try:
             for variables in own:
                 rank = int(variables["RANK"])
-                pipes = Pipes(rank, job_dir)
-                stdin = {0: 0} if rank == stdin_rank else {}
-                process = server.fork_rank(
-                    main, variables, pipes, payload_fd, stdin=stdin, preload=preload
-                )
+                with Pipes(rank, job_dir) as pipes:
+                    fds = (payload_fd, *pipes.theirs)
+                    streams = pipes.streams | ({0: 0} if rank == stdin_rank else {})
+                    process = server.fork(main, variables, fds, streams=streams, preload=preload)
                 processes.append(process)
                 ranks.append(RankProcess(rank, process, pipes))
             for process in processes:
                 is_refused |= process.confirm(ANSWER_S) is not None
+            if not is_refused:
+                return ranks
+            _let_go(ranks)
+            return []
         except BaseException as error:
             _let_go(ranks)
             if not isinstance(error, ServerGone):
                 raise
             shutdown()
-            continue
-        if not is_refused:
-            return ranks
-        _let_go(ranks)
-        break
     return []
 
 
@@ -561,12 +543,11 @@ def spawn_rank(
     `kept_fds` are descriptors of this process that the rank inherits, too; `stdin_fd` is what it
     reads from.
     """
-    pipes = Pipes(rank, job_dir)
-    inherited = (payload_fd, *pipes.theirs)
-    label = f"unisono rank {rank} of {ranks}"
-    try:
+    with Pipes(rank, job_dir) as pipes:
+        inherited = (payload_fd, *pipes.theirs)
+        label = f"unisono rank {rank} of {ranks}"
         process = subprocess.Popen(
-            interpreter.command(_RANK_BOOTSTRAP, label, *map(str, inherited)),
+            interpreter_command(_RANK_BOOTSTRAP, label, *map(str, inherited)),
             stdin=stdin_fd,
             stdout=pipes.streams[1],
             stderr=pipes.streams[2],
@@ -574,9 +555,4 @@ def spawn_rank(
             env=env,
             process_group=0,
         )
-    except BaseException:
-        pipes.close()
-        raise
-    finally:
-        pipes.close_theirs()
     return RankProcess(rank, SpawnedProcess(process, env["UNISONO_RUN_ID"], rank), pipes)

@@ -15,13 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import name_ranks
 from unisono.launch.console import Console, RankStream, warn
-from unisono.launch.logs import tail
 from unisono.launch.pool import verdict
 from unisono.launch.pool.client import RankProcess
 from unisono.launch.pool.payload import Parcel
@@ -32,8 +31,11 @@ from unisono.launch.pool.protocol import (
     Standing,
     read_available,
 )
-from unisono.launch.pool.stacks import StackDumps, crash_in, user_threads
+from unisono.launch.pool.stacks import StackDumps, user_threads
 from unisono.launch.stopping import announce, first_told_to
+
+if TYPE_CHECKING:
+    from unisono.launch.platform import Platform
 
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before the cause is chosen."""
@@ -61,22 +63,6 @@ class Outcome:
     """Seconds until the last rank was ready."""
     wall_s: float
     """Seconds from then to the last return."""
-
-
-class Watch(Protocol):
-    """What other threads may ask of whoever watches over the ranks of an attempt."""
-
-    @property
-    def was_ready(self) -> bool:
-        """Whether all ranks have been ready."""
-        ...
-
-    def ask(self, question: Callable[[], None]) -> None:
-        """Have `question` called by the thread that supervises, soon. From any thread."""
-
-    def stacks(self) -> dict[int, str]:
-        """Return the stacks of all ranks that answer; only in the thread that supervises."""
-        ...
 
 
 class RankMonitor:
@@ -210,26 +196,29 @@ class RankMonitor:
 
 
 class Supervisor(RankMonitor):
-    """Watches the ranks of one attempt. Use it as a context manager."""
+    """Watches the ranks of one attempt. Use it as a context manager.
+
+    Args:
+        console: where their output is shown.
+        platform: what was asked for, with all deadlines but that of the function.
+        timeout_s: that of the function.
+        job_dir: directory of the run.
+        attempt: number of the attempt.
+    """
 
     def __init__(
         self,
         console: Console,
+        platform: Platform,
         *,
-        start_timeout_s: float,
         timeout_s: float | None,
-        grace_s: float,
-        interrupt_s: float,
         job_dir: Path,
         attempt: int,
-        stack_signal: signal.Signals = signal.SIGUSR1,
     ) -> None:
-        super().__init__(stack_signal)
+        super().__init__(signal.Signals[platform.stack_signal])
         self._console = console
-        self._start_timeout_s = start_timeout_s
+        self._platform = platform
         self._timeout_s = timeout_s
-        self._grace_s = grace_s
-        self._interrupt_s = interrupt_s
         self._interrupted_until: float | None = None
         self._is_killed = False
         self._job_dir = job_dir
@@ -247,7 +236,7 @@ class Supervisor(RankMonitor):
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.end_all(None if self._is_killed else self._grace_s)
+            self.end_all(None if self._is_killed else self._platform.grace_s)
         finally:
             for stream in self._streams.values():
                 stream.close()
@@ -330,10 +319,10 @@ class Supervisor(RankMonitor):
         if self._ready_at is None:  # no function runs that could save anything
             raise KeyboardInterrupt
         if self._console.shows_any:
-            announce(self._interrupt_s)
-        self._interrupted_until = time.monotonic() + self._interrupt_s
+            announce(self._platform.interrupt_s)
+        self._interrupted_until = time.monotonic() + self._platform.interrupt_s
         for rank in self._ranks:
-            rank.order(interrupt=self._interrupt_s)
+            rank.order(interrupt=self._platform.interrupt_s)
 
     def _await_interrupted(self) -> None:
         """Let all ranks come to an end; raise `KeyboardInterrupt` unless all have returned."""
@@ -352,7 +341,7 @@ class Supervisor(RankMonitor):
     def _seconds_left(self) -> float | None:
         """Return the time to the next deadline; None is for ever, 0.0 is over."""
         if self._ready_at is None:
-            end = self._began + self._start_timeout_s
+            end = self._began + self._platform.start_timeout_s
         elif self._timeout_s is None:
             return None
         else:
@@ -382,34 +371,24 @@ class Supervisor(RankMonitor):
         fates = self._fates()
         unaware = [rank for rank in self._ranks if not rank.is_bad and not rank.is_done]
         stacks = self._stacks(unaware, STACKS_S)
-        self.end_all(self._grace_s)
-        return verdict.failure(
-            [
-                replace(
-                    fate,
-                    log_tail=self._log_tail(fate.rank),
-                    crash=crash_in(self._job_dir / f"rank-{fate.rank}.stack"),
-                )
-                for fate in fates
-            ],
-            stacks=stacks,
-            job_dir=str(self._job_dir),
-            attempt=self._attempt,
-        )
+        self.end_all(self._platform.grace_s)
+        last_words = [verdict.with_last_words(fate, self._job_dir) for fate in fates]
+        job_dir = str(self._job_dir)
+        return verdict.failure(last_words, stacks=stacks, job_dir=job_dir, attempt=self._attempt)
 
     def _timeout(self) -> Exception:
         """Ask every rank where it stands, stop all, and return the error."""
         size = len(self._ranks)
         if self._ready_at is None:
             late = [rank.rank for rank in self._ranks if not rank.is_ready]
-            deadline = f"not ready {self._start_timeout_s:g} s after the start"
+            deadline = f"not ready {self._platform.start_timeout_s:g} s after the start"
         else:
             late = [rank.rank for rank in self._ranks if not rank.is_done]
             deadline = f"not done within timeout_s={self._timeout_s:g}"
         standings = self._standings()
         stacks = self._stacks(self._ranks, DEADLINE_STACKS_S)
         fates = self._fates()
-        self.end_all(self._grace_s)
+        self.end_all(self._platform.grace_s)
         return verdict.timeout(
             fates,
             what=f"{name_ranks(late)} of {size} {deadline}",
@@ -440,10 +419,6 @@ class Supervisor(RankMonitor):
             )
             for rank in self._ranks
         ]
-
-    def _log_tail(self, rank: int) -> str:
-        text = tail(self._job_dir / f"rank-{rank}.log")
-        return "\n".join(text.splitlines()[-verdict.LOG_LINES :])
 
     def _stacks(self, ranks: Iterable[RankProcess], limit_s: float) -> dict[int, str]:
         dumps = self.raw_stacks(ranks, limit_s)

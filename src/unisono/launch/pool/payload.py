@@ -26,7 +26,7 @@ import sys
 import tempfile
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -228,29 +228,33 @@ class Parcel:
 
     def load(self) -> Any:
         """Unpack the value; it shares no memory with the parcel."""
-        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
-        table = self._read(_HEAD.size, count * _PART.size)
-        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
-        body = self._read(begin, length)
-        return pickle.loads(body, buffers=self._parts(_PART.iter_unpack(table)))
+        begin, length, parts = self._layout()
+        return pickle.loads(self._read(begin, length), buffers=map(self._part, parts))
 
     def close(self) -> None:
         """Let the file go."""
         if self._close is not None:
             self._close()
 
-    def _parts(self, table: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield the large parts as the unpickler asks for them, each in memory of its own."""
-        for is_torch, place, length in table:
-            if is_torch:
-                import torch
+    def _layout(self) -> tuple[int, int, list[tuple[Any, ...]]]:
+        """Return place and length of the pickle, and kind, place and length of each large part."""
+        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
+        table = self._read(_HEAD.size, count * _PART.size)
+        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
+        return begin, length, list(_PART.iter_unpack(table))
 
-                part: Any = torch.UntypedStorage(length)
-                self._read_into(memoryview(_bytes_of(part)).cast("B"), place)
-            else:
-                part = mmap.mmap(-1, length)
-                self._read_into(memoryview(part), place)
-            yield part
+    def _part(self, entry: tuple[Any, ...]) -> Any:
+        """Return a large part when the unpickler asks for it, in memory of its own."""
+        is_torch, place, length = entry
+        if is_torch:
+            import torch
+
+            part: Any = torch.UntypedStorage(length)
+            self._read_into(memoryview(_bytes_of(part)).cast("B"), place)
+        else:
+            part = mmap.mmap(-1, length)
+            self._read_into(memoryview(part), place)
+        return part
 
     def _read(self, place: int, length: int) -> memoryview:
         if length < APART_BYTES:
@@ -274,11 +278,8 @@ class Parcel:
 
     def _end(self) -> int:
         """Return where it ends in its file."""
-        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
-        table = self._read(_HEAD.size, count * _PART.size)
-        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
-        ends = [place + size for _, place, size in _PART.iter_unpack(table)]
-        return self._offset + max([begin + length, *ends])
+        begin, length, parts = self._layout()
+        return self._offset + max([begin + length, *(place + size for _, place, size in parts)])
 
 
 def packed_bytes(value: object, pickler: type[Pickler] = Pickler) -> int:
@@ -319,39 +320,32 @@ def dump_call(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Parcel:
     """Pack a call for the ranks, or raise `PlatformError` naming what cannot travel."""
-    with _by_value_if_not_importable(fn):
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    parts = {name: fn, **{f"args[{i}]": value for i, value in enumerate(args)}}
+    parts |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
+    module = sys.modules.get(getattr(inner, "__module__", None) or "")
+    with taken_by_value([] if module is None or is_importable(module) else [module]):
         try:
             call = Parcel.of((fn, tuple(args), dict(kwargs)))
         except Exception as error:
-            parts = {_name(fn): fn, **_named_arguments(args, kwargs)}
-            path, culprit = _first_unpicklable(parts) or (_name(fn), fn)
+            path, culprit = first_unpicklable(parts) or (name, fn)
             raise PlatformError.because(
-                f"unisono.run({_name(fn)}, ...) sends the function and its arguments to each rank",
+                f"unisono.run({name}, ...) sends the function and its arguments to each rank",
                 f"{path} is a {type(culprit).__qualname__} that cannot be pickled",
                 f"{type(error).__name__}: {error}",
                 f"make {path} inside the function, or pass what it is made from",
             ) from error
         if (size := call.nbytes()) > LARGE_BYTES:
-            _warn_of_size(size, {_name(fn): fn, **_named_arguments(args, kwargs)})
+            sizes = {path: packed_bytes(value) for path, value in parts.items()}
+            largest = max(sizes, key=lambda path: sizes[path])
+            warn(
+                f"each rank is sent {size / 2**20:,.0f} MB, of which {largest} is "
+                f"{sizes[largest] / 2**20:,.0f} MB; load it inside the function, or pass its path"
+            )
     return call
-
-
-def _named_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments by the paths under which messages name them."""
-    return {
-        **{f"args[{i}]": value for i, value in enumerate(args)},
-        **{f"kwargs[{key!r}]": value for key, value in kwargs.items()},
-    }
-
-
-def _warn_of_size(size: int, parts: Mapping[str, object]) -> None:
-    """Say which part of a call makes it large."""
-    sizes = {path: packed_bytes(value) for path, value in parts.items()}
-    largest = max(sizes, key=lambda path: sizes[path])
-    warn(
-        f"each rank is sent {size / 2**20:,.0f} MB, of which {largest} is "
-        f"{sizes[largest] / 2**20:,.0f} MB; load it inside the function, or pass its path"
-    )
 
 
 def dump_value(value: object, file: int | None = None) -> Parcel:
@@ -364,7 +358,7 @@ def dump_value(value: object, file: int | None = None) -> Parcel:
     except OSError:
         raise  # no memory left for it
     except Exception as error:
-        path, culprit = _first_unpicklable({"result": value}) or ("result", value)
+        path, culprit = first_unpicklable({"result": value}) or ("result", value)
         raise TypeError(
             f"the return value cannot be pickled: {path} is a {type(culprit).__qualname__} "
             f"({type(error).__name__}: {error})"
@@ -392,11 +386,7 @@ def load_exception(data: bytes | None) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _name(fn: object) -> str:
-    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
-
-
-def _first_unpicklable(parts: Mapping[str, object]) -> tuple[str, object] | None:
+def first_unpicklable(parts: Mapping[str, object]) -> tuple[str, object] | None:
     """Return path and value of the innermost part that cannot be pickled."""
     seen: set[int] = set()
 
@@ -449,20 +439,17 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 @contextlib.contextmanager
-def _by_value_if_not_importable(fn: object) -> Iterator[None]:
-    """Let cloudpickle take a function by value when a rank could not import its module."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    registered = cloudpickle.list_registry_pickle_by_value()
-    if module is None or module.__name__ in registered or is_importable(module):
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
+def taken_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
+    """Let cloudpickle take what is defined in these modules as code and not as a name."""
+    known = cloudpickle.list_registry_pickle_by_value()
+    ours = [module for module in modules if module.__name__ not in known]
     try:
+        for module in ours:
+            cloudpickle.register_pickle_by_value(module)
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        for module in ours:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def is_importable(module: types.ModuleType, finders: Sequence[Any] = _FINDERS) -> bool:

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from unisono.launch.pool.payload import ROOM, Parcel
 
 if TYPE_CHECKING:
-    from unisono.launch.calling import Convention
     from unisono.launch.platform import Platform
     from unisono.launch.pool.surroundings import Surroundings
+    from unisono.launch.request import Convention
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 20
@@ -85,8 +85,12 @@ def read_payload(payload_fd: int) -> tuple[list[str], Job]:
     return search_path, replace(job, call=Parcel(fd=payload_fd, offset=ROOM, is_owner=True))
 
 
+class Message:
+    """What a rank says."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Hello:
+class Hello(Message):
     """The rank runs, and answers the stack signal from now on."""
 
     host: str
@@ -94,7 +98,7 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Address:
+class Address(Message):
     """Rank 0 hosts the store here."""
 
     addr: str
@@ -104,12 +108,12 @@ class Address:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
+class Ready(Message):
     """The rank is in its world and about to call the function."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Returned:
+class Returned(Message):
     """The function returned."""
 
     value: bytes | None
@@ -119,7 +123,7 @@ class Returned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class Failed(Message):
     """The function, or the start of the rank, raised."""
 
     summary: str
@@ -139,12 +143,12 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requeued:
+class Requeued(Message):
     """The function has saved what it needs and asks for another attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class Standing(Message):
     """Where the rank stands among collectives; the answer to a question of the launcher."""
 
     call: str
@@ -156,7 +160,7 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lingering:
+class Lingering(Message):
     """The rank leaves although threads of the function, no daemons, still run."""
 
     threads: tuple[str, ...]
@@ -164,7 +168,7 @@ class Lingering:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finishing:
+class Finishing(Message):
     """The rank is about to leave, but first finishes what must not be lost, such as a save."""
 
     seconds: float
@@ -172,25 +176,11 @@ class Finishing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preempt:
+class Preempt(Message):
     """The function asks for a stop signal, to rehearse one."""
 
     rank: int
     """Who shall get it."""
-
-
-Message = (
-    Hello
-    | Address
-    | Ready
-    | Returned
-    | Failed
-    | Requeued
-    | Standing
-    | Lingering
-    | Finishing
-    | Preempt
-)
 
 
 def _unlock_after_fork() -> None:
@@ -211,26 +201,11 @@ def send_message(fd: int, message: object) -> None:
                 view = view[os.write(fd, view) :]
 
 
-def receive_message(fd: int) -> Any:
-    """Wait for one message; None when no more can come."""
-    reader = MessageReader()
-    while data := os.read(fd, reader.missing()):
-        if messages := reader.feed(data):
-            return messages[0]
-    return None
-
-
 class MessageReader:
     """Puts messages together from whatever pieces a pipe delivers."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-
-    def missing(self) -> int:
-        """Return how many bytes the next message lacks, as far as that is known."""
-        if len(self._buffer) < _LENGTH.size:
-            return _LENGTH.size - len(self._buffer)
-        return _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0] - len(self._buffer)
 
     def feed(self, data: bytes) -> list[Any]:
         """Take `data`; return the messages complete by now."""

@@ -26,7 +26,7 @@ FRAMES = "UNISONO_FRAMES"
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?.*:$")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _BOTTOM = re.compile(
-    r'^\s*File "(?:<string>|[^"]*unisono/(?:launch/pool/(?:rank|server)|launch/calling'
+    r'^\s*File "(?:<string>|[^"]*unisono/(?:launch/pool/(?:rank|server)|launch/request'
     r'|testing/rank)\.py)", line \d+ in '
 )
 """The frames below the user's function, the same in every rank."""

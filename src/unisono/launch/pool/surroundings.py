@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import RANK_PID, Environment
-from unisono.launch.pool.interpreter import format_of
 
 MISLEADING = (
     *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
@@ -31,6 +30,7 @@ MISLEADING = (
 """Variables of a launcher that tell of another world than that of its ranks."""
 _SOURCE_BYTES = 4 << 20
 """Most source that is sent along."""
+_STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
 _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
 
 
@@ -91,14 +91,31 @@ class Surroundings:
         directory = None
         with suppress(OSError):
             directory = str(Path.cwd())
+        filters: list[Any] = []
+        for entry in warnings.filters:  # those that a rank can unpickle without the user's modules
+            home = entry[2].__module__.partition(".")[0]
+            if home in _PLAIN_MODULES and home in sys.modules:
+                with suppress(Exception):
+                    pickle.dumps(entry)
+                    filters.append(entry)
+        sources: dict[str, str] = {}
+        left = _SOURCE_BYTES
+        for name, entry in reversed(list(linecache.cache.items())):  # the newest first
+            # Cells have no time of change; files are read where they are needed.
+            if len(entry) == 4 and entry[1] is None and not name.endswith("<doctest>"):
+                text = "".join(entry[2])
+                left -= len(text)
+                if left < 0:
+                    break
+                sources[name] = text
         return cls(
             environment=dict(environment),
             directory=directory,
             umask=_umask(),
-            filters=_travelling_filters(),
+            filters=filters,
             modes=_modes_of_torch(),
             logger=_root_logger(),
-            sources=_sources_in_memory(),
+            sources=sources,
         )
 
     def apply(self, own: Mapping[str, str]) -> None:
@@ -114,7 +131,16 @@ class Surroundings:
         """Take over what is set in Python."""
         for name, text in self.sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        self._set_up_logging()
+        root = logging.getLogger()
+        # Unless a module of the function has seen to it.
+        if self.logger and not root.handlers and root.level == logging.WARNING:
+            root.setLevel(self.logger["level"])
+            if "format" in self.logger:
+                stream = sys.stdout if self.logger["is_stdout"] else sys.stderr
+                handler = logging.StreamHandler(stream)
+                handler.setLevel(self.logger["handler_level"])
+                handler.setFormatter(logging.Formatter(*self.logger["format"]))
+                root.addHandler(handler)
         warnings.resetwarnings()  # this also tells modules that the filters have changed
         warnings.filters[:] = self.filters  # pyright: ignore[reportIndexIssue]
         if self.modes and self.modes != _modes_of_torch():  # setting them loads torch's compiler
@@ -126,19 +152,6 @@ class Surroundings:
                 self.modes["deterministic"], warn_only=self.modes["warns_only"]
             )
 
-    def _set_up_logging(self) -> None:
-        """Log as the launcher does, unless a module of the function has seen to it."""
-        root = logging.getLogger()
-        if not self.logger or root.handlers or root.level != logging.WARNING:
-            return
-        root.setLevel(self.logger["level"])
-        if "format" in self.logger:
-            stream = sys.stdout if self.logger["is_stdout"] else sys.stderr
-            handler = logging.StreamHandler(stream)
-            handler.setLevel(self.logger["handler_level"])
-            handler.setFormatter(logging.Formatter(*self.logger["format"]))
-            root.addHandler(handler)
-
 
 def _root_logger() -> dict[str, Any]:
     """Return what this process has set at the root logger."""
@@ -147,24 +160,11 @@ def _root_logger() -> dict[str, Any]:
     handler = next((h for h in root.handlers if type(h) is logging.StreamHandler), None)
     if handler is not None:
         made = handler.formatter or logging.Formatter()
-        found["format"] = format_of(made)
+        style = _STYLES.get(type(made._style).__name__, "%")  # it does not tell its arguments
+        found["format"] = made._fmt, made.datefmt, style
         found["handler_level"] = handler.level
         found["is_stdout"] = handler.stream in (sys.stdout, sys.__stdout__)
     return {} if found == {"level": logging.WARNING} else found
-
-
-def _sources_in_memory() -> dict[str, str]:
-    """Return the source of cells; files are read where they are needed."""
-    found: dict[str, str] = {}
-    left = _SOURCE_BYTES
-    for name, entry in reversed(list(linecache.cache.items())):  # the newest first
-        if len(entry) == 4 and entry[1] is None and not name.endswith("<doctest>"):
-            text = "".join(entry[2])
-            left -= len(text)
-            if left < 0:
-                break
-            found[name] = text
-    return found
 
 
 def _umask() -> int:
@@ -189,15 +189,3 @@ def _modes_of_torch() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns_only": torch.is_deterministic_algorithms_warn_only_enabled(),
     }
-
-
-def _travelling_filters() -> list[Any]:
-    """Return the filters that a rank can unpickle without importing the user's modules."""
-    kept: list[Any] = []
-    for entry in warnings.filters:
-        home = entry[2].__module__.partition(".")[0]
-        if home in _PLAIN_MODULES and home in sys.modules:
-            with suppress(Exception):
-                pickle.dumps(entry)
-                kept.append(entry)
-    return kept

@@ -1,4 +1,4 @@
-"""Which rank is to blame, and the one error the caller gets. Pure: facts in, exception out."""
+"""Which rank is to blame, and the one error the caller gets: facts in, exception out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks
+from unisono.launch.logs import tail
 from unisono.launch.pool.payload import load_exception
 from unisono.launch.pool.protocol import Failed, Standing
-from unisono.launch.pool.stacks import grouped, outside_collectives, user_line
+from unisono.launch.pool.stacks import crash_in, grouped, outside_collectives, user_line
 
 LOG_LINES = 20
 """Lines of a rank's log that the error of a rank without traceback shows."""
@@ -50,6 +52,13 @@ class Fate:
     def is_own(self) -> bool:
         """Whether it failed or died of itself, and not because of another rank or an interrupt."""
         return _is_bad(self) and not (self.failed is not None and self.failed.is_consequence)
+
+
+def with_last_words(fate: Fate, job_dir: Path) -> Fate:
+    """Return a fate with what its rank has left in the directory of the run."""
+    lines = tail(job_dir / f"rank-{fate.rank}.log").splitlines()[-LOG_LINES:]
+    crash = crash_in(job_dir / f"rank-{fate.rank}.stack")
+    return replace(fate, log_tail="\n".join(lines), crash=crash)
 
 
 def choose_cause(fates: Sequence[Fate]) -> Fate:

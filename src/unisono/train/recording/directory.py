@@ -25,8 +25,8 @@ from typing import Any
 import unisono
 from unisono.cores import usable_cores
 from unisono.errors import PlatformError
-from unisono.launch.devices import visible_gpus
 from unisono.launch.job_files import write_private
+from unisono.launch.platform import visible_gpus
 
 PARENT = "runs"
 """Where runs are kept, below the working directory."""
