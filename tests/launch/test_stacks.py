@@ -14,7 +14,7 @@ from unisono.launch.pool.stacks import is_own_file, outside_collectives, user_li
 
 DUMP = """\
 Thread 0x00007f1200000640 (most recent call first):
-  File "/env/unisono/launch/pool/protocol.py", line 60 in _read_orders
+  File "/env/unisono/launch/pool/rank.py", line 60 in _read_orders
   File "/usr/lib/python3.11/threading.py", line 982 in run
 
 Current thread 0x00007f1300000740 (most recent call first):

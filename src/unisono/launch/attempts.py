@@ -112,6 +112,7 @@ class Attempts:
                     if len(causes) > 1:
                         error.add_note("\n".join(causes))
                     raise
+                pause = pause_s(len(causes))
                 if logs.console != "none":
                     limit = 1 + request.max_restarts + requeues
                     attempts, failures = self.number + 1, len(causes)
@@ -138,9 +139,8 @@ class Attempts:
                         job_dir=str(self._job_dir),
                         attempt=self.number,
                     )
-                self.number += 1
-                continue
-            self._cancelled.wait(pause_s(len(causes)))
+                pause = 0.0
+            self._cancelled.wait(pause)
             self._check_cancelled()
             self.number += 1
 

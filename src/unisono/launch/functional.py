@@ -275,9 +275,9 @@ class SharedBatchNorm(_BatchNorm):
         dims = [d for d in range(x.dim()) if d != 1]
         count = torch.full((1,), x.numel() / max(1, x.shape[1]), dtype=x.dtype)
         total = comm.all_reduce(count)
-        mean = all_reduce_sum(x.sum(dims), comm) / total
+        mean = _AllReduceSum.apply(x.sum(dims), comm) / total
         centred = x - _along_channels(mean, x)
-        variance = all_reduce_sum(centred.square().sum(dims), comm) / total
+        variance = _AllReduceSum.apply(centred.square().sum(dims), comm) / total
         if self.training and self.track_running_stats:
             self._track(mean.detach(), variance.detach(), total.item())
         y = centred * _along_channels(torch.rsqrt(variance + self.eps), x)
@@ -298,12 +298,9 @@ class SharedBatchNorm(_BatchNorm):
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
 
-def all_reduce_sum(x: Tensor, comm: Communicator) -> Tensor:
-    """Sum over the ranks, differentiably: the gradient of a sum that all use is a sum again."""
-    return _AllReduceSum.apply(x, comm)
-
-
 class _AllReduceSum(torch.autograd.Function):
+    """The gradient of a sum over the ranks that all of them use is such a sum again."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
@@ -311,7 +308,7 @@ class _AllReduceSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_sum(grads[0], ctx.comm), None
+        return _AllReduceSum.apply(grads[0], ctx.comm), None
 
 
 def _along_channels(values: Tensor, like: Tensor) -> Tensor:

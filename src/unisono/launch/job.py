@@ -33,6 +33,7 @@ from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, job_directory, telling
 from unisono.launch.elastic.settings import RESIZE
 from unisono.launch.elastic.supervisor import read_events
+from unisono.launch.logs import LogReader
 from unisono.launch.places.mailbox import CANCEL
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
@@ -204,18 +205,12 @@ class Job:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _follow(self, path: Path) -> Iterator[str]:
-        place = 0
+        log, rest = LogReader(path), b""
         while True:
             is_over = self.done()
-            if path.exists():
-                if path.stat().st_size < place:  # it was full, and a new one has begun
-                    place = 0
-                with path.open("rb") as file:
-                    file.seek(place)
-                    data = file.read()
-                whole = data if is_over else data[: data.rfind(b"\n") + 1]
-                place += len(whole)
-                yield from whole.decode(errors="replace").splitlines()
+            whole, end, rest = b"".join([rest, *log.new()]).rpartition(b"\n")
+            data = whole + end + rest if is_over else whole
+            yield from data.decode(errors="replace").splitlines()
             if is_over:
                 return
             time.sleep(POLL_S)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from unisono.errors import PlatformError, an
-from unisono.launch.console import Console, RankStream, warn
+from unisono.launch.console import Console, warn
 
 __all__ = ["Logs", "checked_logs"]
 
@@ -92,7 +93,13 @@ class RankLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._half = _log_mb() * 2**20 / 2
+        text = os.environ.get("UNISONO_LOG_MB") or str(LOG_MB)
+        try:
+            self._half = float(text) * 2**20 / 2
+        except ValueError:
+            raise PlatformError.because(
+                f"UNISONO_LOG_MB={text}", "not a number", hint=f"UNISONO_LOG_MB={LOG_MB:g}"
+            ) from None
         self._has_warned = False
         self._fd = self._open()
 
@@ -102,7 +109,9 @@ class RankLog:
         try:
             size = os.fstat(self._fd).st_size
             if size and size + len(view) > self._half:
-                self._begin_anew()
+                self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+                full, self._fd = self._fd, self._open()
+                os.close(full)
             while view:
                 view = view[os.write(self._fd, view) :]
         except OSError as error:
@@ -118,91 +127,43 @@ class RankLog:
         """Close the file."""
         os.close(self._fd)
 
-    def _begin_anew(self) -> None:
-        self.path.replace(self.path.with_name(f"{self.path.name}.old"))
-        fd = self._open()
-        os.close(self._fd)
-        self._fd = fd
-
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
-def _log_mb() -> float:
-    text = os.environ.get("UNISONO_LOG_MB", "")
-    try:
-        return float(text) if text else LOG_MB
-    except ValueError:
-        raise PlatformError.because(
-            f"UNISONO_LOG_MB={text}", "not a number", None, f"UNISONO_LOG_MB={LOG_MB:g}"
-        ) from None
+class LogReader:
+    """Reads what has been added to a log since the last look, also where a new one has begun.
 
+    Args:
+        path: the log, which need not be there yet.
+        tail: only so many lines of what is there already.
+        tracebacks: whether to read those, too; whoever raises the error does not need them.
+    """
 
-class LogFollower:
-    """Shows what has been added to the logs of some ranks since the last look."""
-
-    def __init__(
-        self,
-        directory: Path,
-        console: Console,
-        ranks: Collection[int],
-        *,
-        tail: int | None = None,
-        tracebacks: bool = False,
-    ) -> None:
-        """Begin where the logs begin.
-
-        Args:
-            directory: where they are.
-            console: where they are shown.
-            ranks: whose.
-            tail: only so many lines of what is there already.
-            tracebacks: whether to show those, too; whoever raises the error does not need them.
-        """
-        self._logs = [
-            _Log(directory / f"rank-{rank}.log", console.stream(rank, 0), tail, tracebacks)
-            for rank in ranks
-        ]
-
-    def look(self) -> None:
-        """Show what is new."""
-        for log in self._logs:
-            log.show_new()
-
-    def close(self) -> None:
-        """Show the rest, also a last line that has no end."""
-        for log in self._logs:
-            log.show_new()
-            log.stream.close()
-
-
-class _Log:
-    """One log, and how far it has been shown."""
-
-    def __init__(self, path: Path, stream: RankStream, tail: int | None, tracebacks: bool) -> None:
-        self.stream = stream
+    def __init__(self, path: Path, *, tail: int | None = None, tracebacks: bool = True) -> None:
         self._path = path
-        self._place = 0 if tail is None else _place_of_tail(path, tail)
+        self._place = 0
+        if tail is not None and path.exists():
+            data = path.read_bytes()
+            shown = data.splitlines(keepends=True)[-tail:] if tail else []
+            self._place = len(data) - sum(map(len, shown))
         self._tracebacks = tracebacks
         self._is_hidden = False
         self._rest = b""
 
-    def show_new(self) -> None:
-        """Pass on what has come."""
-        try:
-            if self._path.stat().st_size < self._place:  # a new one has begun
-                self._show_rest(self._path.with_name(f"{self._path.name}.old"))
-                self._place = 0
-            self._show_rest(self._path)
-        except FileNotFoundError:
-            return
-
-    def _show_rest(self, path: Path) -> None:
-        with path.open("rb") as file:
-            file.seek(self._place)
-            while data := file.read(_CHUNK):
-                self._place += len(data)
-                self.stream.feed(data if self._tracebacks else self._output_in(data))
+    def new(self) -> Iterator[bytes]:
+        """Yield what has come."""
+        old = self._path.with_name(f"{self._path.name}.old")
+        with suppress(FileNotFoundError):
+            has_begun_anew = self._path.stat().st_size < self._place
+            for path in (old, self._path) if has_begun_anew else (self._path,):
+                with path.open("rb") as file:
+                    file.seek(self._place)
+                    while data := file.read(_CHUNK):
+                        self._place += len(data)
+                        yield data if self._tracebacks else self._output_in(data)
+                if path is old:
+                    self._place = 0
 
     def _output_in(self, data: bytes) -> bytes:
         """Return `data` without tracebacks; what may become a mark waits for its end."""
@@ -223,10 +184,45 @@ class _Log:
         return b"".join(shown)
 
 
-def _place_of_tail(path: Path, lines: int) -> int:
-    """Return where the last `lines` lines of a log begin."""
-    data = path.read_bytes() if path.exists() else b""
-    return len(data) - sum(map(len, data.splitlines(keepends=True)[-lines:] if lines else ()))
+class LogFollower:
+    """Shows what has been added to the logs of some ranks since the last look.
+
+    Args:
+        directory: where they are.
+        console: where they are shown.
+        ranks: whose.
+        tail: only so many lines of what is there already.
+        tracebacks: whether to show those, too.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        console: Console,
+        ranks: Collection[int],
+        *,
+        tail: int | None = None,
+        tracebacks: bool = False,
+    ) -> None:
+        self._logs = [
+            (
+                LogReader(directory / f"rank-{rank}.log", tail=tail, tracebacks=tracebacks),
+                console.stream(rank, 0),
+            )
+            for rank in ranks
+        ]
+
+    def look(self) -> None:
+        """Show what is new."""
+        for log, stream in self._logs:
+            for data in log.new():
+                stream.feed(data)
+
+    def close(self) -> None:
+        """Show the rest, also a last line that has no end."""
+        self.look()
+        for _, stream in self._logs:
+            stream.close()
 
 
 def size_of(path: Path) -> int:

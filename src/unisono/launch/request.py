@@ -325,7 +325,9 @@ def checked_request(
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
         fields = {**(fields or {}), "seed": seed}
-    least, ranks = bounds(ranks, elastic)
+    least = None
+    if elastic or isinstance(ranks, (tuple, list)):
+        least, ranks = bounds(ranks, elastic)
     asked: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
     asked |= {"max_restarts": max_restarts, "logs": logs}
     configuration = read_configuration()
@@ -351,7 +353,9 @@ def checked_request(
     joins_world = platform.detect and is_in_world()
     if not joins_world:  # else that world counts, whatever is asked for
         platform.check_machine()
-    grows = checked(place, platform, least, chaos, invite, join)
+    grows = None
+    if least is not None or chaos is not None:
+        grows = checked(place, platform, least, chaos, invite, join)
     if grows is not None:  # members meet at their coordinator, and nowhere else
         platform = platform.but(ipc_groups=None)
     size = platform.world_size

@@ -35,16 +35,8 @@ _PREFIX = "UNISONO_"
 _READ_ELSEWHERE = frozenset(
     (
         *("ALGO", "ALGO_FILE", "BACKEND", "CHECK", "CONFIG", "CORE", "DETECT", "ELASTIC"),
-        *("FORCE_ON", "FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "LOG_MB", "RANK_PID"),
-        *(
-            "REQUIRE",
-            "RESTART",
-            "RUN_ID",
-            "SERVER_IDLE_S",
-            "STDIN_RANK",
-            "STRUCTURE_CHECK",
-            "TEST_KILL",
-        ),
+        *("FORCE_ON", "FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "LOG_MB", "RANK_PID", "REQUIRE"),
+        *("RESTART", "RUN_ID", "SERVER_IDLE_S", "STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL"),
         *("TIMEOUT_S", "TRACE"),
     )
 )
@@ -152,28 +144,10 @@ def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
     return None
 
 
-def _strange_owner(path: Path) -> int | None:
+def _strange_owner(path: Path, *opened: os.stat_result) -> int | None:
     """Return who owns the file, or the link to it, if neither this user nor root does."""
-    owners = (path.lstat().st_uid, path.stat().st_uid)
+    owners = [found.st_uid for found in (path.lstat(), path.stat(), *opened)]
     return next((owner for owner in owners if owner not in (0, os.getuid())), None)
-
-
-def _text_of(path: Path) -> str:
-    """Return the text of a file that nobody but this user and root could have written."""
-    with path.open("rb") as file:
-        found = os.fstat(file.fileno())  # of the very file that is read, whatever is renamed
-        mode, owner = stat.S_IMODE(found.st_mode), _strange_owner(path)
-        if owner is None and found.st_uid not in (0, os.getuid()):
-            owner = found.st_uid
-        if owner is not None or mode & 0o022:
-            kind = f"its owner is user {owner}" if owner is not None else f"its mode is {mode:04o}"
-            raise PlatformError.because(
-                f"the settings in {path}, which may say which programs run in your name",
-                f"{kind}, so somebody else could have written it",
-                None,
-                f"chmod go-w {path}" if owner is None else "UNISONO_CONFIG=... names a copy",
-            )
-        return file.read().decode("utf-8")
 
 
 _said: set[str] = set()
@@ -187,43 +161,52 @@ def say_once(line: str) -> None:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the table `[run]` and the profiles of a file that nobody else could have written."""
     try:
-        content = tomllib.loads(_text_of(path))
-    except PlatformError:
-        raise
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())  # of the very file that is read, whatever is renamed
+            text = file.read().decode("utf-8")
+        owner, mode = _strange_owner(path, found), stat.S_IMODE(found.st_mode)
+        content = {} if owner is not None or mode & 0o022 else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise PlatformError.because(f"the settings in {path}", f"{error}") from error
+    if owner is not None or mode & 0o022:
+        kind = f"its owner is user {owner}" if owner is not None else f"its mode is {mode:04o}"
+        raise PlatformError.because(
+            f"the settings in {path}, which may say which programs run in your name",
+            f"{kind}, so somebody else could have written it",
+            hint=f"chmod go-w {path}" if owner is None else "UNISONO_CONFIG=... names a copy",
+        )
     _check_keys(content, ("run", "platform"), str(path), "tables")
-    run = _table(content.get("run", {}), f"[run] of {path}")
-    _check_keys(run, NAMES, f"[run] of {path}", "settings")
+    run = _table(content.get("run", {}), f"[run] of {path}", NAMES, "settings")
     profiles: dict[str, dict[str, Any]] = {}
     for name, entries in _table(content.get("platform", {}), f"[platform] of {path}").items():
         where = f"[platform.{name}] of {path}"
-        profile = _table(entries, where)
-        _check_keys(profile, FIELDS, where, "fields")
-        if "device" not in profile:
-            raise PlatformError.because(
-                where, "no device in it", None, 'device = "cpu" (or "gpu", "slurm", ...)'
-            )
-        profiles[name] = profile
+        profiles[name] = _table(entries, where, FIELDS, "fields")
+        if "device" not in profiles[name]:
+            hint = 'device = "cpu" (or "gpu", "slurm", ...)'
+            raise PlatformError.because(where, "no device in it", hint=hint)
     return run, profiles
 
 
-def _table(value: Any, where: str) -> dict[str, Any]:
+def _table(
+    value: Any, where: str, known: Collection[str] | None = None, what: str = ""
+) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PlatformError.because(where, f"{value!r} where a table is expected")
+    if known is not None:
+        _check_keys(value, known, where, what)
     return value
 
 
-def _check_keys(found: Mapping[str, Any], known: Any, where: str, what: str) -> None:
+def _check_keys(found: Mapping[str, Any], known: Collection[str], where: str, what: str) -> None:
     for key in found:
         if key not in known:
             near = nearest(key, known)
             raise PlatformError.because(
                 f"{key} in {where}",
                 f"{what} are {', '.join(sorted(known))}",
-                None,
-                f"did you mean {near}?" if near else None,
+                hint=f"did you mean {near}?" if near else None,
             )
 
 
@@ -235,12 +218,10 @@ def _read_variables(env: Mapping[str, str]) -> dict[str, Setting]:
         word = variable.removeprefix(_PREFIX)
         if word in _READ_ELSEWHERE or word.startswith(_FAMILIES):
             continue
-        name = word.lower()
-        if name in NAMES:
+        if (name := word.lower()) in NAMES:
             found[name] = Setting(_value(name, text, variable), variable)
             continue
-        known = [_PREFIX + n.upper() for n in sorted(NAMES)]
-        near = nearest(variable, known)
+        near = nearest(variable, [_PREFIX + n.upper() for n in sorted(NAMES)])
         hint = f"; did you mean {near}?" if near else ""
         warn(f"{variable} means nothing to unisono{hint}")
     return found

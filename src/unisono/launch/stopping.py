@@ -122,19 +122,17 @@ def should_stop(*, every: int = 1) -> bool:
     expect_int("every", every, 1, error=PlatformError)
     _calls += 1
     if not _agreed and _calls % every == 0:
-        _agreed = _any_rank(_wanted.is_set()) if _agreement is None else _agreement()
+        if _agreement is not None:
+            _agreed = _agreement()
+            return _agreed
+        import torch
+
+        from unisono.launch.in_process import world
+
+        comm = world().with_device("cpu")
+        mine = torch.tensor([int(_wanted.is_set())])
+        _agreed = bool(comm.all_reduce(mine, op="max").item())
     return _agreed
-
-
-def _any_rank(mine: bool) -> bool:
-    import torch
-
-    from unisono.launch.in_process import world
-
-    comm = world().with_device("cpu")
-    if comm.size == 1:
-        return mine
-    return bool(comm.all_reduce(torch.tensor([int(mine)]), op="max").item())
 
 
 def requeue() -> None:
@@ -165,10 +163,11 @@ def simulate_preemption(*, after_s: float = 0.0, rank: int | None = None) -> Non
         rank: who gets it; None is this rank.
     """
     me = here()
-    target = (me.rank if me is not None else 0) if rank is None else rank
-    is_me = target == (me.rank if me is not None else 0)
-    report_fd = me.report_fd if me is not None else None
-    size = me.platform.world_size if me is not None else 1
+    mine, report_fd, size = (0, None, 1)
+    if me is not None:
+        mine, report_fd, size = me.rank, me.report_fd, me.platform.world_size
+    target = mine if rank is None else rank
+    is_me = target == mine
     if not is_me and (report_fd is None or not 0 <= target < size):
         raise PlatformError.because(
             f"simulate_preemption(rank={rank})",

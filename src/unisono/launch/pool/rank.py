@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import json
 import os
 import pickle
 import queue
@@ -20,9 +21,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from unisono.environment import RANK_PID, Environment, detect, rank_mark
 from unisono.errors import CollectiveMismatch, Requeue
@@ -37,13 +40,11 @@ from unisono.launch.pool.protocol import (
     Finishing,
     Hello,
     Job,
-    Lifeline,
     Lingering,
     Ready,
     Requeued,
     Returned,
     Standing,
-    Stopped,
     drop_descriptor,
     kill_own_group,
     read_payload,
@@ -63,6 +64,7 @@ KEPT_BYTES = 1 << 30
 LARGEST_ON_HEAP = 32 << 20
 """Larger blocks come from the system and go back to it; glibc allows no more."""
 _LINGER_S = 30.0
+_NOTICE_S = 0.1
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 _HEAP_OF_USER = (
     "MALLOC_TRIM_THRESHOLD_",
@@ -70,6 +72,100 @@ _HEAP_OF_USER = (
     "MALLOC_MMAP_MAX_",
     "MALLOC_TOP_PAD_",
 )
+
+
+class Stopped(BaseException):
+    """Raised in the rank's main thread when the launcher stops it, so `finally` blocks run."""
+
+
+class Lifeline:
+    """The rank's end of the pipe for orders; its closing means that the launcher is gone.
+
+    A thread reads it from the first moment, so that a rank whose launcher was killed ends itself
+    and everything it started, also while its main thread waits in a collective.
+
+    Args:
+        control_fd: the pipe.
+        report_fd: the pipe to the launcher.
+        signals: names of signals that are a request to stop, besides TERM.
+    """
+
+    def __init__(self, control_fd: int, report_fd: int, signals: Sequence[str]) -> None:
+        self._fd = control_fd
+        self._report_fd = report_fd
+        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._stop_ordered = threading.Event()
+        self._leaving = False
+        self._taken = {signal.Signals[name] for name in ("SIGTERM", *signals)}
+        threading.Thread(target=self._read_orders, name="unisono-lifeline", daemon=True).start()
+        for number in self._taken:
+            signal.signal(number, self._on_term)
+
+    def part_from_children(self, drop: Callable[[], None]) -> None:
+        """Have processes forked from this rank (workers of a pool or a loader) begin as plain ones.
+
+        With the rank's handlers they could not be ended by TERM; with its pipes they would hold up
+        the news of its end. `drop` lets go of what else belongs to the rank, in the forked process.
+        """
+        masks: dict[int, set[int]] = {}
+
+        def hold() -> None:
+            # A signal that comes before the child has its own handlers would be lost.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
+            masks[threading.get_ident()] = before
+
+        def release() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop(threading.get_ident()))
+
+        def begin_anew() -> None:
+            for number in self._taken:
+                if signal.getsignal(number) == self._on_term:  # else the user has set another
+                    signal.signal(number, signal.SIG_DFL)
+            drop_descriptor(self._fd)
+            drop()
+            release()
+
+        os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin_anew)
+
+    def wait_for(self, key: str, *, timeout_s: float) -> Any:
+        """Return the value of the next order that has `key`; raise `queue.Empty` after a while."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            order = self._orders.get(timeout=max(0.0, give_up - time.monotonic()))
+            if key in order:
+                return order[key]
+
+    def leave(self) -> None:
+        """From now on a stop is no news: the rank is leaving by itself."""
+        self._leaving = True
+
+    def _read_orders(self) -> None:
+        with os.fdopen(self._fd, "rb") as pipe:
+            for line in pipe:
+                order = json.loads(line)
+                if order.get("stop"):
+                    self._stop_ordered.set()
+                elif order.get("where"):
+                    _tell_standing(self._report_fd)
+                    continue
+                elif order.get("interrupt"):
+                    stopping.note_interrupt(float(order["interrupt"]))
+                    continue
+                self._orders.put(order)
+        if not self._leaving:
+            kill_own_group()
+        self._orders.put({"stop": True})
+
+    def _on_term(self, _signum: int, _frame: FrameType | None) -> None:
+        """Raise `Stopped` if the launcher asked for the end; else note that somebody wants it.
+
+        Whoever sends TERM to a rank (a scheduler, `simulate_preemption`) gives it time to save.
+        """
+        if self._leaving:
+            return
+        if self._stop_ordered.wait(_NOTICE_S):
+            raise Stopped
+        stopping.note_request()
 
 
 def main() -> NoReturn:
@@ -105,13 +201,7 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
     # Whoever attaches to the job from elsewhere asks this process for its stacks.
     known = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
     write_private(stack_path.with_suffix(".pid"), known.encode())
-    lifeline = Lifeline(
-        control_fd,
-        stopping.note_request,
-        lambda: _tell_standing(report_fd),
-        stopping.note_interrupt,
-    )
-    lifeline.take(job.platform.stop_signals)
+    lifeline = Lifeline(control_fd, report_fd, job.platform.stop_signals)
 
     def drop() -> None:
         drop_descriptor(report_fd)
@@ -181,7 +271,8 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
 
     seal.give_secret(job.secret)
     keep_freed_memory()
-    torch.set_num_threads(_threads(os.environ["OMP_NUM_THREADS"]))
+    first = os.environ["OMP_NUM_THREADS"].split(",")[0].strip()  # one for each level of nesting
+    torch.set_num_threads(max(1, int(first)) if first.isdigit() else 1)
     environment = detect()
     platform = job.platform
     nonce = f"{os.environ['UNISONO_RUN_ID']}/{os.environ['UNISONO_RESTART']}"
@@ -269,12 +360,6 @@ def _rehearse_death(rank: int) -> None:
         timer = threading.Timer(float(seconds or 0), kill_own_group)
         timer.daemon = True
         timer.start()
-
-
-def _threads(text: str) -> int:
-    """Read OMP_NUM_THREADS, which may be a list of one number for each level of nesting."""
-    first = text.split(",")[0].strip()
-    return int(first) if first.isdigit() and int(first) > 0 else 1
 
 
 def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:

@@ -31,7 +31,7 @@ _BOTTOM = re.compile(
 )
 """The frames below the user's function, the same in every rank."""
 _OWN_THREADS = re.compile(
-    r'unisono/(?:launch/pool/protocol\.py", line \d+ in _read_orders|comm/(?:\w+/)*watchdog\.py)'
+    r'unisono/(?:launch/pool/rank\.py", line \d+ in _read_orders|comm/(?:\w+/)*watchdog\.py)'
 )
 """Threads of ours, which always wait."""
 _CRASH = "Fatal Python error: "
