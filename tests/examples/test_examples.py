@@ -24,8 +24,12 @@ UNLOADED = ("bayes_ddp", "checkpoint_resume", "composed", "launch_hello", "mpi_s
 """Those that have a world in their own process, and a plain one, end to the last destructor."""
 
 
+ELSEWHERE = ("digits_compared", "trainers")
+"""The first is `unisono demo`, which has a test of its own."""
+
+
 @pytest.mark.parametrize(
-    "example", [path for path in EXAMPLES if path.stem != "trainers"], ids=lambda path: path.stem
+    "example", [p for p in EXAMPLES if p.stem not in ELSEWHERE], ids=lambda path: path.stem
 )
 def test_an_example_runs(example, interpreter, tmp_path):
     if example.stem == "mace_split" and find_spec("mace") is None:
