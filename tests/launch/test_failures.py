@@ -359,29 +359,31 @@ def test_what_failed_runs_leave_expires_and_nothing_else_does(tmp_path, monkeypa
             unisono.run(divmod, 1, 0, ranks=1, logs=unisono.Logs(console="none"))
         return Path(str(caught.value.job_dir))
 
-    def made(name, *, marks=(), days=0.0, mode=0o700):
+    def made(name, *, mark=cleanup.KEPT, days=0.0, mode=0o700):
         path = tmp_path / name
         path.mkdir(mode=mode)
         path.chmod(mode)
-        for mark in marks:
-            (path / mark).touch(mode=0o600)
-            os.utime(path / mark, (time.time() - days * 86400,) * 2)
+        if mark:
+            (path / cleanup.MARK).touch(mode=0o600)
+            (path / cleanup.MARK).write_text(mark)
+            os.utime(path / cleanup.MARK, (time.time() - days * 86400,) * 2)
         return path
 
     first = failed_run()
     assert "ZeroDivisionError" in (first / "rank-0.log").read_text()
     of_others = [
-        made("unisono-mine", days=30),  # a directory of the user's own
-        made("unisono-open", marks=[cleanup.KEPT], days=30, mode=0o755),
-        made("other", marks=[cleanup.KEPT], days=30),
-        made("unisono-live", marks=[cleanup.KEPT, cleanup.MARK], days=30),
+        made("unisono-mine", mark="", days=30),  # a directory of the user's own
+        made("unisono-open", days=30, mode=0o755),
+        made("other", days=30),
+        made(
+            "unisono-live",
+            mark=f"{os.getpid()} {process_start(os.getpid())} {socket.gethostname()}",
+            days=30,
+        ),
     ]
-    (tmp_path / "unisono-live" / cleanup.MARK).write_text(
-        f"{os.getpid()} {process_start(os.getpid())} {socket.gethostname()}"
-    )
     (tmp_path / "unisono-link").symlink_to(tmp_path / "other")
-    old = made("unisono-old", marks=[cleanup.KEPT], days=8)
-    young = made("unisono-young", marks=[cleanup.KEPT], days=6)
+    old = made("unisono-old", days=8)
+    young = made("unisono-young", days=6)
     second = failed_run()
     assert not old.exists()
     assert all(path.is_dir() for path in (first, second, young, *of_others))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.launch.pool.cleanup import end_processes_of, remove_orphaned_directories
+from unisono.launch.pool.cleanup import end_processes_of, remove_left_directories
 
 PRELOAD = ("cloudpickle", "numpy", "torch", "torch.distributed", "unisono.comm")
 """Loaded before the first fork."""
@@ -247,7 +247,7 @@ class Server:
             from unisono.comm.engines.shm.segment import sweep
 
             sweep()
-        remove_orphaned_directories(None)
+        remove_left_directories(None)
 
 
 def _await_group(leader: int, limit_s: float) -> None:
