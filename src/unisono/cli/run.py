@@ -23,8 +23,8 @@ from unisono.compat.serving import AS_CPU, call_served, notice, serving
 from unisono.errors import PlatformError, RankFailed
 
 if TYPE_CHECKING:
+    from unisono.launch import Job
     from unisono.launch.request import Request
-    from unisono.launch.results import Results
 
 _EXAMPLES = """\
 examples:
@@ -136,7 +136,10 @@ def _ranks(text: str) -> int | tuple[int, int]:
 
 def execute(args: argparse.Namespace) -> int:
     """Run what the command line asks for."""
-    _settle_words(args)
+    if args.record and args.target is None and args.module is None:
+        args.target, args.record = args.record, ""  # --record script.py
+    if (args.watch or args.to) and args.record is None:
+        args.record = ""
     if args.target is None and args.module is None and args.forwarded:
         args.target, *rest = args.forwarded  # unisono run -- script.py --epochs 3
         args.forwarded = rest[rest[:1] == ["--"] :]
@@ -159,6 +162,7 @@ def execute(args: argparse.Namespace) -> int:
 def _execute(args: argparse.Namespace) -> int:
     """Check the request and carry it out, in a process that serves the libraries asked for."""
     from unisono.launch.api import execute as execute_request
+    from unisono.launch.api import submit_request
 
     function, is_script = _function(args)
     if is_script and _starts_its_own_ranks(args):
@@ -173,16 +177,29 @@ def _execute(args: argparse.Namespace) -> int:
         return _detach(args)
     _note_missing_gpus(args, request)
     with _recording(args, request) as (request, directory):
-        if args.detach:
-            return _queue(request)
+        if args.detach:  # to a scheduler, which supervises it
+            job = submit_request(request)
+            _tell(job.id, str(job.dir))
+            return 0
         if args.supervise:
-            return _supervise(request)
+            return _supervise(submit_request(request))
         print(
             f"unisono: {_count(request.ranks, 'rank')} on {request.place}, "
             f"{_count(request.platform.cpus_per_rank, 'thread')} each",
             file=sys.stderr,
         )
-        results = _watched(request, directory) if args.watch else execute_request(request)
+        if args.watch:
+            from unisono.train.recording import launching
+
+            if request.place == "inline" or directory is None:
+                raise PlatformError.because(
+                    "unisono run --watch",
+                    "a run in this very process, which is busy with it",
+                    hint="--on cpu --ranks 1",
+                )
+            results = launching.watched(request, directory)
+        else:
+            results = execute_request(request)
     if not is_script:
         for rank, text in enumerate(results):
             if text is not None:
@@ -393,15 +410,6 @@ def _detach(args: argparse.Namespace) -> int:
     return 0
 
 
-def _queue(request: Request) -> int:
-    """Submit a job of a scheduler, which supervises it, and print its id."""
-    from unisono.launch.api import submit_request
-
-    job = submit_request(request)
-    _tell(job.id, str(job.dir))
-    return 0
-
-
 def _tell(job: str, directory: str) -> None:
     """Print the id for programs, and for people what to do with it."""
     print(job, flush=True)
@@ -409,14 +417,15 @@ def _tell(job: str, directory: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _supervise(request: Request) -> int:
+def _supervise(job: Job) -> int:
     """Be the supervising process: print the id, let go of the terminal, wait for the end."""
-    from unisono.launch.api import submit_request
     from unisono.launch.stopping import signals_of_launcher
 
-    job = submit_request(request)
     print(job.id, job.dir, flush=True)
-    _let_go()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):  # pipes to the process that started us, which does not wait for our end
+        os.dup2(null, fd)
+    os.close(null)
     with signals_of_launcher():
         try:
             job.wait()
@@ -424,28 +433,6 @@ def _supervise(request: Request) -> int:
             job.cancel()
             raise
     return 0 if job.status() == "done" else 1
-
-
-def _let_go() -> None:
-    """Give back the pipes to the process that started us; it does not wait for our end."""
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    os.close(null)
-
-
-def _settle_words(args: argparse.Namespace) -> None:
-    """Give a script back that `--record script.py` took for the name of the run."""
-    if args.record and args.target is None and args.module is None:
-        args.target, args.record = args.record, ""
-    if (args.watch or args.to) and args.record is None:
-        args.record = ""
-
-
-def _recorded_name(args: argparse.Namespace) -> str:
-    """Return the name of the run: as given, else that of the script, module or function."""
-    target = args.module or args.target
-    return args.record or Path(target.replace(":", ".")).name.removesuffix(".py")
 
 
 @contextlib.contextmanager
@@ -458,7 +445,8 @@ def _recording(args: argparse.Namespace, request: Request) -> Iterator[tuple[Req
     from unisono.train.report.trackers import check_trackers
 
     kept: Any = {"has_command": not args.no_command, "to": check_trackers(args.to or ())}
-    name = _recorded_name(args)
+    target = args.module or args.target
+    name = args.record or Path(target.replace(":", ".")).name.removesuffix(".py")
     if request.joins_world:
         yield launching.in_world(request, name, **kept), None
         return
@@ -472,16 +460,3 @@ def _recording(args: argparse.Namespace, request: Request) -> Iterator[tuple[Req
         yield request, directory
     finally:
         launching.write_report(directory)
-
-
-def _watched(request: Request, directory: Path | None) -> Results[Any]:
-    """Run a request while a page shows it, and return its results."""
-    from unisono.train.recording import launching
-
-    if request.place == "inline" or directory is None:
-        raise PlatformError.because(
-            "unisono run --watch",
-            "a run in this very process, which is busy with it",
-            hint="--on cpu --ranks 1",
-        )
-    return launching.watched(request, directory)

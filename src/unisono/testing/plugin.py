@@ -1,25 +1,42 @@
 """The pytest plugin: `@pytest.mark.ranks(n)`, the fixture `rank_pool`, and the hygiene fixture.
 
 Loading it imports neither torch nor cloudpickle; a run without a marked test pays nothing.
+
+Under hypothesis the test process draws and shrinks, and the ranks run: for each example the drawn
+values are sent to all ranks, which run the inner test in one lasting process group. So all ranks
+see the same values, and shrinking works as in a plain test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import contextlib
+import functools
+import inspect
+import unittest
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from unisono.errors import PlatformError, explain
-from unisono.testing.internals import is_unittest, plain_representation
+from unisono.testing.internals import (
+    argument_names,
+    drawn_by,
+    is_unittest,
+    plain_representation,
+)
 from unisono.testing.leaks import KINDS, Holdings, describe
 
 if TYPE_CHECKING:
-    from unisono.testing.pool import RankPool
+    from unisono.testing.pool import RankPool, RankStall, UnanimousOutcome
 
 __all__ = ["hygiene", "rank_backend", "rank_count", "rank_pool"]
 
+REMADE_FIXTURES = ("monkeypatch",)
+"""Fixtures that act on the process they live in, so each rank makes its own."""
+SHRINK_GRACE_S = 0.3
+"""Grace after a first failure while hypothesis looks for the smallest example."""
 _POOL: pytest.StashKey[RankPool] = pytest.StashKey()
 _FAILED: pytest.StashKey[bool] = pytest.StashKey()
 _RANKS = (
@@ -94,15 +111,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     marker = _marker_of(pyfuncitem)
     if marker is None:
         return None
-    from unisono.testing.runner import run_on_ranks
-
-    pool = session_pool(pyfuncitem.config)
-    drawn = getattr(pyfuncitem, "callspec", None)
-    params = {} if drawn is None else drawn.params
-    count = int(params.get("rank_count", marker.counts[0]))
-    backend = str(params.get("rank_backend", marker.backends[0]))
+    leaks = run_on_ranks(pyfuncitem, marker)
     watch = watched_kinds(pyfuncitem)
-    run_on_ranks(pyfuncitem, pool, marker, count, backend, watch=watch)
+    lines: list[str] = []
+    for rank, found in leaks.items():
+        if watched := {kind: items for kind, items in found.items() if kind in watch}:
+            lines.append(f"rank {rank}:\n{describe(watched)}")
+    if lines:
+        from unisono.testing.report import LeakFound
+
+        raise LeakFound("\n".join(["the test left things behind on its ranks", *lines]))
     return True
 
 
@@ -264,3 +282,118 @@ def watched_kinds(node: pytest.Item) -> set[str]:
     for mark in node.iter_markers("leaks"):
         kinds -= set(mark.args) if mark.args else kinds
     return kinds
+
+
+def run_on_ranks(item: pytest.Function, marker: RanksMarker) -> dict[int, dict[str, list[str]]]:
+    """Run the body of `item`, whose fixtures are ready, on ranks; return what each left behind.
+
+    Raises:
+        RankFailure: ranks raised, died or did not come back.
+    """
+    __tracebackhide__ = True
+    from unisono.testing.pool import RankWorld, UnanimousOutcome
+
+    pool, function = session_pool(item.config), item.obj
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    names = argument_names(item)
+    fixtures = {n: item.funcargs[n] for n in names if n not in REMADE_FIXTURES}
+    remake = tuple(n for n in names if n in REMADE_FIXTURES)
+    verbosity = item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS)
+    is_drawn = getattr(function, "is_hypothesis_test", False) and hasattr(function, "hypothesis")
+    grace_s = pool.grace_s
+    world = RankWorld(
+        pool,
+        int(params.get("rank_count", marker.counts[0])),
+        timeout_s=marker.timeout_s,
+        backend=str(params.get("rank_backend", marker.backends[0])),
+    )
+
+    def call(body: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        __tracebackhide__ = True
+        lasting = {name: value for name, value in kwargs.items() if name in fixtures}
+        changing = {name: value for name, value in kwargs.items() if name not in fixtures}
+        try:
+            world.call(
+                body,
+                (),
+                lasting,
+                drawn=changing if is_drawn else None,
+                remake=remake,
+                keep=False,
+                kind="drawn value or fixture" if is_drawn else "fixture",
+                verbosity=verbosity,
+            )
+        except UnanimousOutcome as wish:
+            _pass_on(wish)
+
+    try:
+        if is_drawn:
+            world.open()  # before the first example, so that none has to wait for it
+            pool.grace_s = min(grace_s, SHRINK_GRACE_S)
+            with drawn_on_ranks(function, call):
+                function(**fixtures, **dict.fromkeys(remake))
+        else:
+            call(function, fixtures)
+        world.echo()
+        return world.close()
+    except (pytest.skip.Exception, pytest.xfail.Exception):
+        world.close()  # all ranks agreed, so they are well
+        raise
+    except StopDrawing as stop:
+        raise stop.stall from None
+    finally:
+        pool.grace_s = grace_s
+        world.abandon()
+
+
+def _pass_on(wish: UnanimousOutcome) -> NoReturn:
+    __tracebackhide__ = True
+    if wish.outcome == "skip":
+        raise pytest.skip.Exception(wish.reason, _use_item_location=True)
+    if wish.outcome == "xfail":
+        raise pytest.xfail.Exception(wish.reason)
+    if wish.outcome == "assume":
+        from hypothesis import reject
+
+        reject()
+    raise unittest.SkipTest(wish.reason)
+
+
+class StopDrawing(BaseException):
+    """Carries a stall past hypothesis: every further example would cost a whole deadline.
+
+    Attributes:
+        stall: the report.
+    """
+
+    def __init__(self, stall: RankStall) -> None:
+        super().__init__(str(stall))
+        self.stall = stall
+
+
+@contextlib.contextmanager
+def drawn_on_ranks(
+    function: Callable[..., Any], run: Callable[[Callable[..., Any], dict[str, Any]], None]
+) -> Iterator[None]:
+    """Let the inner test of a hypothesis test be run by `run(inner, drawn values)`.
+
+    The time limit of hypothesis is lifted meanwhile: the deadline of the marker holds for each
+    example, and time on ranks that share cores says nothing about the example.
+    """
+    from unisono.testing.pool import RankStall
+
+    inner = function.hypothesis.inner_test  # pyright: ignore[reportFunctionMemberAccess]
+
+    @functools.wraps(inner)
+    def on_ranks(*args: Any, **drawn: Any) -> None:
+        __tracebackhide__ = True
+        values = dict(zip(inspect.signature(inner).parameters, args, strict=False)) | drawn
+        try:
+            run(inner, values)
+        except RankStall as stall:
+            shown = ", ".join(f"{k}={v!r}" for k, v in values.items() if k != "self")
+            stall.add_note(f"Stalled example (not shrunk): {inner.__name__}({shown})")
+            raise StopDrawing(stall) from None
+
+    with drawn_by(function, on_ranks):
+        yield

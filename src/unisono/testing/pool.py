@@ -303,7 +303,7 @@ class RankWorld:
             backend=self._backend,
             # A bit before that of the test, so that a collective can tell its own story. Joining
             # has this much time, too, so a short test leaves the word to the pool.
-            timeout_s=self._timeout_s - 2.0 if self._timeout_s >= 6.0 else 30.0,
+            group_timeout_s=self._timeout_s - 2.0 if self._timeout_s >= 6.0 else 30.0,
             environ=dict(os.environ),
             cwd=str(Path.cwd()),
             path=[str(Path(entry).absolute()) for entry in sys.path],

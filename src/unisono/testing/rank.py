@@ -90,7 +90,7 @@ class Rank:
         store: str,
         secret: bytes,
         backend: str,
-        timeout_s: float,
+        group_timeout_s: float,
         environ: dict[str, str],
         cwd: str,
         path: list[str],
@@ -103,7 +103,7 @@ class Rank:
             store: path of the file through which the ranks find each other.
             secret: with it they sign what they leave each other.
             backend: backend of the group.
-            timeout_s: after this long a collective raises.
+            group_timeout_s: after this long a collective raises.
             environ: environment of the test process.
             cwd: its working directory.
             path: its `sys.path`.
@@ -123,7 +123,7 @@ class Rank:
             store=dist.FileStore(store, world),
             rank=self._rank,
             world_size=world,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=datetime.timedelta(seconds=group_timeout_s),
         )
         return Ready()
 
