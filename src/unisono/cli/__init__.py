@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     words = _with_dashes(words, parser)
-    own, _, forwarded = _split(words)
+    # What follows the first -- belongs to the user's script or function.
+    cut = words.index("--") if "--" in words else len(words)
+    own, forwarded = words[:cut], words[cut + 1 :]
     args, unknown = parser.parse_known_args(own)
     if unknown:
         parser.error(_explanation(args, unknown, own, parser))
@@ -107,11 +109,3 @@ def _options(parser: argparse.ArgumentParser, command: str) -> list[str]:
         return []
     options = commands.choices[command]._option_string_actions
     return [option for option in options if option.startswith("--")]
-
-
-def _split(words: list[str]) -> tuple[list[str], str, list[str]]:
-    """Cut the words at the first `--`: what follows belongs to the user's script or function."""
-    if "--" not in words:
-        return words, "", []
-    cut = words.index("--")
-    return words[:cut], "--", words[cut + 1 :]

@@ -36,6 +36,8 @@ from unisono.launch.stopping import signals_of_launcher
 __all__ = ["Wrapper", "dry_run", "run", "submit", "wrapper"]
 
 T = TypeVar("T")
+OPTIONS = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs", "seed", "elastic")
+"""What `run`, `submit` and `dry_run` take beside the function and its arguments."""
 
 
 def run(
@@ -93,16 +95,7 @@ def run(
         >>> list(unisono.run(lambda: unisono.world().rank, on="cpu", ranks=2))
         [0, 1]
     """
-    given: dict[str, Any] = {
-        "on": on,
-        "ranks": ranks,
-        "nodes": nodes,
-        "timeout_s": timeout_s,
-        "max_restarts": max_restarts,
-        "logs": logs,
-        "seed": seed,
-        "elastic": elastic,
-    }
+    given = {name: value for name, value in locals().items() if name in OPTIONS}
     with own_frames_hidden():
         check_call(fn, args, kwargs, {**given, "record": record, "watch": watch})
         request = checked_request(fn, args, kwargs, **given)
@@ -160,16 +153,7 @@ def submit(
         >>> list(job.result())
         [0, 1]
     """
-    given: dict[str, Any] = {
-        "on": on,
-        "ranks": ranks,
-        "nodes": nodes,
-        "timeout_s": timeout_s,
-        "max_restarts": max_restarts,
-        "logs": logs,
-        "seed": seed,
-        "elastic": elastic,
-    }
+    given = {name: value for name, value in locals().items() if name in OPTIONS}
     check_call(fn, args, kwargs, given)
     if not isinstance(logs, Logs):
         given["logs"] = Logs(dir=logs, console="none")
@@ -216,16 +200,7 @@ def dry_run(
         >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
         rank  node              device
     """
-    given: dict[str, Any] = {
-        "on": on,
-        "ranks": ranks,
-        "nodes": nodes,
-        "timeout_s": timeout_s,
-        "max_restarts": max_restarts,
-        "logs": logs,
-        "seed": seed,
-        "elastic": elastic,
-    }
+    given = {name: value for name, value in locals().items() if name in OPTIONS}
     check_call(fn, args, kwargs, given)
     return describe_request(checked_request(fn, args, kwargs, **given))
 

@@ -391,29 +391,20 @@ def first_unpicklable(parts: Mapping[str, object]) -> tuple[str, object] | None:
     seen: set[int] = set()
 
     def search(path: str, value: object, depth: int) -> tuple[str, object] | None:
-        if id(value) in seen or _pickles(value):
+        if id(value) in seen:
+            return None
+        with suppress(Exception):
+            dumps(value)
             return None
         seen.add(id(value))
         if depth < _MAX_DEPTH:
             for child_path, child in _children(path, value):
-                found = search(child_path, child, depth + 1)
-                if found is not None:
+                if (found := search(child_path, child, depth + 1)) is not None:
                     return found
         return path, value
 
-    for path, value in parts.items():
-        found = search(path, value, 0)
-        if found is not None:
-            return found
-    return None
-
-
-def _pickles(value: object) -> bool:
-    try:
-        dumps(value)
-    except Exception:
-        return False
-    return True
+    found = (search(path, value, 0) for path, value in parts.items())
+    return next((culprit for culprit in found if culprit is not None), None)
 
 
 def _children(path: str, value: object) -> Iterator[tuple[str, object]]:

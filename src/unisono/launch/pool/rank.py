@@ -243,7 +243,11 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
     fn, args, kwargs = job.call.load()
     job.call.close()
     job.setting.apply_inside()
-    _rehearse_death(here.rank)
+    who, _, seconds = os.environ.get("UNISONO_TEST_KILL", "").partition(":")
+    if who == str(here.rank) and os.environ["UNISONO_RESTART"] == "0":  # rehearse its death
+        timer = threading.Timer(float(seconds or 0), kill_own_group)
+        timer.daemon = True
+        timer.start()
     send_message(report_fd, Ready())
     begin = time.perf_counter()
     try:
@@ -282,7 +286,14 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
         if address is not None:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address[0], str(address[1])
             if job.is_script:
-                _offer_store()
+                # With torchrun's words for our store, `init_process_group` of a script uses it, so
+                # rank 0, too, joins it at MASTER_PORT instead of opening another one there.
+                os.environ |= {
+                    "GROUP_RANK": os.environ["NODE_RANK"],
+                    "TORCHELASTIC_RUN_ID": os.environ["UNISONO_RUN_ID"],
+                    "TORCHELASTIC_RESTART_COUNT": os.environ["UNISONO_RESTART"],
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
             platform = platform.but(master_addr=address[0], master_port=address[1])
             environment = replace(environment, master=address)
     os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
@@ -329,19 +340,6 @@ def _meet(
     return store, (addr, port)
 
 
-def _offer_store() -> None:
-    """Let `init_process_group` of a script use our store, with the words that torchrun has for it.
-
-    So rank 0, too, joins the store at MASTER_PORT instead of opening another one there.
-    """
-    os.environ |= {
-        "GROUP_RANK": os.environ["NODE_RANK"],
-        "TORCHELASTIC_RUN_ID": os.environ["UNISONO_RUN_ID"],
-        "TORCHELASTIC_RESTART_COUNT": os.environ["UNISONO_RESTART"],
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
 def _tell_standing(report_fd: int) -> None:
     """Tell the launcher which collective was the last; nothing before there was one."""
     calls = sys.modules.get("unisono.comm.call")
@@ -351,15 +349,6 @@ def _tell_standing(report_fd: int) -> None:
         with contextlib.suppress(OSError):
             message = Standing(call=words, group=str(call.key), number=call.seq)
             send_message(report_fd, message)
-
-
-def _rehearse_death(rank: int) -> None:
-    """Die later, if `UNISONO_TEST_KILL=rank:seconds` names this rank in its first attempt."""
-    who, _, seconds = os.environ.get("UNISONO_TEST_KILL", "").partition(":")
-    if who == str(rank) and os.environ["UNISONO_RESTART"] == "0":
-        timer = threading.Timer(float(seconds or 0), kill_own_group)
-        timer.daemon = True
-        timer.start()
 
 
 def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
@@ -464,7 +453,11 @@ def leave(report_fd: int) -> NoReturn:
     That takes longer than a warm start, and the system takes the memory back anyway. What Python
     itself calls at its end has no public name; it was there in every Python from 3.11 to 3.14.
     """
-    if lingering := _lingering_threads(THREADS_S):
+    end, mine = time.monotonic() + THREADS_S, threading.current_thread()
+    threads = [t for t in threading.enumerate() if t is not mine and not t.daemon]
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if lingering := [thread for thread in threads if thread.is_alive()]:
         with contextlib.suppress(OSError):
             send_message(report_fd, Lingering(threads=tuple(t.name for t in lingering)))
     else:
@@ -477,13 +470,3 @@ def leave(report_fd: int) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(0)
-
-
-def _lingering_threads(limit_s: float) -> list[threading.Thread]:
-    """Wait for the function's threads; return those that still run, and keep the process."""
-    end = time.monotonic() + limit_s
-    mine = threading.current_thread()
-    threads = [t for t in threading.enumerate() if t is not mine and not t.daemon]
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    return [thread for thread in threads if thread.is_alive()]

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,9 +50,14 @@ class Fate:
     """Its Python stacks when a signal ended it, where the interpreter could write them."""
 
     @property
+    def is_bad(self) -> bool:
+        """Whether it failed or died."""
+        return self.failed is not None or self.exit_code is not None
+
+    @property
     def is_own(self) -> bool:
         """Whether it failed or died of itself, and not because of another rank or an interrupt."""
-        return _is_bad(self) and not (self.failed is not None and self.failed.is_consequence)
+        return self.is_bad and not (self.failed is not None and self.failed.is_consequence)
 
 
 def with_last_words(fate: Fate, job_dir: Path) -> Fate:
@@ -67,17 +73,13 @@ def choose_cause(fates: Sequence[Fate]) -> Fate:
     A rank that died without a word comes before one that reported an error of its own, and that
     before those that only noticed that another one had gone. Among equals the earliest counts.
     """
-    return min((fate for fate in fates if _is_bad(fate)), key=_precedence)
 
+    def precedence(fate: Fate) -> tuple[int, float, int]:
+        if fate.failed is None:
+            return 0, 0.0, fate.rank
+        return (2 if fate.failed.is_consequence else 1), fate.failed_at, fate.rank
 
-def _is_bad(fate: Fate) -> bool:
-    return fate.failed is not None or fate.exit_code is not None
-
-
-def _precedence(fate: Fate) -> tuple[int, float, int]:
-    if fate.failed is None:
-        return 0, 0.0, fate.rank
-    return (2 if fate.failed.is_consequence else 1), fate.failed_at, fate.rank
+    return min((fate for fate in fates if fate.is_bad), key=precedence)
 
 
 def failure(
@@ -94,7 +96,7 @@ def failure(
     consequences = {
         fate.rank: fate.failed.summary if fate.failed else ending(fate.exit_code)
         for fate in fates
-        if fate is not cause and _is_bad(fate)
+        if fate is not cause and fate.is_bad
     }
     waiting = {
         fate.rank: fate.failed.site
@@ -274,11 +276,16 @@ def _hint(fate: Fate, job_dir: str | None) -> str:
     name = signal_name(-fate.exit_code) if fate.exit_code and fate.exit_code < 0 else ""
     if name == "SIGKILL":
         peak = "" if fate.peak_mb is None else f"; this rank's peak was {fate.peak_mb:,.0f} MB"
-        return f"often the kernel, out of memory: {_host_memory()}{peak}{at}"
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return f"often the kernel, out of memory: this host has {total:,.0f} MB{peak}{at}"
     if name == "SIGABRT" and "collective mismatch" in fate.log_tail:
         return f"ranks made unlike calls; UNISONO_CHECK=1 names them and their source lines{at}"
     if name == "SIGBUS":
-        return f"often a full /dev/shm: {_shm_space()}; or a native library{at}"
+        free = "no /dev/shm here"
+        with suppress(OSError):
+            space = os.statvfs("/dev/shm")
+            free = f"{space.f_bavail * space.f_frsize / 2**20:,.0f} MB free there"
+        return f"often a full /dev/shm: {free}; or a native library{at}"
     if name == "SIGSEGV":
         return f"a native library crashed; the stack above says who called it{at}"
     return f"something in the function ends the process (os._exit?){at}"
@@ -286,22 +293,6 @@ def _hint(fate: Fate, job_dir: str | None) -> str:
 
 def _logs_at(job_dir: str | None) -> str:
     return f"; logs are in {job_dir}" if job_dir else ""
-
-
-def _host_memory() -> str:
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return "host memory unknown"
-    return f"this host has {total / 2**20:,.0f} MB"
-
-
-def _shm_space() -> str:
-    try:
-        space = os.statvfs("/dev/shm")
-    except OSError:
-        return "no /dev/shm here"
-    return f"{space.f_bavail * space.f_frsize / 2**20:,.0f} MB free there"
 
 
 def _indent(text: str) -> str:
