@@ -75,7 +75,13 @@ def check_adjoint(
     """
     __tracebackhide__ = True
     comm = Communicator.of(comm)
-    _check_spaces(domain, range)
+    for space in (domain, range):
+        if space not in ("R", "S", "I"):
+            raise LayoutError.because(
+                f"check_adjoint with a space {space!r}",
+                "spaces are 'R' (replicated), 'S' (sharded), 'I' (independent)",
+                hint='check_adjoint(..., domain="S", range="R")',
+            )
     title = f"{_name(forward)} and {_name(adjoint)} are not adjoint ({domain} -> {range})"
     derive = backward and (x.is_floating_point() or x.is_complex())
     point, toward = x.detach().clone(), y.detach().clone()
@@ -88,7 +94,12 @@ def check_adjoint(
     if derive and not fx.requires_grad:
         mine.problems.append("forward(x) has no gradient although x asks for one")
     parts: list[_Part] = comm.all_gather_object(mine)
-    _note_replicas(parts)
+    for part in parts:
+        part.problems += [
+            f'{name} is in a replicated space "R" but differs from that of rank 0'
+            for name, digest in part.digests.items()
+            if digest != parts[0].digests[name]
+        ]
     raise_what_was_found(title, [part.problems for part in parts])
 
     limit = rtol if rtol is not None else max(_RTOL.get(t.dtype, 0.0) for t in (x, y))
@@ -96,10 +107,19 @@ def check_adjoint(
     if not sums.error <= limit:
         raise_what_was_found(title, [[sums.numbers(limit, domain, range)]] * comm.size)
     if derive:
-        largest = _Largest(
-            *(max(values) for values in zip(*(p.largest for p in parts), strict=True))
-        )
-        _check_autograd(point, fx, toward, fy, limit, largest, title, comm, twice)
+        allowed_fx, allowed_fy = (limit * max(part.largest[i] for part in parts) for i in (0, 1))
+        seed = y.detach().clone().requires_grad_(twice)
+        (gradient,) = torch.autograd.grad(fx, point, seed, create_graph=twice)
+        name = "the gradient that autograd computes"
+        problems = _difference(name, gradient, "adjoint(y)", fy, allowed_fy)
+        if twice and not gradient.requires_grad:
+            problems.append("the gradient cannot be differentiated again")
+        raise_together(title, problems, comm=comm)
+        if twice:
+            (again,) = torch.autograd.grad(gradient, seed, point.detach().clone())
+            name = "the gradient of the gradient"
+            problems = _difference(name, again, "forward(x)", fx, allowed_fx)
+            raise_together(title, problems, comm=comm)
     return sums.error
 
 
@@ -136,12 +156,6 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Largest:
-    fx: float
-    fy: float
-
-
-@dataclass(frozen=True)
 class _Sums:
     """The two inner products over all ranks."""
 
@@ -172,44 +186,6 @@ class _Sums:
             f"<x, F*y> = {b:.12g} (space {domain})\n"
             f"relative difference {self.error:.3g} > {limit:.3g}{ratio}"
         )
-
-
-def _check_autograd(
-    point: Tensor,
-    fx: Tensor,
-    y: Tensor,
-    fy: Tensor,
-    limit: float,
-    largest: _Largest,
-    title: str,
-    comm: Communicator,
-    twice: bool,
-) -> None:
-    __tracebackhide__ = True
-    toward = y.detach().clone().requires_grad_(twice)
-    (gradient,) = torch.autograd.grad(fx, point, toward, create_graph=twice)
-    problems = _difference(
-        "the gradient that autograd computes", gradient, "adjoint(y)", fy, limit * largest.fy
-    )
-    if twice and not gradient.requires_grad:
-        problems.append("the gradient cannot be differentiated again")
-    raise_together(title, problems, comm=comm)
-    if twice:
-        (again,) = torch.autograd.grad(gradient, toward, point.detach().clone())
-        problems = _difference(
-            "the gradient of the gradient", again, "forward(x)", fx, limit * largest.fx
-        )
-        raise_together(title, problems, comm=comm)
-
-
-def _note_replicas(parts: Sequence[_Part]) -> None:
-    """Add a problem to each rank whose replicated tensors are not those of rank 0."""
-    for part in parts:
-        part.problems += [
-            f'{name} is in a replicated space "R" but differs from that of rank 0'
-            for name, digest in part.digests.items()
-            if digest != parts[0].digests[name]
-        ]
 
 
 def _inner(a: Tensor, b: Tensor) -> complex:
@@ -252,16 +228,6 @@ def _shape_problems(name: str, value: Tensor, other: str, like: Tensor) -> list[
     if value.shape == like.shape:
         return []
     return [f"{name} has shape {list(value.shape)}, but {other} has {list(like.shape)}"]
-
-
-def _check_spaces(*spaces: str) -> None:
-    for space in spaces:
-        if space not in ("R", "S", "I"):
-            raise LayoutError.because(
-                f"check_adjoint with a space {space!r}",
-                "spaces are 'R' (replicated), 'S' (sharded), 'I' (independent)",
-                hint='check_adjoint(..., domain="S", range="R")',
-            )
 
 
 def _name(function: Callable[..., object]) -> str:

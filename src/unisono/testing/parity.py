@@ -83,7 +83,16 @@ def check_parity(
     generator = torch.Generator().manual_seed(seed)
     whole = _whole_inputs(inputs, dtype, generator)
     layouts = [as_layout(p, comm) for p in _one_each(partition, len(whole))]
-    compare = _Comparison(rtol, atol)
+    problems: list[str] = []
+    if rtol is not None and atol is None:
+        atol = 0.0
+
+    def compare(name: str, found: Tensor, wanted: Tensor) -> None:
+        try:
+            found, wanted = found.detach(), wanted.detach()
+            torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, equal_nan=True)
+        except AssertionError as error:
+            problems.append(f"{name}: {error}")
 
     own_inputs = [
         layout.split(x.detach()).clone().requires_grad_(_has_gradient(x))
@@ -106,7 +115,7 @@ def check_parity(
         compare(f"output {i}", out_layouts[i].join(out), want)
     for i, (x, kept) in enumerate(zip(own_inputs, before, strict=True)):
         compare(f"input {i} after the call (it was changed)", x, kept)
-    raise_together(title, compare.problems, comm=comm)
+    raise_together(title, problems, comm=comm)
 
     toward = [torch.randn(e.shape, dtype=e.dtype, generator=generator) for e in expected]
     own_toward = [
@@ -121,44 +130,14 @@ def check_parity(
                 wanted = want.grad if want.grad is not None else torch.zeros_like(want)
                 compare(f"gradient of input {i}", layout.join(found), wanted)
         grads = _own_grads(parallel) if parameter_grads is None else parameter_grads()
-        _compare_parameters(compare, grads, _own_grads(serial))
-        raise_together(title, compare.problems, comm=comm)
-
-
-class _Comparison:
-    """Collects what differs."""
-
-    def __init__(self, rtol: float | None, atol: float | None) -> None:
-        if rtol is not None and atol is None:
-            atol = 0.0
-        self.problems: list[str] = []
-        self._rtol = rtol
-        self._atol = atol
-
-    def __call__(self, name: str, found: Tensor, wanted: Tensor) -> None:
-        try:
-            torch.testing.assert_close(
-                found.detach(),
-                wanted.detach(),
-                rtol=self._rtol,
-                atol=self._atol,
-                equal_nan=True,
-            )
-        except AssertionError as error:
-            self.problems.append(f"{name}: {error}")
-
-
-def _compare_parameters(
-    compare: _Comparison, found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]
-) -> None:
-    for name, want in wanted.items():
-        if name not in found or want is None:
-            continue
-        grad = found[name]
-        if grad is None:
-            compare.problems.append(f"gradient of {name}: there is none")
-        elif grad.numel() or not want.numel():
-            compare(f"gradient of {name}", grad, want)
+        for name, want in _own_grads(serial).items():
+            if name not in grads or want is None:
+                continue
+            if (grad := grads[name]) is None:
+                problems.append(f"gradient of {name}: there is none")
+            elif grad.numel() or not want.numel():
+                compare(f"gradient of {name}", grad, want)
+        raise_together(title, problems, comm=comm)
 
 
 def _own_grads(module: object) -> dict[str, Tensor | None]:
