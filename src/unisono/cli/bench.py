@@ -47,7 +47,16 @@ def execute(args: argparse.Namespace) -> int:
     for name in choose(args.names, list(scripts)):
         if not args.json:
             print(f"== {name}", flush=True)
-        ended = _run(scripts[name], quick=args.quick, capture=args.json)
+        script = scripts[name]
+        home = next(path for path in script.parents if (path / "harness.py").is_file())
+        search_path = filter(None, (str(home), os.environ.get("PYTHONPATH")))
+        ended = subprocess.run(
+            [sys.executable, str(script), *(["--quick"] if args.quick else [])],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path)},
+            stdout=subprocess.PIPE if args.json else None,
+            text=True,
+            check=False,
+        )
         if ended.returncode != 0:
             broken.append(name)
             print(f"unisono: benchmark {name} ended with {ended.returncode}", file=sys.stderr)
@@ -107,21 +116,3 @@ def read_rows(text: str) -> list[dict[str, str]]:
         elif columns and not set(line) <= set("|-: "):
             rows.append(dict(zip(columns, cells, strict=True)))
     return rows
-
-
-def _run(script: Path, *, quick: bool, capture: bool) -> subprocess.CompletedProcess[str]:
-    """Run one script in an interpreter of its own."""
-    return subprocess.run(
-        [sys.executable, str(script), *(["--quick"] if quick else [])],
-        env={**os.environ, "PYTHONPATH": _search_path(script)},
-        stdout=subprocess.PIPE if capture else None,
-        text=True,
-        check=False,
-    )
-
-
-def _search_path(script: Path) -> str:
-    """Return a search path on which the script finds the harness, wherever it lies."""
-    home = next(path for path in script.parents if (path / "harness.py").is_file())
-    before = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(home), before] if before else [str(home)])

@@ -70,7 +70,13 @@ def execute(args: argparse.Namespace) -> int:
 
         known_place(args.on, read_configuration())
     checks: list[Check] = []
-    for function in (*CHECKS, *_more_checks(args.on)):
+
+    def check_place() -> Check:
+        return _run_at(args.on)
+
+    check_place.__name__ = f"on {args.on}"
+    more = () if args.on in (None, "cpu") else MORE_CHECKS.get(args.on, (check_place,))
+    for function in (*CHECKS, *more):
         checks.append(_guarded(function))
         if not args.json:
             print(render(checks[-1]), flush=True)
@@ -80,18 +86,6 @@ def execute(args: argparse.Namespace) -> int:
     else:
         print("Something is wrong, see FAIL." if failed else "This machine is ready.")
     return int(failed)
-
-
-def _more_checks(place: str | None) -> tuple[Callable[[], Check], ...]:
-    """Return the checks of a place that the user asks for: its own, else two ranks there."""
-    if place in (None, "cpu"):
-        return ()
-
-    def check_place() -> Check:
-        return _run_at(place)
-
-    check_place.__name__ = f"on {place}"
-    return MORE_CHECKS.get(place, (check_place,))
 
 
 def render(check: Check) -> str:
@@ -143,10 +137,7 @@ def check_torch() -> Check:
 
     if not dist.is_available():
         found = f"{torch.__version__} without torch.distributed"
-        fix = (
-            f"{Path(sys.executable).name} -m pip install --force-reinstall torch, from pytorch.org"
-        )
-        return Check("torch", "FAIL", found, fix)
+        return Check("torch", "FAIL", found, f"{_PIP} torch, from pytorch.org")
     return Check("torch", "ok", torch.__version__)
 
 

@@ -19,7 +19,6 @@ import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from unisono.errors import PlatformError, an
@@ -227,7 +226,13 @@ def call_function(
     The text and not the value: its classes may be known to ranks only.
     """
     if place.endswith(".py"):
-        module = _import_file(Path(place))
+        path = Path(place)
+        sys.path.insert(0, str(path.parent))  # its neighbours, which it may import in turn
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is no module")
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     else:
         sys.path.insert(0, str(Path.cwd()))
         module = importlib.import_module(place)
@@ -241,14 +246,3 @@ def call_function(
             "a function that runs it to its end",
         )
     return None if value is None else repr(value)
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import the file at `path`, whose neighbours it may import in turn."""
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no module")
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

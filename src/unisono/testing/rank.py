@@ -68,7 +68,7 @@ class Rank:
     Args:
         rank: its place in every world.
         stacks: file for its stacks.
-        result: file for what it returns, where that is long.
+        result: file for what it returns.
     """
 
     def __init__(self, rank: int, stacks: int, result: int) -> None:
@@ -156,13 +156,13 @@ class Rank:
                 kwargs[name] = stack.enter_context(_FIXTURES[name]())
             value = function(*args, **kwargs)
         try:
-            packed = dump_value(value if keep else None, self._result)
+            dump_value(value if keep else None, self._result)
         except TypeError as error:
             raise TypeError(
                 f"rank {self._rank} returned {an(type(value).__name__)} that cannot travel to the "
                 f"test process: {error}"
             ) from None
-        return Returned(value=packed.data, wall_s=0.0)
+        return Returned(wall_s=0.0)
 
     def close(self) -> tuple[dict[str, list[str]], bool]:
         """Leave the group and put the process back as it was before `open`.

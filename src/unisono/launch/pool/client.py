@@ -325,7 +325,7 @@ class Pipes:
         stack_path: where it writes its stacks.
         report: our end of the pipe for messages.
         control: our end of the pipe for orders.
-        result: a nameless file for what it returns, if that is long; both sides have it open.
+        result: a nameless file for what it returns; both sides have it open.
         outputs: our ends of its stdout and stderr.
         ours: all ends that are ours.
         theirs: the rank's ends, but for its streams: report, control, result.
@@ -410,9 +410,7 @@ class RankProcess:
         """Return what its function returned, if it has; good also after `close`."""
         if self.returned is None:
             return None
-        if self.returned.value is not None:
-            return Parcel(self.returned.value)
-        return Parcel(fd=os.dup(self.pipes.result), is_owner=True)
+        return Parcel(os.dup(self.pipes.result), is_owner=True)
 
     def receive(self) -> list[Message] | None:
         """Note and return the messages that have come; None when the rank can send no more."""

@@ -40,8 +40,6 @@ LARGE_BYTES = 64 << 20
 """A call larger than this is worth a warning."""
 APART_BYTES = 1 << 16
 """Parts from this length on travel beside the pickle."""
-INLINE_BYTES = 1 << 20
-"""A parcel up to this length is kept in memory, and may be part of a message."""
 ROOM = 64
 """Bytes at the beginning of a nameless file that are left to its user."""
 _ALIGN = 64
@@ -140,16 +138,12 @@ class Parcel:
     """A value, packed. It can be unpacked any number of times, here or where it was copied to.
 
     Args:
-        data: the bytes, if they are in memory.
-        fd: else the file that holds them.
-        offset: where they begin in the file.
+        fd: the file that holds it.
+        offset: where it begins in the file.
         is_owner: whether to close the file when this parcel is let go.
     """
 
-    def __init__(
-        self, data: bytes | None = None, *, fd: int = -1, offset: int = 0, is_owner: bool = False
-    ) -> None:
-        self._data = data
+    def __init__(self, fd: int, offset: int = 0, *, is_owner: bool = False) -> None:
         self._fd = fd
         self._offset = offset
         self._close = weakref.finalize(self, os.close, fd) if is_owner else None
@@ -158,7 +152,7 @@ class Parcel:
     def of(
         cls, value: object, pickler: type[Pickler] = Pickler, *, file: int | None = None
     ) -> Parcel:
-        """Pack a value: in memory if it is short, else in `file`, or in a nameless one of its own.
+        """Pack a value into `file`, or into a nameless one of its own.
 
         The value may be changed afterwards.
         """
@@ -176,13 +170,9 @@ class Parcel:
             for (is_torch, raw), place in zip(parts[1:], places[1:], strict=True)
         )
         pieces = [(0, memoryview(head)), *zip(places, (raw for _, raw in parts), strict=True)]
-        if length <= INLINE_BYTES:
-            whole = bytearray(length)
-            for place, raw in pieces:
-                whole[place : place + raw.nbytes] = raw
-            return cls(bytes(whole))
         fd, offset = (nameless_file(), ROOM) if file is None else (file, 0)
-        parcel = cls(fd=fd, offset=offset, is_owner=file is None)
+        parcel = cls(fd, offset, is_owner=file is None)
+        os.ftruncate(fd, 0)
         for place, raw in pieces:
             _write(fd, raw, offset + place)
         return parcel
@@ -190,25 +180,14 @@ class Parcel:
     @classmethod
     def in_file(cls, path: Path) -> Parcel:
         """Return the parcel that fills the file at `path`."""
-        return cls(fd=os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), is_owner=True)
-
-    @property
-    def data(self) -> bytes | None:
-        """The bytes, if they are in memory."""
-        return self._data
+        return cls(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), is_owner=True)
 
     def nbytes(self) -> int:
         """Return how long it is."""
-        return len(self._data) if self._data is not None else self._end() - self._offset
+        return self._end() - self._offset
 
     def file(self) -> tuple[int, int]:
-        """Return a nameless file that begins with `ROOM` bytes and this parcel, and their end."""
-        if self._data is not None:
-            self._fd, self._offset = nameless_file(), ROOM
-            self._close = weakref.finalize(self, os.close, self._fd)
-            _write(self._fd, memoryview(self._data), ROOM)
-            length, self._data = len(self._data), None
-            return self._fd, ROOM + length
+        """Return its file, in which this parcel comes after `ROOM` bytes, and where it ends."""
         return self._fd, self._end()
 
     def save(self, path: Path, *, end: int | None = None) -> None:
@@ -218,10 +197,7 @@ class Parcel:
             draft.unlink()
         target = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            if self._data is not None:
-                _write(target, memoryview(self._data), 0)
-            else:
-                copy_file(self._fd, self._offset, self._end() if end is None else end, target)
+            copy_file(self._fd, self._offset, self._end() if end is None else end, target)
         finally:
             os.close(target)
         draft.replace(path)
@@ -265,9 +241,6 @@ class Parcel:
         return whole
 
     def _read_into(self, target: memoryview, place: int) -> None:
-        if self._data is not None:
-            target[:] = self._data[place : place + target.nbytes]
-            return
         done = 0
         while done < target.nbytes:
             at = self._offset + place + done
@@ -349,7 +322,7 @@ def dump_call(
 
 
 def dump_value(value: object, file: int | None = None) -> Parcel:
-    """Pack a return value, a long one in `file`; tensors of other devices travel as CPU tensors.
+    """Pack a return value, into `file` if given; tensors of other devices travel as CPU tensors.
 
     Raises `TypeError` that names the path of the part that cannot be pickled.
     """

@@ -39,7 +39,7 @@ class Job:
     argv: list[str]
     """The launcher's `sys.argv`."""
     call: Parcel
-    """Function and arguments; empty while the job is on its way, for they travel beside it."""
+    """Function and arguments; nothing while the job is on its way, for they travel beside it."""
     convention: Convention
     """How to call it."""
     platform: Platform
@@ -62,7 +62,7 @@ def payload_file(job: Job) -> int:
     """
     fd, end = job.call.file()
     search_path = b"\0".join(map(os.fsencode, sys.path))
-    body = pickle.dumps(replace(job, call=Parcel(b"")), protocol=pickle.HIGHEST_PROTOCOL)
+    body = pickle.dumps(replace(job, call=Parcel(-1)), protocol=pickle.HIGHEST_PROTOCOL)
     os.pwrite(fd, end.to_bytes(8, "little"), 0)
     os.pwrite(fd, len(search_path).to_bytes(8, "little") + search_path + body, end)
     os.ftruncate(fd, end + 8 + len(search_path) + len(body))
@@ -76,7 +76,7 @@ def read_payload(payload_fd: int) -> tuple[list[str], Job]:
     search_path = os.fsdecode(os.pread(payload_fd, length, end + 8)).split("\0")
     skip, size = end + 8 + length, os.fstat(payload_fd).st_size
     job: Job = pickle.loads(os.pread(payload_fd, size - skip, skip))
-    return search_path, replace(job, call=Parcel(fd=payload_fd, offset=ROOM, is_owner=True))
+    return search_path, replace(job, call=Parcel(payload_fd, ROOM, is_owner=True))
 
 
 class Message:
@@ -108,10 +108,8 @@ class Ready(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Returned(Message):
-    """The function returned."""
+    """The function returned; what it returned is in the rank's result file."""
 
-    value: bytes | None
-    """What it returned, as the bytes of a parcel; None if they are in the rank's result file."""
     wall_s: float
     """Seconds it took."""
 

@@ -257,8 +257,8 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
         send_message(report_fd, Requeued())
     else:
         wall_s = time.perf_counter() - begin
-        packed = dump_value(value, result_fd)
-        send_message(report_fd, Returned(value=packed.data, wall_s=wall_s))
+        dump_value(value, result_fd)
+        send_message(report_fd, Returned(wall_s=wall_s))
     say_returned()
     lifeline.wait_for("finish", timeout_s=float(2**31))
     lifeline.leave()

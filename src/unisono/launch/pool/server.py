@@ -256,21 +256,16 @@ def _await_group(leader: int, limit_s: float) -> None:
     A resource tracker removes shared memory once its process is gone.
     """
     end = time.monotonic() + limit_s
-    while (pids := _members(leader)) and time.monotonic() < end:
-        for pid in pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.002)
-
-
-def _members(leader: int) -> list[int]:
-    """Return those children of ours that are in the group of another one."""
-    found: list[int] = []
-    for pid in _own_children():
-        with contextlib.suppress(ProcessLookupError):
-            if pid != leader and os.getpgid(pid) == leader:
-                found.append(pid)
-    return found
+    is_any_left = True
+    while is_any_left and time.monotonic() < end:
+        is_any_left = False
+        for pid in _own_children():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if pid != leader and os.getpgid(pid) == leader:
+                    is_any_left = True
+                    os.waitpid(pid, os.WNOHANG)
+        if is_any_left:
+            time.sleep(0.002)
 
 
 def _own_children() -> list[int]:
