@@ -42,8 +42,6 @@ from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stopping import deadline
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from unisono.comm import Communicator
     from unisono.environment import Environment
 
@@ -75,8 +73,7 @@ def world(*, timeout_s: float | None = None) -> Communicator:
 
     if not has_world() and (environment := detect()).is_world:
         if environment.kind == "slurm" and environment.master is None:
-            with _meeting_in_step(environment) as (store, environment):
-                start_world(environment, store=store)
+            _start_in_step(environment)
         else:
             start_world(environment)
         leave_at_exit()
@@ -86,37 +83,34 @@ def world(*, timeout_s: float | None = None) -> Communicator:
     return comm if me is None or me.device == comm.device else comm.with_device(me.device)
 
 
-@contextmanager
-def _meeting_in_step(environment: Environment) -> Iterator[tuple[dist.Store, Environment]]:
-    """Yield the store of a step, and the environment with its address. Collective over the step.
+def _start_in_step(environment: Environment) -> None:
+    """Start the world of a step of `srun`. Collective over the step.
 
-    They meet through a file of a private directory, which is gone after the block.
+    Its ranks meet through a file of a private directory, which all of them see and no other step
+    uses; it is gone afterwards.
     """
+    from unisono.comm.lifecycle import start_world
     from unisono.launch.places.rendezvous import meet
 
-    directory = _step_directory(environment)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_ours(directory)
-    nonce = secrets.token_hex(8) if environment.rank == 0 else ""
-    try:
-        store, address = meet(
-            environment, directory / "rendezvous.json", nonce=nonce, timeout_s=MEET_S
-        )
-        yield store, replace(environment, master=address)
-    finally:
-        if environment.rank == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def _step_directory(environment: Environment) -> Path:
-    """Return a directory that all ranks of the step see, and no other step uses."""
     own = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     name = "slurm-" + ".".join(os.environ.get(variable, "0") for variable in own)
     if environment.job_dir is not None:
-        return environment.job_dir / name
-    if environment.nodes == 1:
-        return Path(tempfile.gettempdir(), f"unisono-{os.getuid()}-{name}")
-    return Path(".unisono", name).absolute()
+        directory = environment.job_dir / name
+    elif environment.nodes == 1:
+        directory = Path(tempfile.gettempdir(), f"unisono-{os.getuid()}-{name}")
+    else:
+        directory = Path(".unisono", name).absolute()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_ours(directory)
+    path, nonce = directory / "rendezvous.json", secrets.token_hex(8)
+    try:
+        store, address = meet(
+            environment, path, nonce=nonce if environment.rank == 0 else "", timeout_s=MEET_S
+        )
+        start_world(replace(environment, master=address), store=store)
+    finally:
+        if environment.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _show_own_errors_only() -> None:
