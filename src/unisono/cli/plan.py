@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from unisono.cli.outcome import OK
 from unisono.errors import PlatformError
@@ -76,7 +76,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.model is None:
         if args.calibrate:
             return OK
-        raise PlatformError.because("unisono plan", "no --model", hint="unisono plan --model cnn")
+        _refuse("", "no --model", "unisono plan --model cnn")
     from unisono.plan import compare, load_subject, profile, read_calibration
     from unisono.plan.report import assumptions, table
 
@@ -98,46 +98,35 @@ def execute(args: argparse.Namespace) -> int:
     return OK
 
 
+def _refuse(words: str, found: str, hint: str, arithmetic: str | None = None) -> NoReturn:
+    raise PlatformError.because(f"unisono plan {words}".rstrip(), found, arithmetic, hint)
+
+
 def check_sizes(args: argparse.Namespace) -> None:
     """Refuse ranks that do not fill the nodes, and nodes without a network."""
-    asked = f"unisono plan --ranks {args.ranks} --nodes {args.nodes}"
+    ranks, nodes, team = args.ranks, args.nodes, args.team
+    asked = f"--ranks {ranks} --nodes {nodes}"
     for name in ("ranks", "nodes", "cores", "team", "max_ranks"):
-        count = getattr(args, name)
+        count, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if count is not None and count < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise PlatformError.because(
-                f"unisono plan {option} {count}", "at least one is needed", hint=f"{option} 8"
-            )
-    if args.nodes > 1 and args.link is None:
-        raise PlatformError.because(
-            asked, "no bandwidth between nodes", hint="--link 10GB/s --latency 2us"
-        )
-    if args.nodes > 1 and args.ranks is None:
-        raise PlatformError.because(asked, "no number of ranks", hint=f"--ranks {8 * args.nodes}")
-    if args.ranks is not None and args.ranks % args.nodes:
-        whole = args.ranks // args.nodes
-        raise PlatformError.because(
-            asked,
-            "nodes hold the same number of ranks",
-            f"{args.ranks} = {args.nodes} * {whole} + {args.ranks % args.nodes}",
-            f"--ranks {args.nodes * (whole + 1)}",
-        )
-    if args.ranks is not None and args.team is not None and args.ranks % args.team:
-        raise PlatformError.because(
-            f"unisono plan --ranks {args.ranks} --team {args.team}",
-            "teams hold the same number of ranks",
-            f"{args.ranks} = {args.team} * {args.ranks // args.team} + {args.ranks % args.team}",
-            f"--team {math.gcd(args.ranks, args.team)}",
-        )
+            _refuse(f"{option} {count}", "at least one is needed", f"{option} 8")
+    if nodes > 1 and args.link is None:
+        _refuse(asked, "no bandwidth between nodes", "--link 10GB/s --latency 2us")
+    if nodes > 1 and ranks is None:
+        _refuse(asked, "no number of ranks", f"--ranks {8 * nodes}")
+    if ranks is not None and ranks % nodes:
+        found, fits = "nodes hold the same number of ranks", nodes * (ranks // nodes + 1)
+        arithmetic = f"{ranks} = {nodes} * {ranks // nodes} + {ranks % nodes}"
+        _refuse(asked, found, f"--ranks {fits}", arithmetic)
+    if ranks is not None and team is not None and ranks % team:
+        found, fits = "teams hold the same number of ranks", math.gcd(ranks, team)
+        arithmetic = f"{ranks} = {team} * {ranks // team} + {ranks % team}"
+        _refuse(f"--ranks {ranks} --team {team}", found, f"--team {fits}", arithmetic)
     if not 0 <= args.overlap <= 1:
-        raise PlatformError.because(
-            f"--overlap {args.overlap:g}", "not between 0 and 1", hint="--overlap 0.5"
-        )
+        _refuse(f"--overlap {args.overlap:g}", "not between 0 and 1", "--overlap 0.5")
     for name, value in (("--rank-speed", args.rank_speed), ("--batch", args.batch)):
         if value is not None and not 0 < value < math.inf:
-            raise PlatformError.because(
-                f"{name} {value:g}", "not a finite number above 0", hint=f"{name} 32"
-            )
+            _refuse(f"{name} {value:g}", "not a finite number above 0", f"{name} 32")
 
 
 def check_words(args: argparse.Namespace) -> None:
@@ -147,17 +136,12 @@ def check_words(args: argparse.Namespace) -> None:
     from unisono.plan.report import check_picture
 
     if args.algorithm not in ALGORITHMS:
-        raise PlatformError.because(
-            f"--algorithm {args.algorithm}",
-            "no such way to add gradients",
-            hint=f"one of {', '.join(ALGORITHMS)}",
-        )
-    for read, words in (
-        (read_time, (args.latency, args.node_latency)),
-        (read_rate, (args.link, args.node_link)),
-    ):
-        for word in filter(None, words):
-            read(word)
+        hint = f"one of {', '.join(ALGORITHMS)}"
+        _refuse(f"--algorithm {args.algorithm}", "no such way to add gradients", hint)
+    for word in (args.latency, args.node_latency):
+        read_time(word)
+    for word in filter(None, (args.link, args.node_link)):
+        read_rate(word)
     if args.plot:
         check_picture(args.plot)
 
