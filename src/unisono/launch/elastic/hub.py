@@ -202,16 +202,18 @@ class Hub:
     def deliver(self) -> None:
         """Send what the coordinator orders, and note what has come of it."""
         coordinator = self.coordinator
+        lines: dict[int, bytes] = {}
         for number, order in coordinator.take_orders():
-            seat = self.seats.get(number)
+            lines[number] = lines.get(number, b"") + json.dumps(order).encode() + b"\n"
             if order["kind"] == "commit" and self._died_at:
                 now = time.monotonic()
                 self.recovered_s += [now - at for at in self._died_at]
                 self._died_at.clear()
-            if seat is not None:
+        for number, data in lines.items():
+            if (seat := self.seats.get(number)) is not None:
                 # A pipe that is full belongs to somebody who has stopped reading for good.
                 with suppress(OSError):
-                    send_line(seat.connection, order)
+                    seat.connection.sendall(data)
         for number in coordinator.members.keys() - self._seen_members:
             if (seat := self.seats.get(number)) is not None:
                 self.joined_s.append(time.monotonic() - seat.since)

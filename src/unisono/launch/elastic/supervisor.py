@@ -24,6 +24,7 @@ from unisono.launch.job_files import check_ours
 from unisono.launch.pool.client import RankProcess
 from unisono.launch.pool.monitor import COLLECT_S, Outcome, Supervisor
 from unisono.launch.pool.protocol import Preempt, Ready, Returned, read_available
+from unisono.launch.pool.verdict import Fate
 
 LOOK_S = 0.1
 """Seconds between two looks at ranks for whom others wait."""
@@ -291,6 +292,11 @@ class ElasticSupervisor(Supervisor):
     def _say(self, text: str) -> None:
         if self._console.shows_any:
             print(f"unisono: {text}", file=sys.stderr, flush=True)
+
+    def _fates(self) -> list[Fate]:
+        """Whoever was sent away has ended as told, and is not to blame."""
+        sent_away = {rank.rank for rank in self._retired}
+        return [fate for fate in super()._fates() if fate.rank not in sent_away]
 
     def _failure(self) -> Exception:
         self._is_growing = False

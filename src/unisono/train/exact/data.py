@@ -46,6 +46,14 @@ class Shards(Dataset[Any]):
         if isinstance(data, Tensor):
             data = (data,)
         if isinstance(data, (tuple, list)) and data and all(isinstance(t, Tensor) for t in data):
+            lengths = [len(t) if t.dim() else 0 for t in data]
+            if len(set(lengths)) > 1:
+                raise PlatformError.because(
+                    f"elastic(..., data) with tensors of {lengths} samples",
+                    "sample i is element i of each of them",
+                    " != ".join(map(str, dict.fromkeys(lengths))),
+                    "tensors of one length, as in (x, y)",
+                )
             data = TensorDataset(*data)
         if isinstance(data, IterableDataset) or not (
             hasattr(data, "__len__") and hasattr(data, "__getitem__")
