@@ -169,7 +169,7 @@ class ElasticSupervisor(Supervisor):
             self._next_look = time.monotonic() + LOOK_S
             self._heed_resize()
             self._end_who_stands_still()
-            self._make_chaos()
+        self._make_chaos()
 
     def _bury(self) -> None:
         """Let go of ranks that died, as long as somebody is left."""
@@ -267,12 +267,18 @@ class ElasticSupervisor(Supervisor):
         if self._next_kill is None:
             self._next_kill = now + chaos.every_s * self._random.uniform(0.2, 1.8)
         here = {number for number, seat in self.hub.seats.items() if seat.is_near}
-        members = sorted(self.coordinator.members.keys() & here - self._condemned)
-        if now < self._next_kill or len(members) < 2:
+        here -= self._condemned  # they may take a moment to die; somebody has to stay
+        members = here & self.coordinator.members.keys()
+        victims = sorted(here if len(members) > 1 else here - members)
+        if now < self._next_kill or not victims:
             return
-        self._next_kill, self._kills_left = None, self._kills_left - 1
-        victim = self._random.choice(members)
-        self._condemned.add(victim)  # it may take a moment to die; somebody has to stay
+        victim = self._random.choice(victims)
+        self._condemned.add(victim)
+        # Another one may die at once, or while this death is made good.
+        fate = self._random.random()
+        soon_s = 0.0 if fate < 0.15 else self._random.uniform(0.0, 0.05)
+        self._next_kill = now + soon_s if fate < 0.3 else None
+        self._kills_left -= 1
         seat = self.hub.seats[victim]
         number = signal.SIGSTOP if self._random.random() < 0.2 else signal.SIGKILL
         self._say(f"chaos: {number.name} to rank {seat.rank} at step {self.coordinator.step}")
