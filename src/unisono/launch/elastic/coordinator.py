@@ -27,6 +27,8 @@ Run = tuple[int, int]
 
 OVER = "the elastic training was over before this rank could join it"
 """What a rank of another host says that comes too late."""
+LOST = "the coordinator of this elastic training is gone, or has ended this rank"
+"""What a rank says that others waited for in vain."""
 
 
 def split(count: int, parts: int) -> list[Run]:

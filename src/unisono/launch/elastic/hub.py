@@ -90,6 +90,8 @@ class Hub:
             process of a member on this host.
         on_event: told `(what, rank)` of `joined`, `died` and `retired`.
         listen_at: address at which members of other hosts may come; None: only this host.
+        adds_guests: whether members of other hosts come on top of those that the coordinator
+            wants already.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class Hub:
         fence: Callable[[int, int], None] = lambda _rank, _pid: None,
         on_event: Callable[[str, int], None] = lambda _what, _rank: None,
         listen_at: str | None = None,
+        adds_guests: bool = True,
     ) -> None:
         self.coordinator = coordinator
+        self._adds_guests = adds_guests
         self.seats: dict[int, Seat] = {}
         self.recovered_s: list[float] = []
         """From each death to the commit of the step that it hit."""
@@ -282,7 +286,7 @@ class Hub:
             socket.send_fds(seat.connection, [welcome], list(self._files))
         else:
             seat.connection.sendall(welcome)
-            self.coordinator.target += 1  # one more than we started ourselves
+            self.coordinator.target += self._adds_guests
         self.coordinator.joined(
             seat.number, rank=seat.rank, shards=message["shards"], step=message["step"]
         )
@@ -311,7 +315,7 @@ class Hub:
         if not has_left and self.coordinator.phase != "over":
             self._on_event("retired" if is_retired else "died", seat.rank)
         if not seat.is_near and not has_left:
-            self.coordinator.target -= 1
+            self.coordinator.target -= self._adds_guests
         if not has_left:
             self.coordinator.died(number)
             self.deliver()
