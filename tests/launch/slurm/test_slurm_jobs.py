@@ -366,9 +366,9 @@ def elastic_training(folder, steps, pause_s):
 def test_an_elastic_job_goes_on_without_ranks_that_die_and_after_it_was_driven_out(
     cluster, tmp_path
 ):
-    expected = elastic_training(tmp_path, 150, 0.0)
+    expected = elastic_training(tmp_path, 90, 0.0)
     on = platform(n_cpus_per_node=2)
-    job = unisono.submit(elastic_training, tmp_path, 150, 0.1, on=on, elastic=True)
+    job = unisono.submit(elastic_training, tmp_path, 90, 0.1, on=on, elastic=True)
     wait_for((tmp_path / "SIGSTOP").exists)
     wait_for(lambda: [e["what"] for e in read_events(job.dir)].count("died") == 2)
     urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--nodelist=n2", "--ntasks=4")

@@ -100,7 +100,7 @@ class Hub:
         *,
         secret: bytes,
         fence: Callable[[int, int], None] = lambda _rank, _pid: None,
-        on_event: Callable[[str, int], None] = lambda _what, _rank: None,
+        on_event: Callable[[str, int], object] = lambda _what, _rank: None,
         listen_at: str | None = None,
         adds_guests: bool = True,
     ) -> None:
