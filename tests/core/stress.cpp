@@ -262,8 +262,8 @@ class Rank {
       std::vector<int32_t> out(n + 1), in(n + 1);
       fill(out.data(), n, rank_, i);
       Messages& m = group_.messages;
-      std::vector<TransferRef> both{m.post_recv(i % 2 ? -1 : before, i, raw(in.data()), n * 4, kInt32),
-                                    m.post_send(next, i, raw(out.data()), n * 4, kInt32)};
+      std::vector<TransferRef> both{m.post_recv(i % 2 ? -1 : before, i, Extent(raw(in.data()), n * 4), kInt32),
+                                    m.post_send(next, i, Extent(raw(out.data()), n * 4), kInt32)};
       if (i % 3 == 0) {
         m.progress();
         if (m.overflows()) order_.attend_messages();
