@@ -575,6 +575,8 @@ def test_ranks_that_cannot_be_fewest_and_most_are_refused():
     for ranks in ((3, 2), (0, 2), (1, 2, 3)):
         with pytest.raises(PlatformError, match="fewest and the most"):
             unisono.run(train, "mlp", ranks=ranks)
+    with pytest.raises(PlatformError, match="ranks of MPI end together"):
+        unisono.run(train, "mlp", on="mpi", ranks=2, elastic=True)
     with pytest.raises(PlatformError, match="--chaos"):
         Chaos.read("kill=3")
 

@@ -75,7 +75,7 @@ class Shards(Dataset[Any]):
         self.samples = len(data)
         self.cuts = split(batch_size, shards)
         self.steps_per_epoch = self.samples // batch_size
-        self._shuffle, self._collate = shuffle, collate
+        self.shuffle, self._collate = shuffle, collate
         self._order: tuple[int, Tensor] = -1, torch.empty(0)
 
     def weight(self, shard: int) -> float:
@@ -86,7 +86,7 @@ class Shards(Dataset[Any]):
     def indices(self, step: int, shard: int) -> Tensor:
         """Return the samples of a shard; the rest of an epoch that fills no batch is left out."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        if not self._shuffle:
+        if not self.shuffle:
             order = torch.arange(self.samples)
         elif self._order[0] == epoch:
             order = self._order[1]

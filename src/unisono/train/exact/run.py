@@ -217,12 +217,14 @@ class ElasticRun:
         buffers = [name for name, _ in model.named_buffers()]
         self._facts = {
             "batch_size": shards.batch_size,
+            "clip": clip,
             "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "model": self._layout.digest([*trained, *buffers]),
             "optimizer": type(optimizer).__name__,
             "samples": shards.samples,
             "seed": shards.seed,
             "shards": len(shards.cuts),
+            "shuffle": shards.shuffle,
             "threads": threads,
             "torch": str(torch.__version__),
         }
