@@ -6,7 +6,6 @@ started again by its agent, as long as its node is there.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -18,11 +17,6 @@ from unisono.launch.elastic.settings import Invitation
 from unisono.launch.elastic.supervisor import LOOK_S, address_of_job, write_event
 from unisono.launch.places.mailbox import GOOD, Plan
 from unisono.launch.places.remote import Ending, RemoteSupervisor
-
-
-def invitation_path(directory: Path, attempt: int) -> Path:
-    """Return where agents of an attempt find the address of the coordinator."""
-    return directory / f"invitation-{attempt}.json"
 
 
 class ElasticRemoteSupervisor(RemoteSupervisor):
@@ -49,7 +43,7 @@ class ElasticRemoteSupervisor(RemoteSupervisor):
             adds_guests=False,
         )
         host, port = hub.far or ("", 0)
-        path = invitation_path(self._dir, self._attempt)
+        path = _invitation_path(self._dir, self._attempt)
         Invitation(host=host, port=port, secret=self._secret.hex()).write(path)
         thread = threading.Thread(target=self._coordinate, args=(hub,), name="unisono-hub")
         thread.start()
@@ -105,7 +99,11 @@ class ElasticRemoteSupervisor(RemoteSupervisor):
         return bool(self.mistake) or has_failed or is_lost
 
 
+def _invitation_path(directory: Path, attempt: int) -> Path:
+    return directory / f"invitation-{attempt}.json"
+
+
 def address_for(directory: Path, attempt: int) -> str:
     """Return where a rank of an attempt finds its coordinator."""
-    found = json.loads(invitation_path(directory, attempt).read_text(encoding="utf-8"))
-    return f"{found['host']}:{found['port']}"
+    found = Invitation.read(_invitation_path(directory, attempt))
+    return f"{found.host}:{found.port}"
