@@ -327,22 +327,22 @@ def read_outcome(directory: Path, ranks: int, ending: Ending) -> Outcome:
 
     Warns of ranks that returned, and then did not end as they should.
     """
-    found = mailbox.read_states(directory, ranks, ending.attempt)
+    found = dict(enumerate(mailbox.read_states(directory, ranks, ending.attempt)))
     # Of an elastic job, some may have died.
-    states = [state for state in found if state is not None and state.state in GOOD]
+    states = {rank: state for rank, state in found.items() if not state or state.state in GOOD}
     values: list[Parcel] = []
-    for state in states if ending.state == "done" else ():
-        path = mailbox.result_path(directory, state.rank)
+    for rank in states if ending.state == "done" else ():
+        path = mailbox.result_path(directory, rank)
         job_files.check_ours(path)
         values.append(Parcel.in_file(path))
-    for state in states:
-        if state.warning or state.exit_code:
+    for state in states.values():
+        if state is not None and (state.warning or state.exit_code):
             how = state.warning or verdict.ending(state.exit_code)
             warn(f"rank {state.rank} returned its result, then {how}")
     return Outcome(
         values=values,
         is_requeued=ending.state == "requeued",
-        hosts=[state.node or state.host for state in states],
+        hosts=[state.node or state.host if state else "" for state in states.values()],
         start_s=ending.start_s,
         wall_s=ending.wall_s,
     )
