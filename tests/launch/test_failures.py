@@ -123,7 +123,7 @@ def test_the_death_of_rank_0_which_keeps_the_store_names_rank_0(backend):
             model(torch.ones(4, 2)).sum().backward()
 
     on = unisono.Platform(device="cpu", ranks=3, backend=backend)
-    with pytest.raises(RankFailed, match="rank 0 of 3 on .* was killed by SIGKILL") as caught:
+    with pytest.raises(RankFailed, match=r"rank 0 of 3 on .* was killed by SIGKILL") as caught:
         unisono.run(train, on=on)
     assert (caught.value.rank, caught.value.signal) == (0, "SIGKILL")
 
