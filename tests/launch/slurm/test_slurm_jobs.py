@@ -388,7 +388,8 @@ def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_
         (tmp_path / "hurry").touch()
         found = job.result(120)
     finally:
-        cluster.call("scontrol", "update", "nodename=n2", "state=resume")
+        with suppress(RuntimeError):  # it may have come back by itself
+            cluster.call("scontrol", "update", "nodename=n2", "state=resume")
     assert list(found) == [expected]  # of the node that is left
     assert found.restarts == 1
     with pytest.raises(PlatformError, match="gives a job its nodes once"):
