@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -43,9 +42,6 @@ class NonFiniteParameters(UnisonoError, ValueError):
         super().__init__(message)
         self.rank = rank
         self.parameter = parameter
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), rank=self.rank, parameter=self.parameter), (str(self),)
 
 
 @dataclass

@@ -18,7 +18,7 @@ import pytest
 
 import unisono
 from unisono.cli import main
-from unisono.train.report.live import LiveView
+from unisono.train.recording.live import LiveView
 
 OURS = Path(unisono.__file__).parent
 WAITS = (

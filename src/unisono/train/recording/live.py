@@ -26,9 +26,9 @@ from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.job import ENDS
 from unisono.launch.pool.stacks import outside_collectives, user_line
 from unisono.train.recording import directory as directories
-from unisono.train.report import metrics, timeline
-from unisono.train.report.building import page
-from unisono.train.report.data import RecordedRun, curves, log_tail
+from unisono.train.recording.figures import curves, log_tail, shares
+from unisono.train.recording.reading import LineReader, RecordedRun, throughput
+from unisono.train.recording.report import page
 
 ASK_EVERY_S = 3.0
 """Shortest time between two questions for stacks."""
@@ -74,7 +74,7 @@ class LiveView:
         self._asked_at = 0.0
         self._asking = threading.Lock()
         self._reading = threading.Lock()
-        self._readers: dict[int, metrics.LineReader] = {}
+        self._readers: dict[int, LineReader] = {}
         self._looked_at = 0.0
         self._has_seen_end = threading.Event()
         self._token = secrets.token_urlsafe(24)
@@ -120,8 +120,8 @@ class LiveView:
             self._ask(force=asks)
         elif not is_quiet and now - self._asked_at > 2 * ASK_EVERY_S:
             self._stacks = {}
-        unit, at, rates = metrics.throughput(run.merged)
-        shares = {row["rank"]: row["share"] for row in timeline.shares(run.parts, run.lines)}
+        unit, at, rates = throughput(run.merged)
+        share = {row["rank"]: row["share"] for row in shares(run.parts, run.lines)}
         return {
             "status": status,
             "seconds": now - self._began,
@@ -131,7 +131,7 @@ class LiveView:
             "members": read_events(self._job.dir)[-40:],
             "throughput": {"unit": unit, "steps": at, "values": rates},
             "ranks": [
-                self._rank_state(run, parts[rank], quiet_s[rank]) | {"share": shares.get(rank)}
+                self._rank_state(run, parts[rank], quiet_s[rank]) | {"share": share.get(rank)}
                 if rank in parts
                 else {"rank": rank, "state": "pending", "step": None, "quiet_s": None}
                 for rank in range(self._ranks)
@@ -158,7 +158,7 @@ class LiveView:
             "where": place_of(stack) if stack else None,
             "stack": stack,
             "trouble": part["trouble"],
-            "log": log_tail(directories.log_path(self._directory, rank), _LOG_BYTES),
+            "log": log_tail(directories.rank_file(self._directory, rank, "log"), _LOG_BYTES),
         }
 
     def _quiet_s(self, run: RecordedRun, part: Mapping[str, Any], now: float) -> float:
@@ -167,7 +167,7 @@ class LiveView:
         signs = [zero + part["began_s"]]
         signs += [zero + line["t"] for line in run.lines.get(part["rank"], ())[-1:]]
         with suppress(OSError):
-            printed = directories.log_path(self._directory, part["rank"]).stat()
+            printed = directories.rank_file(self._directory, part["rank"], "log").stat()
             signs += [printed.st_mtime] if printed.st_size else []
         return now - max(signs)
 

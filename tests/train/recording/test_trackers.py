@@ -12,9 +12,8 @@ import pytest
 
 from unisono import train
 from unisono.errors import MissingExtra
-from unisono.train.report import trackers
-from unisono.train.report.building import conclude
-from unisono.train.report.data import RecordedRun
+from unisono.train.recording import report
+from unisono.train.recording.reading import RecordedRun
 
 LOCAL = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
 
@@ -88,25 +87,25 @@ def test_a_tracker_that_is_away_costs_a_warning_and_not_the_run(a_run, monkeypat
     def away(run):
         raise ConnectionError("nobody answers")
 
-    monkeypatch.setitem(trackers._SENDERS, "mlflow", away)
-    monkeypatch.setitem(trackers._SENDERS, "wandb", sent.append)
+    monkeypatch.setitem(report._SENDERS, "mlflow", away)
+    monkeypatch.setitem(report._SENDERS, "wandb", sent.append)
     directory = a_run("kept")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"to": ["mlflow", "wandb"]}))
     with pytest.warns(UserWarning, match="not sent to mlflow: nobody answers"):
-        path = conclude(directory)
+        path = report.conclude(directory)
     assert path.is_file()
     assert [run.directory for run in sent] == [directory]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trackers.send(RecordedRun.read(a_run("asked_for_none")))
+        report.send(RecordedRun.read(a_run("asked_for_none")))
 
 
 def test_unknown_and_missing_trackers_are_refused_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="one of 'tensorboard', 'mlflow', 'wandb'"):
         train.record("x", to="comet")
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r'pip install "unisono\[wandb\]"'):
         train.record("x", to=["wandb"])
     assert not list(tmp_path.iterdir())
