@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from unisono.data_parallel.daso import DASO
+from unisono.data_parallel.daso.daso import DASO
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.ranks import communicator_of
 from unisono.data_parallel.replicas import check_same_module, name_as_wrapped, reset_module

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.torch.private import runs_uncompiled
+from unisono.data_parallel.averaging import check_compression
 from unisono.data_parallel.bucket import Bucket
-from unisono.data_parallel.compression import check_compression
 from unisono.data_parallel.engine import GradientEngine, Stats
 from unisono.data_parallel.join import Join, Weights
 from unisono.data_parallel.nonblocking import DeferredUpdates, UpdateHook, fallback_reason
