@@ -60,6 +60,8 @@ class BaseLayer(ABC):
     """Activations send deltas back as they are: the layer above multiplies their slope in."""
     keeps_shape = False
     """Whether output and input of a sample have the same shape, whatever it is."""
+    info = "{name}()"
+    """How a layer is told in one line, of its name and its attributes."""
     gain_weight = gain_bias = 1.0
     """Factors on the start standard deviations."""
     init_method = "He"
@@ -119,7 +121,7 @@ class BaseLayer(ABC):
 
     def get_layer_info(self) -> str:
         """Return the layer in one line, as files and tables name it."""
-        return f"{self.get_layer_name()}()"
+        return self.info.format(self, name=self.get_layer_name())
 
     # What all layers share.
 

@@ -208,6 +208,8 @@ class LSTM(BaseLayer):
             carries it in online use (one step, one sample a call).
     """
 
+    info = "{name}({0.input_size},{0.output_size})"
+
     def __init__(
         self,
         input_size: int,
@@ -237,10 +239,6 @@ class LSTM(BaseLayer):
         columns = self.input_size + self.output_size
         shape = (4, self.output_size, columns)
         self._draw(shape, shape[:2], columns, self.output_size)
-
-    def get_layer_info(self) -> str:
-        """Return name and sizes of one step."""
-        return f"{self.get_layer_name()}({self.input_size},{self.output_size})"
 
     def fixed_input(self) -> int | None:
         """All steps."""

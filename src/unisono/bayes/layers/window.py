@@ -109,6 +109,7 @@ def image_shape(
 class WindowLayer(BaseLayer):
     """A square window over each image: kernel, stride, padding, and the sizes that follow."""
 
+    info = "{name}({0.in_channels},{0.out_channels},{0.out_width},{0.out_height},{0.kernel_size})"
     outputs: Callable[[int, int, int, int, str, str], int] = staticmethod(window_outputs)
     """Length of the output along one dim."""
 
@@ -121,13 +122,6 @@ class WindowLayer(BaseLayer):
         self._told = (0, 0, 0)
         """Channels, height and width of the image that the user gave; 0 where none."""
         self._image: tuple[int, int, int] | None = None
-
-    def get_layer_info(self) -> str:
-        """Return name, channels, output size and kernel."""
-        return (
-            f"{self.get_layer_name()}({self.in_channels},{self.out_channels},"
-            f"{self.out_width},{self.out_height},{self.kernel_size})"
-        )
 
     def fixed_input(self) -> int | None:
         """The image it was told of, if any."""
