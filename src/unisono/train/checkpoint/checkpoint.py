@@ -23,7 +23,9 @@ from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest, Saved
 from unisono.train.checkpoint.parts import (
     Part,
+    Reading,
     parts_of,
+    parts_to_restore,
     random_states,
     seed_from,
     set_random_states,
@@ -42,7 +44,6 @@ from unisono.train.checkpoint.pieces import (
     stored_name,
     taken_apart,
 )
-from unisono.train.checkpoint.reading import Reading, parts_to_restore
 from unisono.train.checkpoint.saving import Background, Order, advice, as_text, commit, write
 from unisono.train.exact.run import writes_here
 

@@ -20,7 +20,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.job import ENDS
@@ -29,6 +29,9 @@ from unisono.train.recording import directory as directories
 from unisono.train.recording.figures import curves, log_tail, shares
 from unisono.train.recording.reading import LineReader, RecordedRun, throughput
 from unisono.train.recording.report import page
+
+if TYPE_CHECKING:
+    from unisono.launch.job import Job
 
 ASK_EVERY_S = 3.0
 """Shortest time between two questions for stacks."""
@@ -45,27 +48,10 @@ _VERB = re.compile(r'comm/(?:collectives|messages)\.py", line \d+ in (?P<verb>[a
 _TORCH = re.compile(r'torch/distributed/\S+\.py", line \d+ in (?P<verb>[a-z]\w+)')
 
 
-class Watched(Protocol):
-    """What is asked of a job; `unisono.Job` has it."""
-
-    @property
-    def dir(self) -> Path:
-        """Its directory."""
-        ...
-
-    def status(self) -> str:
-        """Return its state in one word."""
-        ...
-
-    def stacks(self) -> dict[int, str]:
-        """Return where every rank stands."""
-        ...
-
-
 class LiveView:
     """Serves the page of a job from the start of the `with` block to its end."""
 
-    def __init__(self, directory: Path, job: Watched, ranks: int) -> None:
+    def __init__(self, directory: Path, job: Job, ranks: int) -> None:
         self._directory = directory
         self._job = job
         self._ranks = ranks
