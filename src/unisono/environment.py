@@ -178,15 +178,14 @@ def _integer(env: Mapping[str, str], name: str | None, *, default: int | None = 
             raise PlatformError.because(
                 "the world of the launcher that started this process",
                 f"no variable {name}",
-                None,
-                "UNISONO_DETECT=0 to run as a world of one",
+                hint="UNISONO_DETECT=0 to run as a world of one",
             )
         return default
     try:
         return int(text)
     except ValueError:
         raise PlatformError.because(
-            f"{name}={text!r}", "not a whole number", None, f"unset {name}, or UNISONO_DETECT=0"
+            f"{name}={text!r}", "not a whole number", hint=f"unset {name}, or UNISONO_DETECT=0"
         ) from None
 
 
@@ -220,8 +219,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
             raise PlatformError.because(
                 f"SLURM_STEP_TASKS_PER_NODE={text!r}",
                 f"{part!r} where a number such as 2 or 2(x3) is expected",
-                None,
-                "UNISONO_DETECT=0 to run as a world of one",
+                hint="UNISONO_DETECT=0 to run as a world of one",
             )
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks

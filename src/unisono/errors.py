@@ -256,7 +256,7 @@ class MissingExtra(UnisonoError, ImportError):
     @classmethod
     def of(cls, extra: str, wanted_for: str, found: str | None = None) -> MissingExtra:
         """Return the error for extra `extra` of this package."""
-        return cls(explain(wanted_for, found, None, f'pip install "unisono[{extra}]"'))
+        return cls(explain(wanted_for, found, hint=f'pip install "unisono[{extra}]"'))
 
 
 class Requeue(BaseException):

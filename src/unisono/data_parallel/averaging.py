@@ -134,7 +134,7 @@ def check_compression(compression: object) -> None:
         is_ready = compression is None or isinstance(compression, PowerSGD)
         known = is_ready or (callable(compression) and not isinstance(compression, type))
     if not known:
-        raise ValueError(explain(f"compression={compression!r}", None, None, f"one of {_ALLOWED}"))
+        raise ValueError(explain(f"compression={compression!r}", hint=f"one of {_ALLOWED}"))
 
 
 def averaging_for(compression: Any, comm: Communicator, *, blocking: bool) -> Averaging:

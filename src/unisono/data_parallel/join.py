@@ -65,7 +65,7 @@ class Weights:
         is_number = isinstance(n, int | float | Tensor) and not isinstance(n, bool)
         if not is_number or not 0 <= float(n) < math.inf:
             hint = "samples(len(batch)), a number of at least 0"
-            raise ValueError(explain(f"samples({n!r})", None, None, hint))
+            raise ValueError(explain(f"samples({n!r})", hint=hint))
         before, self._samples = self._samples, float(n)
         self._accumulates = False
         self._offer()
@@ -292,8 +292,7 @@ def _check_stateful(one: object) -> None:
             explain(
                 f"join({one_line(one)})",
                 f"{type(one).__name__}, without state_dict() and load_state_dict()",
-                None,
-                "join(optimizer, scheduler), whatever is stepped inside",
+                hint="join(optimizer, scheduler), whatever is stepped inside",
             )
         )
 

@@ -65,8 +65,7 @@ class DataParallelMultiGPU(nn.Module):
             raise MeshError.because(
                 "DataParallelMultiGPU(comm=...)",
                 f"ranks {list(ranks.ranks)}, but the optimizer's are {list(others)}",
-                None,
-                "DASO(..., comm=comm)",
+                hint="DASO(..., comm=comm)",
             )
         super().__init__()
         self.module = module
@@ -127,8 +126,7 @@ class DataParallelMultiGPU(nn.Module):
             explain(
                 "DataParallelMultiGPU.join()",
                 "DASO needs equal batch counts on all ranks",
-                None,
-                "drop_last=True in the loader, or DataParallel.join() without DASO",
+                hint="drop_last=True in the loader, or DataParallel.join() without DASO",
             )
         )
 

@@ -175,8 +175,7 @@ class DeferredUpdates:
                 explain(
                     "gradients written to while they travelled",
                     bucket.describe(),
-                    None,
-                    "model.finalize() before, or reach them by model.parameters(), "
+                    hint="model.finalize() before, or reach them by model.parameters(), "
                     "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
                 )
             )

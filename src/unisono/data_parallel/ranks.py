@@ -38,8 +38,7 @@ def communicator_of(comm: object) -> Communicator:
             explain(
                 f"comm={one_line(comm)}",
                 f"{type(comm).__name__}, which names no group of ranks",
-                None,
-                "None, a Communicator, an MPICommunication or a ProcessGroup",
+                hint="None, a Communicator, an MPICommunication or a ProcessGroup",
             )
         ) from None
 

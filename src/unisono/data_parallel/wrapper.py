@@ -276,7 +276,7 @@ class DataParallel(nn.Module):
         """
         if not max_norm >= 0:  # infinity clips nothing
             hint = "clip_grad_norm(1.0), at least 0"
-            raise ValueError(explain(f"clip_grad_norm({max_norm})", None, None, hint))
+            raise ValueError(explain(f"clip_grad_norm({max_norm})", hint=hint))
         return nn.utils.clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
@@ -395,9 +395,8 @@ def check_options(
             raise ValueError(
                 explain(
                     f"bucket_mb={bucket_mb}",
-                    None,
-                    f"{bucket_mb} <= 0",
-                    "bucket_mb=25, any number above 0, or None for a size chosen by transport",
+                    arithmetic=f"{bucket_mb} <= 0",
+                    hint="bucket_mb=25, any number above 0, or None for a size chosen by transport",
                 )
             )
     check_compression(compression)
@@ -409,8 +408,7 @@ def check_options(
                 explain(
                     f"{wrapper} of a module with {an(type(part).__name__)} in it",
                     f"{name or 'the module itself'}, which averages its gradients already",
-                    None,
-                    f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
+                    hint=f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
                 )
             )
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
@@ -422,7 +420,7 @@ def check_options(
         else:
             continue
         raise ValueError(
-            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", None, hint)
+            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", hint=hint)
         )
 
 
@@ -440,14 +438,13 @@ def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelO
                 hint = "DataParallelMultiGPU(module, daso)"
             elif isinstance(one, optim.Optimizer):
                 hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
-            raise TypeError(explain(f"optimizer={kind}", "not a DataParallelOptimizer", None, hint))
+            raise TypeError(explain(f"optimizer={kind}", "not a DataParallelOptimizer", hint=hint))
         if not any(id(p) in own for p in one.params_ref):
             raise ValueError(
                 explain(
                     f"an optimizer with {len(one.params_ref)} parameters",
                     f"none of them is one of the module's {len(own)} parameters",
-                    None,
-                    "build the optimizer from the parameters of this very module",
+                    hint="build the optimizer from the parameters of this very module",
                 )
             )
     return given

@@ -52,7 +52,7 @@ class MNISTDataset(data_parallel.Dataset):
     ) -> None:
         if split != 0:
             raise PartitionError.because(
-                f"MNISTDataset(split={split!r})", "rows are split", None, "split=0"
+                f"MNISTDataset(split={split!r})", "rows are split", hint="split=0"
             )
         kind = loaded("torchvision.datasets", "MNISTDataset").MNIST
         ranks = Communicator.of(MPI_WORLD)
@@ -142,8 +142,7 @@ class PartialH5Dataset(torch.utils.data.Dataset[Any]):
             explain(
                 f"{type(self).__name__}[{index!r}]",
                 "a subclass says what an item is",
-                None,
-                f"def __getitem__(self, index): return self.{self.dataset_names[0]}[index]",
+                hint=f"def __getitem__(self, index): return self.{self.dataset_names[0]}[index]",
             )
         )
 

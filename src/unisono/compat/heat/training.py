@@ -25,7 +25,7 @@ class UnknownName(KeyError):
     """A layer or parameter that is not there; the message has lines, which KeyError would quote."""
 
     def __init__(self, asked: str, found: str, known: Iterable[str]) -> None:
-        super().__init__(explain(asked, found, None, f"one of {list(known)}"))
+        super().__init__(explain(asked, found, hint=f"one of {list(known)}"))
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -355,7 +355,7 @@ class NodeExchange:
             name = self.flat.name_at(kind, offset)
             found = f"the sum of {name} over nodes overflows {sums[kind].dtype}"
             hint = "downcast_type=torch.bfloat16 has the range of float32"
-        text = explain("mean of parameters over nodes", found, None, hint)
+        text = explain("mean of parameters over nodes", found, hint=hint)
         raise NonFiniteParameters(text, rank=rank, parameter=name)
 
 

@@ -45,8 +45,7 @@ def local_rows(array: object, asked: str) -> Tensor:
             explain(
                 f"{asked} of {type(array).__name__}",
                 "no array",
-                None,
-                "a torch tensor, a numpy array, or an object whose .larray is the local tensor",
+                hint="a torch tensor, a numpy array, or an object whose .larray is the local one",
             )
         )
     split = 0 if isinstance(array, Tensor | np.ndarray) else getattr(array, "split", 0)
@@ -79,11 +78,11 @@ def shard(x: A, *, axis: int = 0, comm: object = None) -> A:
     """
     if not isinstance(x, Tensor | np.ndarray):
         raise TypeError(
-            explain(f"shard of {type(x).__name__}", "no array", None, "a tensor or a numpy array")
+            explain(f"shard of {type(x).__name__}", "no array", hint="a tensor or a numpy array")
         )
     if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise PartitionError.because(
-            f"shard(axis={axis!r})", f"an array of {x.ndim} dims", None, "axis=0"
+            f"shard(axis={axis!r})", f"an array of {x.ndim} dims", hint="axis=0"
         )
     home = communicator_of(comm)
     start, stop = decompose.block(x.shape[axis], home.size, home.rank)
@@ -132,7 +131,7 @@ def _steps_of(transforms: Transforms) -> tuple[Callable[[Any], Any], ...]:
     )
     if not all(callable(step) for step in steps):
         raise TypeError(
-            explain(f"transforms={transforms!r}", "not callable", None, "a callable or a list")
+            explain(f"transforms={transforms!r}", "not callable", hint="a callable or a list")
         )
     return steps
 

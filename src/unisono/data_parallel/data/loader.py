@@ -67,8 +67,7 @@ class DataLoader:
                     explain(
                         f"DataLoader of {type(dataset).__name__}",
                         "not a dataset",
-                        None,
-                        "DataLoader(Dataset(x)), where x holds this rank's rows",
+                        hint="DataLoader(Dataset(x)), where x holds this rank's rows",
                     )
                 )
             dataset = Dataset(dataset)
@@ -129,8 +128,7 @@ class DataLoader:
                 explain(
                     f"go_to_epoch({epoch})",
                     f"{self.epoch} epochs were begun, and their shuffles are not undone",
-                    None,
-                    "make the loader anew",
+                    hint="make the loader anew",
                 )
             )
         while self.epoch < epoch:

@@ -298,8 +298,7 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
         raise CheckpointError.because(
             f"{name}=DataLoader",
             "torch's loader does not know how far it has come",
-            None,
-            f"loader = Resumable(loader), iterate that, and {name}=loader",
+            hint=f"loader = Resumable(loader), iterate that, and {name}=loader",
         )
     bayes = sys.modules.get("unisono.bayes")
     if bayes is not None and isinstance(value, (bayes.Sequential, bayes.DDPSequential)):
@@ -402,8 +401,7 @@ class Reading:
                 raise CheckpointError.because(
                     f"Checkpoint.restore({name}=...) into {part.kind}: what was saved does not fit",
                     "\n".join(problems[:_SHOWN]) + more,
-                    None,
-                    f"build {name} as it was when it was saved",
+                    hint=f"build {name} as it was when it was saved",
                 )
 
     def trees(self, parts: Mapping[str, Part | None]) -> dict[str, Any]:
@@ -463,8 +461,7 @@ def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) ->
         raise CheckpointError.because(
             asked,
             f"{name} is a plain value, {type(values[name]).__name__}",
-            None,
-            f"restored = checkpoint.restore(...); then restored[{name!r}]",
+            hint=f"restored = checkpoint.restore(...); then restored[{name!r}]",
         )
     # Parts with a "~" are made by us, for objects that may be wrapped differently now.
     unknown = [name for name in parts if name not in there and "~" not in name]
