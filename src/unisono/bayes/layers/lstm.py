@@ -227,12 +227,16 @@ class LSTM(BaseLayer):
         self.input_size, self.output_size = input_size, output_size
         self.seq_len, self.bias = seq_len, bias
         self.gain_weight, self.gain_bias, self.init_method = gain_weight, gain_bias, init_method
-        self.stateful = stateful
+        self.stateful = self._carrying(seq_len, stateful)
         self.state: State | None = None
         """State after the last step; its posterior once backward ran."""
         self._start: State | None = None
         self._carries_next = False
         self.init_weight_bias()
+
+    def _carrying(self, seq_len: int, stateful: bool | None) -> bool | None:  # noqa: ARG002
+        """Return whether states go from call to call, as it was asked for."""
+        return stateful
 
     def init_weight_bias(self) -> None:
         """Draw new start values."""
