@@ -15,10 +15,16 @@ from unisono.data_parallel.daso.schedule import (
     DetectMetricPlateau,
     Skips,
 )
-from unisono.data_parallel.data.dataset import Dataset, DistributedDataset, shard
+from unisono.data_parallel.data.dataset import (
+    Dataset,
+    DistributedDataset,
+    dataset_irecv,
+    dataset_ishuffle,
+    dataset_shuffle,
+    shard,
+)
 from unisono.data_parallel.data.loader import DataLoader
 from unisono.data_parallel.data.sampler import DistributedSampler, create_train_val_split
-from unisono.data_parallel.data.shuffle import dataset_irecv, dataset_ishuffle, dataset_shuffle
 from unisono.data_parallel.engine import Stats
 from unisono.data_parallel.multi_gpu import DataParallelMultiGPU
 from unisono.data_parallel.optimizer import DataParallelOptimizer

@@ -28,8 +28,7 @@ from unisono.data_parallel.averaging import (
     sparse_parameters,
 )
 from unisono.data_parallel.bucket import Bucket, GradientBucket, plan_buckets
-from unisono.data_parallel.ranks import broadcast_tensors, on_device
-from unisono.data_parallel.replicas import Structure, check_same_module
+from unisono.data_parallel.ranks import Structure, broadcast_tensors, check_same_module, on_device
 from unisono.errors import CollectiveMismatch, RankTimeout
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from unisono.comm.engines.algorithms import forcing
 from unisono.data_parallel.engine import GradientEngine, Unfinished, named_error
 from unisono.data_parallel.nonblocking import only_observes
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.ranks import on_device
-from unisono.data_parallel.replicas import broadcast_module
+from unisono.data_parallel.ranks import broadcast_module, on_device
 from unisono.errors import explain
 from unisono.expect import one_line
 

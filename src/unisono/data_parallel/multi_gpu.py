@@ -11,8 +11,12 @@ from torch import nn
 
 from unisono.data_parallel.daso.daso import DASO
 from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.ranks import communicator_of
-from unisono.data_parallel.replicas import check_same_module, name_as_wrapped, reset_module
+from unisono.data_parallel.ranks import (
+    check_same_module,
+    communicator_of,
+    name_as_wrapped,
+    reset_module,
+)
 from unisono.data_parallel.wrapper import check_options
 from unisono.errors import MeshError, explain
 from unisono.expect import expect

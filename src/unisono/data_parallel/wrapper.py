@@ -22,10 +22,10 @@ from unisono.data_parallel.engine import GradientEngine, Stats
 from unisono.data_parallel.join import Join, Weights
 from unisono.data_parallel.nonblocking import DeferredUpdates, UpdateHook, fallback_reason
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.ranks import communicator_of
-from unisono.data_parallel.replicas import (
+from unisono.data_parallel.ranks import (
     broadcast_module,
     check_same_module,
+    communicator_of,
     name_as_wrapped,
     reset_module,
 )

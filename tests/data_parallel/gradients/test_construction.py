@@ -19,7 +19,7 @@ from unisono.data_parallel import (
     DistributedSampler,
     PowerSGD,
 )
-from unisono.data_parallel.replicas import reset_layer
+from unisono.data_parallel.ranks import reset_layer
 from unisono.errors import CollectiveMismatch, UnisonoError
 
 at_1_to_4 = pytest.mark.ranks([1, 2, 3, 4], backend="gloo")

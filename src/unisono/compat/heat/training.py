@@ -14,8 +14,7 @@ from unisono import data_parallel
 from unisono.comm.mpi_style import MPI_WORLD
 from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.ranks import on_device
-from unisono.data_parallel.replicas import reset_layer
+from unisono.data_parallel.ranks import on_device, reset_layer
 from unisono.errors import explain
 
 __all__ = ["DASO", "DataParallel", "DataParallelMultiGPU"]

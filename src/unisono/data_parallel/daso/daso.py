@@ -20,15 +20,14 @@ from unisono.comm import Communicator
 from unisono.data_parallel.daso.exchange import (
     InFlight,
     NodeExchange,
+    NodeLayout,
     OuterOptimizer,
     average_buffers,
     average_state,
 )
 from unisono.data_parallel.daso.local import LocalStep
-from unisono.data_parallel.daso.nodes import NodeLayout
 from unisono.data_parallel.daso.schedule import DasoSchedule
-from unisono.data_parallel.ranks import communicator_of
-from unisono.data_parallel.replicas import broadcast_module
+from unisono.data_parallel.ranks import broadcast_module, communicator_of
 from unisono.errors import explain
 from unisono.expect import expect, expect_choice, expect_float, expect_int
 

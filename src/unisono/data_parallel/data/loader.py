@@ -9,8 +9,7 @@ import torch
 import torch.utils.data
 
 from unisono.comm import world
-from unisono.data_parallel.data.dataset import Dataset
-from unisono.data_parallel.data.shuffle import dataset_irecv, generator_of
+from unisono.data_parallel.data.dataset import Dataset, dataset_irecv, generator_of
 from unisono.errors import explain
 from unisono.expect import expect
 
