@@ -12,8 +12,7 @@ from unisono.bayes.layers.base import BaseLayer
 from unisono.bayes.layers.convolution import Conv2d, ConvTranspose2d
 from unisono.bayes.layers.linear import Linear
 from unisono.bayes.layers.normalization import BatchNorm2d, LayerNorm, RMSNorm
-from unisono.bayes.layers.pooling import AvgPool2d, MaxPool2d
-from unisono.bayes.layers.window import WindowLayer
+from unisono.bayes.layers.window import AvgPool2d, MaxPool2d, WindowLayer
 from unisono.bayes.moments import check_variance
 from unisono.bayes.sequential import Sequential
 from unisono.errors import PartitionError, UnisonoError
