@@ -200,7 +200,7 @@ class RecordedRun:
         if not marks:
             return self.merged
         last = self.parts[0]["mark_count"]
-        seconds = [at / 1e9 - self.began_s for at in marks]
+        seconds = [at / 1e9 - self.began_s for at, _, _ in marks]
         return Metrics(list(range(last - len(marks), last)), seconds, {})
 
     @property
