@@ -11,6 +11,7 @@ from parallel_models import (
     assert_replicas_equal,
     assert_same_parameters,
     batch,
+    both_modes,
     built,
     cnn,
     loss_of,
@@ -22,7 +23,6 @@ from unisono.comm import world
 from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
 
 both = pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
-both_modes = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
 
 
 def large():

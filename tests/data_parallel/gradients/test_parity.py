@@ -12,6 +12,7 @@ from parallel_models import (
     assert_replicas_equal,
     assert_same_parameters,
     batch,
+    both_modes,
     built,
     loss_of,
     mlp,
@@ -20,8 +21,6 @@ from torch import nn
 
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
-
-both_modes = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
 
 
 def train(make, optimizer, blocking, dtype=torch.float64, steps=5, **options):

@@ -11,6 +11,7 @@ from parallel_models import (
     assert_replicas_equal,
     assert_same_parameters,
     batch,
+    both_modes,
     built,
     loss_of,
     mlp,
@@ -23,7 +24,6 @@ from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
 
 both = pytest.mark.ranks([2, 3], backend=["gloo", "shm"], timeout=60)
-both_modes = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
 
 
 class Branches(nn.Module):
