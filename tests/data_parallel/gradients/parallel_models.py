@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 
 import torch
 from torch import nn
@@ -144,17 +143,3 @@ def assert_replicas_equal(module):
     """Every rank holds the very same bits."""
     flat = torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
     assert world().all_equal(flat)
-
-
-def both_modes(test):
-    """Let a test run twice in one launch: with blocking updates, and with deferred ones."""
-
-    def run(**given):
-        for blocking in (True, False):
-            test(blocking=blocking, **given)
-
-    given = inspect.signature(test).parameters.values()
-    run.__signature__ = inspect.Signature([p for p in given if p.name != "blocking"])
-    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-    run.pytestmark = getattr(test, "pytestmark", [])
-    return run
