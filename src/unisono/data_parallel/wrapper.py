@@ -7,7 +7,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -89,7 +89,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_options(
-            "DataParallel",
+            type(self).__name__,
             module,
             bucket_mb,
             compression,
@@ -126,7 +126,7 @@ class DataParallel(nn.Module):
         """Make the engine, and what defers updates where they are. Collective over `comm`."""
         engine = GradientEngine(
             self._inner,
-            self.communicator,
+            self._averaging_ranks,
             blocking=self.blocking_parameter_updates,
             **self._options,
         )
@@ -140,6 +140,11 @@ class DataParallel(nn.Module):
         self._engine, self._weights, self._deferred = engine, Weights(engine), deferred
         weakref.finalize(self, _leave, engine, deferred)
         return engine
+
+    @property
+    def _averaging_ranks(self) -> Communicator:
+        """The ranks over which gradients are averaged."""
+        return self.communicator
 
     # -- ways to the parameters: what is owed is completed first -----------------------------------
 
@@ -334,14 +339,19 @@ class DataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """Return a parallel copy with its own hooks, buckets and optimizers. Collective."""
+        twin = self._copied(memo)
+        averaging = twin._start().averaging
+        if self._engine is not None:
+            averaging.load_state_dict(self._engine.averaging.state_dict())
+        return twin
+
+    def _copied(self, memo: dict[int, Any]) -> Self:
+        """Return a copy that makes its engine at the first use."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         memo[id(self._options)] = dict(self._options)  # a function, or what it holds, is not copied
         super(DataParallel, twin).__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.comm, twin.communicator = self.comm, self.communicator
-        averaging = twin._start().averaging
-        if self._engine is not None:
-            averaging.load_state_dict(self._engine.averaging.state_dict())
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

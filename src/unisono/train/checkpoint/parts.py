@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
+from unisono.data_parallel import DASO, DataParallel, DataParallelOptimizer
 from unisono.errors import CheckpointError
 from unisono.nn import Shard, state_dict_mode
 from unisono.train.checkpoint.folder import Saved
@@ -335,7 +335,7 @@ def _inside(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DataParallel):
             module.finalize()
-        if isinstance(module, DataParallel | DataParallelMultiGPU | DistributedDataParallel):
+        if isinstance(module, DataParallel | DistributedDataParallel):
             module = module.module
         elif isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
             module = compiled
