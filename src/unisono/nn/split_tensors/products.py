@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
+from unisono.expect import expect
 from unisono.nn.attention import AttentionPlan, attended, by_heads, drawn_seed, scale_of
 from unisono.nn.split_tensors.blocks import fitted, recut
 from unisono.nn.split_tensors.reductions import added
@@ -192,6 +193,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    expect("is_causal", is_causal, bool)
     if not isinstance(query, Split):
         raise NoRule("queries that all ranks have")
     q, tokens = query, query.ndim - 2
