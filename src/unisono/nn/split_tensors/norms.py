@@ -17,6 +17,7 @@ from unisono.nn.split_tensors.tensor import (
     Cut,
     NeedsWhole,
     NoRule,
+    Run,
     Split,
     like,
     own_copy,
@@ -40,11 +41,11 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         dims: list[int],
         count: int,
-        comms: tuple[Communicator, ...],
+        comm: Communicator | None,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean, variance = _statistics(wide, dims, comms)
+        mean, variance = _statistics(wide, dims, comm)
         scale = torch.rsqrt(variance + eps)
         if _kernel_serves(x, dims):
             y = F.batch_norm(x, *map(_flat, (mean, variance, weight, bias)), False, 0.0, eps)
@@ -53,23 +54,23 @@ class _Normalize(torch.autograd.Function):
             y = y if weight is None else y.mul_(weight)
             y = y if bias is None else y.add_(bias)
         ctx.save_for_backward(x, weight, bias, mean, scale, variance)
-        ctx.settings = dims, count, comms, eps
+        ctx.settings = dims, count, comm, eps
         ctx.mark_non_differentiable(mean, variance)
         return y.to(x.dtype), mean, variance
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, bias, mean, scale, variance = ctx.saved_tensors
-        dims, count, comms, eps = ctx.settings
+        dims, count, comm, eps = ctx.settings
         if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
             given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-            y = _composed(x, weight, bias, dims, count, comms, eps)
+            y = _composed(x, weight, bias, dims, count, comm, eps)
             grads = iter(torch.autograd.grad(y, given, dy, create_graph=True))
             held = (t is not None and t.requires_grad for t in (x, weight, bias))
             return *[next(grads) if is_held else None for is_held in held], None, None, None, None
         wanted = ctx.needs_input_grad[:3]
         if _kernel_serves(x, dims):
-            grads = _by_kernel(dy, x, weight, (mean, variance, scale), eps, wanted[0], comms, count)
+            grads = _by_kernel(dy, x, weight, (mean, variance, scale), eps, wanted[0], comm, count)
             kept = (g if is_wanted else None for g, is_wanted in zip(grads, wanted, strict=True))
             return *kept, None, None, None, None
         wide, slope = x.to(mean.dtype), dy.to(mean.dtype)
@@ -81,7 +82,7 @@ class _Normalize(torch.autograd.Function):
             if weight is not None:
                 slope = slope * weight
             sums = torch.stack([slope.sum(dims, True), (slope * normal).sum(dims, True)])
-            for comm in comms:
+            if comm is not None:
                 sums = comm.all_reduce(sums)
             sums /= count
             dx = ((slope - sums[0] - normal * sums[1]) * scale).to(x.dtype)
@@ -105,7 +106,7 @@ def _by_kernel(
     statistics: tuple[Tensor, Tensor, Tensor],
     eps: float,
     needs_x: bool,
-    comms: Sequence[Communicator],
+    comm: Communicator | None,
     count: int,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of a norm of channels: sums in one pass, and that of `x` in two."""
@@ -117,7 +118,7 @@ def _by_kernel(
     if not needs_x:
         return None, dweight, dbias
     sums = torch.stack([dbias, dweight])
-    for comm in comms:
+    if comm is not None:
         sums = comm.all_reduce(sums)
     factor = scale if weight is None else scale * weight
     of_x = -factor * scale * sums[1] / count
@@ -128,7 +129,7 @@ def _by_kernel(
     return dx.addcmul_(dy, factor), dweight, dbias
 
 
-def _statistics(x: Tensor, dims: list[int], comms: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
+def _statistics(x: Tensor, dims: list[int], comm: Communicator | None) -> tuple[Tensor, Tensor]:
     """Return mean and variance over dims and ranks: each rank's own, joined in one meeting."""
     count = x.new_full((), float(math.prod(x.shape[d] for d in dims)))
     if _kernel_serves(x, dims):
@@ -138,7 +139,7 @@ def _statistics(x: Tensor, dims: list[int], comms: Sequence[Communicator]) -> tu
     else:
         mean = x.mean(dims, True)
         squares = (x - mean).square_().sum(dims, True)
-    for comm in comms:
+    if comm is not None:
         counts = count.expand_as(mean)
         counts, means, parts = comm.all_gather(torch.stack([counts, mean, squares])[None]).unbind(1)
         count = counts.sum(0)
@@ -149,13 +150,13 @@ def _statistics(x: Tensor, dims: list[int], comms: Sequence[Communicator]) -> tu
 
 def _composed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: list[int], count: int,
-    comms: Sequence[Communicator], eps: float,
+    comm: Communicator | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """Return the same from operations that autograd differentiates to any order."""
 
     def mean_of(t: Tensor) -> Tensor:
         total = t.sum(dims, True)
-        for comm in comms:
+        if comm is not None:
             total = copy(sum_to_replicated(total, comm=comm), comm=comm)
         return total / count
 
@@ -178,9 +179,9 @@ def _normalized(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    run: Run,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    comms = tuple(cut.comm for cut in cuts)
-    return _Normalize.apply(local, weight, bias, dims, count, comms, eps)
+    return _Normalize.apply(local, weight, bias, dims, count, run.ranks_of(cuts), eps)
 
 
 def _per_channel(t: Tensor | None, x: Split, shape: Sequence[int]) -> Tensor | None:
@@ -213,7 +214,7 @@ def _batch_norm(
         )
     shape = [1, -1] + [1] * (x.ndim - 2)
     w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
-    y, mean, variance = _normalized(x.local, dims, count, [*x.cuts.values()], w, b, eps)
+    y, mean, variance = _normalized(x.local, dims, count, [*x.cuts.values()], w, b, eps, x.run)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = variance.flatten() * (count / (count - 1))
@@ -252,13 +253,13 @@ def _instance_norm(
         for t in (weight, bias)
     )
     folded = x.local.reshape(1, -1, *x.local.shape[2:])
-    y, mean, variance = _normalized(folded, [0, *dims], count, inside, w, b, eps)
+    y, mean, variance = _normalized(folded, [0, *dims], count, inside, w, b, eps, x.run)
     y = y.view(x.local.shape)
     if running_mean is not None and running_var is not None:
         over_batch = [cut for d, cut in x.cuts.items() if d == 0]
         with torch.no_grad():
             both = torch.stack([mean, variance * (count / (count - 1))])
-            both = added(both.view(2, -1, x.shape[1]).sum(1), over_batch) / x.shape[0]
+            both = added(both.view(2, -1, x.shape[1]).sum(1), over_batch, x.run) / x.shape[0]
             running_mean.lerp_(both[0].to(running_mean.dtype), momentum)
             running_var.lerp_(both[1].to(running_var.dtype), momentum)
     return like(x, y)
@@ -284,7 +285,7 @@ def _group_norm(
     shape = [1, num_groups, -1] + [1] * (x.ndim - 2)
     w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
     count = x.numel() // x.shape[0] // num_groups
-    y, _, _ = _normalized(grouped, list(range(2, grouped.ndim)), count, inside, w, b, eps)
+    y, _, _ = _normalized(grouped, list(range(2, grouped.ndim)), count, inside, w, b, eps, x.run)
     return like(x, y.flatten(1, 2))
 
 
@@ -308,7 +309,7 @@ def _layer_norm(
     layout = {d - x.ndim: cut for d, cut in x.cuts.items()}
     w, b = (None if t is None else fitted(t, layout, x.run) for t in (weight, bias))
     dims, count = list(range(first, x.ndim)), math.prod(normalized_shape)
-    y, _, _ = _normalized(x.local, dims, count, [*inside.values()], w, b, eps)
+    y, _, _ = _normalized(x.local, dims, count, [*inside.values()], w, b, eps, x.run)
     return like(x, y)
 
 

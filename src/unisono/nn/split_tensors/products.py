@@ -66,7 +66,8 @@ def contracted(
     lead.run.moves += 1
     blocks = [_block(x, names, axes, lead) for x, names in zip(operands, labels, strict=True)]
     result = compute(*blocks)
-    result = added(result, [cut for label, cut in axes.values() if label not in out])
+    summed = [cut for label, cut in axes.values() if label not in out]
+    result = added(result, summed, lead.run)
     return like(
         lead, result, {out.index(label): cut for label, cut in axes.values() if label in out}
     )

@@ -153,6 +153,11 @@ class Run:
         self._grids[tuple(axes)] = comm, None if is_in_order else tuple(ranks)
         return self._grids[tuple(axes)]
 
+    def ranks_of(self, cuts: Iterable[Cut]) -> Communicator | None:
+        """Return all ranks along these cuts, in some order; None without cuts."""
+        axes = [axis for cut in cuts for axis in cut.axes]
+        return self.grid(axes)[0] if axes else None
+
     def note(self, function: str, reason: str, x: Tensor) -> None:
         """Write down that `x` has to be gathered, or refuse it."""
         found = Gathered(function, reason, tuple(x.shape), self.path())
@@ -534,9 +539,7 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
     key = id(x), frozenset([axis for cut in cuts for axis in cut.axes])
     known = run.copies.get(key) if x.is_leaf else None
     if known is None:
-        known = x
-        for cut in cuts:
-            known = copy(known, comm=cut.comm)
+        known = copy(x, comm=run.grid([axis for cut in cuts for axis in cut.axes])[0])
         if x.is_leaf:
             run.copies[key] = known
     return known
