@@ -143,6 +143,8 @@ class Run:
             return known
         whole = self._partition
         dims = {whole.sub(dim).comm: dim for dim, parts in enumerate(whole.shape) if parts > 1}
+        if not dims.keys() >= set(axes):
+            raise NoRule("tensors that are cut over the ranks of different partitions")
         order = sorted(axes, key=dims.__getitem__)
         ranks: list[int] = []
         for place in itertools.product(*[range(axis.size) for axis in axes]):
