@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import cast
 
 import split as networks
 import torch
@@ -109,7 +110,7 @@ def training_step(subject: Subject, mode: str, comm: Communicator) -> Step:
 
 def shared_step(subject: Subject, comm: Communicator) -> Step:
     """Return one step of this rank on its part of the batch. Collective over `comm`."""
-    model, x = subject.model, subject.batch[0]
+    model, x = cast("nn.Module", subject.model), subject.batch[0]
     optimizer = subject.optimizer(model.parameters())
     if isinstance(model, Potential):
         groups, whole = gp.graph_groups(comm.size, backend="shm"), model.potential
@@ -149,7 +150,7 @@ def measure_shared(name: str, rounds: int) -> dict[tuple[object, ...], float]:
     torch.manual_seed(0)
     subject = SUBJECTS[name]()
     part = played(subject, parts_of(subject, comm.size), comm.rank)
-    optimizer = subject.optimizer(subject.model.parameters())
+    optimizer = subject.optimizer(cast("nn.Module", subject.model).parameters())
 
     def alone() -> None:
         part().backward()

@@ -48,7 +48,8 @@ class _Normalize(torch.autograd.Function):
         mean, variance = _statistics(wide, dims, comm)
         scale = torch.rsqrt(variance + eps)
         if _kernel_serves(x, dims):
-            y = F.batch_norm(x, *map(_flat, (mean, variance, weight, bias)), False, 0.0, eps)
+            own = _flat(weight), _flat(bias)
+            y = F.batch_norm(x, mean.flatten(), variance.flatten(), *own, False, 0.0, eps)
         else:
             y = (wide - mean).mul_(scale)
             y = y if weight is None else y.mul_(weight)
