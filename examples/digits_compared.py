@@ -20,9 +20,9 @@ import unisono
 from unisono.cores import usable_cores
 from unisono.data_parallel import DataParallel
 from unisono.train import current_run, log, span
-from unisono.train.report import metrics, timeline
-from unisono.train.report.building import build_report
-from unisono.train.report.data import RecordedRun
+from unisono.train.recording import figures, reading
+from unisono.train.recording.reading import RecordedRun
+from unisono.train.recording.report import build_report
 
 BATCH = 256
 CLOSE = 1e-2
@@ -82,8 +82,8 @@ def show(runs: list[RecordedRun], outcomes: list[dict[str, float]]) -> bool:
     """Print both runs side by side; return whether they are as they should be."""
     losses = [run.merged.series["loss"].mean for run in runs]
     apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
-    rates = [metrics.overall_throughput(run.merged) or 0.0 for run in runs]
-    shares = [[row["share"] for row in timeline.shares(run.parts, run.lines)] for run in runs]
+    rates = [reading.overall_throughput(run.merged) or 0.0 for run in runs]
+    shares = [[row["share"] for row in figures.shares(run.parts, run.lines)] for run in runs]
     spread = outcomes[1]["spread"]
     for label, one, many, note in (
         ("", "1 rank", f"{len(runs[1].parts)} ranks", ""),
