@@ -294,7 +294,7 @@ def run_on_ranks(item: pytest.Function, marker: RanksMarker) -> dict[int, dict[s
     from unisono.testing.pool import RankWorld, UnanimousOutcome
 
     pool, function = session_pool(item.config), item.obj
-    params = item.callspec.params if hasattr(item, "callspec") else {}
+    params: dict[str, Any] = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     names = argument_names(item)
     fixtures = {n: item.funcargs[n] for n in names if n not in REMADE_FIXTURES}
     remake = tuple(n for n in names if n in REMADE_FIXTURES)
