@@ -11,6 +11,8 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from inspect import signature
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,10 +36,10 @@ from unisono.operators import attach
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect
-from unisono.topology import Partition, halo
+from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
-from unisono.topology.halo import HaloPlan, WindowOf
-from unisono.topology.window import Segment
+from unisono.topology.halo import Axis, HaloPlan, plan_windows
+from unisono.topology.window import copied
 
 P = TypeVar("P")
 KEPT_PLANS = 8
@@ -47,9 +49,8 @@ _NARROW = (torch.float16, torch.bfloat16)
 class PlannedModule(Module, Generic[P]):
     """Base of unisono's own layers.
 
-    A subclass has `_describe` (arguments that must be equal on all ranks), `_make_plan` (pure: the
-    same tables give every rank its part of one plan) and `forward`, which carries out `self._plan`
-    on inputs that went through `self._tied`.
+    A subclass has `_make_plan` (pure: the same tables give every rank its part of one plan) and
+    `forward`, which carries out `self._plan` on inputs that went through `self._tied`.
     """
 
     _plan: P
@@ -78,9 +79,13 @@ class PlannedModule(Module, Generic[P]):
         self._setups = 0
         """How often set-up has run."""
 
-    @abstractmethod
     def _describe(self) -> tuple[object, ...]:
-        """Return what must be equal on all ranks of the layer."""
+        """Return what must be equal on all ranks of the layer: the arguments it was made with.
+
+        A layer keeps them under their own names; of tensors, whether there is one counts.
+        """
+        held = [(name, getattr(self, name, None)) for name in _arguments_of(type(self))]
+        return tuple((name, isinstance(x, Tensor) or x) for name, x in held)
 
     @abstractmethod
     def _make_plan(self, tables: Sequence[Table]) -> P:
@@ -217,9 +222,31 @@ class PlannedModule(Module, Generic[P]):
         }
 
 
+@cache
+def _arguments_of(layer: type) -> tuple[str, ...]:
+    """Return the names of the arguments of our layers among the bases of a class."""
+    ours = [kind for kind in layer.__mro__ if kind.__module__.startswith("unisono.nn.layers")]
+    return tuple(sorted({name for kind in ours for name in signature(kind).parameters}))
+
+
 def zero_volume(x: Tensor, *, preserve_batch: bool = True) -> tuple[int, ...]:
     """Return the shape of what a rank outside of the destination gets."""
     return (x.shape[0], 0) if preserve_batch and x.dim() > 0 else (0,)
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity, with its gradient multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor | float) -> Tensor:
+        """Return `x`."""
+        ctx.factor = factor
+        return identity(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return the gradient times the factor."""
+        return grad * ctx.factor, None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -239,6 +266,20 @@ def is_plain(x: object) -> bool:
     )
 
 
+def check_dims(layer: str, P: Partition, least: int, most: int | None = None) -> None:
+    """Raise unless a partition `(N, C, ...)` has a number of dims that a layer can take."""
+    if P.dim >= least and (most is None or P.dim <= most):
+        return
+    needed = f"{least} or more" if most is None else str(most)
+    needed = needed if most in (None, least) else f"{least} to {most}"
+    raise PartitionError.because(
+        f"{layer} on {P!r}",
+        f"{P.dim} dims",
+        f"needs {needed}",
+        f"Partition({[2, *[1] * (least - 1)]}): batch, channels, then space",
+    )
+
+
 def index_in(partition: Partition) -> tuple[int, ...]:
     """Return the own place in a partition, for ranks that make plans: they are part of it."""
     index = partition.index
@@ -247,27 +288,17 @@ def index_in(partition: Partition) -> tuple[int, ...]:
     return index
 
 
-def block_windows(cuts: Sequence[int]) -> WindowOf:
-    """Return, for the rank at each index of a dim, the window that is its block of `cuts`."""
-
-    def window(i: int) -> tuple[Segment, ...]:
-        size = cuts[i + 1] - cuts[i]
-        return (Segment((0, size), (cuts[i], cuts[i + 1]), "copy"),) if size else ()
-
-    return window
-
-
-def balanced_in(cuts: Cuts, dim: int) -> Cuts:
-    """Return the cuts with balanced blocks in one dim."""
-    dim %= len(cuts)
-    balanced = tuple(split_cuts(cuts[dim][-1], len(cuts[dim]) - 1))
-    return (*cuts[:dim], balanced, *cuts[dim + 1 :])
+def balanced_in(cuts: Cuts, *dims: int) -> Cuts:
+    """Return the cuts with balanced blocks in some dims."""
+    chosen = {dim % len(cuts) for dim in dims}
+    return tuple(
+        split_cuts(own[-1], len(own) - 1) if dim in chosen else own for dim, own in enumerate(cuts)
+    )
 
 
 def recut(before: Cuts, after: Cuts, index: Sequence[int]) -> HaloPlan:
     """Return the plan that moves points from blocks of some cuts to those of others."""
-    shares = [(own[i], own[i + 1]) for own, i in zip(after, index, strict=True)]
-    return halo.plan_windows(before, index, [block_windows(own) for own in after], shares)
+    return plan_windows(before, index, [Axis(own, copied) for own in after])
 
 
 def collect_products(x: Tensor, plan: FanPlan) -> Tensor:

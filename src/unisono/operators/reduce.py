@@ -30,16 +30,9 @@ class RootPlan:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def adjoint(self) -> RootPlan:
-        """The plan of the adjoint."""
-        return self
-
 
 def _sum_over_ranks(x: Tensor, plan: GroupPlan) -> Tensor:
     """Return the sum over ranks, without autograd."""
-    if plan.landed is not None:
-        return identity(plan.landed)
     sent = x if plan.wire is None else x.to(plan.wire)
     comm = plan.comm
     if torch.compiler.is_compiling():

@@ -22,7 +22,7 @@ from unisono.nn.parameters import (
     nothing,
     shared_generator,
 )
-from unisono.nn.planned import zero_volume
+from unisono.nn.planned import ScaledGradient, zero_volume
 from unisono.nn.state import HoldingModule
 from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
@@ -116,11 +116,6 @@ class DistributedEmbedding(HoldingModule[None]):
         self.weight = nn.Parameter(own if device is None else own.to(device))
         self._hold("weight", holding, replicated=False)
 
-    def _describe(self) -> tuple[object, ...]:
-        flags = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
-        ways = (self.split, self.weights)
-        return (self.P_x, self.num_embeddings, self.embedding_dim, *flags, *ways)
-
     def _read(self, input: tuple[Any, ...]) -> Any:
         structures, gradients, problem = super()._read(input)
         if problem is None and self.P_x.active:
@@ -188,7 +183,7 @@ class DistributedEmbedding(HoldingModule[None]):
         else:
             y = F.embedding(local, weight, padding, sparse=self.sparse)
         if self.scale_grad_by_freq:
-            y = _ScaledGradient.apply(y, 1.0 / self._frequencies(input)[input].to(y).unsqueeze(-1))
+            y = ScaledGradient.apply(y, 1.0 / self._frequencies(input)[input].to(y).unsqueeze(-1))
         if self.split == "dim":
             return y
         y = torch.where(here.unsqueeze(-1), y, torch.zeros_like(y))
@@ -228,16 +223,3 @@ class DistributedEmbedding(HoldingModule[None]):
         if self.split == "dim":
             norms = self._sharing.all_reduce(norms, way)
         return norms if order == 0 or math.isinf(order) else norms.pow(1.0 / order)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, with its gradient multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.factor, None

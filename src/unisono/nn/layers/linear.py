@@ -1,30 +1,26 @@
 """Linear layers split over ranks: a grid of weight blocks, or one axis of ranks.
 
 `DistributedLinear` has input, weight and output on three partitions. `DistributedLinearAllGather`
-(column-parallel) and `DistributedLinearReduceScatter` (row-parallel) are the halves of a wide MLP;
-in their backward, messages travel while this rank multiplies. In shared memory, where the copying
-is ours, everything is done in turn.
+(column-parallel) and `DistributedLinearReduceScatter` (row-parallel) are the halves of a wide MLP.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.comm import Communicator
-from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.expect import expect_int
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.parameters import Holding, Weights, check_weights, held_by, nothing, whole
-from unisono.nn.planned import balanced_in, collect_products, is_plain, recut
+from unisono.nn.planned import balanced_in, collect_products, recut
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.gather import BlockPlan
@@ -114,10 +110,6 @@ class DistributedLinear(HoldingModule[_GridPlan]):
     def _blocks(self, index: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
         _, outs, ins = self._grid.shape
         return block(self.out_features, outs, index[1]), block(self.in_features, ins, index[2])
-
-    def _describe(self) -> tuple[object, ...]:
-        counts = (self.in_features, self.out_features, self.use_bias, self.weights)
-        return (self.P_x, self.P_y, self.P_w, *counts)
 
     def _make_plan(self, tables: Sequence[Table]) -> _GridPlan:
         (table,) = tables
@@ -253,10 +245,6 @@ class _OneAxisLinear(HoldingModule[_AxisPlan]):
             return None
         return block(count, self._P.shape[-1], self._P.index[-1])
 
-    def _describe(self) -> tuple[object, ...]:
-        features = (self.in_features, self.out_features, self.use_bias, self.weights)
-        return (self.P_x, self.P_y, *features)
-
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
         """Return the ranks that use this rank's block of a parameter: same place on the axis."""
         return self._P.sub(tuple(range(self._P.dim - 1))) if self._P.active else None
@@ -319,11 +307,8 @@ class DistributedLinearAllGather(_OneAxisLinear):
         plan = self._plan
         tied = self._tied(input)
         weight, *bias = self._blocks_of(*self._blocks)
-        if plan.comm.size == 1:
-            return F.linear(tied, weight, *bias)
-        if is_plain(input):
-            return _Columns.apply(tied, weight, bias[0] if bias else None, plan)
-        return F.linear(AllGather.apply(tied, plan), weight, *bias)
+        joined = tied if plan.comm.size == 1 else AllGather.apply(tied, plan)
+        return F.linear(joined, weight, *bias)
 
 
 class DistributedLinearReduceScatter(_OneAxisLinear):
@@ -397,12 +382,9 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
             (weight,) = self._blocks_of("weight")
             bias = self._blocks_of("bias") if self.use_bias else []
         held = self._window(input)
-        if self._plan.comm.size == 1:
-            y = F.linear(held, weight)
-        elif is_plain(input):
-            y = _Rows.apply(held, weight, self._plan)
-        else:
-            y = ReduceScatter.apply(F.linear(held, weight), self._plan)
+        y = F.linear(held, weight)
+        if self._plan.comm.size > 1:
+            y = ReduceScatter.apply(y, self._plan)
         return y + bias[0].to(y.dtype) if bias else y
 
 
@@ -439,133 +421,3 @@ def _check_width(name: str, cuts: Cuts, in_features: int) -> None:
             f"{cuts[-1][-1]} features != {in_features}",
             f"in_features={cuts[-1][-1]}",
         )
-
-
-def _travels_by_itself(plan: BlockPlan) -> bool:
-    """Whether messages move while this rank computes, without a thread of ours."""
-    return plan.comm.backend != "shm"
-
-
-class _Columns(torch.autograd.Function):
-    """Own block of the input, weight, bias -> own output features."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: BlockPlan
-    ) -> Tensor:
-        """Join the blocks and multiply."""
-        ctx.plan = plan
-        joined = plan.comm.all_gather(x, plan.dim, plan.sizes)
-        ctx.save_for_backward(x, weight, bias, joined)
-        return F.linear(joined, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of own block, weight and bias."""
-        x, weight, bias, joined = ctx.saved_tensors
-        plan: BlockPlan = ctx.plan
-        (dy,) = grads
-        if torch.is_grad_enabled():
-
-            def again() -> Tensor:
-                return F.linear(AllGather.apply(x, replace(plan, landed=joined)), weight, bias)
-
-            return *_composed(again, (x, weight, bias), dy), None
-        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-        pending: Pending[Tensor] | None = None
-        dx: Tensor | None = None
-        if needs_x:
-            summands = dy @ weight
-            if _travels_by_itself(plan):
-                pending = plan.comm.start.reduce_scatter(summands, plan.dim, plan.sizes)
-            else:
-                dx = plan.comm.reduce_scatter(summands, plan.dim, plan.sizes)
-        dw = _outer(dy, joined, needs_w)
-        db = _matrix(dy).sum(0) if needs_b else None
-        return dx if pending is None else pending.wait(), dw, db, None
-
-
-class _Rows(torch.autograd.Function):
-    """Own input features, weight -> own block of the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: BlockPlan) -> Tensor:
-        """Multiply and sum."""
-        y = plan.comm.reduce_scatter(F.linear(x, weight), plan.dim, plan.sizes)
-        ctx.plan = plan
-        ctx.save_for_backward(x, weight)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of own input features and weight."""
-        x, weight = ctx.saved_tensors
-        plan: BlockPlan = ctx.plan
-        (dy,) = grads
-        if torch.is_grad_enabled():
-            nothing = torch.zeros_like(dy)  # of the sum itself only the gradient is wanted
-
-            def again() -> Tensor:
-                summands = F.linear(x, weight)
-                return ReduceScatter.apply(summands, replace(plan, landed=nothing))
-
-            return *_composed(again, (x, weight), dy), None
-        needs_x, needs_w = ctx.needs_input_grad[:2]
-        if not (needs_x or needs_w):
-            return None, None, None
-        if not _travels_by_itself(plan) or plan.dim != dy.dim() - 1:
-            whole = plan.comm.all_gather(dy, plan.dim, plan.sizes)
-            return _product(whole, weight, needs_x), _outer(whole, x, needs_w), None
-        return *_by_blocks(dy, x, weight, plan, needs_x, needs_w), None
-
-
-def _by_blocks(
-    dy: Tensor, x: Tensor, weight: Tensor, plan: BlockPlan, needs_x: bool, needs_w: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Multiply the own output features while those of other ranks travel, then the others."""
-    pending = _gather(dy, plan)
-    ends = list(accumulate(plan.sizes))
-    stop = ends[plan.comm.rank]
-    start = stop - plan.sizes[plan.comm.rank]
-    dx = _product(dy, weight[start:stop], needs_x)
-    dw = torch.empty_like(weight) if needs_w else None
-    if dw is not None:
-        torch.mm(_matrix(dy).T, _matrix(x), out=dw[start:stop])
-    whole = pending.wait()
-    for a, b in ((0, start), (stop, ends[-1])):
-        if a == b:
-            continue
-        part = _matrix(whole[..., a:b])
-        if dx is not None:
-            _matrix(dx).addmm_(part, weight[a:b])
-        if dw is not None:
-            torch.mm(part.T, _matrix(x), out=dw[a:b])
-    return dx, dw
-
-
-def _gather(x: Tensor, plan: BlockPlan) -> Pending[Tensor]:
-    return plan.comm.start.all_gather(x, plan.dim, plan.sizes)
-
-
-def _product(dy: Tensor, weight: Tensor, needed: bool) -> Tensor | None:
-    return dy @ weight if needed else None
-
-
-def _outer(dy: Tensor, x: Tensor, needed: bool) -> Tensor | None:
-    return _matrix(dy).T @ _matrix(x) if needed else None
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """Return all dims but the last as one."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _composed(
-    again: Callable[[], Tensor], inputs: Sequence[Tensor | None], dy: Tensor
-) -> list[Tensor | None]:
-    """Return the gradients as functions that can be differentiated again."""
-    held = [t for t in inputs if t is not None and t.requires_grad]
-    with torch.enable_grad():
-        y = again()
-    found = iter(torch.autograd.grad(y, held, dy, create_graph=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in inputs]

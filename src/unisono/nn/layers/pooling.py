@@ -68,10 +68,6 @@ class _Pool(PlannedModule[_PoolPlan]):
         ):
             check_pool(k, p, d, dim=dim)
 
-    def _describe(self) -> tuple[object, ...]:
-        sizes = (self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
-        return (self.P_x, *sizes)
-
     def _window_fill(self, dtype: torch.dtype) -> float:
         """Return what stands on padding."""
         raise TypeError(f"{type(self).__name__} has no value for padding of {dtype}")
@@ -192,9 +188,6 @@ class _AvgPool(_Pool):
             raise PartitionError.because(
                 f"{type(self).__name__}(divisor_override=0)", hint="a number other than 0, or None"
             )
-
-    def _describe(self) -> tuple[object, ...]:
-        return (*super()._describe(), self.count_include_pad, self.divisor_override)
 
     def _window_fill(self, dtype: torch.dtype) -> float:
         if not dtype.is_floating_point and dtype != torch.int64:

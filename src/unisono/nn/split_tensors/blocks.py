@@ -24,7 +24,7 @@ from unisono.nn.split_tensors.tensor import (
 from unisono.operators import halo_exchange, move_cut
 from unisono.topology import HaloPlan, Segment
 from unisono.topology.decompose import split_sizes
-from unisono.topology.halo import plan_windows
+from unisono.topology.halo import Axis, plan_windows
 
 Window = tuple[Segment, ...]
 """What one rank wants of a dim: runs of points, and of padding."""
@@ -105,11 +105,9 @@ def _plan(
     index = [0] * len(shape)
     index[dim] = rank
 
-    def windows_along(d: int) -> Callable[[int], Window]:
-        return (lambda r: wanted[r]) if d == dim else (lambda _: span(0, shape[d]))
-
-    windows = [windows_along(d) for d in range(len(shape))]
-    return plan_windows(cuts, index, windows, [(0, n) for n in shape], fill=fill)
+    axes = [Axis((0, n), span) for n in shape]
+    axes[dim] = Axis(range(len(wanted) + 1), lambda r, _: wanted[r])
+    return plan_windows(cuts, index, axes, fill=fill)
 
 
 # -- several arguments ----------------------------------------------------------------------------
