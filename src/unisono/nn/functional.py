@@ -226,7 +226,7 @@ class _Call:
         digest = zlib.crc32(repr(options).encode())
         return [math.prod(q.shape[:-3]), *heads, q.shape[-1], v.shape[-1], flags, digest]
 
-    def _refusals(self) -> Iterator[tuple[str | None, ...]]:
+    def _refusals(self) -> Iterator[tuple[str, str | None, str | None, str]]:
         """Yield what is wrong with own arguments: asked, found, arithmetic, hint."""
         q, k, v, mask, name = self.query, self.key, self.value, self.mask, self.name
         shapes = f"{name} of query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}"

@@ -53,6 +53,8 @@ class PlannedModule(Module, Generic[P]):
     `forward`, which carries out `self._plan` on inputs that went through `self._tied`.
     """
 
+    P_x: Partition
+    """Partition of the input."""
     _plan: P
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class PlannedModule(Module, Generic[P]):
         self._gradients = NO_GRAD
         """Whose gradients some rank needs in this call."""
         self._exchange: HaloOnGroup | None = None
-        """What `_halo` gave for the current plan."""
+        """With which the current plan begins: its `halo`, if it has one that moves anything."""
         self._comm: Communicator | None = None
         """The root of the partitions, kept from the first call; likewise what follows."""
         self._ranks: tuple[int, ...] = ()
@@ -90,10 +92,6 @@ class PlannedModule(Module, Generic[P]):
     @abstractmethod
     def _make_plan(self, tables: Sequence[Table]) -> P:
         """Return what this rank does for inputs of these structures."""
-
-    def _halo(self) -> HaloOnGroup | None:
-        """Return the exchange with which the current plan begins; None for none."""
-        return None
 
     def _read(
         self, input: tuple[Any, ...]
@@ -170,16 +168,14 @@ class PlannedModule(Module, Generic[P]):
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         self._tables, self._plan = key, self._plans[key]
-        self._exchange = self._halo()
-
-    def _on_ranks(self, plan: HaloPlan, ranks: tuple[int, ...] | None) -> HaloOnGroup | None:
-        """Return an exchange between ranks of the root; None where there is nothing to do."""
-        if plan.is_identity or self._comm is None:
-            return None
-        return HaloOnGroup(self._comm, plan, ranks, plan.fill)
+        plan: Any = self._plan
+        halo = plan if isinstance(plan, HaloPlan) else getattr(plan, "halo", None)
+        self._exchange = None
+        if halo is not None and not halo.is_identity and self._comm is not None:
+            self._exchange = HaloOnGroup(self._comm, halo, self.P_x.ranks, halo.fill)
 
     def _window(self, x: Tensor, *, least: int = NO_GRAD + 1) -> Tensor:
-        """Return the own window by `_halo`, tied to the graph as `_tied` does."""
+        """Return the own window by the plan's `halo`, tied to the graph as `_tied` does."""
         tied = x if x.requires_grad else self._tied(x, least=least)
         if self._exchange is None:
             return identity(tied)

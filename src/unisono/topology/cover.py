@@ -15,8 +15,6 @@ from unisono.topology.decompose import Interval
 from unisono.topology.halo import Box, HaloPlan, Piece
 from unisono.topology.window import span
 
-__all__ = ["Cover", "Patch", "cover"]
-
 
 @dataclass(frozen=True, slots=True)
 class Patch:

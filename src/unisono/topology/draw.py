@@ -24,7 +24,6 @@ from unisono.topology.halo import HaloPlan, Message, Piece
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _TIMES = " \u00d7 "
@@ -166,8 +165,10 @@ class Picture:
 
     def between(self, a: Index, b: Index, dim: int) -> int:
         """Return the bytes between neighbours in a dim, but for those that go round its ends."""
+        if self.plans is None:
+            return 0
         total = 0
-        for mine, other in ((a, b), (b, a)) if self.plans is not None else ():
+        for mine, other in ((a, b), (b, a)):
             reader = self.plans[other]
             for message in self.plans[mine].sends:
                 if message.peer == reader.rank:

@@ -35,20 +35,6 @@ from unisono.topology.window import (
     window,
 )
 
-__all__ = [
-    "Axis",
-    "Box",
-    "HaloPlan",
-    "Message",
-    "Piece",
-    "Segment",
-    "output_length",
-    "plan",
-    "plan_widths",
-    "plan_windows",
-    "window",
-]
-
 Box = tuple[Interval, ...]
 """One half-open range per dim."""
 

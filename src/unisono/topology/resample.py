@@ -14,15 +14,6 @@ from unisono.errors import PartitionError
 from unisono.topology.decompose import Interval
 from unisono.topology.window import Segment, copied
 
-__all__ = [
-    "RESAMPLE_MODES",
-    "Taps",
-    "resample_length",
-    "resample_needed",
-    "resample_taps",
-    "resample_window",
-]
-
 RESAMPLE_MODES: tuple[str, ...] = ("nearest", "nearest-exact", "linear", "cubic")
 """One-dim kernels; bilinear and trilinear are "linear" in each dim, bicubic is "cubic"."""
 

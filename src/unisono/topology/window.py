@@ -14,26 +14,6 @@ from typing import Any, Literal, NamedTuple
 from unisono.errors import PartitionError
 from unisono.topology.decompose import Interval
 
-__all__ = [
-    "PADDING_MODES",
-    "Kind",
-    "Segment",
-    "as_int",
-    "check_pool",
-    "check_window",
-    "copied",
-    "output_length",
-    "padding_pairs",
-    "per_dim",
-    "pool_counts",
-    "span",
-    "transposed_cover",
-    "transposed_length",
-    "transposed_needed",
-    "transposed_window",
-    "window",
-]
-
 Kind = Literal["copy", "flip", "repeat", "fill"]
 """How the points of a segment are made: as they are, reversed, one point many times, a constant."""
 

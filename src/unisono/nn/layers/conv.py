@@ -42,21 +42,6 @@ from unisono.topology.decompose import Interval, block
 from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo import Box, HaloPlan, Message, Piece
 
-__all__ = [
-    "DistributedChannelConv1d",
-    "DistributedChannelConv2d",
-    "DistributedChannelConv3d",
-    "DistributedConv1d",
-    "DistributedConv2d",
-    "DistributedConv3d",
-    "DistributedFeatureConv1d",
-    "DistributedFeatureConv2d",
-    "DistributedFeatureConv3d",
-    "DistributedGeneralConv1d",
-    "DistributedGeneralConv2d",
-    "DistributedGeneralConv3d",
-]
-
 
 def _as_torch(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...] | tuple[tuple[int, int], ...]:
     if any(left != right for left, right in pairs):
@@ -219,8 +204,8 @@ def _channel_piece(owner: int, shape: Sequence[int], channels: Interval, at: int
 class _GeneralPlan:
     """What one rank does: fill a window, pass it on, convolve, add up."""
 
-    window: HaloPlan | None
-    """On a rank of `P_x`."""
+    halo: HaloPlan | None
+    """Of the window, on a rank of `P_x`."""
     to_weights: FanPlan | None
     """Windows from `P_x` to `P_w`; None where channels of groups are fetched instead."""
     fetch: HaloPlan | None
@@ -374,11 +359,6 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         share = windows[self.P_x.ranks[source]].output_shape
         c0, c1 = channels_at(self.settings, self._grid, index).outs
         return (share[0], c1 - c0, *share[2:])
-
-    def _halo(self) -> HaloOnGroup | None:
-        plan = self._plan
-        window = plan.exchange.halo if isinstance(plan, SpacePlan) else plan.window
-        return None if window is None else self._on_ranks(window, self.P_x.ranks)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the convolution on `P_y`."""

@@ -35,7 +35,7 @@ from unisono.operators.halo import (
 )
 from unisono.topology import Partition
 from unisono.topology.cover import Cover, Patch, cover
-from unisono.topology.halo import Box
+from unisono.topology.halo import Box, HaloPlan
 from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
 
 Overlap = Literal["auto"] | bool
@@ -177,6 +177,11 @@ class SpacePlan:
     """The pass over the own block and its patches; None: all of it from a window."""
     padding: tuple[int, ...] | None = None
     """Zeros that the window does not hold, on both sides of each dim; None: it holds them all."""
+
+    @property
+    def halo(self) -> HaloPlan:
+        """How the window is filled."""
+        return self.exchange.halo
 
     def output_shape(self, weight: Tensor) -> tuple[int, ...]:
         """Return the shape of the own share."""

@@ -17,7 +17,6 @@ from unisono.nn.layers.conv_space import Size, check_channels, check_space, empt
 from unisono.nn.parameters import Weights, check_weights
 from unisono.nn.planned import index_in
 from unisono.nn.state import HoldingModule
-from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts
 from unisono.topology.halo import Axis, HaloPlan, plan_windows
@@ -28,12 +27,6 @@ from unisono.topology.window import (
     transposed_length,
     transposed_window,
 )
-
-__all__ = [
-    "DistributedFeatureConvTranspose1d",
-    "DistributedFeatureConvTranspose2d",
-    "DistributedFeatureConvTranspose3d",
-]
 
 _KERNELS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -114,9 +107,6 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
             c0, c1 = transposed_cover(needed[0].source if needed else (0, 0), k, s, p, d)
             crops.append((c0 - y0, y1 - c1) if needed else (0, y1 - y0))
         return _TransposePlan(plan_windows(cuts, index, axes), tuple(crops))
-
-    def _halo(self) -> HaloOnGroup | None:
-        return self._on_ranks(self._plan.halo, self.P_x.ranks)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the transposed convolution."""

@@ -28,8 +28,6 @@ from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 from unisono.topology.decompose import block
 
-__all__ = ["DistributedEmbedding"]
-
 
 class DistributedEmbedding(HoldingModule[None]):
     """`torch.nn.Embedding` with its table split over the last axis of a partition.

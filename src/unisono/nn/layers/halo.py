@@ -12,13 +12,10 @@ from unisono.expect import expect_choice
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.layers.conv_space import Size
 from unisono.nn.planned import PlannedModule, index_in
-from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import split_cuts
 from unisono.topology.halo import Axis, HaloPlan
 from unisono.topology.window import check_window, copied, window
-
-__all__ = ["DistributedPad", "HaloExchange"]
 
 _PAD_MODES = {
     "constant": "zeros",
@@ -31,8 +28,6 @@ _PAD_MODES = {
 class _Windowed(PlannedModule[HaloPlan]):
     """A layer that fills a window from the blocks under it."""
 
-    P_x: Partition
-
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
         raise TypeError(f"{type(self).__name__} has no plan for {cuts} at {index}")
 
@@ -40,9 +35,6 @@ class _Windowed(PlannedModule[HaloPlan]):
         (table,) = tables
         table.dtype(self.P_x)
         return self._plan_at(table.cuts(self.P_x), index_in(self.P_x))
-
-    def _halo(self) -> HaloOnGroup | None:
-        return self._on_ranks(self._plan, self.P_x.ranks)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the own window."""

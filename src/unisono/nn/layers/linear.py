@@ -24,14 +24,11 @@ from unisono.nn.planned import balanced_in, collect_products, recut
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.gather import BlockPlan
-from unisono.operators.halo import HaloOnGroup
 from unisono.operators.partitioned import FanPlan, fan_plan, spread
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_sizes
 from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo import HaloPlan
-
-__all__ = ["DistributedLinear", "DistributedLinearAllGather", "DistributedLinearReduceScatter"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class SubLinear:
 
 @dataclass(frozen=True)
 class _GridPlan:
-    balance: HaloPlan | None
+    halo: HaloPlan | None
     """Moves features to balanced blocks, where the input's are not; on a rank of `P_x`."""
     to_weights: FanPlan
     to_outputs: FanPlan
@@ -160,10 +157,6 @@ class DistributedLinear(HoldingModule[_GridPlan]):
             held = F.linear(held, *self._used(names, (self._shape, self._shape[:1])))
         return collect_products(held, self._plan.to_outputs)
 
-    def _halo(self) -> HaloOnGroup | None:
-        balance = self._plan.balance
-        return None if balance is None else self._on_ranks(balance, self.P_x.ranks)
-
 
 def _linear_grid(P_x: Partition, P_y: Partition, P_w: Partition) -> Partition:
     """Return `P_w` as batch, output features, input features; refuse what does not fit."""
@@ -202,7 +195,7 @@ def _balanced_shape(cuts: Cuts, P_x: Partition, place: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _AxisPlan(BlockPlan):
-    balance: HaloPlan | None = None
+    halo: HaloPlan | None = None
     """Moves input features to balanced blocks, those of the weight; None where they are."""
 
 
@@ -361,11 +354,7 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         sizes = split_sizes(length, comm.size)
         is_balanced = balanced == tuple(map(tuple, cuts))
         balance = None if is_balanced or index is None else recut(cuts, balanced, index)
-        return _AxisPlan(comm, self._dim, sizes, balance=balance)
-
-    def _halo(self) -> HaloOnGroup | None:
-        balance = self._plan.balance
-        return None if balance is None else self._on_ranks(balance, self.P_x.ranks)
+        return _AxisPlan(comm, self._dim, sizes, halo=balance)
 
     def _users(self, name: str) -> Partition | None:
         if name == "bias" and not self._splits_output:  # each rank adds the whole of it

@@ -21,17 +21,6 @@ from unisono.nn.planned import PlannedModule, check_dims, wide
 from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 
-__all__ = [
-    "DistributedBCELoss",
-    "DistributedBCEWithLogitsLoss",
-    "DistributedCrossEntropyLoss",
-    "DistributedKLDivLoss",
-    "DistributedL1Loss",
-    "DistributedMSELoss",
-    "DistributedNLLLoss",
-    "DistributedPoissonNLLLoss",
-]
-
 
 @dataclass(frozen=True)
 class _LossPlan:

@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, an
 from unisono.nn.agreement import Cuts, Table
-from unisono.nn.planned import PlannedModule, ScaledGradient, zero_volume
+from unisono.nn.planned import PlannedModule, ScaledGradient
 from unisono.operators import AllGather as GatherMap
 from unisono.operators import ReduceScatter as ScatterMap
 from unisono.operators import Repartition as RepartitionMap
@@ -30,16 +30,6 @@ from unisono.topology.overlap import OverlapPlan, repartition_plan
 from unisono.topology.window import as_int
 
 _SUMMED = "blocks that are summed must be equal in shape"
-
-__all__ = [
-    "AllGather",
-    "AllSumReduce",
-    "Broadcast",
-    "DistributedTranspose",
-    "ReduceScatter",
-    "Repartition",
-    "SumReduce",
-]
 
 
 class Broadcast(PlannedModule[FanPlan]):
@@ -243,14 +233,9 @@ class ReduceScatter(_AlongAxis):
 
 
 @dataclass(frozen=True)
-class _Moved:
-    """What one rank does in a repartition, and the dtype of the data."""
-
-    comm: Communicator
-    overlap: OverlapPlan
-    dtype: torch.dtype
-    stage: Stage | None
-    """Shared memory for large blocks, where all ranks have one host."""
+class _Moved(RepartitionOnGroup):
+    dtype: torch.dtype = torch.float32
+    """Of the data, which a rank without a block may not know."""
 
 
 class Repartition(PlannedModule[_Moved]):
@@ -283,7 +268,11 @@ class Repartition(PlannedModule[_Moved]):
         dtype = table.dtype(self.P_x)
         root = self.P_x.root
         stage = self._stage_for(cuts, dtype)
-        return _Moved(root, self._overlap_of(root.rank, cuts), dtype, stage)
+        overlap, before = self._overlap_of(root.rank, cuts), table.of(root.rank).shape
+        after = overlap.dest_shape
+        if after is None:
+            after = (*before[:1], 0) if self.preserve_batch else (0,)
+        return _Moved(root, overlap, before, after, stage=stage, dtype=dtype)
 
     def _overlap_of(self, rank: int, cuts: Cuts) -> OverlapPlan:
         return repartition_plan(cuts, self.P_x.ranks, self.P_y.shape, self.P_y.ranks, rank)
@@ -319,16 +308,9 @@ class Repartition(PlannedModule[_Moved]):
         if not self._takes_part:
             return self._outside(input, preserve_batch=self.preserve_batch)
         plan = self._plan
-        overlap = plan.overlap
-        if overlap.is_identity and input.dtype == plan.dtype and plan.stage is None:
+        if plan.overlap.is_identity and input.dtype == plan.dtype and plan.stage is None:
             return identity(input)
-        after = overlap.dest_shape
-        if after is None:
-            after = zero_volume(input, preserve_batch=self.preserve_batch)
-        on_group = RepartitionOnGroup(
-            plan.comm, overlap, tuple(input.shape), after, stage=plan.stage
-        )
-        return RepartitionMap.apply(self._tied(input.to(plan.dtype)), on_group)
+        return RepartitionMap.apply(self._tied(input.to(plan.dtype)), plan)
 
 
 DistributedTranspose = Repartition

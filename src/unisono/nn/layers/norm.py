@@ -37,14 +37,6 @@ from unisono.topology.decompose import block, split_cuts
 from unisono.topology.halo import HaloPlan
 from unisono.topology.window import as_int
 
-__all__ = [
-    "DistributedBatchNorm",
-    "DistributedGroupNorm",
-    "DistributedInstanceNorm",
-    "DistributedLayerNorm",
-    "DistributedRMSNorm",
-]
-
 
 @dataclass(frozen=True)
 class _NormPlan:
@@ -53,9 +45,9 @@ class _NormPlan:
     counts: list[int]
     """Values behind one of them on each rank."""
     global_shape: tuple[int, ...]
-    there: HaloPlan | None
+    halo: HaloPlan | None
     """Moves points to balanced blocks, those of the parameters; None where they are."""
-    back: HaloPlan | None
+    back: HaloOnGroup | None
 
     @property
     def own(self) -> int:
@@ -147,23 +139,17 @@ class _Norm(HoldingModule[_NormPlan]):
             counts,
             tuple(own[-1] for own in cuts),
             recut(cuts, balanced, index) if moves else None,
-            recut(balanced, cuts, index) if moves else None,
+            HaloOnGroup(P.root, recut(balanced, cuts, index), P.ranks, 0.0) if moves else None,
         )
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised block."""
         if not self._takes_part:
             return self._outside(input)
-        plan = self._plan
-        if plan.there is None or plan.back is None:
+        back = self._plan.back
+        if back is None:
             return self._normalised(input)
-        balanced = self._moved(self._tied(input), plan.there)
-        return self._moved(self._normalised(balanced), plan.back)
-
-    def _moved(self, x: Tensor, plan: HaloPlan) -> Tensor:
-        if plan.is_identity:
-            return x
-        return HaloExchange.apply(x, HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0))
+        return HaloExchange.apply(self._normalised(self._window(input)), back)
 
     def _normalised(self, x: Tensor) -> Tensor:
         """Return the block, normalised, for points in balanced blocks."""
@@ -202,9 +188,11 @@ class _Tracking(_Norm):
         given = wide(self._tied(x))
         if x.numel() == 0:  # torch takes no empty block; backwards of any order run all the same
             return _scaled(identity(given), weight, bias).to(x.dtype)
-        held = (self.running_mean, self.running_var, weight, bias)
-        same = [None if t is None else t.to(given.dtype) for t in held]
-        return F.batch_norm(given, *same, False, 0.0, self.eps).to(x.dtype)
+        mean, var, scale, shift = (
+            _like(t, given) for t in (self.running_mean, self.running_var, weight, bias)
+        )
+        y = F.batch_norm(given, mean, var, scale, shift, training=False, eps=self.eps)
+        return y.to(x.dtype)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, factor: float) -> None:
@@ -434,7 +422,8 @@ class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
             batch = self.P_x.sub(0)
             if batch.size > 1:
                 sums = batch.comm.all_reduce(sums)
-            self._track(*(sums / samples), 0.0 if self.momentum is None else self.momentum)
+            mean, variance = sums / samples
+            self._track(mean, variance, 0.0 if self.momentum is None else self.momentum)
         return y
 
 
@@ -545,6 +534,10 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.view(shape)
 
 
+def _like(t: Tensor | None, other: Tensor) -> Tensor | None:
+    return None if t is None else t.to(other.dtype)
+
+
 def _by_rows(x: Tensor, plan: _NormPlan, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise each row of a matrix; also return mean and squares of the rows on all ranks.
 
@@ -609,9 +602,8 @@ class _Normalize(torch.autograd.Function):
         ctx.eps, ctx.plan, ctx.is_summed = eps, plan, is_summed
         if x.numel() == 0:
             return x.clone()
-        # 16-bit values lose no digits on the way.
-        held = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
-        return F.batch_norm(x, mean, variance, *held, False, 0.0, eps)
+        scale, shift = _like(weight, mean), _like(bias, mean)  # 16-bit values lose no digits
+        return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -652,7 +644,8 @@ def _composed_gradients(
         held = [t for t in (weight, bias) if t is not None]
         if held and ctx.is_summed:
             held = list(summed_gradients(ctx.plan.comm, *held))
-        y = _composed(x, *[*held, None, None][:2], ctx.eps, ctx.plan)
+        w, b = (held[0] if held else None), (held[1] if len(held) > 1 else None)
+        y = _composed(x, w, b, ctx.eps, ctx.plan)
     found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
 
@@ -666,4 +659,4 @@ def _composed(
     shape = (1, -1, *(1,) * (x.dim() - 2))
     inverse = torch.rsqrt(squares / max(plan.total, 1) + eps)
     y = (given - mean.view(shape)) * inverse.view(shape)
-    return _scaled(y, *(None if t is None else wide(t) for t in (weight, bias))).to(x.dtype)
+    return _scaled(y, _like(weight, y), _like(bias, y)).to(x.dtype)

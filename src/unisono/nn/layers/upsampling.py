@@ -12,14 +12,11 @@ from torch import Tensor
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, index_in
-from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts
 from unisono.topology.halo import Axis, HaloPlan, plan_windows
 from unisono.topology.resample import resample_length, resample_taps, resample_window
 from unisono.topology.window import copied
-
-__all__ = ["DistributedUpsample", "Interpolate"]
 
 _MODES = {
     "nearest": "nearest",
@@ -122,9 +119,6 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
             start = first[0].source[0] if first else 0
             taps.append(taps_of(y0, y1, x, y, start, mode, scale, aligned, double))
         return _UpsamplePlan(plan_windows(cuts, index, axes), tuple(taps))
-
-    def _halo(self) -> HaloOnGroup | None:
-        return self._on_ranks(self._plan.halo, self.P_x.ranks)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the upsampled tensor."""
