@@ -117,26 +117,26 @@ class HaloPlan:
 
     rank: int
     """Own rank in the partition."""
-    index: tuple[int, ...]
-    """Own coordinates in the partition."""
     own: Box
     """Own block in global coordinates."""
-    needed: Box
-    """Points of the tensor right under the window, in global coordinates; may be empty."""
     window_shape: tuple[int, ...]
     """Sizes of the window: the local input of the layer, padding and halos included."""
-    output_shape: tuple[int, ...]
-    """Own balanced share of the output in every dim."""
-    output_start: tuple[int, ...]
-    """Where that share begins in the whole output."""
-    segments: tuple[tuple[Segment, ...], ...]
-    """For each dim, what the window is made of, in global coordinates."""
     local: tuple[Piece, ...]
     """Pieces of the own block that stay here."""
     sends: tuple[Message, ...]
     """One message for each rank that needs own points, ascending."""
     recvs: tuple[Message, ...]
     """One message for each rank whose points are needed here, ascending."""
+    index: tuple[int, ...] = ()
+    """Own coordinates in the partition. This and what follows may be left out where nobody asks."""
+    needed: Box = ()
+    """Points of the tensor right under the window, in global coordinates; may be empty."""
+    output_shape: tuple[int, ...] = ()
+    """Own balanced share of the output in every dim."""
+    output_start: tuple[int, ...] = ()
+    """Where that share begins in the whole output."""
+    segments: tuple[tuple[Segment, ...], ...] = ()
+    """For each dim, what the window is made of, in global coordinates."""
     fill: float = 0.0
     """Constant written where the window lies outside the tensor."""
     wraps: tuple[tuple[int, int], ...] = ()

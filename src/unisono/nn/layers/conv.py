@@ -32,7 +32,7 @@ from unisono.nn.layers.conv_space import (
     space_plan,
 )
 from unisono.nn.module import Module
-from unisono.nn.parameters import Holding, Weights, check_weights, nothing
+from unisono.nn.parameters import Holding, Weights, check_weights, nothing, part
 from unisono.nn.planned import collect_products, index_in, is_plain
 from unisono.nn.state import HoldingModule
 from unisono.operators.halo import HaloExchange, HaloOnGroup
@@ -172,16 +172,10 @@ def fetch_plan(
                 sends.append(Message(reader, (piece,)))
             else:
                 recvs.append(Message(owner, (piece,)))
-    dims = settings.dims + 2
     return HaloPlan(
         rank=me,
-        index=(0,) * dims,
         own=tuple((0, n) for n in own_shape),
-        needed=(),
         window_shape=own_window,
-        output_shape=(),
-        output_start=(),
-        segments=((),) * len(own_window),
         local=local,
         sends=tuple(sorted(sends, key=lambda m: m.peer)),
         recvs=tuple(sorted(recvs, key=lambda m: m.peer)),
@@ -292,13 +286,13 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         shape, index = self.settings.weight_shape, self._index
         own, own_bias = nothing(shape), nothing(shape[:1])
         if index is not None and self._channels is not None:
-            (c0, c1), (k0, k1) = self._channels.outs, self._channels.depth
-            used = (c1 - c0, k1 - k0, *self.settings.kernel_size)
-            self._shapes = used, used[:1]
+            outs = self._channels.outs
+            used = part(shape, {0: outs, 1: self._channels.depth})
+            self._shapes = used.shape, used.shape[:1]
             if self.weights == "replicated" or not any((index[0], *index[3:])):
-                own = Holding(shape, (c0, k0, *(0,) * self.dims), used)
+                own = used
                 if index[2] == 0:
-                    own_bias = Holding(shape[:1], (c0,), (c1 - c0,))
+                    own_bias = part(shape[:1], {0: outs})
         return own, own_bias if self.use_bias else None
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002

@@ -15,11 +15,11 @@ from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_choice, expect_int
 from unisono.nn.agreement import Table
 from unisono.nn.parameters import (
-    Holding,
     Weights,
     check_weights,
     held_by,
     nothing,
+    part,
     shared_generator,
 )
 from unisono.nn.planned import ScaledGradient, zero_volume
@@ -97,13 +97,7 @@ class DistributedEmbedding(HoldingModule[None]):
         holding = nothing(shape)
         if P_x.active and P_x.index is not None:
             dim = 1 if split == "dim" else 0
-            start, stop = block(shape[dim], P_x.shape[-1], P_x.index[-1])
-            rows, columns = (start, stop), (0, embedding_dim)
-            if split == "dim":
-                rows, columns = (0, num_embeddings), (start, stop)
-            holding = Holding(
-                shape, (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0])
-            )
+            holding = part(shape, {dim: block(shape[dim], P_x.shape[-1], P_x.index[-1])})
         self._block = holding
         holding = held_by(self._users("weight"), self.weights, holding)
         with shared_generator(self._control()) as generator:

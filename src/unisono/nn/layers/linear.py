@@ -19,7 +19,7 @@ from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.expect import expect_int
 from unisono.nn.agreement import Cuts, Table
-from unisono.nn.parameters import Holding, Weights, check_weights, held_by, nothing, whole
+from unisono.nn.parameters import Holding, Weights, check_weights, held_by, nothing, part
 from unisono.nn.planned import balanced_in, collect_products, recut
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
@@ -82,21 +82,21 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         self.use_bias = bias
         self._grid = _linear_grid(P_x, P_y, P_w)
         shape = (out_features, in_features)
-        own: Holding = nothing(shape)
-        own_bias: Holding = nothing(shape[:1])
+        own, own_bias = nothing(shape), nothing(shape[:1])
         self._shape: tuple[int, ...] | None = None
         """Of the weight block that this rank multiplies with; None outside of the grid."""
         self._adds_bias = False
         me = self._grid.root.rank
         if me in self._grid.ranks:
             index = self._grid.index_of(self._grid.ranks.index(me))
-            (c0, c1), (k0, k1) = self._blocks(index)
-            self._shape = (c1 - c0, k1 - k0)
+            outs, ins = self._blocks(index)
+            used = part(shape, {0: outs, 1: ins})
+            self._shape = used.shape
             self._adds_bias = index[2] == 0
             if weights == "replicated" or index[0] == 0:
-                own = Holding(shape, (c0, k0), self._shape)
+                own = used
                 if self._adds_bias:
-                    own_bias = Holding(shape[:1], (c0,), (c1 - c0,))
+                    own_bias = part(shape[:1], {0: outs})
         self._draw(self._control(), own, own_bias if bias else None, dtype=dtype, device=device)
 
     @property
@@ -280,9 +280,7 @@ class DistributedLinearAllGather(_OneAxisLinear):
         own, own_bias = nothing(shape), nothing(shape[:1])
         share = self._own_share(out_features)
         if share is not None:
-            size = share[1] - share[0]
-            own = Holding(shape, (share[0], 0), (size, in_features))
-            own_bias = Holding(shape[:1], (share[0],), (size,))
+            own, own_bias = part(shape, {0: share}), part(shape[:1], {0: share})
         self._take_blocks(own, own_bias if bias else None, device, dtype)
 
     def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
@@ -333,10 +331,8 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         own, own_bias = nothing(shape), nothing(shape[:1])
         share, outs = self._own_share(in_features), self._own_share(out_features)
         if share is not None and outs is not None:
-            own = Holding(shape, (0, share[0]), (out_features, share[1] - share[0]))
-            own_bias = whole(shape[:1])
-            if self._splits_output:
-                own_bias = Holding(shape[:1], (outs[0],), (outs[1] - outs[0],))
+            own = part(shape, {1: share})
+            own_bias = part(shape[:1], {0: outs} if self._splits_output else {})
         self._take_blocks(own, own_bias if bias else None, device, dtype)
 
     @property

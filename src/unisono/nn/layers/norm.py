@@ -20,11 +20,11 @@ from unisono.comm import Communicator
 from unisono.errors import PartitionError, an
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.parameters import (
-    Holding,
     Weights,
     check_weights,
     held_by,
     nothing,
+    part,
     summed_gradients,
 )
 from unisono.nn.planned import balanced_in, check_dims, index_in, is_plain, recut, wide
@@ -90,8 +90,8 @@ class _Norm(HoldingModule[_NormPlan]):
         self._block = nothing(shape)
         if P_x.index is not None:
             index = P_x.index
-            own = [block(n, P_x.shape[d], index[d]) for n, d in zip(shape, dims, strict=True)]
-            self._block = Holding(shape, tuple(a for a, _ in own), tuple(b - a for a, b in own))
+            cut = [block(n, P_x.shape[d], index[d]) for n, d in zip(shape, dims, strict=True)]
+            self._block = part(shape, dict(enumerate(cut)))
         uncut = all(P_x.shape[d] == 1 for d in dims)
         self._is_everywhere = uncut and P_x.size == P_x.root.size
         """Whether every rank uses all of them."""
