@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import call as calls
-from unisono.comm.arguments import check_timeout, refuse_transformed
+from unisono.comm.arguments import check_timeout, dense, refuse_transformed
 from unisono.comm.call import Call, call_site
 from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
@@ -369,13 +369,38 @@ class Performer:
         """Start messages whose peers and sizes follow from a plan: nothing is left to check.
 
         Args:
-            sends: a dense tensor for each destination, none of them this rank.
-            recvs: a tensor to fill for each source; the result.
+            sends: a tensor for each destination, none of them this rank; slices may stay slices.
+            recvs: a tensor to fill for each source, or a slice of one; the result.
         """
         if not sends and not recvs:
             return Pending(lambda _: recvs, None)
-        messages = self._messages("exchange", sends, recvs, EXCHANGE_TAG, recvs.copy)
-        return self._start(messages)
+        return self._start(self._planned(sends, recvs))
+
+    def _move(self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]) -> None:
+        """Send and receive as `_post` does, and wait."""
+        if sends or recvs:
+            self._perform(self._planned(sends, recvs))
+
+    def _planned(
+        self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]
+    ) -> Transfer[dict[int, Tensor]]:
+        moves = self._engine.moves
+        going = {
+            peer: x if moves(x) and not x.is_conj() and not x.is_neg() else dense(x)
+            for peer, x in sends.items()
+        }
+        coming = {
+            peer: x if moves(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            for peer, x in recvs.items()
+        }
+
+        def finish() -> dict[int, Tensor]:
+            for peer, x in recvs.items():
+                if coming[peer] is not x:
+                    x.copy_(coming[peer])
+            return recvs
+
+        return self._messages("exchange", going, coming, EXCHANGE_TAG, finish)
 
     def all_gather_ints(
         self, values: Sequence[int], *, timeout_s: float | None = None

@@ -34,6 +34,10 @@ class HaloOnGroup:
     landed: dict[int, Tensor] | None = field(default=None, compare=False)
     """What has come from each rank before, by `start_exchange`."""
 
+    def rank_of(self, message: Message) -> int:
+        """Return the rank of `comm` at the other end of a message."""
+        return message.peer if self.ranks is None else self.ranks[message.peer]
+
     @property
     def adjoint(self) -> HaloOnGroup:
         """The plan of the adjoint, and that for a tangent: constants have no derivative."""
@@ -49,11 +53,20 @@ class HaloExchange(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
-        """Return the window."""
-        received = plan.landed
-        if received is None:
-            received = start_exchange(x, plan).wait()
-        return filled(x, plan, received)
+        """Return the window; what other ranks send lands in it."""
+        if plan.landed is not None:
+            return filled(x, plan, plan.landed)
+        halo = plan.halo
+        if not all(message.is_box for message in halo.recvs):
+            return filled(x, plan, start_exchange(x, plan).wait())
+        window = _empty_window(x, halo)
+        pending = plan.comm._post(
+            {plan.rank_of(message): block for message, block in _outgoing(x, plan)},
+            {plan.rank_of(m): window[m.pieces[0].dest_slices] for m in halo.recvs},
+        )
+        _place_own(window, x, plan)
+        pending.wait()
+        return window
 
 
 class HaloAdd(LinearMap):
@@ -66,7 +79,7 @@ class HaloAdd(LinearMap):
         """Return the block."""
         halo = plan.halo
         packed = [
-            (message, torch.cat([gathered(x, piece).reshape(-1) for piece in message.pieces]))
+            (message, _joined([gathered(x, piece) for piece in message.pieces]))
             for message in halo.recvs
         ]
         pending = post(plan, packed, halo.sends, x.dtype)
@@ -172,7 +185,8 @@ def filled(x: Tensor, plan: HaloOnGroup, received: dict[int, Tensor]) -> Tensor:
     """Return the window of the own block and what has arrived. Not recorded by autograd."""
     halo, strip = plan.halo, plan.halo.strip
     if strip is None or not x.is_contiguous():
-        window = _own_window(x, plan)
+        window = _empty_window(x, halo)
+        _place_own(window, x, plan)
         for message, values in arrived(plan, received, halo.recvs):
             for piece, part in zip(message.pieces, values, strict=True):
                 place(window, piece, part)
@@ -200,15 +214,19 @@ def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
         x: own block.
         plan: the exchange.
     """
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    packed: list[tuple[Message, Tensor]] = []
-    for message in plan.halo.sends:
-        flats: list[Tensor] = []
-        for piece in message.pieces:
-            flats.append(x[piece.source_slices].reshape(-1))
-        packed.append((message, torch.cat(flats) if len(flats) > 1 else flats[0].contiguous()))
-    return post(plan, packed, plan.halo.recvs, x.dtype)
+    return post(plan, _outgoing(x, plan), plan.halo.recvs, x.dtype)
+
+
+def _outgoing(x: Tensor, plan: HaloOnGroup) -> list[tuple[Message, Tensor]]:
+    """Return what goes to other ranks: a slice of `x` where that is all."""
+    return [
+        (message, _joined([x[piece.source_slices] for piece in message.pieces]))
+        for message in plan.halo.sends
+    ]
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return torch.cat([piece.reshape(-1) for piece in pieces]) if len(pieces) > 1 else pieces[0]
 
 
 def post(
@@ -217,25 +235,21 @@ def post(
     recvs: Sequence[Message],
     dtype: torch.dtype,
 ) -> Pending[dict[int, Tensor]]:
-    """Post all messages at once: one flat tensor for each."""
-    comm, ranks = plan.comm, plan.ranks or range(plan.comm.size)
-    going: dict[int, Tensor] = {}
-    coming: dict[int, Tensor] = {}
-    for message, flat in sends:
-        going[ranks[message.peer]] = flat
-    for message in recvs:
-        coming[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=comm.device)
-    return comm._post(going, coming)
+    """Post all messages at once; what comes is flat."""
+    device = plan.comm.device
+    return plan.comm._post(
+        {plan.rank_of(message): x for message, x in sends},
+        {plan.rank_of(m): torch.empty(m.numel, dtype=dtype, device=device) for m in recvs},
+    )
 
 
 def arrived(
     plan: HaloOnGroup, received: dict[int, Tensor], recvs: Sequence[Message]
 ) -> list[tuple[Message, list[Tensor]]]:
     """Return each message with the values of its pieces, in ascending order of peers."""
-    ranks = plan.ranks or range(plan.comm.size)
     found: list[tuple[Message, list[Tensor]]] = []
     for message in recvs:
-        flat, start = received[ranks[message.peer]], 0
+        flat, start = received[plan.rank_of(message)], 0
         values: list[Tensor] = []
         for piece in message.pieces:
             values.append(flat[start : start + piece.numel].view(piece.shape))
@@ -257,19 +271,23 @@ def gathered(window: Tensor, piece: Piece) -> Tensor:
     return values.flip(piece.flips) if piece.flips else values
 
 
-def _own_window(x: Tensor, plan: HaloOnGroup) -> Tensor:
-    """Return a new window with the own points and the constant in it, stored as `x` is."""
-    halo, form = plan.halo, torch.contiguous_format
+def _empty_window(x: Tensor, halo: HaloPlan) -> Tensor:
+    """Return memory for the window, laid out as `x` is."""
+    form = torch.contiguous_format
     if not x.is_contiguous():
         last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
         if last is not None and x.is_contiguous(memory_format=last):
             form = last
-    window = torch.empty(halo.window_shape, dtype=x.dtype, device=x.device, memory_format=form)
+    return torch.empty(halo.window_shape, dtype=x.dtype, device=x.device, memory_format=form)
+
+
+def _place_own(window: Tensor, x: Tensor, plan: HaloOnGroup) -> None:
+    """Write the own points and the constant into the window."""
+    halo = plan.halo
     for piece in halo.local:
         place(window, piece, x[piece.source_slices])
     if halo.has_fill:
         _fill_edges(window, halo.fills, plan.fill)
-    return window
 
 
 def _fill_edges(window: Tensor, fills: Sequence[tuple[int, int]], value: float) -> None:

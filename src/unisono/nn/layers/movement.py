@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, an
-from unisono.nn.agreement import Cuts, Table
+from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, ScaledGradient
 from unisono.operators import AllGather as GatherMap
 from unisono.operators import ReduceScatter as ScatterMap
@@ -22,11 +22,11 @@ from unisono.operators import all_sum_reduce
 from unisono.operators.gather import BlockPlan
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
-from unisono.operators.repartition import RepartitionOnGroup, Stage, Staging, starts_for
+from unisono.operators.repartition import RepartitionOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import split_sizes
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
-from unisono.topology.overlap import OverlapPlan, repartition_plan
+from unisono.topology.overlap import repartition_plan
 from unisono.topology.window import as_int
 
 _SUMMED = "blocks that are summed must be equal in shape"
@@ -260,55 +260,25 @@ class Repartition(PlannedModule[_Moved]):
         self.P_x = P_x
         self.P_y = P_y
         self.preserve_batch = preserve_batch
-        self._staging: Staging | None = None
 
     def _make_plan(self, tables: Sequence[Table]) -> _Moved:
         (table,) = tables
         cuts = table.cuts(self.P_x)
         dtype = table.dtype(self.P_x)
         root = self.P_x.root
-        stage = self._stage_for(cuts, dtype)
-        overlap, before = self._overlap_of(root.rank, cuts), table.of(root.rank).shape
+        P_x, P_y, before = self.P_x, self.P_y, table.of(root.rank).shape
+        overlap = repartition_plan(cuts, P_x.ranks, P_y.shape, P_y.ranks, root.rank)
         after = overlap.dest_shape
         if after is None:
             after = (*before[:1], 0) if self.preserve_batch else (0,)
-        return _Moved(root, overlap, before, after, stage=stage, dtype=dtype)
-
-    def _overlap_of(self, rank: int, cuts: Cuts) -> OverlapPlan:
-        return repartition_plan(cuts, self.P_x.ranks, self.P_y.shape, self.P_y.ranks, rank)
-
-    def _stage_for(self, cuts: Cuts, dtype: torch.dtype) -> Stage | None:
-        """Return shared memory to hand blocks over in, if there is any. Collective."""
-        comm = self._agreeing
-        if comm is None or self.P_x == self.P_y:
-            return None
-        before = prod(max(b - a for a, b in pairwise(own)) for own in cuts)
-        after = prod(-(-own[-1] // n) for own, n in zip(cuts, self.P_y.shape, strict=True))
-        nbytes = max(before, after) * dtype.itemsize
-        if self._staging is None or self._staging.nbytes < nbytes:
-            self._staging = Staging.of(comm, nbytes)
-        if self._staging is None:
-            return None
-        me = self.P_x.root.rank
-        own = self._overlap_of(me, cuts)
-        plans = {move.peer: self._overlap_of(move.peer, cuts) for move in (*own.sends, *own.recvs)}
-        return Stage(
-            self._staging,
-            {rank: place for place, rank in enumerate(self._members())},
-            starts_for(me, {rank: plan.sends for rank, plan in plans.items()}),
-            starts_for(me, {rank: plan.recvs for rank, plan in plans.items()}),
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the shared memory behind."""
-        return super().__getstate__() | {"_staging": None}
+        return _Moved(root, overlap, before, after, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block on `P_y`."""
         if not self._takes_part:
             return self._outside(input, preserve_batch=self.preserve_batch)
         plan = self._plan
-        if plan.overlap.is_identity and input.dtype == plan.dtype and plan.stage is None:
+        if plan.overlap.is_identity and input.dtype == plan.dtype:
             return identity(input)
         return RepartitionMap.apply(self._tied(input.to(plan.dtype)), plan)
 

@@ -53,12 +53,22 @@ from the start of a page can be slow, and large tensors lie 64 bytes from it."""
 _STAGGER = 1024
 _MOST_KEPT = 16
 """Calls under way, from which on all of them are looked at."""
+_LEAST_RUN, _MOST_DIMS = 256, 8
+"""Slices of a tensor that messages take from where they lie: bytes of a run, and dims around it."""
 
 
 def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
     if blocks is None:
         return None
     return [(block.data_ptr(), block.nbytes) for block in blocks]
+
+
+def _row(peer: int, x: Tensor) -> tuple[Any, ...]:
+    """Return what the core has to know of a message."""
+    number = DTYPE_NUMBERS.get(x.dtype, -1)
+    if x.is_contiguous():
+        return peer, x, x.data_ptr(), x.nbytes, number
+    return peer, x, x.data_ptr(), x.itemsize, number, x.shape, x.stride()
 
 
 class ShmEngine(TransportEngine):
@@ -300,20 +310,23 @@ class ShmEngine(TransportEngine):
         """See `Engine`. Messages do not queue behind collectives."""
         if self.cause is not None:
             raise self.unusable()
-        numbers = DTYPE_NUMBERS
-        going: list[tuple[int, Tensor, int, int, int]] = []
-        coming: list[tuple[int, Tensor, int, int, int]] = []
-        for dst, x in sends:
+        for dst, _ in sends:
             if dst not in self._touched:
                 self._touch(dst)
-            going.append((dst, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
-        for src, x in recvs:
-            coming.append((src, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
+        going, coming = [_row(dst, x) for dst, x in sends], [_row(src, x) for src, x in recvs]
         ticket = self._core.post(going, coming, tag, not async_op)
         if async_op:
             return self._keep(ticket)
         ticket.wait(timeout_s)
         return None
+
+    def moves(self, x: Tensor) -> bool:
+        """See `Engine`. Of short runs torch packs many more in the same time."""
+        if x.is_contiguous():
+            return True
+        return (
+            x.stride(-1) == 1 and x.shape[-1] * x.itemsize >= _LEAST_RUN and x.dim() <= _MOST_DIMS
+        )
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
         """See `TransportEngine`."""
