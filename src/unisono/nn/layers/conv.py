@@ -281,6 +281,10 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         """Whether this rank computes with the bias."""
         return self.use_bias and self._index is not None and self._index[2] == 0
 
+    def _describe(self) -> tuple[object, ...]:
+        # Messages are the same either way: each rank may choose for itself.
+        return tuple(pair for pair in super()._describe() if pair != ("overlap", self.overlap))
+
     def _own_blocks(self) -> tuple[Holding, Holding | None]:
         """Return which blocks of weight and bias this rank holds."""
         shape, index = self.settings.weight_shape, self._index
