@@ -303,7 +303,7 @@ TABLE: tuple[Pair, ...] = _both_ways(
 """Every operator with its adjoint; a pair of two different maps stands in it both ways round."""
 
 PARTITION_TABLE: tuple[Pair, ...] = _both_ways(
-    Pair("broadcast", "sum_reduce", between.Spread, between.Collect, "I", "I", _broadcast_between),
+    Pair("broadcast", "sum_reduce", Broadcast, SumReduce, "I", "I", _broadcast_between),
     Pair("all_sum_reduce", "all_sum_reduce", AllSumReduce, AllSumReduce, "I", "I", _sum_along),
     Pair("all_gather", "reduce_scatter", AllGather, ReduceScatter, "S", "I", _gather_along),
     Pair("replicate", "sum_to_replicated", Copy, SumToReplicated, "R", "I", _replicate),
