@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import call as calls
-from unisono.comm.arguments import check_timeout, dense, refuse_transformed
+from unisono.comm.arguments import check_timeout, refuse_transformed
 from unisono.comm.call import Call, call_site
 from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
@@ -384,22 +384,28 @@ class Performer:
     def _planned(
         self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]
     ) -> Transfer[dict[int, Tensor]]:
+        """Prepare messages of slices, as far as the engine takes them; others are copied."""
         moves = self._engine.moves
-        going = {
-            peer: x if moves(x) and not x.is_conj() and not x.is_neg() else dense(x)
-            for peer, x in sends.items()
-        }
-        coming = {
-            peer: x if moves(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            for peer, x in recvs.items()
-        }
+        going: dict[int, Tensor] = {}
+        coming: dict[int, Tensor] = {}
+        has_copies = False
+        for peer, x in sends.items():
+            x = x.resolve_conj().resolve_neg()
+            going[peer] = x if x.is_contiguous() or moves(x) else x.contiguous()
+        for peer, x in recvs.items():
+            if x.is_contiguous() or moves(x):
+                coming[peer] = x
+            else:
+                coming[peer] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                has_copies = True
 
-        def finish() -> dict[int, Tensor]:
+        def place_copies() -> dict[int, Tensor]:
             for peer, x in recvs.items():
                 if coming[peer] is not x:
                     x.copy_(coming[peer])
             return recvs
 
+        finish = place_copies if has_copies else coming.copy
         return self._messages("exchange", going, coming, EXCHANGE_TAG, finish)
 
     def all_gather_ints(

@@ -250,6 +250,8 @@ class _Call:
             hint = "enable_gqa=True for heads of keys that divide those of queries"
             hint = f"key.expand(...) to the batch of the queries; {hint}"
             yield shapes, f"batches {batches}, heads {heads}", None, hint
+        if not isinstance(self.is_causal, bool):
+            yield f"{name}(is_causal={self.is_causal!r})", "True or False", None, "is_causal=True"
         if not 0 <= self.dropout_p <= 1:
             asked = f"{name}(dropout_p={self.dropout_p})"
             yield asked, "a part of the weights", None, "dropout_p=0.1"

@@ -34,10 +34,6 @@ class HaloOnGroup:
     landed: dict[int, Tensor] | None = field(default=None, compare=False)
     """What has come from each rank before, by `start_exchange`."""
 
-    def rank_of(self, message: Message) -> int:
-        """Return the rank of `comm` at the other end of a message."""
-        return message.peer if self.ranks is None else self.ranks[message.peer]
-
     @property
     def adjoint(self) -> HaloOnGroup:
         """The plan of the adjoint, and that for a tangent: constants have no derivative."""
@@ -56,14 +52,13 @@ class HaloExchange(LinearMap):
         """Return the window; what other ranks send lands in it."""
         if plan.landed is not None:
             return filled(x, plan, plan.landed)
-        halo = plan.halo
-        if not all(message.is_box for message in halo.recvs):
-            return filled(x, plan, start_exchange(x, plan).wait())
-        window = _empty_window(x, halo)
-        pending = plan.comm._post(
-            {plan.rank_of(message): block for message, block in _outgoing(x, plan)},
-            {plan.rank_of(m): window[m.pieces[0].dest_slices] for m in halo.recvs},
-        )
+        halo, ranks = plan.halo, plan.ranks or range(plan.comm.size)
+        window, coming = _empty_window(x, halo), {}
+        for message in halo.recvs:
+            if not message.is_box:
+                return filled(x, plan, start_exchange(x, plan).wait())
+            coming[ranks[message.peer]] = window[message.pieces[0].dest_slices]
+        pending = plan.comm._post(outgoing(x, plan), coming)
         _place_own(window, x, plan)
         pending.wait()
         return window
@@ -79,7 +74,7 @@ class HaloAdd(LinearMap):
         """Return the block."""
         halo = plan.halo
         packed = [
-            (message, _joined([gathered(x, piece) for piece in message.pieces]))
+            (message, joined([gathered(x, piece) for piece in message.pieces]))
             for message in halo.recvs
         ]
         pending = post(plan, packed, halo.sends, x.dtype)
@@ -214,19 +209,33 @@ def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
         x: own block.
         plan: the exchange.
     """
-    return post(plan, _outgoing(x, plan), plan.halo.recvs, x.dtype)
+    return plan.comm._post(outgoing(x, plan), incoming(plan, plan.halo.recvs, x.dtype))
 
 
-def _outgoing(x: Tensor, plan: HaloOnGroup) -> list[tuple[Message, Tensor]]:
-    """Return what goes to other ranks: a slice of `x` where that is all."""
-    return [
-        (message, _joined([x[piece.source_slices] for piece in message.pieces]))
-        for message in plan.halo.sends
-    ]
+def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
+    """Return what goes to each rank: a slice of `x` where that is all."""
+    ranks = plan.ranks or range(plan.comm.size)
+    found: dict[int, Tensor] = {}
+    for message in plan.halo.sends:
+        parts: list[Tensor] = []
+        for piece in message.pieces:
+            parts.append(x[piece.source_slices])
+        found[ranks[message.peer]] = parts[0] if len(parts) == 1 else joined(parts)
+    return found
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return torch.cat([piece.reshape(-1) for piece in pieces]) if len(pieces) > 1 else pieces[0]
+def incoming(plan: HaloOnGroup, recvs: Sequence[Message], dtype: torch.dtype) -> dict[int, Tensor]:
+    """Return memory for messages, one row for each."""
+    ranks, device = plan.ranks or range(plan.comm.size), plan.comm.device
+    found: dict[int, Tensor] = {}
+    for message in recvs:
+        found[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=device)
+    return found
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return all values in one row."""
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def post(
@@ -235,21 +244,20 @@ def post(
     recvs: Sequence[Message],
     dtype: torch.dtype,
 ) -> Pending[dict[int, Tensor]]:
-    """Post all messages at once; what comes is flat."""
-    device = plan.comm.device
-    return plan.comm._post(
-        {plan.rank_of(message): x for message, x in sends},
-        {plan.rank_of(m): torch.empty(m.numel, dtype=dtype, device=device) for m in recvs},
-    )
+    """Post messages at once; what comes is flat."""
+    ranks = plan.ranks or range(plan.comm.size)
+    going = {ranks[message.peer]: block for message, block in sends}
+    return plan.comm._post(going, incoming(plan, recvs, dtype))
 
 
 def arrived(
     plan: HaloOnGroup, received: dict[int, Tensor], recvs: Sequence[Message]
 ) -> list[tuple[Message, list[Tensor]]]:
     """Return each message with the values of its pieces, in ascending order of peers."""
+    ranks = plan.ranks or range(plan.comm.size)
     found: list[tuple[Message, list[Tensor]]] = []
     for message in recvs:
-        flat, start = received[plan.rank_of(message)], 0
+        flat, start = received[ranks[message.peer]], 0
         values: list[Tensor] = []
         for piece in message.pieces:
             values.append(flat[start : start + piece.numel].view(piece.shape))
@@ -286,26 +294,20 @@ def _place_own(window: Tensor, x: Tensor, plan: HaloOnGroup) -> None:
     halo = plan.halo
     for piece in halo.local:
         place(window, piece, x[piece.source_slices])
-    if halo.has_fill:
-        _fill_edges(window, halo.fills, plan.fill)
-
-
-def _fill_edges(window: Tensor, fills: Sequence[tuple[int, int]], value: float) -> None:
-    """Write the constant on both sides of each dim."""
-    for dim, (left, right) in enumerate(fills):
+    for dim, (left, right) in enumerate(halo.fills if halo.has_fill else ()):
         size = window.shape[dim]
         is_last = dim == window.dim() - 1
         if is_last and left and right and window.numel() and window.is_contiguous():
             # The end of a row and the start of the next one lie side by side: one pass for both.
             flat = window.view(-1)
-            flat[:left] = flat[-right:] = value
+            flat[:left] = flat[-right:] = plan.fill
             rows = flat.numel() // size
-            flat.as_strided((rows - 1, left + right), (size, 1), size - right).fill_(value)
+            flat.as_strided((rows - 1, left + right), (size, 1), size - right).fill_(plan.fill)
             continue
         if left:
-            window.narrow(dim, 0, left).fill_(value)
+            window.narrow(dim, 0, left).fill_(plan.fill)
         if right:
-            window.narrow(dim, size - right, right).fill_(value)
+            window.narrow(dim, size - right, right).fill_(plan.fill)
 
 
 def _add_local(total: Tensor, window: Tensor, pieces: Sequence[Piece]) -> None:

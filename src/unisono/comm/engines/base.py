@@ -100,9 +100,9 @@ class Engine(ABC):
         Neither list names this rank, and no tensor is empty. Slices are taken too, if `moves`.
         """
 
-    def moves(self, x: Tensor) -> bool:
-        """Whether `exchange` takes this tensor as it lies in memory."""
-        return x.is_contiguous()
+    def moves(self, x: Tensor) -> bool:  # noqa: ARG002
+        """Whether `exchange` takes this slice, which is not contiguous, as it lies in memory."""
+        return False
 
     @abstractmethod
     def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:

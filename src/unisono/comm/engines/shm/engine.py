@@ -63,14 +63,6 @@ def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
     return [(block.data_ptr(), block.nbytes) for block in blocks]
 
 
-def _row(peer: int, x: Tensor) -> tuple[Any, ...]:
-    """Return what the core has to know of a message."""
-    number = DTYPE_NUMBERS.get(x.dtype, -1)
-    if x.is_contiguous():
-        return peer, x, x.data_ptr(), x.nbytes, number
-    return peer, x, x.data_ptr(), x.itemsize, number, x.shape, x.stride()
-
-
 class ShmEngine(TransportEngine):
     """Kernels of ranks that share a segment.
 
@@ -310,10 +302,18 @@ class ShmEngine(TransportEngine):
         """See `Engine`. Messages do not queue behind collectives."""
         if self.cause is not None:
             raise self.unusable()
-        for dst, _ in sends:
+        numbers = DTYPE_NUMBERS
+        rows: list[tuple[Any, ...]] = []
+        for peer, x in (*sends, *recvs):
+            row = peer, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)
+            # Of a slice the core asks for the bytes of an element, its shape and its strides.
+            rows.append(
+                row if x.is_contiguous() else (*row[:3], x.itemsize, row[4], x.shape, x.stride())
+            )
+        going, coming = rows[: len(sends)], rows[len(sends) :]
+        for dst, *_ in going:
             if dst not in self._touched:
                 self._touch(dst)
-        going, coming = [_row(dst, x) for dst, x in sends], [_row(src, x) for src, x in recvs]
         ticket = self._core.post(going, coming, tag, not async_op)
         if async_op:
             return self._keep(ticket)
@@ -322,8 +322,6 @@ class ShmEngine(TransportEngine):
 
     def moves(self, x: Tensor) -> bool:
         """See `Engine`. Of short runs torch packs many more in the same time."""
-        if x.is_contiguous():
-            return True
         return (
             x.stride(-1) == 1 and x.shape[-1] * x.itemsize >= _LEAST_RUN and x.dim() <= _MOST_DIMS
         )
