@@ -10,17 +10,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.comm import Communicator
+from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.expect import expect_int
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.parameters import Holding, Weights, check_weights, held_by, nothing, part
-from unisono.nn.planned import balanced_in, collect_products, recut
+from unisono.nn.planned import balanced_in, collect_products, is_plain, recut
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.gather import BlockPlan
@@ -298,8 +300,11 @@ class DistributedLinearAllGather(_OneAxisLinear):
         plan = self._plan
         tied = self._tied(input)
         weight, *bias = self._blocks_of(*self._blocks)
-        joined = tied if plan.comm.size == 1 else AllGather.apply(tied, plan)
-        return F.linear(joined, weight, *bias)
+        if plan.comm.size == 1:
+            return F.linear(tied, weight, *bias)
+        if is_plain(input):
+            return _Columns.apply(tied, weight, bias[0] if bias else None, plan)
+        return F.linear(AllGather.apply(tied, plan), weight, *bias)
 
 
 class DistributedLinearReduceScatter(_OneAxisLinear):
@@ -406,3 +411,40 @@ def _check_width(name: str, cuts: Cuts, in_features: int) -> None:
             f"{cuts[-1][-1]} features != {in_features}",
             f"in_features={cuts[-1][-1]}",
         )
+
+
+class _Columns(torch.autograd.Function):
+    """Own block of the input, weight, bias -> own output features.
+
+    In the backward the gradient of the input travels while that of the weight is computed. In
+    shared memory, where the copying is ours, one follows the other.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: BlockPlan
+    ) -> Tensor:
+        joined = AllGather.kernel(x, plan)
+        ctx.plan = plan
+        ctx.save_for_backward(x, weight, bias, joined)
+        return F.linear(joined, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, joined = ctx.saved_tensors
+        plan, (dy,), wanted = ctx.plan, grads, ctx.needs_input_grad
+        if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
+            y = F.linear(AllGather.apply(x, plan), weight, bias)
+            held = [t for t, needed in zip((x, weight, bias), wanted, strict=False) if needed]
+            found = iter(torch.autograd.grad(y, held, dy, create_graph=True))
+            return *[next(found) if needed else None for needed in wanted[:3]], None
+        comm, pending = plan.comm, None
+        if wanted[0]:
+            start = comm if comm.backend == "shm" else comm.start
+            pending = start.reduce_scatter(dy @ weight, plan.dim, plan.sizes)
+        count = math.prod(dy.shape[:-1])
+        rows = dy.reshape(count, dy.shape[-1])
+        dw = rows.T @ joined.reshape(count, joined.shape[-1]) if wanted[1] else None
+        db = rows.sum(0) if wanted[2] else None
+        dx = pending.wait() if isinstance(pending, Pending) else pending
+        return dx, dw, db, None
