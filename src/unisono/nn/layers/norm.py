@@ -28,6 +28,7 @@ from unisono.nn.parameters import (
     summed_gradients,
 )
 from unisono.nn.planned import balanced_in, check_dims, index_in, is_plain, recut, wide
+from unisono.nn.split_tensors.norms import own_moments
 from unisono.nn.state import HoldingModule, current_state_mode
 from unisono.operators import all_gather, all_sum_reduce
 from unisono.operators.halo import HaloExchange, HaloOnGroup
@@ -557,10 +558,10 @@ def _by_rows(x: Tensor, plan: _NormPlan, eps: float) -> tuple[Tensor, Tensor, Te
 def _moments(x: Tensor, plan: _NormPlan) -> tuple[Tensor, Tensor]:
     """Return mean and sum of squared deviations of each channel (dim 1) on all ranks."""
     x = wide(x)
-    if x.numel() and x.device.type in ("cpu", "cuda"):
-        mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
-        return _merged(mean, variance * (x.numel() // x.shape[1]), plan)
-    return _merged(*_own_moments(x), plan)
+    if not x.numel():
+        return _merged(*_own_moments(x), plan)
+    mean, squares = own_moments(x, [dim for dim in range(x.dim()) if dim != 1])
+    return _merged(mean.flatten(), squares.flatten(), plan)
 
 
 def _own_moments(x: Tensor) -> tuple[Tensor, Tensor]:
