@@ -76,6 +76,7 @@ _NAMES: dict[Kind, _Names] = {
         local_rank="LOCAL_RANK",
         local_size="LOCAL_WORLD_SIZE",
         node="NODE_RANK",
+        nodes="GROUP_WORLD_SIZE",
     ),
     "torchrun": _Names(
         rank="RANK",
