@@ -4,6 +4,50 @@
 
 namespace unisono {
 
+// Dims are added from the innermost outwards, and kept the other way round.
+void Extent::add_outer_dim(size_t n, size_t distance) {
+  nbytes *= n;
+  if (n == 1) return;
+  if (!dims && distance == run) {
+    run *= n;
+    return;
+  }
+  if (dims && distance == count[0] * stride[0]) {
+    count[0] *= n;
+    return;
+  }
+  for (int d = dims++; d > 0; d--) count[d] = count[d - 1], stride[d] = stride[d - 1];
+  count[0] = n, stride[0] = distance;
+}
+
+template <class Move>
+void Extent::each_run(size_t offset, size_t length, Move move) const {
+  if (!dims) {
+    move(at + offset, length);
+    return;
+  }
+  const size_t inner = count[dims - 1], step = stride[dims - 1];
+  size_t begin = offset % run, i = offset / run % inner, row = offset / run / inner;
+  for (; length; i = 0, row++) {
+    uint8_t* first = at;
+    size_t left = row;
+    for (int d = dims - 2; d >= 0; left /= count[d], d--) first += left % count[d] * stride[d];
+    for (; length && i < inner; i++, begin = 0) {
+      const size_t n = std::min(run - begin, length);
+      move(first + i * step + begin, n);
+      length -= n;
+    }
+  }
+}
+
+void Extent::read(size_t offset, size_t length, uint8_t* to) const {
+  each_run(offset, length, [&](const uint8_t* bytes, size_t n) { std::memcpy(to, bytes, n), to += n; });
+}
+
+void Extent::write(size_t offset, size_t length, const uint8_t* from) const {
+  each_run(offset, length, [&](uint8_t* bytes, size_t n) { std::memcpy(bytes, from, n), from += n; });
+}
+
 Messages::Messages(uint8_t* base, Layout layout, int rank, bool has_own_core, Fault& fault)
     : base_(base), layout_(layout), rank_(rank), size_(static_cast<int>(layout.size)), has_own_core_(has_own_core),
       fault_(fault), controls_(reinterpret_cast<Control*>(base + layout.control())), outgoing_(size_), arriving_(size_),
@@ -14,19 +58,16 @@ Cell& Messages::cell_of(int src, int dst, uint64_t number) {
   return *reinterpret_cast<Cell*>(base_ + layout_.ring(src, dst) + kPage + number % kCells * each);
 }
 
-TransferRef Messages::post_send(int dst, int64_t tag, const uint8_t* x, size_t nbytes, int64_t dtype) {
-  auto transfer = std::make_shared<Transfer>();
-  transfer->peer = dst, transfer->tag = tag, transfer->at = const_cast<uint8_t*>(x), transfer->nbytes = nbytes,
-  transfer->dtype = dtype;
+TransferRef Messages::post_send(int dst, int64_t tag, const Extent& x, int64_t dtype) {
+  auto transfer = std::make_shared<Transfer>(dst, tag, x, dtype);
   std::lock_guard<std::mutex> held(lock_);
   under_way_++;
   outgoing_[dst].push_back(transfer);
   return transfer;
 }
 
-TransferRef Messages::post_recv(int src, int64_t tag, uint8_t* x, size_t nbytes, int64_t dtype) {
-  auto transfer = std::make_shared<Transfer>();
-  transfer->peer = src, transfer->tag = tag, transfer->at = x, transfer->nbytes = nbytes, transfer->dtype = dtype;
+TransferRef Messages::post_recv(int src, int64_t tag, const Extent& x, int64_t dtype) {
+  auto transfer = std::make_shared<Transfer>(src, tag, x, dtype);
   std::lock_guard<std::mutex> held(lock_);
   for (int r = 0; r < size_; r++)
     if (r != rank_ && (src < 0 || r == src)) listens_[r] = true;
@@ -97,7 +138,7 @@ bool Messages::overflows() {
   size_t cells = 0;
   for (int r = 0; r < size_; r++)
     if (!outgoing_[r].empty() || arriving_[r].active) return true;
-  for (const auto& t : expected_) cells += (t->nbytes + layout_.cell_bytes() - 1) / layout_.cell_bytes();
+  for (const auto& t : expected_) cells += (t->extent.nbytes + layout_.cell_bytes() - 1) / layout_.cell_bytes();
   return cells > kCells;
 }
 
@@ -108,15 +149,15 @@ bool Messages::push(int dst) {
   while (!queue.empty() && written_[dst] - ring_to.read.load(std::memory_order_acquire) < kCells) {
     Transfer& t = *queue.front();
     Cell& cell = cell_of(rank_, dst, written_[dst]);
-    const size_t length = std::min(layout_.cell_bytes(), t.nbytes - t.moved);
-    cell.tag = t.tag, cell.nbytes = t.nbytes, cell.offset = t.moved, cell.length = length, cell.dtype = t.dtype;
+    const size_t nbytes = t.extent.nbytes, length = std::min(layout_.cell_bytes(), nbytes - t.moved);
+    cell.tag = t.tag, cell.nbytes = nbytes, cell.offset = t.moved, cell.length = length, cell.dtype = t.dtype;
     fault_.step();
-    if (length) std::memcpy(bytes_of(cell), t.at + t.moved, length);
+    if (length) t.extent.read(t.moved, length, bytes_of(cell));
     t.moved += length;
     ring_to.written.store(++written_[dst], std::memory_order_release);
     ring(controls_[dst].bell);
     moved = true;
-    if (t.moved == t.nbytes) {
+    if (t.moved == nbytes) {
       finish(t);
       queue.pop_front();
     }
@@ -140,7 +181,7 @@ bool Messages::pull(int src) {
       if (!transfer) arriving.aside.resize(cell.nbytes);
       if (transfer) {
         transfer->peer = src;
-        if (transfer->nbytes != cell.nbytes || transfer->dtype != cell.dtype)
+        if (transfer->extent.nbytes != cell.nbytes || transfer->dtype != cell.dtype)
           refuse(*transfer, cell.nbytes, cell.dtype);
         else
           arriving.transfer = transfer;
@@ -158,7 +199,7 @@ void Messages::take(int src, Cell& cell) {
   Arriving& arriving = arriving_[src];
   fault_.step();
   if (!cell.length) {}  // an empty message has no memory
-  else if (arriving.transfer) std::memcpy(arriving.transfer->at + cell.offset, bytes_of(cell), cell.length);
+  else if (arriving.transfer) arriving.transfer->extent.write(cell.offset, cell.length, bytes_of(cell));
   else if (arriving.is_aside) std::memcpy(arriving.aside.data() + cell.offset, bytes_of(cell), cell.length);
   arriving.moved += cell.length;
   if (arriving.moved < arriving.nbytes) return;
@@ -205,11 +246,11 @@ bool Messages::take_aside(const TransferRef& transfer) {
 
 void Messages::deliver(Arriving& message, const TransferRef& transfer, int src) {
   transfer->peer = src;
-  if (message.nbytes != transfer->nbytes || message.dtype != transfer->dtype) {
+  if (message.nbytes != transfer->extent.nbytes || message.dtype != transfer->dtype) {
     refuse(*transfer, message.nbytes, message.dtype);
     return;
   }
-  if (message.nbytes) std::memcpy(transfer->at, message.aside.data(), message.nbytes);
+  if (message.nbytes) transfer->extent.write(0, message.nbytes, message.aside.data());
   finish(*transfer);
 }
 

@@ -18,12 +18,36 @@
 
 namespace unisono {
 
+// Where the bytes of a message lie in a tensor: in runs of one length, at the distances of the outer
+// dims. So a slice of a tensor is sent from where it lies and lands where it belongs.
+struct Extent {
+  static constexpr int kMostDims = 8;
+
+  uint8_t* at = nullptr;
+  size_t nbytes = 0;
+  size_t run = 0;  // all of it for a contiguous tensor
+  int dims = 0;    // around the runs, the outermost first
+  size_t count[kMostDims], stride[kMostDims];
+
+  Extent(uint8_t* at, size_t nbytes) : at(at), nbytes(nbytes), run(nbytes) {}
+  // Adds a dim around what is there; one that goes on where it ends only makes runs longer.
+  void add_outer_dim(size_t n, size_t distance);
+  void read(size_t offset, size_t length, uint8_t* to) const;
+  void write(size_t offset, size_t length, const uint8_t* from) const;
+
+ private:
+  template <class Move>
+  void each_run(size_t offset, size_t length, Move move) const;
+};
+
 // A message from this rank or to it.
 struct Transfer {
+  Transfer(int peer, int64_t tag, const Extent& extent, int64_t dtype)
+      : peer(peer), tag(tag), extent(extent), dtype(dtype) {}
+
   std::atomic<int> peer;  // -1 for a receive from anybody, until a message has come
   int64_t tag;
-  uint8_t* at;
-  size_t nbytes;
+  Extent extent;
   int64_t dtype;
   size_t moved = 0;
   std::atomic<bool> done{false};
@@ -38,8 +62,8 @@ class Messages {
  public:
   Messages(uint8_t* base, Layout layout, int rank, bool has_own_core, Fault& fault);
 
-  TransferRef post_send(int dst, int64_t tag, const uint8_t* x, size_t nbytes, int64_t dtype);
-  TransferRef post_recv(int src, int64_t tag, uint8_t* x, size_t nbytes, int64_t dtype);
+  TransferRef post_send(int dst, int64_t tag, const Extent& x, int64_t dtype);
+  TransferRef post_recv(int src, int64_t tag, const Extent& x, int64_t dtype);
 
   // Moves on what can be moved; tells whether anything was. Never blocks.
   bool progress();

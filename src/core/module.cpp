@@ -441,19 +441,26 @@ PyType_Slot transfers_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(transfe
 PyType_Spec transfers_spec = {"unisono._core.Transfers", sizeof(PyTransfers), 0,
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, transfers_slots};
 
-// A row (rank, tensor, address, bytes, dtype) of a message.
+// A row (rank, tensor, address, bytes, dtype) of a message. Of a tensor that is not contiguous, bytes
+// are those of an element, and its shape and strides follow.
 struct Row {
-  int peer = -1, dtype = -1;
-  uint8_t* at = nullptr;
-  size_t nbytes = 0;
-  explicit Row(PyObject* row) {
-    peer = number(PyTuple_GetItem(row, 0)), at = address(PyTuple_GetItem(row, 2));
-    nbytes = bytes(PyTuple_GetItem(row, 3)), dtype = number(PyTuple_GetItem(row, 4));
+  int peer, dtype;
+  Extent extent;
+  explicit Row(PyObject* row)
+      : peer(number(PyTuple_GetItem(row, 0))), dtype(number(PyTuple_GetItem(row, 4))),
+        extent(address(PyTuple_GetItem(row, 2)), bytes(PyTuple_GetItem(row, 3))) {
+    if (PyTuple_Size(row) < 7) return;
+    PyObject *shape = PyTuple_GetItem(row, 5), *strides = PyTuple_GetItem(row, 6);
+    const size_t each = extent.nbytes;
+    const Py_ssize_t dims = PyTuple_Size(shape);
+    if (dims > Extent::kMostDims) PyErr_SetString(PyExc_ValueError, "a message of too many dims");
+    for (Py_ssize_t d = dims - 1; d >= 0 && !PyErr_Occurred(); d--)
+      extent.add_outer_dim(bytes(PyTuple_GetItem(shape, d)), bytes(PyTuple_GetItem(strides, d)) * each);
   }
 };
 
-// post(sends, recvs, tag, waits): lists of (rank, tensor, address, bytes, dtype). A receive from rank -1
-// is one from anybody. `waits`: the caller is about to wait, so nothing is left to the group's thread.
+// post(sends, recvs, tag, waits): lists of such rows. A receive from rank -1 is one from anybody.
+// `waits`: the caller is about to wait, so nothing is left to the group's thread.
 PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
   auto* self = reinterpret_cast<PyGroup*>(object);
   if (!has(n, 4, "post")) return nullptr;
@@ -469,8 +476,8 @@ PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
       const Row row(PyList_GetItem(list, i));
       if (PyErr_Occurred()) return nullptr;
-      transfers->push_back(kind ? messages.post_send(row.peer, tag, row.at, row.nbytes, row.dtype)
-                                : messages.post_recv(row.peer, tag, row.at, row.nbytes, row.dtype));
+      transfers->push_back(kind ? messages.post_send(row.peer, tag, row.extent, row.dtype)
+                                : messages.post_recv(row.peer, tag, row.extent, row.dtype));
     }
   }
   auto* result = reinterpret_cast<PyTransfers*>(PyType_GenericAlloc(transfers_type, 0));

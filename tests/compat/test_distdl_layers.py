@@ -565,3 +565,34 @@ def test_a_layer_of_ones_own_sees_its_hooks_in_order_on_all_ranks():
     assert layer.calls == ["reset?", "changed?", "teardown", "setup", "forward"]
     assert layer.whole.shape == (sum(rows), 2)
     assert layer.partitions() == (layout_of(P_x),)
+
+
+@pytest.mark.ranks([2, 3])
+def test_gradients_are_clipped_and_compared_where_ranks_own_different_parameters():
+    size = unisono.world().size
+    x = drawn(4, 3, 6)
+    plain = nn.Sequential(nn.Conv1d(3, 3, 3, padding=1), nn.BatchNorm1d(3)).double()
+    P_x, P_first, P_last = grid([1, 1, size]), grid([1, 1, 1], [0]), grid([1, 1, 1], [size - 1])
+    layers = nn.Sequential(
+        distdl.nn.DistributedFeatureConv1d(P_x, 3, 3, 3, padding=1, dtype=x.dtype),
+        distdl.nn.DistributedBatchNorm(P_x, 3).double(),
+    )
+    assert bool(list(layers.parameters())) == (unisono.world().rank == 0)
+    same_weights(layers, plain)
+    layers(own(x, P_x)).square().sum().backward()
+    plain(x).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(unisono.nn.clip_grad_norm_(layers, 0.1), expected)
+    for name, p in layers.named_parameters():
+        torch.testing.assert_close(p.grad, plain.get_parameter(name).grad)
+    unisono.nn.check_replicas(layers)
+
+    # One layer on the first rank, one on the last: each rank has what the other has not.
+    each = nn.ModuleList(
+        distdl.nn.DistributedFeatureConv1d(P, 3, 3, 3, dtype=x.dtype) for P in (P_first, P_last)
+    )
+    for i, (layer, P) in enumerate(zip(each, (P_first, P_last), strict=True)):
+        (layer(own(x, P)).sum() * (i + 1)).backward()
+    norms = unisono.world().all_gather_object(unisono.nn.clip_grad_norm_(each, 1e9).item())
+    assert len(set(norms)) == 1, norms
+    assert norms[0] > 0

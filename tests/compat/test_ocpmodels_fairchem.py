@@ -183,8 +183,18 @@ def test_a_network_by_all_gather_or_all_to_all_is_that_of_one_process(strategy):
     assert context.total_local_atoms == len(own)
     assert context.total_recv == sum(context.recv_splits) == int(context.recv_counts.sum())
     assert len(context.local_edge_idx) + len(context.remote_edge_idx) == mine.shape[1]
-    ways = {"a2a": (lambda h: torch.cat([h, parallelism.all_to_all_collect(h, context)]),
-                    context.edge_index_local)}  # fmt: skip
+    assert torch.equal(context.global_to_local[mine], context.edge_index_local)
+    assert torch.equal(owner[context.needed_atoms], context.needed_from_ranks)
+    lists = (context.send_indices, context.send_counts, context.recv_counts, v2.get_gp_group(),
+             rank, size, context.send_splits, context.recv_splits, context.total_recv)  # fmt: skip
+    ways = {
+        "a2a": lambda h: parallelism.all_to_all_collect(h, context),
+        "Function": lambda h: parallelism.AllToAllCollect.apply(h, *lists),
+    }
+    ways = {
+        name: (lambda h, fetch=fetch: torch.cat([h, fetch(h)]), context.edge_index_local)
+        for name, fetch in ways.items()
+    }
     if strategy is parallelism.PartitionStrategy.INDEX_SPLIT:
         ends = torch.stack([mine[0], mine[1] - int(own[0])])
         gather = v2.gather_from_model_parallel_region_sum_grad

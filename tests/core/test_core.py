@@ -268,19 +268,41 @@ def calls(draw):
     )
 
 
+def row(peer, x):
+    """Return what a message is told by: of a slice also its shape and strides."""
+    if x.is_contiguous():
+        return peer, x, x.data_ptr(), x.nbytes, 0
+    return peer, x, x.data_ptr(), x.itemsize, 0, x.shape, x.stride()
+
+
+def laid_out(x, kind):
+    """Return the values of a matrix in memory with room between them, or in another order."""
+    rows, columns = x.shape
+    lies = [
+        lambda: torch.empty(rows, columns),
+        lambda: torch.full((rows, columns + 5), 7.0)[:, 2 : 2 + columns],
+        lambda: torch.full((2 * rows, 3, columns), 7.0)[::2, 1],
+        lambda: torch.empty(columns, rows).t(),
+        lambda: torch.full((rows, 2 * columns), 7.0)[:, ::2],
+    ][kind % 5]()
+    return lies.copy_(x)
+
+
 def exchange(world, rank, group, seed, n, tag):
-    """Send to the next rank, receive from the one before, or from anybody."""
-    size = world.size
-    x, y = block(seed + rank, n, torch.float32), torch.empty(n)
+    """Send to the next rank, receive from the one before, or from anybody; slices too."""
+    size, columns = world.size, n // 17
+    x = laid_out(block(seed + rank, n, torch.float32).view(17, columns), seed // 7)
+    y = laid_out(torch.zeros(17, columns), seed // 11)
     source = -1 if seed % 2 else (rank - 1) % size
-    sends = [((rank + 1) % size, x, x.data_ptr(), n * 4, 0)]
-    transfers = group.post(sends, [(source, y, y.data_ptr(), n * 4, 0)], tag, seed % 3 == 0)
+    transfers = group.post([row((rank + 1) % size, x)], [row(source, y)], tag, seed % 3 == 0)
     wanted = block(seed + (rank - 1) % size, n, torch.float32)
 
     def check():
         transfers.wait(WAIT_S)
         assert transfers.source == (rank - 1) % size
-        return same(y, wanted)
+        around = y if y._base is None else y._base
+        y_values, _ = y.clone(), y.fill_(7.0)
+        return same(y_values.reshape(-1), wanted) and bool((around == 7.0).all())
 
     return check
 

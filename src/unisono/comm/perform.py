@@ -369,13 +369,44 @@ class Performer:
         """Start messages whose peers and sizes follow from a plan: nothing is left to check.
 
         Args:
-            sends: a dense tensor for each destination, none of them this rank.
-            recvs: a tensor to fill for each source; the result.
+            sends: a tensor for each destination, none of them this rank; slices may stay slices.
+            recvs: a tensor to fill for each source, or a slice of one; the result.
         """
         if not sends and not recvs:
             return Pending(lambda _: recvs, None)
-        messages = self._messages("exchange", sends, recvs, EXCHANGE_TAG, recvs.copy)
-        return self._start(messages)
+        return self._start(self._planned(sends, recvs))
+
+    def _move(self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]) -> None:
+        """Send and receive as `_post` does, and wait."""
+        if sends or recvs:
+            self._perform(self._planned(sends, recvs))
+
+    def _planned(
+        self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]
+    ) -> Transfer[dict[int, Tensor]]:
+        """Prepare messages of slices, as far as the engine takes them; others are copied."""
+        moves = self._engine.moves
+        going: dict[int, Tensor] = {}
+        coming: dict[int, Tensor] = {}
+        has_copies = False
+        for peer, x in sends.items():
+            x = x.resolve_conj().resolve_neg()
+            going[peer] = x if x.is_contiguous() or moves(x) else x.contiguous()
+        for peer, x in recvs.items():
+            if x.is_contiguous() or moves(x):
+                coming[peer] = x
+            else:
+                coming[peer] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                has_copies = True
+
+        def place_copies() -> dict[int, Tensor]:
+            for peer, x in recvs.items():
+                if coming[peer] is not x:
+                    x.copy_(coming[peer])
+            return recvs
+
+        finish = place_copies if has_copies else coming.copy
+        return self._messages("exchange", going, coming, EXCHANGE_TAG, finish)
 
     def all_gather_ints(
         self, values: Sequence[int], *, timeout_s: float | None = None

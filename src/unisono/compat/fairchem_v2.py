@@ -10,7 +10,10 @@ from unisono.compat import gp_utils
 from unisono.compat.modules import Module, build
 
 _ALL_TO_ALL = (
-    (gp_utils, "GPContext all_to_all_collect build_gp_context compute_a2a_partition"),
+    (
+        gp_utils,
+        "AllToAllCollect GPContext all_to_all_collect build_gp_context compute_a2a_partition",
+    ),
     (
         gp_utils,
         "PartitionStrategy=GPPartition partition_atoms_index_split partition_atoms_spatial",

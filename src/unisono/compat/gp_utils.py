@@ -27,9 +27,11 @@ from unisono.operators import (
     ReduceScatter,
     SliceReplicated,
     SumToReplicated,
+    all_gather_rows,
 )
 from unisono.operators.gather import block_plan, whole_plan
 from unisono.operators.plans import GroupPlan
+from unisono.topology import RowPlan
 
 GROUPS = {"_GRAPH_PARALLEL_GROUP": gp.get_gp_group, "_DATA_PARALLEL_GROUP": gp.get_dp_group}
 """Attributes of gp_utils that always show the present groups."""
@@ -293,7 +295,8 @@ class GPContext:
     def __init__(self, plan: gp.GraphPlan) -> None:
         self.plan = plan
         self.rank, self.world_size = plan.comm.rank, plan.comm.size
-        self.total_local_atoms, self.total_recv = plan.num_local, plan.num_halo
+        self.total_local_atoms = plan.num_local
+        self.total_recv = self.total_needed_atoms = plan.num_halo
         self.send_indices, self.edge_index_local = plan.send_index, plan.edge_index
         self.send_splits, self.recv_splits = list(plan.send_sizes), list(plan.recv_sizes)
         self.local_edge_idx, self.remote_edge_idx = plan.inner_edges, plan.outer_edges
@@ -301,6 +304,11 @@ class GPContext:
         self.send_counts = torch.tensor(self.send_splits, device=device)
         self.recv_counts = torch.tensor(self.recv_splits, device=device)
         self.rank_assignments = plan.partition.owner.to(device)
+        self.node_partition, self.needed_atoms = plan.local_nodes, plan.halo_nodes
+        self.needed_from_ranks = self.rank_assignments[plan.halo_nodes]
+        self.global_to_local = torch.full((plan.partition.num_nodes,), -1, device=device)
+        shown = torch.cat([plan.local_nodes, plan.halo_nodes])
+        self.global_to_local[shown] = torch.arange(len(shown), device=device)
 
 
 def partition_atoms_spatial(pos: Tensor, num_ranks: int, num_iters: int = 10) -> Tensor:  # noqa: ARG001
@@ -358,6 +366,28 @@ def build_gp_context(
     return GPContext(gp.GraphPlan(partition, edge_index, edges="local", comm=comm))
 
 
-def all_to_all_collect(x_local: Tensor, gp_ctx: GPContext) -> Tensor:
+def all_to_all_collect(
+    x_local: Tensor,
+    gp_ctx: GPContext,
+    send_indices: Tensor | None = None,  # noqa: ARG001 - the context has them
+) -> Tensor:
     """Return the rows of other ranks that own edges touch, to be joined behind the own ones."""
     return gp_ctx.plan.exchange(x_local)
+
+
+class AllToAllCollect:
+    """`all_to_all_collect` of explicit lists, as fairchem's autograd Function takes them."""
+
+    @staticmethod
+    def apply(
+        x_local: Tensor,
+        send_indices: Tensor,
+        send_counts: Tensor,
+        recv_counts: Tensor,
+        *_: object,
+    ) -> Tensor:
+        """Return the received rows. The row of ranks is the one that was set up."""
+        sizes = tuple(send_counts.tolist()), tuple(recv_counts.tolist())
+        return all_gather_rows(
+            x_local, RowPlan(len(x_local), send_indices, *sizes), comm=current_gp()
+        )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.parameters import Holding
-from unisono.nn.state import living_layers
+from unisono.nn.state import HoldingModule, living_layers
 
 __all__ = ["clip_grad_norm_"]
 
@@ -39,7 +39,7 @@ def clip_grad_norm_(
 
     Args:
         module_or_parameters: the network, or parameters of it: the same ones, in the same order,
-            on all ranks.
+            on all ranks. Where ranks have different parameters: the network.
         max_norm: the largest norm that is left alone.
         norm_type: p of the p-norm; `math.inf` for the largest magnitude.
         error_if_nonfinite: raise, on all ranks, where the norm is infinite or not a number.
@@ -62,11 +62,18 @@ def clip_grad_norm_(
 
 
 def _listed(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters, each once."""
+    """Return the parameters, each once; of a network also those that only other ranks store."""
     if isinstance(given, Tensor):
         return [given]
-    found = given.parameters() if isinstance(given, nn.Module) else given
-    return list({id(p): p for p in found}.values())
+    if isinstance(given, nn.Module):
+        given = [p for layer in given.modules() for p in _own(layer)]
+    return list({id(p): p for p in given}.values())
+
+
+def _own(layer: nn.Module) -> list[Tensor]:
+    """Return a layer's own parameters: of a distributed one the same number on all its ranks."""
+    held = layer.held() if isinstance(layer, HoldingModule) else {}
+    return [*(p for p in held.values() if isinstance(p, nn.Parameter)), *layer.parameters(False)]
 
 
 def _total_norm(parameters: Sequence[Tensor], p: float) -> Tensor:
@@ -97,8 +104,8 @@ def _split(parameters: Sequence[Tensor]) -> dict[int, tuple[Communicator, Holdin
     wanted = {id(x) for x in parameters}
     found: dict[int, tuple[Communicator, Holding]] = {}
     for layer in living_layers():
-        for name, x in layer.named_parameters(recurse=False):
-            if id(x) in wanted and name in layer._holdings and not layer._replicated[name]:
+        for name, x in layer.held().items():
+            if id(x) in wanted and not layer._replicated[name]:
                 root = layer._root()
                 if root is not None and root.size > 1:
                     found[id(x)] = root, layer._holdings[name]

@@ -8,7 +8,7 @@ one, on three, and into plain torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -74,6 +74,11 @@ class HoldingModule(PlannedModule[P]):
         """Note what this rank holds of a parameter; `replicated`: all ranks have it whole."""
         self._holdings[name] = holding
         self._replicated[name] = replicated
+
+    def held(self) -> dict[str, Tensor]:
+        """Return own blocks by name, empty ones too: the same names on all ranks of the layer."""
+        named = {name: getattr(self, name, None) for name in self._holdings}
+        return {name: x for name, x in named.items() if x is not None}
 
     def _draw(
         self,
@@ -308,17 +313,15 @@ def check_replicas(module: nn.Module) -> None:
     """
     everyone = next((root for layer in module.modules() if (root := _root_of(layer))), None)
     for path, layer in module.named_modules():
-        values: Mapping[str, Tensor] = dict(layer.named_parameters(recurse=False))
         if isinstance(layer, HoldingModule):
-            comm, holdings = layer._root(), layer._holdings
-            values = values | dict(layer.named_buffers(recurse=False))
+            comm, holdings, values = layer._root(), layer._holdings, layer.held()
         else:
-            comm, holdings = everyone, {name: whole(p.shape) for name, p in values.items()}
+            comm, values = everyone, dict(layer.named_parameters(recurse=False))
+            holdings = {name: whole(p.shape) for name, p in values.items()}
         if comm is None or comm.size == 1:
             continue
-        for name, holding in holdings.items():
-            if name in values:
-                _compare(f"{path}.{name}".lstrip("."), values[name].detach(), holding, comm)
+        for name, value in values.items():
+            _compare(f"{path}.{name}".lstrip("."), value.detach(), holdings[name], comm)
 
 
 def _root_of(layer: nn.Module) -> Communicator | None:

@@ -49,11 +49,19 @@ class HaloExchange(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
-        """Return the window."""
-        received = plan.landed
-        if received is None:
-            received = start_exchange(x, plan).wait()
-        return filled(x, plan, received)
+        """Return the window; what other ranks send lands in it."""
+        if plan.landed is not None:
+            return filled(x, plan, plan.landed)
+        halo, ranks = plan.halo, plan.ranks or range(plan.comm.size)
+        window, coming = _empty_window(x, halo), {}
+        for message in halo.recvs:
+            if not message.is_box:
+                return filled(x, plan, start_exchange(x, plan).wait())
+            coming[ranks[message.peer]] = window[message.pieces[0].dest_slices]
+        pending = plan.comm._post(outgoing(x, plan), coming)
+        _place_own(window, x, plan)
+        pending.wait()
+        return window
 
 
 class HaloAdd(LinearMap):
@@ -66,7 +74,7 @@ class HaloAdd(LinearMap):
         """Return the block."""
         halo = plan.halo
         packed = [
-            (message, torch.cat([gathered(x, piece).reshape(-1) for piece in message.pieces]))
+            (message, joined([gathered(x, piece) for piece in message.pieces]))
             for message in halo.recvs
         ]
         pending = post(plan, packed, halo.sends, x.dtype)
@@ -172,7 +180,8 @@ def filled(x: Tensor, plan: HaloOnGroup, received: dict[int, Tensor]) -> Tensor:
     """Return the window of the own block and what has arrived. Not recorded by autograd."""
     halo, strip = plan.halo, plan.halo.strip
     if strip is None or not x.is_contiguous():
-        window = _own_window(x, plan)
+        window = _empty_window(x, halo)
+        _place_own(window, x, plan)
         for message, values in arrived(plan, received, halo.recvs):
             for piece, part in zip(message.pieces, values, strict=True):
                 place(window, piece, part)
@@ -200,15 +209,33 @@ def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
         x: own block.
         plan: the exchange.
     """
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    packed: list[tuple[Message, Tensor]] = []
+    return plan.comm._post(outgoing(x, plan), incoming(plan, plan.halo.recvs, x.dtype))
+
+
+def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
+    """Return what goes to each rank: a slice of `x` where that is all."""
+    ranks = plan.ranks or range(plan.comm.size)
+    found: dict[int, Tensor] = {}
     for message in plan.halo.sends:
-        flats: list[Tensor] = []
+        parts: list[Tensor] = []
         for piece in message.pieces:
-            flats.append(x[piece.source_slices].reshape(-1))
-        packed.append((message, torch.cat(flats) if len(flats) > 1 else flats[0].contiguous()))
-    return post(plan, packed, plan.halo.recvs, x.dtype)
+            parts.append(x[piece.source_slices])
+        found[ranks[message.peer]] = parts[0] if len(parts) == 1 else joined(parts)
+    return found
+
+
+def incoming(plan: HaloOnGroup, recvs: Sequence[Message], dtype: torch.dtype) -> dict[int, Tensor]:
+    """Return memory for messages, one row for each."""
+    ranks, device = plan.ranks or range(plan.comm.size), plan.comm.device
+    found: dict[int, Tensor] = {}
+    for message in recvs:
+        found[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=device)
+    return found
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return all values in one row."""
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def post(
@@ -217,15 +244,10 @@ def post(
     recvs: Sequence[Message],
     dtype: torch.dtype,
 ) -> Pending[dict[int, Tensor]]:
-    """Post all messages at once: one flat tensor for each."""
-    comm, ranks = plan.comm, plan.ranks or range(plan.comm.size)
-    going: dict[int, Tensor] = {}
-    coming: dict[int, Tensor] = {}
-    for message, flat in sends:
-        going[ranks[message.peer]] = flat
-    for message in recvs:
-        coming[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=comm.device)
-    return comm._post(going, coming)
+    """Post messages at once; what comes is flat."""
+    ranks = plan.ranks or range(plan.comm.size)
+    going = {ranks[message.peer]: block for message, block in sends}
+    return plan.comm._post(going, incoming(plan, recvs, dtype))
 
 
 def arrived(
@@ -257,37 +279,35 @@ def gathered(window: Tensor, piece: Piece) -> Tensor:
     return values.flip(piece.flips) if piece.flips else values
 
 
-def _own_window(x: Tensor, plan: HaloOnGroup) -> Tensor:
-    """Return a new window with the own points and the constant in it, stored as `x` is."""
-    halo, form = plan.halo, torch.contiguous_format
+def _empty_window(x: Tensor, halo: HaloPlan) -> Tensor:
+    """Return memory for the window, laid out as `x` is."""
+    form = torch.contiguous_format
     if not x.is_contiguous():
         last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
         if last is not None and x.is_contiguous(memory_format=last):
             form = last
-    window = torch.empty(halo.window_shape, dtype=x.dtype, device=x.device, memory_format=form)
+    return torch.empty(halo.window_shape, dtype=x.dtype, device=x.device, memory_format=form)
+
+
+def _place_own(window: Tensor, x: Tensor, plan: HaloOnGroup) -> None:
+    """Write the own points and the constant into the window."""
+    halo = plan.halo
     for piece in halo.local:
         place(window, piece, x[piece.source_slices])
-    if halo.has_fill:
-        _fill_edges(window, halo.fills, plan.fill)
-    return window
-
-
-def _fill_edges(window: Tensor, fills: Sequence[tuple[int, int]], value: float) -> None:
-    """Write the constant on both sides of each dim."""
-    for dim, (left, right) in enumerate(fills):
+    for dim, (left, right) in enumerate(halo.fills if halo.has_fill else ()):
         size = window.shape[dim]
         is_last = dim == window.dim() - 1
         if is_last and left and right and window.numel() and window.is_contiguous():
             # The end of a row and the start of the next one lie side by side: one pass for both.
             flat = window.view(-1)
-            flat[:left] = flat[-right:] = value
+            flat[:left] = flat[-right:] = plan.fill
             rows = flat.numel() // size
-            flat.as_strided((rows - 1, left + right), (size, 1), size - right).fill_(value)
+            flat.as_strided((rows - 1, left + right), (size, 1), size - right).fill_(plan.fill)
             continue
         if left:
-            window.narrow(dim, 0, left).fill_(value)
+            window.narrow(dim, 0, left).fill_(plan.fill)
         if right:
-            window.narrow(dim, size - right, right).fill_(value)
+            window.narrow(dim, size - right, right).fill_(plan.fill)
 
 
 def _add_local(total: Tensor, window: Tensor, pieces: Sequence[Piece]) -> None:

@@ -1,121 +1,20 @@
 """`repartition`: a tensor changes its layout over ranks. The adjoint is the way back.
 
-Boxes travel as messages. Large ones between ranks of one host are handed over in shared memory
-(`Staging`), packed by their owner and read in place by who needs them, which saves the copies
-through a channel.
+Each box that changes its owner is one message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
-from unisono.comm.arguments import dense
-from unisono.comm.perform import Pending
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import PartitionError
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import check_call
 from unisono.topology.halo import Box
-from unisono.topology.overlap import Move, OverlapPlan
-
-LEAST_BYTES = 1 << 18
-"""Smaller blocks travel as messages."""
-MOST_BYTES = 1 << 28
-"""So do larger ones: the memory stays for as long as the plan."""
-
-
-class Staging:
-    """Memory that all ranks of a communicator see.
-
-    There are two halves, used in turn: nobody packs a half again before all have met once more,
-    and whoever comes to that meeting has read what it needed.
-
-    Args:
-        comm: the ranks.
-        buffer: own shared buffer, of two halves.
-        views: those of all ranks, as this process sees them.
-    """
-
-    def __init__(self, comm: Communicator, buffer: Tensor, views: Sequence[Tensor]) -> None:
-        self.comm = comm
-        self.nbytes = buffer.shape[1]
-        self._buffer = buffer
-        self._views = views
-        self._turn = 0
-
-    @classmethod
-    def of(cls, comm: Communicator, nbytes: int) -> Staging | None:
-        """Return room for `nbytes` a rank; None where there is no shared memory. Collective."""
-        if comm.backend != "shm" or not LEAST_BYTES <= nbytes <= MOST_BYTES:
-            return None
-        try:
-            buffer = comm.shared_buffer((2, nbytes), torch.uint8)
-        except UnisonoError:  # refused on all ranks alike
-            return None
-        views = comm.shared_views(buffer)
-        return None if views is None else cls(comm, buffer, views)
-
-    def next_half(self) -> int:
-        """Return which half the next call uses; called by all ranks in the same order."""
-        self._turn ^= 1
-        return self._turn
-
-    def half(self, place: int, turn: int, dtype: torch.dtype) -> Tensor:
-        """Return one half of a rank's memory as elements."""
-        whole = self.nbytes // dtype.itemsize * dtype.itemsize
-        return self._views[place][turn, :whole].view(dtype)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A staging and where the blocks of other ranks lie in it."""
-
-    staging: Staging
-    places: Mapping[int, int]
-    """Rank of the staging's communicator for each rank of the move."""
-    starts: Mapping[int, int]
-    """For each peer, the first element of its block for this rank."""
-    starts_back: Mapping[int, int]
-    """The same for the way back."""
-
-    @property
-    def adjoint(self) -> Stage:
-        """The stage of the way back."""
-        return replace(self, starts=self.starts_back, starts_back=self.starts)
-
-    def pack(self, x: Tensor, sends: Sequence[Move]) -> int:
-        """Lay the boxes of `x` ready for their readers; return which half they lie in."""
-        staging = self.staging
-        turn = staging.next_half()
-        half = staging.half(staging.comm.rank, turn, x.dtype)
-        start = 0
-        for move in sorted(sends, key=attrgetter("peer")):  # as `starts_for` counts
-            half[start : start + move.numel].view(move.shape).copy_(x[_slices(move.box)])
-            start += move.numel
-        return turn
-
-    def arrived(self, turn: int, recvs: Sequence[Move], dtype: torch.dtype) -> dict[int, Tensor]:
-        """Meet, and return the boxes where they lie: to be read before the next call."""
-        self.staging.comm.barrier()
-        found: dict[int, Tensor] = {}
-        for move in recvs:
-            half, start = self.staging.half(self.places[move.peer], turn, dtype), self.starts
-            first = start[move.peer]
-            found[move.peer] = half[first : first + move.numel].view(move.shape)
-        return found
-
-
-def starts_for(me: int, moves_of: Mapping[int, Sequence[Move]]) -> dict[int, int]:
-    """Return where each rank packs its block for `me`: behind those for lower ranks."""
-    return {
-        rank: sum(move.numel for move in moves if move.peer < me)
-        for rank, moves in moves_of.items()
-    }
+from unisono.topology.overlap import OverlapPlan
 
 
 @dataclass(frozen=True)
@@ -128,15 +27,11 @@ class RepartitionOnGroup:
     """Shape of what goes in; without elements on a rank outside the source partition."""
     after: tuple[int, ...]
     """Shape of what comes out; likewise."""
-    stage: Stage | None = field(default=None, compare=False)
-    """Shared memory to hand blocks over in, instead of messages."""
 
     @property
     def adjoint(self) -> RepartitionOnGroup:
         """The plan of the way back."""
-        stage = None if self.stage is None else self.stage.adjoint
-        back = self.overlap.adjoint
-        return RepartitionOnGroup(self.comm, back, self.after, self.before, stage=stage)
+        return RepartitionOnGroup(self.comm, self.overlap.adjoint, self.after, self.before)
 
 
 class Repartition(LinearMap):
@@ -144,33 +39,19 @@ class Repartition(LinearMap):
 
     @staticmethod
     def kernel(x: Tensor, plan: RepartitionOnGroup) -> Tensor:
-        """Return the block after."""
-        overlap, stage = plan.overlap, plan.stage
-        turn, pending = 0, None
-        if stage is not None:
-            turn = stage.pack(x, overlap.sends)
-        else:
-            pending = _post(x, plan)
+        """Return the block after: what stays is copied, the rest goes from slice to slice."""
+        overlap = plan.overlap
         y = x.new_empty(plan.after)
         if overlap.local is not None:
             y[_slices(overlap.local.dest)] = x[_slices(overlap.local.source)]
-        if stage is not None:
-            received = stage.arrived(turn, overlap.recvs, x.dtype)
-        else:
-            received = {} if pending is None else pending.wait()
-        for move in overlap.recvs:
-            y[_slices(move.box)] = received[move.peer]
+        plan.comm._move(
+            {move.peer: x[_slices(move.box)] for move in overlap.sends},
+            {move.peer: y[_slices(move.box)] for move in overlap.recvs},
+        )
         return y
 
 
 Repartition.adjoint = Repartition
-
-
-def _post(x: Tensor, plan: RepartitionOnGroup) -> Pending[dict[int, Tensor]]:
-    """Post one message for each box that leaves or comes."""
-    sends = {move.peer: dense(x[_slices(move.box)]) for move in plan.overlap.sends}
-    recvs = {move.peer: x.new_empty(move.shape) for move in plan.overlap.recvs}
-    return plan.comm._post(sends, recvs)
 
 
 def repartition(x: Tensor, plan: OverlapPlan, *, comm: Communicator | None = None) -> Tensor:

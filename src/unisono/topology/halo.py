@@ -107,6 +107,12 @@ class Message:
         """Number of points of the message."""
         return sum(piece.numel for piece in self.pieces)
 
+    @cached_property
+    def is_box(self) -> bool:
+        """Whether it goes from one box to another as it is."""
+        first = self.pieces[0]
+        return len(self.pieces) == 1 and not first.flips and not first.repeats
+
 
 @dataclass(frozen=True)
 class HaloPlan:

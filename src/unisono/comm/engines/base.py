@@ -97,8 +97,12 @@ class Engine(ABC):
         """Send to and receive from the listed peers at once; no order of calls can deadlock.
 
         Messages of one tag between two ranks arrive in the order in which they were posted.
-        Neither list names this rank, and no tensor is empty.
+        Neither list names this rank, and no tensor is empty. Slices are taken too, if `moves`.
         """
+
+    def moves(self, x: Tensor) -> bool:  # noqa: ARG002
+        """Whether `exchange` takes this slice, which is not contiguous, as it lies in memory."""
+        return False
 
     @abstractmethod
     def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, an
-from unisono.nn.agreement import Cuts, Table
+from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, zero_volume
 from unisono.operators import AllGather as GatherMap
 from unisono.operators import ReduceScatter as ScatterMap
@@ -22,7 +22,7 @@ from unisono.operators import all_sum_reduce
 from unisono.operators.gather import BlockPlan
 from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
-from unisono.operators.repartition import RepartitionOnGroup, Stage, Staging, starts_for
+from unisono.operators.repartition import RepartitionOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import split_sizes
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
@@ -289,8 +289,6 @@ class _Moved:
     comm: Communicator
     overlap: OverlapPlan
     dtype: torch.dtype
-    stage: Stage | None
-    """Shared memory for large blocks, where all ranks have one host."""
 
 
 class Repartition(PlannedModule[_Moved]):
@@ -315,7 +313,6 @@ class Repartition(PlannedModule[_Moved]):
         self.P_x = P_x
         self.P_y = P_y
         self.preserve_batch = preserve_batch
-        self._staging: Staging | None = None
 
     def _describe(self) -> tuple[object, ...]:
         return (self.P_x, self.P_y, self.preserve_batch)
@@ -325,37 +322,9 @@ class Repartition(PlannedModule[_Moved]):
         cuts = table.cuts(self.P_x)
         dtype = table.dtype(self.P_x)
         root = self.P_x.root
-        stage = self._stage_for(cuts, dtype)
-        return _Moved(root, self._overlap_of(root.rank, cuts), dtype, stage)
-
-    def _overlap_of(self, rank: int, cuts: Cuts) -> OverlapPlan:
-        return repartition_plan(cuts, self.P_x.ranks, self.P_y.shape, self.P_y.ranks, rank)
-
-    def _stage_for(self, cuts: Cuts, dtype: torch.dtype) -> Stage | None:
-        """Return shared memory to hand blocks over in, if there is any. Collective."""
-        comm = self._agreeing
-        if comm is None or self.P_x == self.P_y:
-            return None
-        before = prod(max(b - a for a, b in pairwise(own)) for own in cuts)
-        after = prod(-(-own[-1] // n) for own, n in zip(cuts, self.P_y.shape, strict=True))
-        nbytes = max(before, after) * dtype.itemsize
-        if self._staging is None or self._staging.nbytes < nbytes:
-            self._staging = Staging.of(comm, nbytes)
-        if self._staging is None:
-            return None
-        me = self.P_x.root.rank
-        own = self._overlap_of(me, cuts)
-        plans = {move.peer: self._overlap_of(move.peer, cuts) for move in (*own.sends, *own.recvs)}
-        return Stage(
-            self._staging,
-            {rank: place for place, rank in enumerate(self._members())},
-            starts_for(me, {rank: plan.sends for rank, plan in plans.items()}),
-            starts_for(me, {rank: plan.recvs for rank, plan in plans.items()}),
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the shared memory behind."""
-        return super().__getstate__() | {"_staging": None}
+        P_x, P_y = self.P_x, self.P_y
+        overlap = repartition_plan(cuts, P_x.ranks, P_y.shape, P_y.ranks, root.rank)
+        return _Moved(root, overlap, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block on `P_y`."""
@@ -363,14 +332,12 @@ class Repartition(PlannedModule[_Moved]):
             return self._outside(input, preserve_batch=self.preserve_batch)
         plan = self._plan
         overlap = plan.overlap
-        if overlap.is_identity and input.dtype == plan.dtype and plan.stage is None:
+        if overlap.is_identity and input.dtype == plan.dtype:
             return identity(input)
         after = overlap.dest_shape
         if after is None:
             after = zero_volume(input, preserve_batch=self.preserve_batch)
-        on_group = RepartitionOnGroup(
-            plan.comm, overlap, tuple(input.shape), after, stage=plan.stage
-        )
+        on_group = RepartitionOnGroup(plan.comm, overlap, tuple(input.shape), after)
         return RepartitionMap.apply(self._tied(input.to(plan.dtype)), on_group)
 
 

@@ -53,6 +53,8 @@ from the start of a page can be slow, and large tensors lie 64 bytes from it."""
 _STAGGER = 1024
 _MOST_KEPT = 16
 """Calls under way, from which on all of them are looked at."""
+_LEAST_RUN, _MOST_DIMS = 256, 8
+"""Slices of a tensor that messages take from where they lie: bytes of a run, and dims around it."""
 
 
 def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
@@ -301,19 +303,28 @@ class ShmEngine(TransportEngine):
         if self.cause is not None:
             raise self.unusable()
         numbers = DTYPE_NUMBERS
-        going: list[tuple[int, Tensor, int, int, int]] = []
-        coming: list[tuple[int, Tensor, int, int, int]] = []
-        for dst, x in sends:
+        rows: list[tuple[Any, ...]] = []
+        for peer, x in (*sends, *recvs):
+            row = peer, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)
+            # Of a slice the core asks for the bytes of an element, its shape and its strides.
+            rows.append(
+                row if x.is_contiguous() else (*row[:3], x.itemsize, row[4], x.shape, x.stride())
+            )
+        going, coming = rows[: len(sends)], rows[len(sends) :]
+        for dst, *_ in going:
             if dst not in self._touched:
                 self._touch(dst)
-            going.append((dst, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
-        for src, x in recvs:
-            coming.append((src, x, x.data_ptr(), x.nbytes, numbers.get(x.dtype, -1)))
         ticket = self._core.post(going, coming, tag, not async_op)
         if async_op:
             return self._keep(ticket)
         ticket.wait(timeout_s)
         return None
+
+    def moves(self, x: Tensor) -> bool:
+        """See `Engine`. Of short runs torch packs many more in the same time."""
+        return (
+            x.stride(-1) == 1 and x.shape[-1] * x.itemsize >= _LEAST_RUN and x.dim() <= _MOST_DIMS
+        )
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
         """See `TransportEngine`."""
