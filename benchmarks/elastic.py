@@ -1,19 +1,27 @@
 """What exact and elastic steps cost: against DataParallel on shared memory, by number of shards.
 
     python benchmarks/elastic.py [--quick]
+    python benchmarks/elastic.py --chaos 100 [--seed 0] [--model CNN]
 
 Elastic ranks are no world, so both cannot take turns in the same processes: jobs do, and a round
-compares medians of neighbours. Deaths and joins are timed by the coordinator.
+compares medians of neighbours. `--chaos` kills and stops ranks of four models at random moments,
+also two at once and while a death is made good, compares hashes, looks for anything left behind,
+and tells how long deaths and joins took, which the coordinator times.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import os
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from harness import Row, markdown, publish
@@ -28,6 +36,9 @@ from unisono.launch.elastic.settings import Chaos
 from unisono.launch.request import checked_request
 
 RANKS, BATCH = 2, 256
+MODELS = ("MLP", "CNN", "transformer", "LSTM")
+RECOVERED_S, RECOVERED_STEPS, JOINED_S = 0.5, 5, 1.0
+"""Longest time, or as many steps, from a death to the next commit; and of a join."""
 
 
 class Attending(nn.Module):
@@ -44,6 +55,19 @@ class Attending(nn.Module):
         return self.out(self.inner(x).mean(1))
 
 
+class Recurrent(nn.Module):
+    """A small LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(64, 64, 2, batch_first=True, dropout=0.2)
+        self.out = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Classify sequences."""
+        return self.out(self.inner(x)[0][:, -1])
+
+
 def workload(name: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     """Return a model, its optimizer and data."""
     torch.manual_seed(0)
@@ -51,11 +75,11 @@ def workload(name: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor,
         layers = (nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
         model, shape = nn.Sequential(*layers, nn.Linear(512, 10)), (784,)
     elif name == "CNN":
-        first = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-        second = (nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten())
+        first = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+        second = (nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1))
         model, shape = nn.Sequential(*first, *second, nn.Linear(2048, 10)), (3, 16, 16)
     else:
-        model, shape = Attending(), (16, 64)
+        model, shape = (Attending() if name == "transformer" else Recurrent()), (16, 64)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return model, optimizer, torch.randn(1024, *shape), torch.randint(0, 10, (1024,))
 
@@ -67,12 +91,14 @@ def data_parallel(name: str, steps: int) -> list[float]:
     model, optimizer, x, y = workload(name)
     wrapped = DataParallel(model)
     share = BATCH // comm.size
-    times = []
+    times, generator, order = [], torch.Generator().manual_seed(0), torch.empty(0)
     for step in range(steps):
         begin = time.perf_counter()
-        at = step * BATCH % len(x) + comm.rank * share
+        if (at := step * BATCH % len(x)) == 0:  # a new order for each epoch, as elastic has it
+            order = torch.randperm(len(x), generator=generator)
+        mine = order[at + comm.rank * share : at + (comm.rank + 1) * share]
         optimizer.zero_grad()
-        cross_entropy(wrapped(x[at : at + share]), y[at : at + share]).backward()
+        cross_entropy(wrapped(x[mine]), y[mine]).backward()
         optimizer.step()
         times.append(time.perf_counter() - begin)
     return times
@@ -80,6 +106,11 @@ def data_parallel(name: str, steps: int) -> list[float]:
 
 def elastic(name: str, shards: int, steps: int) -> list[float]:
     """Return seconds of each step."""
+    return trained(name, shards, steps)[0]
+
+
+def trained(name: str, shards: int, steps: int) -> tuple[list[float], str]:
+    """Return seconds of each step, and the hash of weights, buffers and optimizer state."""
     model, optimizer, x, y = workload(name)
     times, begin = [], time.perf_counter()
     run = unisono.train.elastic(
@@ -89,7 +120,11 @@ def elastic(name: str, shards: int, steps: int) -> list[float]:
         step(lambda batch: cross_entropy(model(batch.x), batch.y))
         times.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-    return times
+    found = hashlib.sha256()
+    states = [value for p in model.parameters() for _, value in sorted(optimizer.state[p].items())]
+    for tensor in [*model.state_dict().values(), *states]:
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return times, found.hexdigest()
 
 
 def median_step(results: list[list[float]]) -> float:
@@ -126,52 +161,116 @@ def compare(name: str, shards: tuple[int, ...], rounds: int, steps: int) -> list
     return rows
 
 
-def deaths(kills: int, steps: int) -> str:
-    """Kill ranks, and return how long deaths and joins took."""
-    kept: list[supervisor.ElasticSupervisor] = []
+class Kept(supervisor.ElasticSupervisor):
+    """A supervisor that can be asked afterwards."""
 
-    class Kept(supervisor.ElasticSupervisor):
-        def __exit__(self, *error: object) -> None:
-            kept.append(self)
-            super().__exit__(*error)
+    latest: Kept
 
-    from unisono.launch.places import local
+    def __exit__(self, *error: object) -> None:
+        Kept.latest = self
+        super().__exit__(*error)
 
-    local.ElasticSupervisor = Kept
+
+def disturbed(name: str, steps: int, kills: int, seed: int) -> tuple[Any, int]:
+    """Train under fire; return what ranks returned, and how many were killed or stopped."""
     request = checked_request(
-        elastic,
-        ("CNN", 8, steps),
+        trained,
+        (name, 8, steps),
         {},
         on="cpu",
-        ranks=3,
+        ranks=4,
         nodes=None,
-        timeout_s=None,
+        timeout_s=600.0,
         max_restarts=None,
         logs=None,
         elastic=True,
-        chaos=Chaos(seed=1, kills=kills),
+        chaos=Chaos(seed=seed, kills=kills, every_s=0.4),
     )
-    step = statistics.median(execute(request)[0])
-    hub = kept[0].hub
-    return (
-        f"{len(hub.recovered_s)} ranks killed or stopped: death to the next commit "
-        f"{statistics.median(hub.recovered_s) * 1e3:.0f} ms (largest "
-        f"{max(hub.recovered_s) * 1e3:.0f} ms; a step takes {step * 1e3:.0f} ms); arrival of a "
-        f"newcomer to its first step {statistics.median(hub.joined_s) * 1e3:.0f} ms (largest "
-        f"{max(hub.joined_s) * 1e3:.0f} ms)."
-    )
+    results = execute(request)
+    return results, kills - Kept.latest._kills_left
+
+
+def leftovers(folder: str) -> set[str]:
+    """Return what is there of files, shared memory and processes that a run could leave."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(path.parent.name)] = int(words[1])
+    mine, found = {os.getpid()}, {*map(str, (*Path(folder).iterdir(), *Path("/dev/shm").iterdir()))}
+    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    return found | {f"process {pid}" for pid in mine}
+
+
+def chaos(models: tuple[str, ...], kills: int, seed: int, steps: int) -> tuple[str, bool]:
+    """Kill ranks of each model until as many were hit; return what came of it, and if all is well.
+
+    Other programs that use shared memory at the same time would look like something left behind.
+    """
+    from unisono.launch.places import local
+
+    local.ElasticSupervisor = Kept
+    columns = ("model", "runs", "killed or stopped", "other hashes", "step")
+    columns += ("death to commit, median", "largest", "join, median", "largest", "left behind")
+    lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
+    is_well = True
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder
+        for name in models:
+            (_, expected), *_ = unisono.run(trained, name, 8, steps, ranks=1, elastic=True)
+            before = leftovers(folder)
+            hit = runs = others = 0
+            times: list[float] = []
+            recovered: list[float] = []
+            joined: list[float] = []
+            while hit < kills:
+                results, more = disturbed(name, steps, min(25, kills - hit), seed + runs)
+                hit, runs = hit + more, runs + 1
+                others += sum(found != expected for _, found in results)
+                times += results[0][0]
+                recovered += Kept.latest.hub.recovered_s
+                joined += Kept.latest.hub.joined_s
+            left = leftovers(folder) - before
+            step = statistics.median(times)
+            limit = max(RECOVERED_S, RECOVERED_STEPS * step)
+            is_well &= not others and not left and max(recovered) <= limit
+            is_well &= max(joined) <= JOINED_S
+            figures = (step, statistics.median(recovered), max(recovered))
+            figures += (statistics.median(joined), max(joined))
+            shown = " | ".join(f"{1e3 * figure:.0f} ms" for figure in figures)
+            lines.append(f"| {name} | {runs} | {hit} | {others} | {shown} | {len(left)} |")
+            print(lines[-1], *sorted(left), flush=True)
+        tempfile.tempdir = None
+    return "\n".join(lines), is_well
+
+
+def main() -> int:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few steps, nothing is written")
+    parser.add_argument("--chaos", type=int, metavar="KILLS", help="kill so many ranks instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the chaos")
+    parser.add_argument("--model", action="append", choices=MODELS, help="only this one")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.chaos is not None:
+        models = tuple(options.model or MODELS)
+        kills = -(-options.chaos // len(models))
+        text, is_well = chaos(models, kills, options.seed, 40 if options.quick else 300)
+        publish("Elastic training under fire", text, write=not (options.quick or options.model))
+        return 0 if is_well else 1
+    rounds, steps = (1, 15) if options.quick else (3, 40)
+    rows = [
+        row
+        for name in options.model or MODELS[:3]
+        for row in compare(name, (2, 4) if options.quick else (2, 4, 8, 16), rounds, steps)
+    ]
+    publish("Elastic training", markdown(rows), write=not (options.quick or options.model))
+    return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, nothing is written")
-    quick = parser.parse_args().quick
-    os.environ["OMP_NUM_THREADS"] = "1"
-    rounds, steps = (1, 15) if quick else (3, 40)
-    rows = [
-        row
-        for name in ("MLP", "CNN", "transformer")
-        for row in compare(name, (2, 4) if quick else (2, 4, 8, 16), rounds, steps)
-    ]
-    told = deaths(*((2, 40) if quick else (10, 150)))
-    publish("Elastic training", f"{markdown(rows)}\n\n{told}", write=not quick)
+    sys.exit(main())

@@ -71,16 +71,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="from one kill to the next")
     options = parser.parse_args()
     alone, expected, right = train(options.epochs)
-    print(f"undisturbed, one process  {drawn(alone)}  {expected}  {right:.1%} right", flush=True)
+    print(f"{'one process, undisturbed':<26}{drawn(alone)}  {expected}", flush=True)
     pause_s = 4.5 * options.seconds / len(alone)  # long enough for a few kills
     job = unisono.submit(train, options.epochs, pause_s, ranks=options.ranks, elastic=True)
     kills = 0
     while not job.wait(options.seconds):
         if job.members() > 1 and (rank := kill_one(job.dir)) is not None:
             kills += 1
-            print(f"kill -9 of rank {rank}", flush=True)
+            print(f"{f'kill -9 of rank {rank}':<26}(of {options.ranks})", flush=True)
     for rank, (losses, found, _) in enumerate(job.result()):
-        print(f"rank {rank} of {options.ranks}, {kills} kills    {drawn(losses)}  {found}")
+        print(f"{f'rank {rank}, after {kills} kills':<26}{drawn(losses)}  {found}")
         if (losses, found) != (alone, expected):
             raise SystemExit("the bits differ")
     print(f"{kills} kills, one curve, one hash, {right:.1%} right")

@@ -1,10 +1,13 @@
-"""An elastic job over two hosts: one joins, and its cable is cut."""
+"""An elastic job over two hosts: one joins, and its cable is cut, or all its processes die."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -38,8 +41,16 @@ def digests(text: str) -> set[str]:
     return set(re.findall(r"DIGEST (\w+)", text))
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_host_that_joins_and_is_cut_off_changes_no_bit(lab, interpreter, tmp_path, is_cut):
+def kill_all(namespace: str) -> None:
+    """Kill all processes of a host, as if its power were gone."""
+    words = ["ip", "netns", "pids", namespace]
+    for pid in subprocess.run(words, check=True, capture_output=True, text=True).stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fate", ["good", "cut off", "dead"])
+def test_a_host_that_joins_and_is_lost_changes_no_bit(lab, interpreter, tmp_path, fate):
     script, invitation = tmp_path / "train.py", tmp_path / "invitation"
     script.write_text(SCRIPT)
     alone = interpreter.run([str(script), "0"], cwd=tmp_path)
@@ -54,11 +65,14 @@ def test_a_host_that_joins_and_is_cut_off_changes_no_bit(lab, interpreter, tmp_p
     processes.append(lab.b.start(*command, "--join", invitation, script, "0.15"))
     cable = ["ip", "-n", lab.b.namespace, "link", "set", "eth0"]
     try:
-        while is_cut and time.monotonic() < end:
+        while fate != "good" and time.monotonic() < end:
             events = "".join(p.read_text() for p in tmp_path.glob("logs/*/members.jsonl"))
             if '"members": 4' in events:
                 time.sleep(0.5)
-                subprocess.run([*cable, "down"], check=True)
+                if fate == "cut off":
+                    subprocess.run([*cable, "down"], check=True)
+                else:
+                    kill_all(lab.b.namespace)
                 break
             time.sleep(0.05)
         (code, output), (other_code, other) = lab.finish(processes)
@@ -66,10 +80,10 @@ def test_a_host_that_joins_and_is_cut_off_changes_no_bit(lab, interpreter, tmp_p
         subprocess.run([*cable, "up"], check=True)
     assert code == 0, f"{output}\n{other}"
     assert digests(output) == expected, f"{output}\n{other}"
-    if is_cut:
+    if fate != "good":
         assert "died at step" in output
         assert other_code != 0
-        assert "the coordinator of this elastic training is gone" in other
+        assert fate == "dead" or "the coordinator of this elastic training is gone" in other
     else:
         assert (other_code, digests(other)) == (0, expected), other
         assert "4" in re.findall(r"DIGEST \w+ (\d)", output), output

@@ -23,6 +23,7 @@ import torch
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Job, Platform, Wrapper, job_files
+from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.places.mailbox import read_json
 
 QUIET = unisono.Logs(console="none")
@@ -333,6 +334,53 @@ def test_a_job_that_is_driven_out_saves_and_goes_on_later(cluster, tmp_path, lon
     assert results[0] == results[1]  # both stopped after the same step
     assert results[0] == (True, int((tmp_path / "step-1").read_text()) + 3, 1)
     assert "--- attempt 1 on" in results.log(0)
+
+
+def elastic_training(folder, steps, pause_s):
+    """Train elastically; one rank kills itself in a closure, later one is stopped by a signal."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.Adam(model.parameters())
+    data = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    run = unisono.train.elastic(model, optimizer, data, batch_size=16, shards=4, steps=steps)
+    checkpoint = unisono.Checkpoint(folder / "saved")
+    checkpoint.restore(run=run)
+
+    def loss(batch):
+        for number, sent in ((3, signal.SIGKILL), (9, signal.SIGSTOP)):
+            if run.number >= number and run.members == 4:
+                with suppress(FileExistsError):
+                    (folder / sent.name).touch(exist_ok=False)
+                    os.kill(os.getpid(), sent)
+        return model(batch[0]).square().mean()
+
+    for step in run:
+        step(loss)
+        time.sleep(pause_s)
+        if unisono.should_stop():
+            checkpoint.save(step.number + 1, run=run)
+            unisono.requeue()
+    return [tensor.tolist() for tensor in model.state_dict().values()], run.number
+
+
+def test_an_elastic_job_goes_on_without_ranks_that_die_and_after_it_was_driven_out(
+    cluster, tmp_path
+):
+    expected = elastic_training(tmp_path, 90, 0.0)
+    on = platform(n_cpus_per_node=2)
+    job = unisono.submit(elastic_training, tmp_path, 90, 0.1, on=on, elastic=True)
+    wait_for((tmp_path / "SIGSTOP").exists)
+    wait_for(lambda: [e["what"] for e in read_events(job.dir)].count("died") == 2)
+    urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--nodelist=n2", "--ntasks=4")
+    cluster.call(*urgent, "--output=/dev/null", "--wrap=true")
+    wait_for(lambda: job.status() == "requeued")
+    wait_for(lambda: start_again(cluster, job) or job.status() == "running" or job.done())
+    found = job.result(120)
+    assert len(found) == 4
+    assert all(value == expected for value in found)
+    assert found.restarts == 1
+    with pytest.raises(PlatformError, match="gives a job its nodes once"):
+        job.resize(2)
 
 
 def test_a_job_that_is_cancelled_by_hand_does_not_come_back(cluster, tmp_path):

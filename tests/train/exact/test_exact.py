@@ -17,7 +17,13 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
 import unisono
-from unisono.errors import CheckpointError, CollectiveMismatch, PlatformError, RankFailed
+from unisono.errors import (
+    CheckpointError,
+    CollectiveMismatch,
+    PlatformError,
+    RankFailed,
+    UnisonoError,
+)
 from unisono.launch.api import execute
 from unisono.launch.elastic.settings import Chaos
 from unisono.launch.elastic.supervisor import read_events
@@ -104,9 +110,11 @@ def test_any_number_of_ranks_has_the_same_hash_also_in_fresh_processes(ranks):
     assert set(unisono.run(train, "cnn", on=spawned, elastic=True)) == {train("cnn")}
 
 
-def test_more_ranks_than_shards_leave_some_without_work_and_the_bits_alone():
+@pytest.mark.filterwarnings("default:elastic")
+def test_more_ranks_than_shards_leave_some_without_work_and_the_bits_alone(capfd):
     found = set(unisono.run(train, "mlp", shards=2, ranks=3, elastic=True))
     assert found == {train("mlp", shards=2)}
+    assert capfd.readouterr().err.count("on up to 3 ranks: 1 of them") == 1
 
 
 def test_a_step_is_that_of_the_whole_batch():
@@ -265,6 +273,82 @@ def kill_at(name: str, step_to_hit: int, flag: str) -> str:
     return digest(model, optimizer)
 
 
+class Mischief:
+    """Ends ranks at moments that can be told; each happens once, one after the other.
+
+    As a part of the state that newcomers get, it also knows when they get it, and from whom.
+    """
+
+    PLAN = ("rank 0", "one of two", "two of two", "first", "in recovery", "stopped")
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.step, self.calls = -1, 0
+
+    def take(self, what: str) -> bool:
+        """Whether it is on this process to have it happen."""
+        try:
+            file = (self.folder / what).open("x")
+        except FileExistsError:
+            return False
+        with file:
+            file.write(str(self.step))
+        return True
+
+    def look(self, step: int, members: int) -> None:
+        """Come by in a closure; with four members each has two shards, and more in recovery."""
+        self.calls = self.calls + 1 if step == self.step else 1
+        self.step = step
+        done = [self.folder / what for what in self.PLAN if (self.folder / what).exists()]
+        if len(done) == len(self.PLAN):
+            return
+        what = self.PLAN[len(done)]
+        latest = int(done[-1].read_text() or step) if done else 0
+        if what in ("two of two", "in recovery"):
+            is_due = step == latest and (what == "two of two" or self.calls > 2)
+        else:
+            is_due = step > latest and members == 4
+        is_due &= what != "rank 0" or os.environ["RANK"] == "0"
+        if is_due and self.take(what):
+            os.kill(os.getpid(), signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
+
+    def state_dict(self) -> dict[str, int]:
+        if self.step > 0 and self.take("donor"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["step"] > 0 and self.take("newcomer"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_in_mischief(steps: int, folder: str) -> tuple[str, int]:
+    torch.manual_seed(0)
+    model, shape = made("cnn")
+    x, y = torch.ones(40, *shape), torch.zeros(40, dtype=torch.long)
+    optimizer = torch.optim.Adam(model.parameters())
+    mischief = Mischief(folder)
+    run = unisono.train.elastic(model, optimizer, (x, y), batch_size=16, steps=steps)
+    if folder:
+        run.state(mischief=mischief)
+    for step in run:
+
+        def loss(batch: object, step: object = step) -> torch.Tensor:
+            if folder:
+                mischief.look(step.number, run.members)
+            return functional.cross_entropy(model(batch.x), batch.y)
+
+        step(loss)
+        time.sleep(0.03 if folder else 0.0)
+    return digest(model, optimizer), run.members
+
+
+def test_rank_0_two_at_once_deaths_in_recovery_donors_newcomers_and_a_stop(tmp_path):
+    found = unisono.run(train_in_mischief, 100, str(tmp_path), ranks=4, elastic=True)
+    assert {path.name for path in tmp_path.iterdir()} == {*Mischief.PLAN, "donor", "newcomer"}
+    assert {bits for bits, _ in found} == {train_in_mischief(100, "")[0]}
+
+
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_death_inside_a_closure_is_made_good_by_others(tmp_path, step):
     found = unisono.run(kill_at, "cnn", step, str(tmp_path / "hit"), ranks=2, elastic=True)
@@ -419,6 +503,36 @@ def test_a_function_that_does_not_train_elastically_is_refused():
         unisono.run(lambda: unisono.world().size, ranks=2, elastic=True)
 
 
+def mistaken(what: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(batch: list[torch.Tensor]) -> torch.Tensor:
+        mean = model(batch[0]).mean()
+        if what == "collective":
+            mean = mean + unisono.world().all_reduce(batch[0].sum())
+        return mean.detach() if what == "detached" else mean
+
+    for step in unisono.train.elastic(model, optimizer, torch.randn(64, 2), batch_size=8):
+        if what != "idle":
+            step(loss)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("collective", "it called all_reduce: a closure runs once per shard"),
+        ("detached", "requires_grad=True, outside of torch.no_grad"),
+        ("idle", "the body of the loop did not call it"),
+    ],
+)
+def test_a_loop_that_cannot_be_right_is_the_error(what, message):
+    with pytest.raises(RankFailed, match=message):
+        unisono.run(mistaken, what, ranks=3, elastic=True)
+    with pytest.raises(UnisonoError, match=message):
+        mistaken(what)
+
+
 def test_members_of_other_settings_are_refused():
     def differ() -> str:
         return train("mlp", seed=int(os.environ["RANK"]))
@@ -442,6 +556,7 @@ class Stream(IterableDataset):
     [
         ({"batch_size": 4}, "4 < 8"),
         ({"batch_size": 99}, "99 > 20"),
+        ({"data": (torch.ones(20, 2), torch.ones(15))}, "20 != 15"),
         ({"data": Stream()}, "no length"),
         ({"model": nn.SyncBatchNorm(2)}, "SyncBatchNorm"),
         ({"model": nn.Linear(2, 2)}, "no parameters of the model"),
@@ -460,6 +575,8 @@ def test_ranks_that_cannot_be_fewest_and_most_are_refused():
     for ranks in ((3, 2), (0, 2), (1, 2, 3)):
         with pytest.raises(PlatformError, match="fewest and the most"):
             unisono.run(train, "mlp", ranks=ranks)
+    with pytest.raises(PlatformError, match="ranks of MPI end together"):
+        unisono.run(train, "mlp", on="mpi", ranks=2, elastic=True)
     with pytest.raises(PlatformError, match="--chaos"):
         Chaos.read("kill=3")
 

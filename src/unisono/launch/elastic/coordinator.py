@@ -8,10 +8,12 @@ processes, sockets or tensors. The step of a member, as the coordinator sees it:
     reduce     each member adds up its piece of all sums; pieces of the dead go to others
     commit     all pieces are there: the step has happened, whoever dies from here on
 
-Until the commit no member has changed its model, after it every member does. Two rules make that
-safe. Whoever reports the dead has made sure that they write no more, and has passed on all that
-they said before. And no piece of a step is added up before all members have begun that step, so
-nobody still reads the result of the step before.
+Where there are few sums, reduce is left out, and each member adds them up for itself: that takes no
+longer than to read a result. Until the commit no member has changed its model, after it every
+member does. Three rules make that safe. Whoever reports the dead has made sure that they write no
+more, and has passed on all that they said before. No piece of a step is added up before all members
+have begun that step, so nobody still reads the result of the step before. And sums of two steps lie
+apart, so nobody still reads those of the step before the last.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ Run = tuple[int, int]
 
 OVER = "the elastic training was over before this rank could join it"
 """What a rank of another host says that comes too late."""
+LOST = "the coordinator of this elastic training is gone, or has ended this rank"
+"""What a rank says that others waited for in vain."""
 
 
 def split(count: int, parts: int) -> list[Run]:
@@ -61,6 +65,9 @@ class Coordinator:
         target: how many members there shall be; the first step waits for as many.
         least: with fewer, no new step begins.
     """
+
+    FEW = 2
+    """So many runs of shards each member adds up for itself."""
 
     def __init__(self, target: int, least: int = 1) -> None:
         self.target = target
@@ -197,10 +204,6 @@ class Coordinator:
             return
         if not self.members and not self._found():
             return
-        while len(self.members) > self.target:
-            number = max(self.members, key=lambda n: self.members[n].rank)
-            del self.members[number]
-            self.retired.append(number)
         if self._newcomers and len(self.members) < self.target:
             self._donor = min(self.members)
             self._order(self._donor, "donate", step=self.step)
@@ -251,7 +254,11 @@ class Coordinator:
     def _after_compute(self) -> None:
         if self.phase != "compute" or self._has_leavers():
             return
-        if all(member.has_begun and not member.owes for member in self.members.values()):
+        if any(member.owes or not member.has_begun for member in self.members.values()):
+            return
+        if len(self._done) <= self.FEW:
+            self._commit(sorted(self._done))
+        else:
             self.phase, self._cut = "reduce", len(self.members)
             for piece, number in enumerate(list(self.members)):
                 self._reduce(number, [piece])
@@ -262,16 +269,26 @@ class Coordinator:
         self._order(number, "reduce", step=self.step, pieces=pieces, cut=self._cut, runs=done)
 
     def _after_reduce(self) -> None:
-        if self.phase != "reduce" or any(member.pieces for member in self.members.values()):
-            return
+        if self.phase == "reduce" and not any(m.pieces for m in self.members.values()):
+            self._commit(None)
+
+    def _commit(self, runs: list[Run] | None) -> None:
+        """The step has happened. `runs` are those that members add up; None: it has been done."""
         step, self.step, self.phase = self.step, self.step + 1, "boundary"
         self._has_committed = True
+        # Who is not wanted any more goes now, as nobody is at the step before: later, it might
+        # still read, and save, what others write already.
+        while len(self.members) > self.target:
+            number = max(self.members, key=lambda n: self.members[n].rank)
+            del self.members[number]
+            self.retired.append(number)
         logger = min(self.members)
         for number in self.members:
             self._order(
                 number,
                 "commit",
                 step=step,
+                runs=runs,
                 stop=self._is_stopping,
                 members=len(self.members),
                 logger=number == logger,

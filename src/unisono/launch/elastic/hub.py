@@ -90,6 +90,8 @@ class Hub:
             process of a member on this host.
         on_event: told `(what, rank)` of `joined`, `died` and `retired`.
         listen_at: address at which members of other hosts may come; None: only this host.
+        adds_guests: whether members of other hosts come on top of those that the coordinator
+            wants already.
     """
 
     def __init__(
@@ -98,10 +100,12 @@ class Hub:
         *,
         secret: bytes,
         fence: Callable[[int, int], None] = lambda _rank, _pid: None,
-        on_event: Callable[[str, int], None] = lambda _what, _rank: None,
+        on_event: Callable[[str, int], object] = lambda _what, _rank: None,
         listen_at: str | None = None,
+        adds_guests: bool = True,
     ) -> None:
         self.coordinator = coordinator
+        self._adds_guests = adds_guests
         self.seats: dict[int, Seat] = {}
         self.recovered_s: list[float] = []
         """From each death to the commit of the step that it hit."""
@@ -202,16 +206,18 @@ class Hub:
     def deliver(self) -> None:
         """Send what the coordinator orders, and note what has come of it."""
         coordinator = self.coordinator
+        lines: dict[int, bytes] = {}
         for number, order in coordinator.take_orders():
-            seat = self.seats.get(number)
+            lines[number] = lines.get(number, b"") + json.dumps(order).encode() + b"\n"
             if order["kind"] == "commit" and self._died_at:
                 now = time.monotonic()
                 self.recovered_s += [now - at for at in self._died_at]
                 self._died_at.clear()
-            if seat is not None:
+        for number, data in lines.items():
+            if (seat := self.seats.get(number)) is not None:
                 # A pipe that is full belongs to somebody who has stopped reading for good.
                 with suppress(OSError):
-                    send_line(seat.connection, order)
+                    seat.connection.sendall(data)
         for number in coordinator.members.keys() - self._seen_members:
             if (seat := self.seats.get(number)) is not None:
                 self.joined_s.append(time.monotonic() - seat.since)
@@ -280,7 +286,7 @@ class Hub:
             socket.send_fds(seat.connection, [welcome], list(self._files))
         else:
             seat.connection.sendall(welcome)
-            self.coordinator.target += 1  # one more than we started ourselves
+            self.coordinator.target += self._adds_guests
         self.coordinator.joined(
             seat.number, rank=seat.rank, shards=message["shards"], step=message["step"]
         )
@@ -309,7 +315,7 @@ class Hub:
         if not has_left and self.coordinator.phase != "over":
             self._on_event("retired" if is_retired else "died", seat.rank)
         if not seat.is_near and not has_left:
-            self.coordinator.target -= 1
+            self.coordinator.target -= self._adds_guests
         if not has_left:
             self.coordinator.died(number)
             self.deliver()

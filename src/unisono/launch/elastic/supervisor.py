@@ -24,6 +24,7 @@ from unisono.launch.job_files import check_ours
 from unisono.launch.pool.client import RankProcess
 from unisono.launch.pool.monitor import COLLECT_S, Outcome, Supervisor
 from unisono.launch.pool.protocol import Preempt, Ready, Returned, read_available
+from unisono.launch.pool.verdict import Fate
 
 LOOK_S = 0.1
 """Seconds between two looks at ranks for whom others wait."""
@@ -52,7 +53,7 @@ class ElasticSupervisor(Supervisor):
         self._start = start
         self.coordinator = Coordinator(elastic.most, elastic.least)
         if elastic.invite is not None and listen_at is None:
-            listen_at = _address_of_job()
+            listen_at = address_of_job()
         self.hub = Hub(
             self.coordinator,
             secret=secret,
@@ -72,7 +73,6 @@ class ElasticSupervisor(Supervisor):
         self._step_of_death = -1
         self._next_look = 0.0
         self._retired: set[RankProcess] = set()
-        self._events = self._job_dir / EVENTS
         chaos = elastic.chaos
         self._random = random.Random(chaos.seed if chaos else 0)
         self._kills_left = chaos.kills if chaos else 0
@@ -168,7 +168,7 @@ class ElasticSupervisor(Supervisor):
             self._next_look = time.monotonic() + LOOK_S
             self._heed_resize()
             self._end_who_stands_still()
-            self._make_chaos()
+        self._make_chaos()
 
     def _bury(self) -> None:
         """Let go of ranks that died, as long as somebody is left."""
@@ -243,7 +243,7 @@ class ElasticSupervisor(Supervisor):
     def _end_who_stands_still(self) -> None:
         """Kill ranks that were stopped, and members for whom others have waited too long."""
         for rank in self._ranks:
-            if rank.is_running and not rank.is_done and _is_stopped(rank.pid):
+            if rank.is_running and not rank.is_done and is_stopped(rank.pid):
                 self._say(f"rank {rank.rank} is ended: it was stopped by a signal")
                 rank.signal_group(signal.SIGKILL)
         coordinator = self.coordinator
@@ -266,12 +266,18 @@ class ElasticSupervisor(Supervisor):
         if self._next_kill is None:
             self._next_kill = now + chaos.every_s * self._random.uniform(0.2, 1.8)
         here = {number for number, seat in self.hub.seats.items() if seat.is_near}
-        members = sorted(self.coordinator.members.keys() & here - self._condemned)
-        if now < self._next_kill or len(members) < 2:
+        here -= self._condemned  # they may take a moment to die; somebody has to stay
+        members = here & self.coordinator.members.keys()
+        victims = sorted(here if len(members) > 1 else here - members)
+        if now < self._next_kill or not victims:
             return
-        self._next_kill, self._kills_left = None, self._kills_left - 1
-        victim = self._random.choice(members)
-        self._condemned.add(victim)  # it may take a moment to die; somebody has to stay
+        victim = self._random.choice(victims)
+        self._condemned.add(victim)
+        # Another one may die at once, or while this death is made good.
+        fate = self._random.random()
+        soon_s = 0.0 if fate < 0.15 else self._random.uniform(0.0, 0.05)
+        self._next_kill = now + soon_s if fate < 0.3 else None
+        self._kills_left -= 1
         seat = self.hub.seats[victim]
         number = signal.SIGSTOP if self._random.random() < 0.2 else signal.SIGKILL
         self._say(f"chaos: {number.name} to rank {seat.rank} at step {self.coordinator.step}")
@@ -280,17 +286,18 @@ class ElasticSupervisor(Supervisor):
 
     def _note_event(self, what: str, rank: int) -> None:
         """Keep what happened to a member, for people and for the live page."""
-        step, members = self.coordinator.step, len(self.coordinator.members)
+        members = write_event(self._job_dir, self.hub, what, rank)
         if what == "died":
-            members = sum(n in self.hub.seats for n in self.coordinator.members)
-            self._say(f"rank {rank} died at step {step}; {members} go on")
-        event = {"what": what, "rank": rank, "step": step, "members": members, "at": time.time()}
-        with suppress(OSError), self._events.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+            self._say(f"rank {rank} died at step {self.coordinator.step}; {members} go on")
 
     def _say(self, text: str) -> None:
         if self._console.shows_any:
             print(f"unisono: {text}", file=sys.stderr, flush=True)
+
+    def _fates(self) -> list[Fate]:
+        """Whoever was sent away has ended as told, and is not to blame."""
+        sent_away = {rank.rank for rank in self._retired}
+        return [fate for fate in super()._fates() if fate.rank not in sent_away]
 
     def _failure(self) -> Exception:
         self._is_growing = False
@@ -303,12 +310,22 @@ class ElasticSupervisor(Supervisor):
         return error
 
 
-def _address_of_job() -> str:
+def address_of_job() -> str:
     """Return the address at which other hosts find this one."""
     from unisono.comm import machine  # which loads torch
     from unisono.launch.places.rendezvous import candidates
 
     return machine.of_job(candidates()) or candidates()[0]
+
+
+def write_event(job_dir: Path, hub: Hub, what: str, rank: int) -> int:
+    """Keep what happened to a member of a job; return how many members there are."""
+    coordinator = hub.coordinator
+    members = sum(number in hub.seats for number in coordinator.members)
+    event = {"what": what, "rank": rank, "step": coordinator.step, "members": members}
+    with suppress(OSError), (job_dir / EVENTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**event, "at": time.time()}) + "\n")
+    return members
 
 
 def read_events(job_dir: Path) -> list[dict[str, Any]]:
@@ -319,7 +336,7 @@ def read_events(job_dir: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether a process was stopped by a signal."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

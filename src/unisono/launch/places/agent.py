@@ -21,7 +21,10 @@ from pathlib import Path
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
 from unisono.launch import job_files
+from unisono.launch.elastic.coordinator import LOST, OVER
+from unisono.launch.elastic.supervisor import is_stopped
 from unisono.launch.places import mailbox
+from unisono.launch.places.elastic import address_for
 from unisono.launch.places.mailbox import CANCEL, PAYLOAD, Orders, Plan, RankState
 from unisono.launch.pool.client import RankProcess, spawn_rank
 from unisono.launch.pool.monitor import LEAVE_S, RankMonitor
@@ -44,6 +47,10 @@ COLLECT_S = 0.25
 """How long a rank that failed stays, so that the others can learn of it."""
 STACK_S = 0.5
 """Longest wait for a stack."""
+STOPPED_S = 0.5
+"""How long a rank of an elastic job may stand still, stopped by a signal."""
+DEATHS = 20
+"""So many deaths of one rank are no accident."""
 STANDING_S = 0.2
 """Longest wait for the rank's word on its latest collective."""
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
@@ -72,16 +79,25 @@ class Agent(RankMonitor):
         self._interrupted_until: float | None = None
         self._heeded = {signal.Signals[name] for name in (*plan.stop_signals, plan.stack_signal)}
         self._heeded.add(signal.SIGTERM)
+        self._place, self._deaths = place, 0
+        self._stopped_since: float | None = None
+        self._take_signals()
         self._rank = self._start(place)
 
     def run(self) -> int:
         """Stay until the rank has ended; return the exit code that tells the starter how."""
-        rank, began = self._rank, time.monotonic()
-        while rank.is_running and not rank.is_bad and self._stop_reason is None:
+        began = time.monotonic()
+        while (rank := self._rank).is_running and not rank.is_bad and self._stop_reason is None:
             self._listen_for(mailbox.pause_s(time.monotonic() - began))
             if self._is_dismissed:
                 self.wait_for_end([rank], LEAVE_S)
                 break
+            if rank.is_bad and self._may_die(rank):
+                self._replace(rank)
+        if self._comes_too_late(rank):
+            self._end()
+            self._note("stopped")
+            return 0
         if rank.is_done and (self._is_dismissed or not rank.is_running):
             self._end()
             self._note(self._state.state)
@@ -104,6 +120,38 @@ class Agent(RankMonitor):
         self._end()
         return 1
 
+    def _may_die(self, rank: RankProcess) -> bool:
+        """Whether others of an elastic job do what this rank was at, and a new one can join."""
+        is_death = rank.failed is None or LOST in rank.failed.summary
+        self._deaths += 1
+        is_wanted = self._stop_reason is None and not (self._dir / CANCEL).exists()
+        return self._plan.elastic is not None and is_death and is_wanted and self._deaths < DEATHS
+
+    def _replace(self, rank: RankProcess) -> None:
+        """Start another rank in place of one that died."""
+        if rank.is_running:
+            rank.signal_group(signal.SIGKILL)
+            rank.collect()
+        for fd in rank.pipes.outputs:
+            while data := read_available(fd):
+                rank.log.write(data)
+        self.drop(rank)
+        self._rank = self._start(self._place)
+
+    def _comes_too_late(self, rank: RankProcess) -> bool:
+        """Whether the training of an elastic job was over before this rank could join it."""
+        failed = rank.failed
+        return self._plan.elastic is not None and failed is not None and OVER in failed.summary
+
+    def _end_if_stopped(self) -> None:
+        """Kill a rank of an elastic job that others wait for in vain."""
+        if not self._rank.is_running or not is_stopped(self._rank.pid):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = time.monotonic()
+        elif time.monotonic() > self._stopped_since + STOPPED_S:
+            self._rank.signal_group(signal.SIGKILL)
+
     def _wait_for_others(self) -> None:
         """Stay, after an interrupt, until all ranks have ended: who starts us ends all with us."""
         while (
@@ -119,6 +167,8 @@ class Agent(RankMonitor):
         self._heed_signals()
         self._heed_orders()
         self._look_for_launcher()
+        if self._plan.elastic is not None:
+            self._end_if_stopped()
 
     def _was_ended_by_starter(self) -> bool:
         """Whether the rank was killed after another had failed: that is how starters clean up.
@@ -130,8 +180,7 @@ class Agent(RankMonitor):
         is_killed = self._rank.exit_code == -signal.SIGKILL
         return mailbox.has_failure(self._dir, self._state.attempt, but_consequences=is_killed)
 
-    def _start(self, place: Environment) -> RankProcess:
-        """Start the rank; signals wait until it is ready for them."""
+    def _take_signals(self) -> None:
         read, write = os.pipe()
         for fd in (read, write):
             os.set_blocking(fd, False)
@@ -139,8 +188,15 @@ class Agent(RankMonitor):
         for number in self._heeded:
             signal.signal(number, lambda n, _frame: self._signals.append(n))
         self.listen(read, lambda: read_available(read) != b"")
+
+    def _start(self, place: Environment) -> RankProcess:
+        """Start the rank; signals wait until it is ready for them."""
         plan = self._plan
-        variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=plan.env)
+        more = plan.env
+        if plan.elastic is not None:
+            address = address_for(self._dir, self._state.attempt)
+            more = {"MKL_CBWR": "AUTO", **more, "UNISONO_ELASTIC": address}
+        variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=more)
         variables |= rank_variables(place, plan.run_id, self._dir, self._state.attempt)
         job_files.check_ours(self._dir / PAYLOAD)
         payload_fd = os.open(self._dir / PAYLOAD, os.O_RDONLY | os.O_NOFOLLOW)
@@ -160,7 +216,7 @@ class Agent(RankMonitor):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(payload_fd)
-        if self._state.attempt:
+        if self._state.attempt and not self._deaths:
             rank.log.write(f"--- attempt {self._state.attempt} on {self._state.host}\n".encode())
         self._state.pid = rank.pid
         self._state.pid_start = job_files.process_start(rank.pid)
@@ -191,7 +247,9 @@ class Agent(RankMonitor):
                 self._note(self._state.state)
             case Preempt():
                 self._orders.give(preempt=message.rank)
-            case Failed():
+            case Failed() if self._plan.elastic is None or not (
+                LOST in message.summary or OVER in message.summary
+            ):
                 mailbox.write_error(self._dir, rank.rank, self._state.attempt, message)
                 self._note("failed")
             case _:

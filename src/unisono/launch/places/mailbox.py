@@ -80,6 +80,8 @@ class Plan:
     """Python and unisono of the submitter."""
     launcher: tuple[str, int, int] | None = None
     """Host, number and start of a process without which the ranks should not go on."""
+    elastic: dict[str, Any] | None = None
+    """For ranks that may die: `least`, `stall_s` and the `secret` of the job."""
 
     @classmethod
     def of(
@@ -91,6 +93,7 @@ class Plan:
         max_restarts: int,
         words: tuple[str, ...] = (),
         launcher: tuple[str, int, int] | None = None,
+        elastic: dict[str, Any] | None = None,
     ) -> Plan:
         """Return the plan of a checked platform."""
         same = ("ranks_per_node", "cpus_per_rank", "start_timeout_s", "grace_s", "interrupt_s")
@@ -107,6 +110,7 @@ class Plan:
             words=words,
             versions=own_versions(),
             launcher=launcher,
+            elastic=elastic,
         )
 
     @classmethod

@@ -113,6 +113,8 @@ class RemoteSupervisor:
         self._stopped_at: float | None = None
         self._stop_reason = ""
         self._deadline = ""
+        self.mistake = ""
+        """What the program as a whole does that cannot be right."""
 
     @property
     def was_ready(self) -> bool:
@@ -203,7 +205,6 @@ class RemoteSupervisor:
         for rank, known in enumerate(self._states):
             if known is None or known.state not in (*GOOD, *BAD):
                 self._states[rank] = read_state(self._dir, rank, self._attempt) or known
-        states = [state for state in self._states if state is not None]
         now = time.monotonic()
         if self._ready_at is None and all(s is not None and "ready" in s.at for s in self._states):
             self._ready_at = now
@@ -214,14 +215,14 @@ class RemoteSupervisor:
             return
         if (self._dir / INTERRUPT).exists():
             self.interrupt()
-        if self._have_all(GOOD):
+        if self._is_good():
             self._returned_at = now
             self._orders.give(finish=True)
         elif self._interrupted_until is not None:
             is_over = now > self._interrupted_until or self._have_all((*GOOD, *BAD, "stopped"))
             if is_over or (self._dir / CANCEL).exists():
                 self.stop("interrupted")
-        elif any(state.state in BAD for state in states):
+        elif self._is_bad():
             # By our own clock: that of the rank's host may be minutes ahead.
             self._bad_since = now if self._bad_since is None else self._bad_since
             if now - self._bad_since > COLLECT_S:
@@ -235,6 +236,14 @@ class RemoteSupervisor:
         """Return how long ranks may take that finish a save before they end."""
         states = read_states(self._dir, self._plan.ranks, self._attempt)
         return max((state.finishing_s for state in states if state is not None), default=0.0)
+
+    def _is_good(self) -> bool:
+        """Whether the ranks have come to a good end."""
+        return self._have_all(GOOD)
+
+    def _is_bad(self) -> bool:
+        """Whether something has happened to a rank that ends all of them."""
+        return any(state is not None and state.state in BAD for state in self._states)
 
     def _have_all(self, words: Sequence[str]) -> bool:
         return all(state is not None and state.state in words for state in self._states)
@@ -255,9 +264,9 @@ class RemoteSupervisor:
             state = "timeout"
         elif self.is_interrupted:
             state = "cancelled"
-        elif any(word in BAD for word in words):
+        elif self._is_bad():
             state = "failed"
-        elif self._have_all(GOOD):
+        elif self._is_good():
             state = "requeued" if "requeued" in words else "done"
         elif self._stop_reason == "cancelled" or (self._dir / CANCEL).exists():
             state = "cancelled"
@@ -318,20 +327,22 @@ def read_outcome(directory: Path, ranks: int, ending: Ending) -> Outcome:
 
     Warns of ranks that returned, and then did not end as they should.
     """
-    states = mailbox.read_states(directory, ranks, ending.attempt)
+    found = dict(enumerate(mailbox.read_states(directory, ranks, ending.attempt)))
+    # Of an elastic job, some may have died.
+    states = {rank: state for rank, state in found.items() if not state or state.state in GOOD}
     values: list[Parcel] = []
-    for rank in range(ranks) if ending.state == "done" else ():
+    for rank in states if ending.state == "done" else ():
         path = mailbox.result_path(directory, rank)
         job_files.check_ours(path)
         values.append(Parcel.in_file(path))
-    for state in states:
+    for state in states.values():
         if state is not None and (state.warning or state.exit_code):
             how = state.warning or verdict.ending(state.exit_code)
             warn(f"rank {state.rank} returned its result, then {how}")
     return Outcome(
         values=values,
         is_requeued=ending.state == "requeued",
-        hosts=[state.node or state.host if state else "" for state in states],
+        hosts=[state.node or state.host if state else "" for state in states.values()],
         start_s=ending.start_s,
         wall_s=ending.wall_s,
     )

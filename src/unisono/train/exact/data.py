@@ -46,6 +46,14 @@ class Shards(Dataset[Any]):
         if isinstance(data, Tensor):
             data = (data,)
         if isinstance(data, (tuple, list)) and data and all(isinstance(t, Tensor) for t in data):
+            lengths = [len(t) if t.dim() else 0 for t in data]
+            if len(set(lengths)) > 1:
+                raise PlatformError.because(
+                    f"elastic(..., data) with tensors of {lengths} samples",
+                    "sample i is element i of each of them",
+                    " != ".join(map(str, dict.fromkeys(lengths))),
+                    "tensors of one length, as in (x, y)",
+                )
             data = TensorDataset(*data)
         if isinstance(data, IterableDataset) or not (
             hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -67,7 +75,7 @@ class Shards(Dataset[Any]):
         self.samples = len(data)
         self.cuts = split(batch_size, shards)
         self.steps_per_epoch = self.samples // batch_size
-        self._shuffle, self._collate = shuffle, collate
+        self.shuffle, self._collate = shuffle, collate
         self._order: tuple[int, Tensor] = -1, torch.empty(0)
 
     def weight(self, shard: int) -> float:
@@ -78,7 +86,7 @@ class Shards(Dataset[Any]):
     def indices(self, step: int, shard: int) -> Tensor:
         """Return the samples of a shard; the rest of an epoch that fills no batch is left out."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        if not self._shuffle:
+        if not self.shuffle:
             order = torch.arange(self.samples)
         elif self._order[0] == epoch:
             order = self._order[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.comm import seal
 from unisono.errors import PlatformError, RankFailed
-from unisono.launch.elastic.coordinator import Coordinator
+from unisono.launch.elastic.coordinator import LOST, Coordinator
 from unisono.launch.elastic.hub import BOARD, STATE, notice_loss, send_line
 from unisono.launch.pool.protocol import drop_descriptor
 
@@ -312,4 +312,4 @@ def open_link() -> Link:
 
 
 def _lost() -> RankFailed:
-    return RankFailed("the coordinator of this elastic training is gone, or has ended this rank")
+    return RankFailed(LOST)

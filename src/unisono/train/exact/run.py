@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unisono.comm import Communicator
+from unisono.comm import call as calls
 from unisono.errors import CheckpointError, LayoutError, PlatformError, RankFailed, UnisonoError
 from unisono.expect import expect, expect_float, expect_int
 from unisono.launch import stopping
@@ -26,6 +27,7 @@ from unisono.train.exact.data import Loader, Shards
 from unisono.train.exact.link import VARIABLE, Link, open_link
 from unisono.train.exact.shards import (
     Layout,
+    half,
     nodes_in,
     seed_generators,
     seed_of,
@@ -108,7 +110,7 @@ def elastic(
             f"{batch_size} < {shards}",
             f"shards={batch_size}, or a larger batch",
         )
-    _check_world()
+    _check_world(shards)
     _check_model(model, optimizer)
     fetched = Shards(data, batch_size, shards, seed, shuffle=shuffle, collate=collate)
     last = epochs * fetched.steps_per_epoch if steps is None else steps
@@ -215,18 +217,22 @@ class ElasticRun:
         buffers = [name for name, _ in model.named_buffers()]
         self._facts = {
             "batch_size": shards.batch_size,
+            "clip": clip,
             "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "model": self._layout.digest([*trained, *buffers]),
             "optimizer": type(optimizer).__name__,
             "samples": shards.samples,
             "seed": shards.seed,
             "shards": len(shards.cuts),
+            "shuffle": shards.shuffle,
             "threads": threads,
             "torch": str(torch.__version__),
         }
         self._result = torch.empty(self._layout.bytes, dtype=torch.uint8)
         self._result_views = self._layout.views(self._result)
         self._scratch: list[Tensor] = []
+        self._views: dict[int, list[Tensor]] = {}
+        """Parts of vectors by their addresses, which stay."""
         self._watched = [*model.parameters(), *self._buffers]
         self._versions: list[int] = []
         self._changed = ""
@@ -371,7 +377,7 @@ class ElasticRun:
                     raise RankFailed(OVER)
                 elif kind == "commit":
                     break
-            self._apply(link, step)
+            self._apply(link, step, order["runs"])
         self._changed, self._versions = "", [tensor._version for tensor in self._watched]
         step.members = self.members = order["members"]
         step.is_logger = self._is_logger = order["logger"]
@@ -403,7 +409,7 @@ class ElasticRun:
         """Leave the sums of some shards on the board."""
         for begin, end in runs:
             for first, count in nodes_in((begin, end), 0, self._layout.shards):
-                at = first * self._layout.bytes
+                at = self._layout.row(step.number, first)
                 row = link.room(at, at + self._layout.bytes)
                 self._node(link, step, closure, first, count, row, 0)
                 link.publish(at, at + self._layout.bytes)
@@ -424,7 +430,7 @@ class ElasticRun:
             return
         if depth == len(self._scratch):
             self._scratch.append(torch.empty(self._layout.bytes, dtype=torch.uint8))
-        cut, other = 1 << (count - 1).bit_length() - 1, self._scratch[depth]
+        cut, other = half(count), self._scratch[depth]
         self._node(link, step, closure, first, cut, out, depth + 1)
         self._node(link, step, closure, first + cut, count - cut, other, depth + 1)
         self._layout.add(out, other)
@@ -434,18 +440,18 @@ class ElasticRun:
         batch = self._loader.fetch(step.number, shard)
         seed_generators(seed_of(self.shards.seed, "model", step.number, shard))
         weight, before = self.shards.weight(shard), [b.clone() for b in self._buffers]
-        step.logged = {}
+        step.logged, latest = {}, calls.latest_call
         try:
             loss = closure(batch)
             _check_loss(loss)
+            _check_calls(latest)
             share = loss * weight
             if self._scaler is not None:
                 share = self._scaler.scale(share)
             gradients = torch.autograd.grad(share, self._parameters, allow_unused=True)
         finally:
             logged, step.logged = step.logged, None
-        views = self._layout.views(out)
-        used = 0
+        views, used = self._views_of(out), 0
         with torch.no_grad():
             for place, (view, gradient) in enumerate(zip(views, gradients, strict=False)):
                 if gradient is None:
@@ -466,6 +472,12 @@ class ElasticRun:
         note = {"step": step.number, "loss": loss.item(), "log": logged, "used": f"{used:x}"}
         self._write_note(link, shard, note)
 
+    def _views_of(self, vector: Tensor) -> list[Tensor]:
+        address = vector.data_ptr()
+        if address not in self._views:
+            self._views[address] = self._layout.views(vector)
+        return self._views[address]
+
     def _write_note(self, link: Link, shard: int, note: dict[str, Any]) -> None:
         data, room = json.dumps(note).encode(), self._layout.note_bytes
         if len(data) > room:
@@ -485,18 +497,24 @@ class ElasticRun:
 
     def _reduce(self, link: Link, order: dict[str, Any]) -> None:
         """Add up some pieces of all shards, and leave them as a part of the result."""
-        at = self._layout.result
-        for piece in order["pieces"]:
-            for begin, end, total in self._layout.reduce(
-                order["runs"], piece, order["cut"], link.view
-            ):
-                link.room(at + begin, at + end).copy_(total)
-                link.publish(at + begin, at + end)
+        layout, cut = self._layout, order["cut"]
 
-    def _apply(self, link: Link, step: Step) -> None:
+        def out(begin: int, end: int) -> Tensor:
+            return link.room(layout.result + begin, layout.result + end)
+
+        for piece in order["pieces"]:
+            layout.reduce(order["step"], order["runs"], piece, cut, link.view, out)
+            for section in layout.sections:
+                begin, end = section.bounds(piece, cut)
+                link.publish(layout.result + begin, layout.result + end)
+
+    def _apply(self, link: Link, step: Step, runs: Any) -> None:
         """The step has happened: change the model as every member does."""
         layout = self._layout
-        self._result.copy_(link.view(layout.result, layout.result + layout.bytes))
+        if runs is None:
+            self._result.copy_(link.view(layout.result, layout.result + layout.bytes))
+        else:
+            layout.reduce(step.number, runs, 0, 1, link.view, lambda a, b: self._result[a:b])
         room = layout.note_bytes
         begin = layout.notes(step.number)
         raw = bytes(link.view(begin, begin + layout.shards * room).numpy())
@@ -588,19 +606,43 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        found = type(loss).__name__
+        found, hint = type(loss).__name__, "return the mean loss of the batch, one element"
         if isinstance(loss, Tensor):
             found = f"a tensor of shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
+            if not loss.requires_grad:
+                hint = (
+                    "compute it from parameters with requires_grad=True, outside of "
+                    "torch.no_grad(), without .detach(), .item() or .data"
+                )
         raise UnisonoError.because(
-            "the closure of an elastic step",
-            f"it returned {found}",
-            None,
-            "return the mean loss of the batch, a tensor of one element",
+            "the closure of an elastic step", f"it returned {found}", hint=hint
         )
 
 
-def _check_world() -> None:
-    if VARIABLE not in os.environ and (size := Communicator.of(None).size) > 1:
+def _check_calls(latest: calls.Call | None) -> None:
+    """Refuse a closure that has called a collective: how often, and with whom, nobody knows."""
+    if (call := calls.latest_call) is not latest and call is not None:
+        raise UnisonoError.because(
+            "the closure of an elastic step",
+            f"it called {call.op}: a closure runs once per shard, again for shards of ranks that "
+            "died, and each member is a world of one, so nothing was exchanged",
+            None,
+            "return the mean loss of the batch, step.log(name=value) for other means; collectives "
+            "of your own belong into a world that stays, unisono.run(..., elastic=False)",
+        )
+
+
+def _check_world(shards: int) -> None:
+    place = here()
+    if VARIABLE in os.environ:
+        if place is not None and place.rank == 0 and (most := place.platform.world_size) > shards:
+            warnings.warn(
+                f"elastic(..., shards={shards}) on up to {most} ranks: {most - shards} of them "
+                f"have nothing to compute; shards={most} or more gives work to all",
+                UserWarning,
+                stacklevel=3,
+            )
+    elif (size := Communicator.of(None).size) > 1:
         raise PlatformError.because(
             "unisono.train.elastic(...)",
             f"a world of {size} ranks that stays as it is: each would train on its own",

@@ -148,17 +148,21 @@ class Layout:
         self.bytes = at
         """Of one vector."""
         self.note_bytes = NOTE_BYTES + _ALIGN * (len(parameters) // 200)
-        self.result = shards * at
+        self.result = 2 * shards * at
         """First byte of the result on the board."""
         self._notes = self.result + at
         self.board_bytes = self._notes + 2 * shards * self.note_bytes
 
-    def notes(self, step: int) -> int:
-        """Return the first byte of the notes of a step.
+    def row(self, step: int, shard: int) -> int:
+        """Return the first byte of the sum that begins with a shard.
 
         Two steps have theirs apart: a member may write to those of the next step while another one
         still reads.
         """
+        return (step % 2 * self.shards + shard) * self.bytes
+
+    def notes(self, step: int) -> int:
+        """Return the first byte of the notes of a step, which are apart like its sums."""
         return self._notes + step % 2 * self.shards * self.note_bytes
 
     def views(self, vector: Tensor) -> list[Tensor]:
@@ -177,18 +181,25 @@ class Layout:
         return left
 
     def reduce(
-        self, runs: Iterable[Run], piece: int, cut: int, row: Callable[[int, int], Tensor]
-    ) -> list[tuple[int, int, Tensor]]:
-        """Add up one piece of the vectors of all shards; returns bytes from, to, and the sum.
+        self,
+        step: int,
+        runs: Iterable[Run],
+        piece: int,
+        cut: int,
+        row: Callable[[int, int], Tensor],
+        out: Callable[[int, int], Tensor],
+    ) -> None:
+        """Add up one piece of the vectors of all shards.
 
         Args:
+            step: of which step.
             runs: runs of shards whose nodes lie on the board.
             piece: which piece.
             cut: of how many.
             row: gives bytes of the board, from and to.
+            out: gives room for bytes of the sum, from and to.
         """
         nodes = {node for run in runs for node in nodes_in(run, 0, self.shards)}
-        found: list[tuple[int, int, Tensor]] = []
         for section in self.sections:
             begin, end = section.bounds(piece, cut)
             if end == begin:
@@ -199,14 +210,20 @@ class Layout:
             ) -> Tensor | None:
                 if (first, count) not in nodes:
                     return None
-                return row(first * self.bytes + begin, first * self.bytes + end).view(s.dtype)
+                at = self.row(step, first)
+                return row(at + begin, at + end).view(s.dtype)
 
             def add(left: Tensor, right: Tensor, s: Section = section) -> Tensor:
                 return _add(s, left, right, None)
 
-            total = tree_sum(0, self.shards, known, add)
-            found.append((begin, end, total.view(torch.uint8)))
-        return found
+            total = out(begin, end).view(section.dtype)
+            whole, middle = known(0, self.shards), half(self.shards)
+            if whole is not None:
+                total.copy_(whole)
+            else:
+                left = tree_sum(0, middle, known, add)
+                right = tree_sum(middle, self.shards - middle, known, add)
+                _add(section, left, right, total)
 
     def digest(self, names: Sequence[str]) -> str:
         """Return a short word for names, shapes and dtypes."""
@@ -225,7 +242,7 @@ def _add(section: Section, left: Tensor, right: Tensor, out: Tensor | None) -> T
             None,
             "count batches, not what is in them; or keep it in a float buffer, which is averaged",
         )
-    return left
+    return left if out is None else out.copy_(left)
 
 
 def fresh(batch: Any) -> Any:

@@ -83,13 +83,19 @@ class Driver:
             progress.attempt += 1
             self._note("running")
             command = srun_command(self._dir, self._plan, progress.attempt)
-            ending = RemoteSupervisor(
+            kind = RemoteSupervisor
+            if self._plan.elastic is not None:
+                from unisono.launch.places.elastic import ElasticRemoteSupervisor as kind
+            supervisor = kind(
                 self._dir,
                 self._plan,
                 progress.attempt,
                 command,
                 on_tick=self._look_for_launcher,
-            ).run()
+            )
+            ending = supervisor.run()
+            if supervisor.mistake:
+                return self._end(ending, supervisor.mistake)
             match ending.state:
                 case "done" | "cancelled":
                     return self._end(ending)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import JobCancelled, RankFailed, RankTimeout
+from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
 from unisono.launch.attempts import results_of
 from unisono.launch.job import ENDS, Job, State
@@ -54,6 +54,15 @@ class SlurmJob(Job):
             cluster.call("scancel", self.id, check=False)
             cluster.QUEUE.forget()
         super().cancel()
+
+    def resize(self, ranks: int) -> None:
+        """Refuse: SLURM gives a job its nodes once."""
+        raise PlatformError.because(
+            f"job {self.id} with {ranks} ranks",
+            "SLURM gives a job its nodes once, and each of its ranks is started there",
+            None,
+            "save when should_stop() says so, and submit it again with other ranks",
+        )
 
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands."""

@@ -13,6 +13,8 @@ from unisono.launch.platform import Platform
 
 _FIXED = ("requeue", "open-mode", "signal")
 """What a restart after a requeue depends on; nobody can change it."""
+_WITH_DEATHS = ("--kill-on-bad-exit=0", "--no-kill", "--wait=0")
+"""Ranks, and nodes, may die without the others."""
 
 
 def warning_s(timeout_min: int | None) -> int:
@@ -27,13 +29,16 @@ def warning_s(timeout_min: int | None) -> int:
     return 90 if timeout_min is None else int(max(10, min(90, 0.2 * 60 * timeout_min)))
 
 
-def directives(platform: Platform, output: Path | str, *, partition: str | None) -> dict[str, str]:
+def directives(
+    platform: Platform, output: Path | str, *, partition: str | None, is_elastic: bool = False
+) -> dict[str, str]:
     """Return the options of `sbatch`; an empty value is an option without one.
 
     Args:
         platform: what is asked for; its `slurm_additional_parameters` win over the rest.
         output: file for the output of the batch script itself.
         partition: name to send, if any.
+        is_elastic: whether the job goes on when a node fails.
     """
     options: dict[str, object] = {
         "job-name": platform.name,
@@ -45,6 +50,7 @@ def directives(platform: Platform, output: Path | str, *, partition: str | None)
         "mem": None if platform.mem_per_node is None else f"{platform.mem_per_node}G",
         "time": platform.timeout_min,
         "output": str(output).replace("%", "%%"),
+        "no-kill": True if is_elastic else None,
     }
     more = platform.slurm_additional_parameters or {}
     for name, value in more.items():
@@ -90,7 +96,7 @@ def srun_command(directory: Path, plan: Plan, attempt: int) -> list[str]:
         f"--ntasks-per-node={plan.ranks_per_node}",
         f"--cpus-per-task={plan.cpus_per_rank}",
         "--distribution=block",
-        "--kill-on-bad-exit=1",
+        *(["--kill-on-bad-exit=1"] if plan.elastic is None else _WITH_DEATHS),
         *plan.words,
         sys.executable,
         "-m",

@@ -58,7 +58,7 @@ def submit_job(request: Request, *, is_tied: bool = False) -> SlurmJob:
         partition = None
     else:
         partition = check_cluster(platform)
-    finish = platform.upon_finish
+    finish, elastic = platform.upon_finish, request.elastic
     job = rank_job(
         request,
         dump_call(request.fn, request.args, request.kwargs),
@@ -77,6 +77,13 @@ def submit_job(request: Request, *, is_tied: bool = False) -> SlurmJob:
         timeout_s=request.timeout_s,
         max_restarts=request.max_restarts,
         words=tuple(platform.srun_args),
+        elastic=None
+        if elastic is None
+        else {
+            "least": elastic.least,
+            "stall_s": platform.comm_timeout_s,
+            "secret": job.secret.hex(),
+        },
     )
     entry: dict[str, Any] = {
         "kind": "slurm",
@@ -91,7 +98,7 @@ def submit_job(request: Request, *, is_tied: bool = False) -> SlurmJob:
     write_payload(job, directory / PAYLOAD)
     if in_allocation():
         return _start_here(directory, entry, is_tied=is_tied)
-    options = directives(platform, directory / OUTPUT, partition=partition)
+    options = _options(request, directory, partition)
     script = batch_script(options, driver_command(directory))
     job_files.write_private(directory / SCRIPT, script.encode())
     submit = _submit_by_submitit if submitter(platform) == "submitit" else _submit_by_sbatch
@@ -117,8 +124,13 @@ def script_text(request: Request) -> str:
         partition = platform.partition if platform.is_explicit("partition") else None
     else:
         partition = choose_partition(platform, known)
-    options = directives(platform, directory / OUTPUT, partition=partition)
-    return batch_script(options, driver_command(directory))
+    return batch_script(_options(request, directory, partition), driver_command(directory))
+
+
+def _options(request: Request, directory: Path, partition: str | None) -> dict[str, str]:
+    is_elastic = request.elastic is not None
+    output = directory / OUTPUT
+    return directives(request.platform, output, partition=partition, is_elastic=is_elastic)
 
 
 def judge_script(request: Request) -> str:
