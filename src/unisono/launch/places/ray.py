@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -62,6 +63,60 @@ def _session_here() -> dict[str, Any]:
     return {"address": context.gcs_address, "runtime_env": dict(context.runtime_env)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the ranks of a run need of a cluster."""
+
+    size: int
+    """How many there are."""
+    need: Mapping[str, float]
+    """Of what each needs how much, as Ray names it."""
+    nodes: int | None = None
+    """On how many nodes, as many on each; None packs them wherever there is room."""
+
+    @property
+    def per_bundle(self) -> int:
+        """How many ranks stay together whatever happens."""
+        return 1 if self.nodes is None else self.size // self.nodes
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """The bundles of a placement group."""
+        bundle = {name: n * self.per_bundle for name, n in self.need.items()}
+        return [bundle] * (self.size // self.per_bundle)
+
+    def __str__(self) -> str:
+        each = " and ".join(f"{n:g} {name}" for name, n in self.need.items())
+        spread = f" on {self.nodes} nodes" if self.nodes else ""
+        return f"{self.size} ranks with {each} each{spread}"
+
+    def has_room(self, nodes: Sequence[Mapping[str, float]]) -> bool:
+        """Whether ranks fit on nodes that have so much."""
+        rooms = self._rooms(nodes)
+        if self.nodes is None:
+            return sum(rooms) >= self.size
+        return sum(room >= self.per_bundle for room in rooms) >= self.nodes
+
+    def refusal(self, nodes: Sequence[Mapping[str, float]], has: str) -> PlatformError:
+        """Return the error for a cluster whose nodes have so much, with the arithmetic."""
+        totals = [
+            f"{name}: {self.size} x {n:g} = {self.size * n:g} needed, it {has} "
+            + " + ".join(f"{node.get(name, 0):g}" for node in nodes)
+            for name, n in self.need.items()
+        ]
+        rooms = " + ".join(map(str, self._rooms(nodes)))
+        return PlatformError.because(
+            f'on="ray": {self}',
+            f"a cluster that {has} room for {rooms} ranks",
+            "; ".join(totals),
+            "fewer ranks, n_cpus_per_node= for all ranks of a node, or more nodes (ray status)",
+        )
+
+    def _rooms(self, nodes: Sequence[Mapping[str, float]]) -> list[int]:
+        """Return how many ranks fit on each node."""
+        return [int(min(node.get(k, 0) / n + 1e-6 for k, n in self.need.items())) for node in nodes]
+
+
 class Cluster:
     """The cluster as the driver of one attempt sees it."""
 
@@ -71,9 +126,8 @@ class Cluster:
         self._ray = ray
         self._dir = directory
         self._plan = entry["plan"]
-        self._size: int = entry["plan"]["ranks"]
-        self._need = {name: n for name, n in entry["ray"]["need"].items() if n}
-        self._nodes: int | None = entry["ray"]["nodes"]
+        need = {name: n for name, n in entry["ray"]["need"].items() if n}
+        self._wanted = Wanted(size=self._plan["ranks"], need=need, nodes=entry["ray"]["nodes"])
         self._group: Any = None
         self._join(dict(entry["ray"]["init"]))
 
@@ -99,7 +153,7 @@ class Cluster:
                 None,
                 'ray status; RAY_ADDRESS, or ray_init={"address": "host:6379"}, names a cluster',
             ) from error
-        cpus = max(os.cpu_count() or 1, self._size * self._need["CPU"])
+        cpus = max(os.cpu_count() or 1, self._wanted.size * self._wanted.need["CPU"])
         ray.init(**{**quiet, "num_cpus": cpus, "include_dashboard": False, **init})
         self._tell("no Ray cluster is running here; a local one was started for this run")
 
@@ -107,7 +161,7 @@ class Cluster:
         with (self._dir / NOTICE).open("a", encoding="utf-8") as file:
             file.write(f"unisono: {line}\n")
 
-    def reserve(self, has_ended: Orders) -> list[tuple[int, str]] | None:
+    def reserve(self, orders: Orders) -> list[tuple[int, str]] | None:
         """Make a placement group, and return bundle and node of every rank, in order of the nodes.
 
         Waits while others use what the cluster has; None if an order to stop came meanwhile.
@@ -115,26 +169,27 @@ class Cluster:
         from ray.util import placement_group_table
         from ray.util.placement_group import placement_group
 
-        self._check_room("has", [node["Resources"] for node in self._alive()])
-        per_node = self._size // (self._nodes or 1)
-        count, strategy = (self._nodes, "STRICT_SPREAD") if self._nodes else (self._size, "PACK")
-        bundle = {name: n * (per_node if self._nodes else 1) for name, n in self._need.items()}
+        wanted, launcher = self._wanted, os.getppid()
+        totals = [node["Resources"] for node in self._alive()]
+        if not wanted.has_room(totals):
+            raise wanted.refusal(totals, "has")
+        strategy = "PACK" if wanted.nodes is None else "STRICT_SPREAD"
         name = f"unisono-{self._plan['run_id']}"
-        self._group = placement_group([bundle] * (count or 1), strategy=strategy, name=name)
+        self._group = placement_group(wanted.bundles, strategy=strategy, name=name)
         began, is_told = time.monotonic(), False
         while not self._group.wait(_ASK_S):
             waited_s = time.monotonic() - began
-            if any("stop" in order or "interrupt" in order for order in has_ended.new()):
+            is_over = any("stop" in order or "interrupt" in order for order in orders.new())
+            if is_over or os.getppid() != launcher:
                 return None
             if waited_s > _SHARE_OF_START * self._plan["start_timeout_s"]:
-                self._check_room("has free", self._free(), at_last=True)
+                raise wanted.refusal([self._ray.available_resources()], "has free")
             if waited_s > 2.0 and not is_told:
                 is_told = True
-                self._tell(f"waiting for room in the cluster: {self._asked()}")
+                self._tell(f"waiting for room in the cluster: {wanted}")
         table = placement_group_table(self._group)["bundles_to_node_id"]
         bundles = sorted(table, key=lambda number: (table[number], number))
-        repeated = per_node if self._nodes else 1
-        return [(number, table[number]) for number in bundles for _ in range(repeated)]
+        return [(number, table[number]) for number in bundles for _ in range(wanted.per_bundle)]
 
     def start(self, places: Sequence[tuple[int, str]], attempt: int, cwd: str) -> list[Actor]:
         """Start the actors of all ranks, each in its bundle."""
@@ -148,7 +203,7 @@ class Cluster:
             neighbours = [r for r, place in enumerate(places) if place[1] == node]
             told = {
                 "rank": rank,
-                "size": self._size,
+                "size": self._wanted.size,
                 "local_rank": rank - neighbours[0],
                 "local_size": len(neighbours),
                 "node": nodes.index(node),
@@ -157,8 +212,8 @@ class Cluster:
             }
             handle = kind.options(
                 name=f"unisono-{self._plan['run_id']}-rank-{rank}",
-                num_cpus=self._need["CPU"],
-                num_gpus=self._need.get("GPU", 0),
+                num_cpus=self._wanted.need["CPU"],
+                num_gpus=self._wanted.need.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=bundle
                 ),
@@ -178,44 +233,6 @@ class Cluster:
 
     def _alive(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
-
-    def _free(self) -> list[Mapping[str, float]]:
-        """Return what is free on each node, as far as Ray tells: the sum of all."""
-        return [self._ray.available_resources()]
-
-    def _asked(self) -> str:
-        each = " and ".join(f"{n:g} {name}" for name, n in self._need.items())
-        return f"{self._size} ranks with {each} each"
-
-    def _check_room(
-        self, has: str, nodes: Sequence[Mapping[str, float]], *, at_last: bool = False
-    ) -> None:
-        """Raise `PlatformError` unless these nodes have room for all ranks."""
-
-        def fitting(node: Mapping[str, float]) -> int:
-            return int(min(node.get(name, 0) / n + 1e-6 for name, n in self._need.items()))
-
-        rooms = [fitting(node) for node in nodes]
-        per_node = self._size // (self._nodes or 1)
-        if self._nodes is None or at_last:
-            is_enough, sums = sum(rooms) >= self._size, f"{sum(rooms)} ranks"
-        else:
-            good = sum(room >= per_node for room in rooms)
-            is_enough, sums = good >= self._nodes, f"{good} nodes with {per_node} ranks"
-        if is_enough and not at_last:
-            return
-        totals = [
-            f"{name}: {self._size} x {n:g} = {self._size * n:g} needed, it {has} "
-            + " + ".join(f"{node.get(name, 0):g}" for node in nodes)
-            for name, n in self._need.items()
-        ]
-        is_spread = f" on {self._nodes} nodes" if self._nodes else ""
-        raise PlatformError.because(
-            f'on="ray": {self._asked()}{is_spread}',
-            f"a cluster of {len(self._alive())} nodes which {has} room for {sums}",
-            "; ".join(totals),
-            "fewer ranks, n_cpus_per_node= for all ranks of a node, or more nodes (ray status)",
-        )
 
 
 def _knock(address: str) -> None:
