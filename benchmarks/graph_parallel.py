@@ -299,6 +299,15 @@ def mace_model(cutoff: float) -> torch.nn.Module:
     ).eval().requires_grad_(False)  # fmt: skip
 
 
+def crystal(cubes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cell and the positions of a copper crystal of so many cubes a side, shaken."""
+    grid = torch.cartesian_prod(*[torch.arange(cubes, dtype=torch.float32)] * 3)
+    corners = torch.tensor([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
+    pos = 3.6 * (grid[:, None] + corners).reshape(-1, 3)
+    pos += 0.1 * torch.randn(pos.shape, generator=torch.Generator().manual_seed(0))
+    return 3.6 * cubes * torch.eye(3), pos
+
+
 def mace_steps(cubes: int, rounds: int) -> dict[str, float]:
     """Seconds of a step (energy, forces, stress), of its exchanges, and the peak memory in MB."""
     torch.set_num_threads(1)
@@ -306,12 +315,8 @@ def mace_steps(cubes: int, rounds: int) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = mace_model(4.0)
-    side = 3.6 * cubes
-    grid = torch.cartesian_prod(*[torch.arange(cubes, dtype=torch.float32)] * 3)
-    corners = torch.tensor([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
-    pos = 3.6 * (grid[:, None] + corners).reshape(-1, 3)
-    pos += 0.1 * torch.randn(pos.shape, generator=torch.Generator().manual_seed(0))
-    given = {"cell": side * torch.eye(3), "numbers": torch.full((len(pos),), 29), "stress": True}
+    cell, pos = crystal(cubes)
+    given = {"cell": cell, "numbers": torch.full((len(pos),), 29), "stress": True}
     part = gp.GraphPartition.morton(pos, comm.size)
     potential = gp.split_potential(model, part, comm=comm).eval()
     potential(pos, **given)

@@ -13,6 +13,7 @@ import unisono
 from unisono.comm import trace
 from unisono.errors import CollectiveMismatch, PartitionError
 from unisono.nn.functional import ring_attention, ulysses_attention
+from unisono.operators import concat_replicated, slice_replicated
 from unisono.topology.decompose import bounds
 
 WAYS = [ring_attention, ulysses_attention]
@@ -88,6 +89,25 @@ def test_results_and_derivatives_are_those_of_one_process():
         for got, want in ((grads, first), (again, first), (twice, second)):
             for g, w, cut in zip(got, want, cuts, strict=False):
                 torch.testing.assert_close(g, own(w, cut), msg=name, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_numbers_agree_with_second_derivatives(way, is_causal):
+    comm, sizes = unisono.world(), [3, 2]
+    torch.manual_seed(0)  # what gradgradcheck draws is the same on all ranks
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own_part = [slice_replicated(x, 1, sizes, comm=comm) for x in (q, k, v)]
+        options = {"is_causal": is_causal, "enable_gqa": True, "sizes": sizes}
+        return concat_replicated(way(*own_part, **options), 1, sizes, comm=comm)
+
+    # Two heads of keys for four of queries; values with other features than keys.
+    whole = [drawn(4, 5, 2), drawn(2, 5, 2, seed=1), drawn(2, 5, 3, seed=2)]
+    inputs = [x.requires_grad_() for x in whole]
+    assert torch.autograd.gradcheck(attention, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(attention, inputs, fast_mode=True)
 
 
 @pytest.mark.ranks([2, 3])

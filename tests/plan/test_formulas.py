@@ -51,7 +51,7 @@ from unisono.plan.workload import (
     Pace,
     Sending,
     SentBucket,
-    SpaceCut,
+    Share,
     Workload,
     fit_pace,
 )
@@ -73,11 +73,12 @@ LINEAR = Layer(
 def space(grid, samples):
     """Say what a network sends whose one convolution looks one point around."""
     if max(grid) > 32:
-        return SpaceCut(refusal=f"32 points for {max(grid)} ranks")
+        return Share(refusal=f"32 points for {max(grid)} ranks")
     sides = [32 // parts for parts in grid]
     cut = [d for d, parts in enumerate(grid) if parts > 1]
     halos = [Sending("exchange", 2 * 4 * samples * 8 * sides[1 - d], 2) for d in cut]
-    return SpaceCut(layers=frozenset({"conv"}), sent=halos)
+    points = sides[0] * sides[1] / 32**2
+    return Share(passes=Pace(fixed_s=1e-3, sample_s=3e-3 * points), sent=halos)
 
 
 WORK = Workload(

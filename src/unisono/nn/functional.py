@@ -279,6 +279,10 @@ class _Call:
                 "key.expand(...) to the batch of the queries; enable_gqa=True for heads of keys "
                 "that divide those of queries",
             )
+        if not isinstance(self.is_causal, bool):
+            return PartitionError.because(
+                f"{name}(is_causal={self.is_causal!r})", "True or False", None, "is_causal=True"
+            )
         if not 0 <= self.dropout_p <= 1:
             return PartitionError.because(
                 f"{name}(dropout_p={self.dropout_p})", "a part of the weights", None,

@@ -24,8 +24,8 @@ from unisono.comm.groups import GroupEntry
 from unisono.comm.health import trace
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect, expect_int
-from unisono.nn.split_tensors.module import SplitModule
-from unisono.nn.split_tensors.tensor import Gathered, Run, Split, agreed_cuts, splits_in
+from unisono.nn.split_tensors.module import SplitModule, module_of
+from unisono.nn.split_tensors.tensor import Gathered, Run, Split, agreed_cuts
 from unisono.topology import Partition
 
 _FORWARD, _BACKWARD = "forward", "backward"
@@ -55,8 +55,6 @@ class RankPlan:
     """Every call, in its order."""
     gathered: tuple[tuple[Gathered, int], ...]
     """What has to be gathered, and how often."""
-    split_modules: frozenset[str]
-    """Paths of the modules that work on blocks; the others work on whole tensors."""
 
     def bytes(self, phase: str) -> int:
         """Return what is sent in `forward` or `backward`."""
@@ -159,10 +157,9 @@ def plan_report(
     for parts in shape:
         expect_int("parts", parts, 1)
     everyone = range(math.prod(shape))
+    bare = _without_data(net)
     played = {
-        rank: _played(
-            net, arguments, Partition(shape, comm=on_paper(everyone, rank)), input_grad, attention
-        )
+        rank: _played(Rehearsal(bare, arguments, shape, rank, attention), input_grad)
         for rank in (everyone if ranks is None else ranks)
     }
     return PlanReport(tuple(shape), played)
@@ -187,39 +184,64 @@ def _arguments(
     return [x.to("meta") if isinstance(x, Tensor) else x for x in given]
 
 
-def _played(
-    net: nn.Module,
-    arguments: Sequence[Any],
-    partition: Partition,
-    input_grad: bool,
-    attention: str,
-) -> RankPlan:
-    """Run the forward and backward of the rank that `partition` is seen from."""
-    whole, *rest = arguments
-    if whole.ndim != partition.dim:
-        raise PartitionError.because(
-            f"an input of shape {list(whole.shape)} for a partition {list(partition.shape)}",
-            arithmetic=f"{whole.ndim} dims != {partition.dim}",
-            hint=f"plan_report(net, {list(whole.shape)}, {[1] * (whole.ndim - 1) + [2]})",
-        )
-    made = SplitModule(_without_data(net), partition, strict=False, attention=attention)
-    notes = _Notes(made.module)
-    shapes = [partition.local_shape(whole.shape, rank=r) for r in range(partition.size)]
+class Rehearsal:
+    """One rank of a split network, played in this process: what others would send is zeros.
+
+    On data it takes as long as on that rank, were it never to wait for the others.
+
+    Args:
+        net: the network.
+        arguments: the whole arguments of its forward, of which the first is cut.
+        shape: how it is cut.
+        rank: of the partition.
+        attention: as in `split`.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        arguments: Sequence[Any],
+        shape: Sequence[int],
+        rank: int,
+        attention: str = "auto",
+    ) -> None:
+        whole, *self._rest = arguments
+        ranks = range(math.prod(shape))
+        self.partition = grid = Partition(shape, comm=on_paper(ranks, rank, whole.device))
+        if whole.ndim != grid.dim:
+            raise PartitionError.because(
+                f"an input of shape {list(whole.shape)} for a partition {list(grid.shape)}",
+                arithmetic=f"{whole.ndim} dims != {grid.dim}",
+                hint=f"plan_report(net, {list(whole.shape)}, {[1] * (whole.ndim - 1) + [2]})",
+            )
+        self.module = SplitModule(net, grid, strict=False, attention=attention)
+        self._cuts = agreed_cuts([grid.local_shape(whole.shape, rank=r) for r in ranks], grid)
+        self.block = whole[grid.local_slices(whole.shape)].detach().clone()
+        """The own part of the input."""
+
+    def forward(self) -> Any:
+        """Return the outputs of this rank."""
+        made = self.module
+        if not self._cuts:
+            return made.module(self.block, *self._rest)
+        run = Run(self.partition, made.module, False, made.attention)
+        entry = Split(self.block, self._cuts, run)
+        return made.run(entry, entry, *self._rest)
+
+
+def _played(rehearsal: Rehearsal, input_grad: bool) -> RankPlan:
+    """Run the forward and backward of a rank, without data."""
+    net = rehearsal.module.module
+    notes = Notes(net)
+    rehearsal.block.requires_grad_(input_grad)
     with ExitStack() as around:
         around.enter_context(torch.random.fork_rng(devices=[]))
         around.enter_context(torch.device("meta"))
         around.enter_context(torch.enable_grad())
         around.enter_context(notes.taken())
-        block = torch.empty(partition.local_shape(whole.shape), dtype=whole.dtype)
-        block.requires_grad_(input_grad)
-        cuts = agreed_cuts(shapes, partition)
         try:
-            if cuts:
-                entry = Split(block, cuts, Run(partition.comm, made.module, False, attention))
-                outputs = made.run(entry, entry, *rest)
-            else:
-                outputs = made.module(block, *rest)
-        except (NotImplementedError, RuntimeError) as error:
+            outputs = rehearsal.forward()
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, UnisonoError) or "meta" not in str(error).lower():
                 raise
             raise _needs_values(net, error) from error
@@ -228,13 +250,14 @@ def _played(
         ends = [x for x in ends if x.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
-    return RankPlan(tuple(notes.sent), tuple(made.report()), frozenset(notes.split_modules))
+    return RankPlan(tuple(notes.sent), tuple(rehearsal.module.report()))
 
 
 def _needs_values(net: nn.Module, error: Exception) -> UnisonoError:
+    where = module_of(net, error)
     return UnisonoError.because(
         f"plan_report of {type(net).__name__}",
-        f"its forward asks for values, and there are none on paper: {error}",
+        f"the forward of {where} asks for values, and there are none on paper: {error}",
         None,
         "a real forward with unisono.comm.trace() as t: ... counts what is sent",
     )
@@ -261,29 +284,29 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-class _Notes(trace.Recorder):
+class Notes(trace.Recorder):
     """Takes down what is sent, and in which module's forward."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__(call_sites=False)
         self.phase = _FORWARD
         self.sent: list[Sent] = []
-        self.split_modules: set[str] = set()
         self._inside: list[str] = [""]
-        for path, module in net.named_modules():
+        self._handles: list[Any] = []
+        for path, module in () if net is None else net.named_modules():
             self._watch(module, path)
 
     def _watch(self, module: nn.Module, path: str) -> None:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(*_: Any) -> None:
             self._inside.append(path)
-            if next(splits_in((args, kwargs)), None) is not None:
-                self.split_modules.add(path)
 
         def leave(*_: Any) -> None:
             self._inside.pop()
 
-        module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-        module.register_forward_hook(leave, always_call=True)
+        self._handles += [
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
 
     def add(self, call: Call, rank: int) -> None:  # noqa: ARG002
         """Take down a call."""
@@ -301,10 +324,12 @@ class _Notes(trace.Recorder):
             yield
         finally:
             trace.recorder = before
+            for handle in self._handles:
+                handle.remove()
 
 
 class PaperEngine(Engine):
-    """Carries nothing: results are tensors without data, of the right shape as they are."""
+    """Carries nothing: what others would send is zeros, what they would add to is left as it is."""
 
     backend = "paper"
 
@@ -317,14 +342,19 @@ class PaperEngine(Engine):
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> None:
         """Leave `x` as it is."""
 
-    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> None:
-        """Leave `outs` as they are."""
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> None:  # noqa: ARG002
+        """Fill `outs` with zeros."""
+        for out in outs:
+            out.zero_()
 
-    def reduce_scatter(self, out: Tensor, ins: Blocks, op: str, **how: object) -> None:
-        """Leave `out` as it is."""
+    def reduce_scatter(self, out: Tensor, ins: Blocks, op: str, **how: object) -> None:  # noqa: ARG002
+        """Return the own share."""
+        out.copy_(ins[self.rank].view_as(out))
 
-    def exchange(self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]) -> None:
-        """Leave what is to come as it is."""
+    def exchange(self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]) -> None:  # noqa: ARG002
+        """Fill what is to come with zeros."""
+        for _, out in recvs:
+            out.zero_()
 
     def barrier(self, **how: Unpack[How]) -> None:
         """Do nothing."""
@@ -337,18 +367,20 @@ class PaperEngine(Engine):
 class PaperCommunicator(Communicator):
     """Ranks of which one is played in this process; the others are taken to say what it says."""
 
-    def __init__(self, entry: GroupEntry, **_: Any) -> None:
+    def __init__(self, entry: GroupEntry, device: torch.device, **_: Any) -> None:
         super().__init__(entry, device=torch.device("cpu"))
-        vars(self).update(device=torch.device("meta"), backend="paper")
+        vars(self).update(device=device, backend="paper")
 
     def _made(self, ranks: tuple[int, ...]) -> Communicator:
-        return on_paper(ranks, ranks.index(self.ranks[self.rank]))
+        return on_paper(ranks, ranks.index(self.ranks[self.rank]), self.device)
 
 
-def on_paper(ranks: Sequence[int], rank: int) -> PaperCommunicator:
+def on_paper(
+    ranks: Sequence[int], rank: int, device: torch.device | str = "meta"
+) -> PaperCommunicator:
     """Return these ranks of a world on paper, as place `rank` among them sees them."""
     entry = GroupEntry(None, tuple(ranks), made_by_us=False)
     entry.rank = rank
     entry.name = entry.key = " ".join(map(str, ranks))
     entry._engines["self"] = PaperEngine(rank, len(ranks))
-    return PaperCommunicator(entry)
+    return PaperCommunicator(entry, torch.device(device))

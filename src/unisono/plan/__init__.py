@@ -1,7 +1,8 @@
 """Scale on paper: what a training step would cost on a machine that is not here.
 
 A latency-bandwidth model of the links, measured times of the model on one core, and one formula for
-each way to split. Everything but `profile` and `calibrate` is arithmetic.
+each way to split. Everything but `profile` (and the parts of samples that its workload is asked for
+later) and `calibrate` is arithmetic.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unisono.plan.calibration import (
 from unisono.plan.cluster import Cluster, Link
 from unisono.plan.prediction import Impossible, Prediction
 from unisono.plan.profile import profile
-from unisono.plan.subject import GraphInput, Subject, load_subject
+from unisono.plan.subject import GraphInput, Potential, Subject, load_subject
 from unisono.plan.ways import Curve, compare, scaling
 from unisono.plan.workload import Workload
 
@@ -26,6 +27,7 @@ __all__ = [
     "GraphInput",
     "Impossible",
     "Link",
+    "Potential",
     "Prediction",
     "Subject",
     "Workload",

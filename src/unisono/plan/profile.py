@@ -6,8 +6,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -18,16 +19,18 @@ from unisono.bayes import OutputUpdater, Sequential
 from unisono.data_parallel.bucket import plan_buckets
 from unisono.data_parallel.engine import NETWORK_MB
 from unisono.errors import PartitionError
-from unisono.graph_parallel import GraphPartition
+from unisono.graph_parallel import GraphPartition, GraphPlan
+from unisono.graph_parallel.potential import SplitPotential
 from unisono.nn import plan_report
-from unisono.plan.subject import GraphInput, Subject
+from unisono.nn.paper import Notes, Rehearsal, Sent, on_paper
+from unisono.plan.subject import GraphInput, Potential, Subject
 from unisono.plan.workload import (
     GraphCut,
     GraphLoad,
     Layer,
     Sending,
     SentBucket,
-    SpaceCut,
+    Share,
     Workload,
     fit_pace,
 )
@@ -57,7 +60,8 @@ def profile(subject: Subject, *, team: int = 1) -> Workload:
     sizes = sorted({max(1, whole // 4), max(1, whole // 2), whole})
     with one_thread():
         times = _measure([step_of(subject, samples) for samples in sizes])
-        layers = [] if isinstance(subject.model, Sequential) else _measured_layers(subject, _ROUNDS)
+        is_whole = isinstance(subject.model, (Sequential, Potential))  # nothing looks inside
+        layers = [] if is_whole else _measured_layers(subject, _ROUNDS)
     forward, backward, update = zip(*times, strict=True)
     common: dict[str, Any] = {
         "name": subject.name,
@@ -67,16 +71,22 @@ def profile(subject: Subject, *, team: int = 1) -> Workload:
     }
     if isinstance(subject.model, Sequential):
         return Workload(**common, **_bayesian_sizes(subject.model))
-    parameters = [p for p in subject.model.parameters() if p.requires_grad]
+    parameters = _trained(subject.model)
     return Workload(
         **common,
         parameter_bytes=sum(map(_nbytes, parameters)),
         state_bytes=_state_bytes(subject),
-        activation_bytes=_kept_bytes(subject) / whole,
+        activation_bytes=_kept_bytes(
+            subject.model, lambda: subject.loss(subject.model(*subject.batch))
+        )
+        / whole,
         buckets=_sent_buckets(subject.model, layers),
         layers=layers,
         graph=None if subject.graph is None else _graph_load(subject.graph, team),
-        space=_space_cuts(subject, [layer.name for layer in layers]),
+        space=_space_shares(subject),
+        atoms=_atom_shares(subject, subject.model)
+        if isinstance(subject.model, Potential)
+        else None,
         item_bytes=parameters[0].element_size() if parameters else 4,
     )
 
@@ -146,9 +156,8 @@ def _measure(steps: Sequence[Step]) -> list[tuple[float, ...]]:
     return [tuple(map(statistics.median, zip(*found, strict=True))) for found in rounds]
 
 
-def _kept_bytes(subject: Subject) -> int:
+def _kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes that autograd keeps from forward to backward, parameters left out."""
-    model = cast("nn.Module", subject.model)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -159,7 +168,7 @@ def _kept_bytes(subject: Subject) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        subject.loss(model(*subject.batch))
+        _ = forward()  # held until all is counted, so that no address comes twice
     return sum(kept.values())
 
 
@@ -191,14 +200,45 @@ def _bayesian_sizes(model: Sequential) -> dict[str, Any]:
     }
 
 
-def _space_cuts(
-    subject: Subject, names: Sequence[str]
-) -> Callable[[tuple[int, ...], int], SpaceCut]:
-    """Return a function that asks split tensors, on paper, about a grid over the spatial dims."""
+# -- a part of each sample: one rank of a team, played in this process ---------------------------
+
+
+def played(
+    subject: Subject, parts: tuple[int, ...], rank: int, samples: int | None = None
+) -> Callable[[], Tensor]:
+    """Return the forward and loss of one rank of a team, which waits for nobody.
+
+    Args:
+        subject: model and batch.
+        parts: ranks along each dim of the input; of a potential, the ranks that share its atoms.
+        rank: of the team.
+        samples: of the team; default: all of the batch.
+    """
+    model = cast("nn.Module", subject.model)
+    if not isinstance(model, Potential):
+        part = Rehearsal(model, [x[:samples] for x in subject.batch], parts, rank)
+        return lambda: subject.loss(part.forward())
+    pos = subject.batch[0][0]
+    partition = GraphPartition.morton(pos, parts[0])
+    comm = on_paper(range(parts[0]), rank, pos.device)
+    whole = model.potential
+    mine = _PlayedPotential(whole.model, partition, adapter=whole.adapter, comm=comm)
+    mine.plan = GraphPlan(partition, model.edges(pos), comm=comm)
+    mine.train(model.training)
+    return lambda: subject.loss(model.read(mine, pos))
+
+
+def _space_shares(subject: Subject) -> Callable[[tuple[int, ...], int], Share]:
+    """Return a function that measures the busiest rank of a grid over the spatial dims."""
     model = cast("nn.Module", subject.model)
 
+    @lru_cache(64)
+    def measured(shape: tuple[int, ...], rank: int) -> Share:
+        sizes = sorted({max(1, subject.samples // 2), subject.samples})
+        return _share(model, sizes, [played(subject, shape, rank, n) for n in sizes])
+
     @lru_cache(256)
-    def asked(grid: tuple[int, ...], samples: int) -> SpaceCut:
+    def asked(grid: tuple[int, ...], samples: int) -> Share:
         shape = (1, 1, *grid)
         # The rank in the middle: it has neighbours on all sides, and the larger block.
         busiest = flat_index(shape, tuple((parts - 1) // 2 for parts in shape))
@@ -209,17 +249,72 @@ def _space_cuts(
         except PartitionError as error:
             asked, *found = (line.strip() for line in str(error).splitlines())
             reason = ": ".join([asked, *(line.removeprefix("found: ") for line in found[:1])])
-            return SpaceCut(refusal=reason)
+            return Share(refusal=reason)
         except Exception as error:  # of the user's own forward, on tensors without data
-            return SpaceCut(
+            return Share(
                 refusal=f"forward on tensors without data: {type(error).__name__}: {error}"
             )
-        return SpaceCut(
-            layers=frozenset(n for n in names if n.removeprefix("-") in own.split_modules),
-            sent=tuple(Sending(one.verb, one.bytes, one.ranks) for one in own.sent),
-        )
+        return replace(measured(shape, busiest), sent=_sendings(own.sent))
 
     return asked
+
+
+def _atom_shares(subject: Subject, model: Potential) -> Callable[[int], Share]:
+    """Return a function that measures the rank with most edges of a potential that is split."""
+    pos = subject.batch[0][0]
+
+    @lru_cache(64)
+    def asked(ranks: int) -> Share:
+        if 2 * ranks > len(pos):
+            return Share(refusal=f"{ranks} ranks for {len(pos)} atoms")
+        load = GraphPartition.morton(pos, ranks).stats(model.edges(pos)).edges_per_rank
+        part = played(subject, (ranks,), load.index(max(load)))
+        notes = Notes()
+        with notes.taken():
+            part().backward()
+        gradients = Sending("all_reduce", sum(map(_nbytes, _trained(model))), ranks)
+        return replace(_share(model, [1], [part]), sent=(*_sendings(notes.sent), gradients))
+
+    return asked
+
+
+class _PlayedPotential(SplitPotential):
+    """A potential of ranks that are not there: nobody can be asked for a plan, so it has one."""
+
+    def _plan_for(self, edges: Tensor) -> GraphPlan:
+        return super()._plan_for(edges) if self.plan is None else self.plan
+
+
+def _share(
+    model: nn.Module, sizes: Sequence[int], forwards: Sequence[Callable[[], Tensor]]
+) -> Share:
+    """Return the measured passes of a rank over its part of so many samples."""
+
+    def passes(forward: Callable[[], Tensor]) -> Step:
+        def step() -> list[float]:
+            start = time.perf_counter()
+            forward().backward()
+            seconds = time.perf_counter() - start
+            model.zero_grad()
+            return [seconds]
+
+        return step
+
+    with one_thread():
+        times = _measure([passes(forward) for forward in forwards])
+    kept = _kept_bytes(model, forwards[-1])
+    return Share(
+        passes=fit_pace(sizes, [seconds for (seconds,) in times]),
+        activation_bytes=kept / sizes[-1],
+    )
+
+
+def _sendings(sent: Iterable[Sent]) -> tuple[Sending, ...]:
+    return tuple(Sending(one.verb, one.bytes, one.ranks) for one in sent)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def _graph_load(graph: GraphInput, team: int) -> GraphLoad:

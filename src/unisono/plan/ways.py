@@ -30,7 +30,7 @@ from unisono.plan.prediction import (
     waiting_after_backward,
     waiting_in_next_forward,
 )
-from unisono.plan.workload import Sending, Workload
+from unisono.plan.workload import Sending, Share, Workload
 
 GLOBAL_SKIP, BATCHES_TO_WAIT = 4, 1
 """DASO's skips in the first epochs after its warm-up."""
@@ -168,39 +168,51 @@ def spatial(
         return Impossible(
             way=way, reason="the input has no spatial dims, or no model is there to ask"
         )
-    grid, samples = grid_of(size, space), batch * size
-    said = workload.space(grid, max(1, round(samples)))
-    if said.refusal:
-        return Impossible(way=way, reason=said.refusal)
-    layers = [layer for layer in workload.layers if layer.name in said.layers]
-    busiest = math.prod(
-        -(-points // parts) / points for points, parts in zip(space, grid, strict=True)
-    )
-    link = _team_link(cluster, size)
-    sent = math.fsum(_seconds(one, link) for one in said.sent)
-    share = math.fsum(layer.share for layer in layers)
-    part = share * busiest + (1 - share)
-    gradients, algorithm = 0.0, "-"
+    grid = grid_of(size, space)
+    share = workload.whole
+    if size > 1:
+        share = workload.space(grid, max(1, round(batch * size)))
+    note = f"teams of {size} as {'x'.join(map(str, grid))}"
+    return _shared(way, workload, cluster, batch, size, share, note)
+
+
+def _shared(
+    way: str,
+    workload: Workload,
+    cluster: Cluster,
+    batch: float,
+    size: int,
+    share: Share,
+    note: str,
+) -> Prediction | Impossible:
+    """Predict teams of ranks that share every sample, given what the busiest of them does."""
+    if share.refusal:
+        return Impossible(way=way, reason=share.refusal)
+    samples, link = batch * size, _team_link(cluster, size)
+    sent = math.fsum(_seconds(one, link) for one in share.sent)
+    algorithm = "-"
     if cluster.ranks > size:  # teams are data-parallel to each other
-        gradients, _, algorithm = cluster.all_reduce(workload.sent_bytes)
+        between = cluster.all_reduce(workload.sent_bytes)
+        sent, algorithm = sent + between.seconds, between.algorithm
+    held = workload.parameter_bytes + workload.sent_bytes + workload.state_bytes
     return predicted(
         way,
         workload,
         cluster,
         batch,
-        compute_s=cluster.compute(workload.compute(samples * part)),
-        waiting_s=sent + gradients,
-        communication_s=sent + gradients,
-        memory_bytes=replica_memory(workload, samples * part),
+        compute_s=cluster.compute(share.passes.seconds(samples) + workload.optimizer_s),
+        waiting_s=sent,
+        communication_s=sent,
+        memory_bytes=held + samples * share.activation_bytes,
         algorithm=algorithm,
-        note=f"teams of {size} as {'x'.join(map(str, grid))}; {share:.0%} of the time is split",
+        note=note,
     )
 
 
 def _seconds(one: Sending, link: Link) -> float:
     """Return how long a call takes, from the bytes that one rank sends."""
-    if one.verb == "exchange":
-        return exchange(one.nbytes, one.ranks, link)
+    if one.verb in ("exchange", "all_to_all"):
+        return exchange(one.nbytes, one.ranks - (one.verb == "all_to_all"), link)
     if one.verb == "all_reduce":
         return all_reduce(one.nbytes, one.ranks, link)
     return all_gather(one.nbytes * one.ranks, one.ranks, link)
@@ -254,6 +266,9 @@ def graph(
 ) -> Prediction | Impossible:
     """Predict a graph cut over the ranks of a team: each fetches the rows that its edges read."""
     way, size = "graph (halos)", _team_size(cluster, team)
+    if workload.atoms is not None:
+        share = workload.atoms(size) if size > 1 else workload.whole
+        return _shared(way, workload, cluster, batch, size, share, f"teams of {size}")
     load = workload.graph
     if load is None:
         return Impossible(way=way, reason="the model has no graph: --model graph, or Subject.graph")

@@ -16,7 +16,7 @@ __all__ = [
     "Pace",
     "SentBucket",
     "Sending",
-    "SpaceCut",
+    "Share",
     "Workload",
     "fit_pace",
 ]
@@ -96,15 +96,17 @@ class Sending:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpaceCut:
-    """What `unisono.nn.plan_report` says to a cut of the input over a grid of ranks."""
+class Share:
+    """What the busiest rank of a team does, which has a part of each sample of the team."""
 
     refusal: str = ""
     """Why it cannot be, if so."""
-    layers: frozenset[str] = frozenset()
-    """Names of the layers that compute on own blocks; the others compute the whole."""
+    passes: Pace = Pace(fixed_s=0.0, sample_s=0.0)
+    """Forward and backward of its part, by samples of the team; waiting for nobody."""
+    activation_bytes: float = 0.0
+    """Kept from forward to backward for each sample of the team."""
     sent: Sequence[Sending] = ()
-    """Everything that the busiest rank sends in a forward and a backward, gradients too."""
+    """Everything it sends in a forward and a backward, gradients too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,10 @@ class Workload:
     """In the order in which they travel."""
     layers: Sequence[Layer] = ()
     graph: GraphLoad | None = None
-    space: Callable[[tuple[int, ...], int], SpaceCut] | None = None
+    space: Callable[[tuple[int, ...], int], Share] | None = None
     """Says what happens when the spatial dims of so many samples are cut over a grid of ranks."""
+    atoms: Callable[[int], Share] | None = None
+    """Says what happens when the atoms of a potential are cut over so many ranks."""
     is_bayesian: bool = False
     item_bytes: int = 4
     """Of a number."""
@@ -136,10 +140,16 @@ class Workload:
         """What all ranks add up in one step."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    @property
+    def whole(self) -> Share:
+        """The share of a rank that is its own team."""
+        a, b = self.forward, self.backward
+        passes = Pace(fixed_s=a.fixed_s + b.fixed_s, sample_s=a.sample_s + b.sample_s)
+        return Share(passes=passes, activation_bytes=self.activation_bytes)
+
     def compute(self, samples: float) -> float:
         """Return the seconds of forward, backward and update on one core."""
-        passes = self.forward.seconds(samples) + self.backward.seconds(samples)
-        return passes + self.optimizer_s
+        return self.whole.passes.seconds(samples) + self.optimizer_s
 
 
 def fit_pace(samples: Sequence[float], seconds: Sequence[float]) -> Pace:

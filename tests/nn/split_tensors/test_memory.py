@@ -103,3 +103,38 @@ def test_activations_kept_per_rank_are_close_to_its_share(name):
     whole = kept_bytes(net, x)
     own = kept_bytes(split(net, partition), x[partition.local_slices(shape)].clone())
     assert own <= 0.6 * whole, f"{own} of {whole} bytes: {own / whole:.2f}"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", NETS)
+def test_with_rows_and_columns_cut_four_ranks_keep_a_quarter_each(name):
+    partition, shape = Partition([1, 1, 2, 2]), (1, 2 if name == "unet" else 3, 64, 64)
+    torch.manual_seed(0)
+    net, x = NETS[name](), torch.randn(shape)
+    whole = kept_bytes(net, x)
+    parts = split(net, partition, strict=True)  # tokens of both dims, too, without gathering
+    own = kept_bytes(parts, x[partition.local_slices(shape)].clone())
+    assert own <= 0.34 * whole, f"{own} of {whole} bytes: {own / whole:.2f}"
+
+
+@pytest.mark.ranks(2)
+def test_windows_of_pooling_and_transposed_convolution_are_not_kept():
+    class Pooled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.max_pool2d(F.relu(x), 3, 2, 1)
+
+    class Grown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.grow = nn.ConvTranspose2d(4, 4, 3, 2, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.grow(F.relu(x))
+
+    partition = Partition([1, 1, 2, 1])
+    x = torch.randn(1, 4, 64, 64)
+    for net in (Pooled(), Grown()):
+        block = x[partition.local_slices(x.shape)].clone().requires_grad_()
+        whole = kept_bytes(net, x.clone().requires_grad_())
+        own = kept_bytes(split(net, partition), block)
+        assert own <= 0.55 * whole, f"{type(net).__name__}: {own} of {whole} bytes"

@@ -136,6 +136,12 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "expand as": lambda x: param(6, 1, 1).expand_as(x) * x + held(x).view_as(x),
     "max of held": lambda x: torch.max(held(x), x),
     "topk": lambda x: x.topk(2, 1)[0],
+    "tokens and back": lambda x: x + (x.flatten(2) * param(90)).view(4, 6, 9, 10) * x,
+    "back from tokens": lambda x: x.flatten(2).mul(2).view_as(x) * x + x.flatten(2).view_as(x),
+    "columns first": lambda x: x.permute(0, 3, 2, 1).flatten(1, 2) * param(90, 1),
+    "image beside tokens": lambda x: torch.cat([x, x.flatten(2).unflatten(2, (9, 10))], 1),
+    "unlike tokens": lambda x: x.flatten(2) @ x.transpose(2, 3).flatten(2).transpose(1, 2),
+    "attended tokens": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).mT[:, None]] * 3),
 }
 SEQUENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: F.linear(x, param(5, 8), param(5)),
@@ -216,6 +222,17 @@ def test_images_cut_in_any_dim(name):
 def test_images_cut_in_two_dims(name):
     for cuts in ({2: 2, 3: 2}, {0: 2, 2: 2}, {1: 2, 3: 2}):
         compare(IMAGES[name], IMAGE, cuts)
+
+
+@pytest.mark.ranks(4)
+def test_two_cut_dims_that_a_view_merges_stay_cut():
+    partition = Partition([1, 1, 2, 2])
+    own = partition.local_slices(IMAGE)
+    for name in ("flatten", "tokens and back", "back from tokens", "image beside tokens"):
+        x = Split.of(param(*IMAGE).detach()[own], partition, strict=True)
+        y = IMAGES[name](x)
+        assert isinstance(y, Split)
+        assert y.local.numel() <= 3 * 10 * y.numel() / 90, name  # three rows of nine at most
 
 
 @pytest.mark.ranks(3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,15 +21,17 @@ from unisono.nn.split_tensors.tensor import (
     resized,
     sliced,
     splits_in,
-    without_runs,
 )
-from unisono.operators import halo_exchange, move_cut
+from unisono.operators import move_cut
+from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.topology import HaloPlan, Segment
 from unisono.topology.decompose import split_sizes
 from unisono.topology.halo import plan_windows
 
 Window = tuple[Segment, ...]
 """What one rank wants of a dim: runs of points, and of padding."""
+Wanted = Mapping[int, tuple[Cut, Sequence[Window]]]
+"""Dim -> its cut, and the windows of the ranks along it."""
 Layout = dict[int, Cut]
 """Dim counted from the end -> cut: what arguments of unlike numbers of dims have in common."""
 
@@ -40,18 +44,21 @@ def balanced(length: int, x: Split, dim: int, what: str) -> tuple[int, ...]:
     return split_sizes(length, ranks)
 
 
-def window(x: Split, dim: int, wanted: Sequence[Window], fill: float = 0.0) -> Tensor:
-    """Return the own window: `wanted[r]` are the points of dim `dim` that rank r wants."""
-    return window_of(x.local, dim, without_runs(x, dim), wanted, fill, x)
-
-
-def window_of(
-    local: Tensor, dim: int, cut: Cut, wanted: Sequence[Window], fill: float, x: Split
-) -> Tensor:
-    """Do the same for a block on its way through several dims."""
+def exchange_of(x: Split, wanted: Wanted, fill: float = 0.0) -> HaloOnGroup:
+    """Return how the own block becomes the own window, in all dims at once."""
     x.run.moves += 1
-    plan = _plan(tuple(local.shape), dim, cut.sizes, tuple(wanted), cut.comm.rank, fill)
-    return halo_exchange(local, plan, comm=cut.comm)
+    cuts = [(dim, cut.sizes, cut.comm.rank, tuple(own)) for dim, (cut, own) in wanted.items()]
+    plan = _plan(tuple(x.local.shape), tuple(cuts), fill)
+    comm, ranks = x.run.grid([axis for cut, _ in wanted.values() for axis in cut.axes])
+    return HaloOnGroup(comm, plan, ranks, fill)
+
+
+def window(x: Split, wanted: Wanted, fill: float = 0.0) -> Tensor:
+    """Return the own window; the own block where it is the same."""
+    exchange = exchange_of(x, wanted, fill) if wanted else None
+    if exchange is None or exchange.halo.is_identity:
+        return x.local
+    return HaloExchange.apply(x.local, exchange)
 
 
 def span(start: int, stop: int) -> Window:
@@ -65,14 +72,10 @@ def recut(x: Split, dim: int, sizes: Sequence[int]) -> Split:
     if tuple(sizes) == cut.sizes:
         return x
     new = resized(cut, sizes)
-    if cut.outer == 1:
-        wanted = [span(*new.bounds[r : r + 2]) for r in range(cut.comm.size)]
-        return Split(window(x, dim, wanted), {**x.cuts, dim: new}, x.run)
-    apart = x.local.unflatten(dim, (cut.outer, cut.own))
-    plain, later = Cut(cut.sizes, cut.comm), Cut(tuple(sizes), cut.comm)
-    wanted = [span(*later.bounds[r : r + 2]) for r in range(cut.comm.size)]
-    moved = window_of(apart, dim + 1, plain, wanted, 0.0, x)
-    return Split(moved.flatten(dim, dim + 1), {**x.cuts, dim: new}, x.run)
+    wanted = [span(*new.bounds[r : r + 2]) for r in range(cut.comm.size)]
+    apart = Split(x.local.unflatten(dim, (cut.outer, cut.own)), {}, x.run)
+    moved = window(apart, {dim + 1: (cut, wanted)}).flatten(dim, dim + 1)
+    return Split(moved, {**x.cuts, dim: new}, x.run)
 
 
 def in_order(x: Split, dim: int) -> Split:
@@ -86,29 +89,23 @@ def in_order(x: Split, dim: int) -> Split:
     apart = x.local.unflatten(dim, (cut.outer, cut.own))
     x.run.moves += 1
     moved = move_cut(apart, dim + 1, dim, cut.sizes, rows, comm=cut.comm).flatten(dim, dim + 1)
-    return Split(moved, {**x.cuts, dim: Cut(tuple(n * length for n in rows), cut.comm)}, x.run)
+    later = replace(cut, sizes=tuple(n * length for n in rows), outer=1)
+    return Split(moved, {**x.cuts, dim: later}, x.run)
 
 
 @lru_cache(4096)
 def _plan(
     shape: tuple[int, ...],
-    dim: int,
-    sizes: tuple[int, ...],
-    wanted: tuple[Window, ...],
-    rank: int,
+    wanted: tuple[tuple[int, tuple[int, ...], int, tuple[Window, ...]], ...],
     fill: float,
 ) -> HaloPlan:
-    """Return the plan of an exchange along one dim; the other dims stay as they are."""
-    bounds = Cut(sizes, None).bounds  # type: ignore[arg-type]  # arithmetic only
-    cuts = [(0, n) for n in shape]
-    cuts[dim] = bounds  # type: ignore[call-overload]
+    """Return the plan of an exchange: dim, sizes, own place and windows of each cut dim."""
+    cuts: list[tuple[int, ...]] = [(0, n) for n in shape]
     index = [0] * len(shape)
-    index[dim] = rank
-
-    def windows_along(d: int) -> Callable[[int], Window]:
-        return (lambda r: wanted[r]) if d == dim else (lambda _: span(0, shape[d]))
-
-    windows = [windows_along(d) for d in range(len(shape))]
+    windows: list[Callable[[int], Window]] = [lambda _, n=n: span(0, n) for n in shape]
+    for dim, sizes, rank, of_ranks in wanted:
+        cuts[dim], index[dim] = (0, *itertools.accumulate(sizes)), rank
+        windows[dim] = of_ranks.__getitem__
     return plan_windows(cuts, index, windows, [(0, n) for n in shape], fill=fill)
 
 

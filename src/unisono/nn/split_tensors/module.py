@@ -64,7 +64,7 @@ class SplitModule(nn.Module):
 
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        run = Run(self.partition.comm, self.module, self.strict, self.attention)
+        run = Run(self.partition, self.module, self.strict, self.attention)
         first, others = self._told_apart(args, kwargs)
         checked = current_mode() != "off"
         told = [*self._modes(), *_described(others)] if checked else []
@@ -94,6 +94,9 @@ class SplitModule(nn.Module):
         self._copy_parameters(run, tuple(entry.cuts.values()))
         try:
             result = self.module(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"in the forward of {module_of(self.module, error)}, split over ranks")
+            raise
         finally:
             self._gathered = run.gathered
             run.copies = {}
@@ -113,7 +116,7 @@ class SplitModule(nn.Module):
             return None, given
         for x in splits_in(given):
             axes = {self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
-            if not {cut.comm for cut in x.cuts.values()} <= axes:
+            if not {axis for cut in x.cuts.values() for axis in cut.axes} <= axes:
                 raise UnisonoError.because(
                     f"{name}, split by {self.partition}, called with {x!r}",
                     "cut over other ranks than those of the partition",
@@ -158,14 +161,14 @@ class SplitModule(nn.Module):
         """Copy all parameters for own work, so that their gradients are summed in buckets."""
         if not torch.is_grad_enabled():
             return
-        comms = tuple(cut.comm for cut in cuts)
+        axes = frozenset(axis for cut in cuts for axis in cut.axes)
         for bucket in _buckets(p for p in self.module.parameters() if p.requires_grad):
             if self._unsummed is None:
                 copies = summed_gradients(run.comm, *bucket)
             else:
                 copies = [self._unsummed.setdefault(p, _leaf_like(p)) for p in bucket]
             for p, own in zip(bucket, copies, strict=True):
-                run.copies[id(p), comms] = own
+                run.copies[id(p), axes] = own
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -237,6 +240,17 @@ def split(
     expect("partition", partition, Partition, "Partition([1, 1, 2, 1])")
     expect_choice("attention", attention, ("auto", "gathered", "ulysses", "ring"))
     return SplitModule(module, partition, strict, attention)
+
+
+def module_of(net: nn.Module, error: BaseException) -> str:
+    """Name the innermost module of a network in whose forward an error was raised."""
+    known = {id(module): (name, type(module).__name__) for name, module in net.named_modules()}
+    path, kind = "", type(net).__name__
+    step = error.__traceback__
+    while step is not None:
+        path, kind = known.get(id(step.tb_frame.f_locals.get("self")), (path, kind))
+        step = step.tb_next
+    return f"{path} ({kind})" if path else kind
 
 
 def _described(values: Any, path: str = "") -> list[str]:

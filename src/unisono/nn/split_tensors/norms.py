@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm import Communicator
@@ -16,6 +17,7 @@ from unisono.nn.split_tensors.tensor import (
     Cut,
     NeedsWhole,
     NoRule,
+    Run,
     Split,
     like,
     own_copy,
@@ -39,58 +41,106 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         dims: list[int],
         count: int,
-        comms: tuple[Communicator, ...],
+        comm: Communicator | None,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean, variance = _statistics(wide, dims, comms)
+        mean, variance = _statistics(wide, dims, comm)
         scale = torch.rsqrt(variance + eps)
-        y = (wide - mean).mul_(scale)
-        y = y if weight is None else y.mul_(weight)
-        y = y if bias is None else y.add_(bias)
-        ctx.save_for_backward(x, weight, bias, mean, scale)
-        ctx.settings = dims, count, comms, eps
+        if _kernel_serves(x, dims):
+            own = _flat(weight), _flat(bias)
+            y = F.batch_norm(x, mean.flatten(), variance.flatten(), *own, False, 0.0, eps)
+        else:
+            y = (wide - mean).mul_(scale)
+            y = y if weight is None else y.mul_(weight)
+            y = y if bias is None else y.add_(bias)
+        ctx.save_for_backward(x, weight, bias, mean, scale, variance)
+        ctx.settings = dims, count, comm, eps
         ctx.mark_non_differentiable(mean, variance)
         return y.to(x.dtype), mean, variance
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        dims, count, comms, eps = ctx.settings
+        x, weight, bias, mean, scale, variance = ctx.saved_tensors
+        dims, count, comm, eps = ctx.settings
         if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
             given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-            y = _composed(x, weight, bias, dims, count, comms, eps)
+            y = _composed(x, weight, bias, dims, count, comm, eps)
             grads = iter(torch.autograd.grad(y, given, dy, create_graph=True))
-            wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
-            return (
-                *[next(grads) if is_wanted else None for is_wanted in wanted],
-                None,
-                None,
-                None,
-                None,
-            )
+            held = (t is not None and t.requires_grad for t in (x, weight, bias))
+            return *[next(grads) if is_held else None for is_held in held], None, None, None, None
+        wanted = ctx.needs_input_grad[:3]
+        if _kernel_serves(x, dims):
+            grads = _by_kernel(dy, x, weight, (mean, variance, scale), eps, wanted[0], comm, count)
+            kept = (g if is_wanted else None for g, is_wanted in zip(grads, wanted, strict=True))
+            return *kept, None, None, None, None
         wide, slope = x.to(mean.dtype), dy.to(mean.dtype)
         normal = (wide - mean) * scale
-        dweight = _summed_like(slope * normal, weight) if ctx.needs_input_grad[1] else None
-        dbias = _summed_like(slope, bias) if ctx.needs_input_grad[2] else None
+        dweight = _summed_like(slope * normal, weight) if wanted[1] else None
+        dbias = _summed_like(slope, bias) if wanted[2] else None
         dx = None
-        if ctx.needs_input_grad[0]:
+        if wanted[0]:
             if weight is not None:
                 slope = slope * weight
             sums = torch.stack([slope.sum(dims, True), (slope * normal).sum(dims, True)])
-            for comm in comms:
+            if comm is not None:
                 sums = comm.all_reduce(sums)
             sums /= count
             dx = ((slope - sums[0] - normal * sums[1]) * scale).to(x.dtype)
         return dx, dweight, dbias, None, None, None, None
 
 
-def _statistics(x: Tensor, dims: list[int], comms: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
+def _kernel_serves(x: Tensor, dims: list[int]) -> bool:
+    """Whether the kernels of torch's batch norm do it: statistics of channels, on a CPU."""
+    of_channels = len(dims) == x.ndim - 1 and 1 not in dims
+    return of_channels and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+
+
+def _flat(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.flatten()
+
+
+def _by_kernel(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+    needs_x: bool,
+    comm: Communicator | None,
+    count: int,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of a norm of channels: sums in one pass, and that of `x` in two."""
+    mean, variance, scale = statistics
+    _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+        dy, x, None, mean.flatten(), variance.flatten(), None, None, False, eps, [False, True, True]
+    )
+    dweight, dbias = dweight.view(mean.shape), dbias.view(mean.shape)
+    if not needs_x:
+        return None, dweight, dbias
+    sums = torch.stack([dbias, dweight])
+    if comm is not None:
+        sums = comm.all_reduce(sums)
+    factor = scale if weight is None else scale * weight
+    of_x = -factor * scale * sums[1] / count
+    shift = -factor * sums[0] / count - of_x * mean
+    # x * of_x + shift, in one pass over memory.
+    zero, one = torch.zeros_like(mean).flatten(), torch.ones_like(mean).flatten()
+    dx = F.batch_norm(x, zero, one, of_x.flatten(), shift.flatten(), False, 0.0, 0.0)
+    return dx.addcmul_(dy, factor), dweight, dbias
+
+
+def _statistics(x: Tensor, dims: list[int], comm: Communicator | None) -> tuple[Tensor, Tensor]:
     """Return mean and variance over dims and ranks: each rank's own, joined in one meeting."""
     count = x.new_full((), float(math.prod(x.shape[d] for d in dims)))
-    mean = x.mean(dims, True)
-    squares = (x - mean).square_().sum(dims, True)
-    for comm in comms:
+    if _kernel_serves(x, dims):
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        mean, squares = (t.view(shape) for t in torch.batch_norm_update_stats(x, None, None, 0.0))
+        squares = squares * count
+    else:
+        mean = x.mean(dims, True)
+        squares = (x - mean).square_().sum(dims, True)
+    if comm is not None:
         counts = count.expand_as(mean)
         counts, means, parts = comm.all_gather(torch.stack([counts, mean, squares])[None]).unbind(1)
         count = counts.sum(0)
@@ -101,13 +151,13 @@ def _statistics(x: Tensor, dims: list[int], comms: Sequence[Communicator]) -> tu
 
 def _composed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: list[int], count: int,
-    comms: Sequence[Communicator], eps: float,
+    comm: Communicator | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """Return the same from operations that autograd differentiates to any order."""
 
     def mean_of(t: Tensor) -> Tensor:
         total = t.sum(dims, True)
-        for comm in comms:
+        if comm is not None:
             total = copy(sum_to_replicated(total, comm=comm), comm=comm)
         return total / count
 
@@ -130,9 +180,9 @@ def _normalized(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    run: Run,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    comms = tuple(cut.comm for cut in cuts)
-    return _Normalize.apply(local, weight, bias, dims, count, comms, eps)
+    return _Normalize.apply(local, weight, bias, dims, count, run.ranks_of(cuts), eps)
 
 
 def _per_channel(t: Tensor | None, x: Split, shape: Sequence[int]) -> Tensor | None:
@@ -165,7 +215,7 @@ def _batch_norm(
         )
     shape = [1, -1] + [1] * (x.ndim - 2)
     w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
-    y, mean, variance = _normalized(x.local, dims, count, [*x.cuts.values()], w, b, eps)
+    y, mean, variance = _normalized(x.local, dims, count, [*x.cuts.values()], w, b, eps, x.run)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = variance.flatten() * (count / (count - 1))
@@ -197,14 +247,20 @@ def _instance_norm(
     count = math.prod(x.shape[2:])
     if count == 1:
         raise ValueError(f"more than 1 point per channel is needed to train, got {list(x.shape)}")
-    shape = [1, -1] + [1] * (x.ndim - 2)
-    w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
-    y, mean, variance = _normalized(x.local, dims, count, inside, w, b, eps)
+    # Each channel of each sample is a channel of its own; the batch has one sample.
+    shape, samples = [1, -1] + [1] * (x.ndim - 2), x.local.shape[0]
+    w, b = (
+        None if t is None else own_copy(t, x.cuts.values(), x.run).repeat(samples).view(shape)
+        for t in (weight, bias)
+    )
+    folded = x.local.reshape(1, -1, *x.local.shape[2:])
+    y, mean, variance = _normalized(folded, [0, *dims], count, inside, w, b, eps, x.run)
+    y = y.view(x.local.shape)
     if running_mean is not None and running_var is not None:
         over_batch = [cut for d, cut in x.cuts.items() if d == 0]
         with torch.no_grad():
-            both = torch.stack([mean, variance * (count / (count - 1))]).flatten(2).squeeze(2)
-            both = added(both.view(2, -1, x.shape[1]).sum(1), over_batch) / x.shape[0]
+            both = torch.stack([mean, variance * (count / (count - 1))])
+            both = added(both.view(2, -1, x.shape[1]).sum(1), over_batch, x.run) / x.shape[0]
             running_mean.lerp_(both[0].to(running_mean.dtype), momentum)
             running_var.lerp_(both[1].to(running_var.dtype), momentum)
     return like(x, y)
@@ -230,7 +286,7 @@ def _group_norm(
     shape = [1, num_groups, -1] + [1] * (x.ndim - 2)
     w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
     count = x.numel() // x.shape[0] // num_groups
-    y, _, _ = _normalized(grouped, list(range(2, grouped.ndim)), count, inside, w, b, eps)
+    y, _, _ = _normalized(grouped, list(range(2, grouped.ndim)), count, inside, w, b, eps, x.run)
     return like(x, y.flatten(1, 2))
 
 
@@ -254,7 +310,7 @@ def _layer_norm(
     layout = {d - x.ndim: cut for d, cut in x.cuts.items()}
     w, b = (None if t is None else fitted(t, layout, x.run) for t in (weight, bias))
     dims, count = list(range(first, x.ndim)), math.prod(normalized_shape)
-    y, _, _ = _normalized(x.local, dims, count, [*inside.values()], w, b, eps)
+    y, _, _ = _normalized(x.local, dims, count, [*inside.values()], w, b, eps, x.run)
     return like(x, y)
 
 

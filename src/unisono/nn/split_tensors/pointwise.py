@@ -247,5 +247,5 @@ def _class_loss(
             ones = torch.full_like(logits, -1.0)
             count = F.nll_loss(ones, labels, scale, ignore_index=ignore_index, reduction="sum")
         total = torch.stack([total, count.to(total.dtype)])
-    total = added(total, [*layout.values()])
+    total = added(total, [*layout.values()], run)
     return total[0] / total[1] if reduction == "mean" else total

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
+from unisono.expect import expect
 from unisono.nn.attention import AttentionPlan, attended, by_heads, drawn_seed, scale_of
 from unisono.nn.split_tensors.blocks import fitted, recut
 from unisono.nn.split_tensors.reductions import added
@@ -65,7 +66,8 @@ def contracted(
     lead.run.moves += 1
     blocks = [_block(x, names, axes, lead) for x, names in zip(operands, labels, strict=True)]
     result = compute(*blocks)
-    result = added(result, [cut for label, cut in axes.values() if label not in out])
+    summed = [cut for label, cut in axes.values() if label not in out]
+    result = added(result, summed, lead.run)
     return like(
         lead, result, {out.index(label): cut for label, cut in axes.values() if label in out}
     )
@@ -192,6 +194,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    expect("is_causal", is_causal, bool)
     if not isinstance(query, Split):
         raise NoRule("queries that all ranks have")
     q, tokens = query, query.ndim - 2

@@ -14,6 +14,7 @@ from unisono.nn.split_tensors.tensor import (
     Cut,
     NeedsWhole,
     NoRule,
+    Run,
     Split,
     call,
     like,
@@ -38,11 +39,10 @@ def _left(x: Split, dims: Sequence[int], keepdim: bool) -> dict[int, Cut]:
     }
 
 
-def added(local: Tensor, cuts: Sequence[Cut]) -> Tensor:
+def added(local: Tensor, cuts: Sequence[Cut], run: Run) -> Tensor:
     """Return the sum of what ranks hold along these cuts, which they then use alike."""
-    for cut in cuts:
-        local = sum_to_replicated(local, comm=cut.comm)
-    return local
+    comm = run.ranks_of(cuts)
+    return local if comm is None else sum_to_replicated(local, comm=comm)
 
 
 def reduced(
@@ -53,7 +53,7 @@ def reduced(
     if not isinstance(x, Split):
         return (torch.mean if how == "mean" else torch.sum)(x, dims, keepdim)
     total = x.local.sum(dims, keepdim)
-    total = added(total, [cut for d, cut in x.cuts.items() if d in dims])
+    total = added(total, [cut for d, cut in x.cuts.items() if d in dims], x.run)
     if how == "mean":
         total = total / math.prod(x.shape[d] for d in dims)
     return like(x, total, _left(x, dims, keepdim))
@@ -90,8 +90,11 @@ def _var(
     dims = _dims(input, dim)
     inside = [cut for d, cut in input.cuts.items() if d in dims]
     count = math.prod(input.shape[d] for d in dims)
-    mean = own_copy(added(input.local.sum(dims, True), inside) / count, inside, input.run)
-    squares = added((input.local - mean).abs().square().sum(dims, keepdim), inside)
+    mean = own_copy(
+        added(input.local.sum(dims, True), inside, input.run) / count, inside, input.run
+    )
+    squares = (input.local - mean).abs().square().sum(dims, keepdim)
+    squares = added(squares, inside, input.run)
     result = squares / max(0.0, count - taken)
     return like(
         input, result.sqrt() if func.__name__ == "std" else result, _left(input, dims, keepdim)
@@ -143,7 +146,8 @@ def _vector_norm(
     if ord != 2 or x.is_complex():
         raise NoRule("a norm along the cut that is not Euclidean")
     local = x.local if dtype is None else x.local.to(dtype)
-    total = added(local.square().sum(dims, keepdim), [c for d, c in x.cuts.items() if d in dims])
+    inside = [cut for d, cut in x.cuts.items() if d in dims]
+    total = added(local.square().sum(dims, keepdim), inside, x.run)
     # Where all points are 0, the derivative is 0, as torch's is; that of a root is infinite.
     is_zero = total == 0
     norm = total.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
@@ -199,7 +203,7 @@ def _softmax(
     with torch.no_grad():
         top = cut.comm.all_reduce(local.detach().amax(dim, keepdim=True), "max")
     shifted = local - top
-    total = own_copy(added(shifted.exp().sum(dim, True), [cut]), [cut], input.run)
+    total = own_copy(added(shifted.exp().sum(dim, True), [cut], input.run), [cut], input.run)
     return like(input, shifted.exp() / total if name == "softmax" else shifted - total.log())
 
 

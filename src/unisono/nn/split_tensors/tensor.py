@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
-from unisono.operators import concat_replicated, copy, slice_replicated
+from unisono.operators import concat_replicated, copy, move_cut, slice_replicated
 from unisono.topology import Partition
+from unisono.topology.decompose import flat_index, split_sizes
 
 # The only way to make a tensor that shows one shape and holds another, and to look below it
 # without asking the rules again. Both are what torch's own subclasses use; seen with torch 2.13.
@@ -49,6 +50,13 @@ class Cut:
     """The ranks along this axis of the partition."""
     outer: int = 1
     """Runs of `sum(sizes)` points in the dim; more than 1 after a view that merged dims."""
+    joins: tuple[Communicator, ...] = ()
+    """Axes of the partition along which `comm` lies, if several; the first changes slowest."""
+
+    @property
+    def axes(self) -> tuple[Communicator, ...]:
+        """The axes of the partition over which the dim is spread."""
+        return self.joins or (self.comm,)
 
     @property
     def own(self) -> int:
@@ -66,6 +74,8 @@ class Cut:
         return (0, *itertools.accumulate(self.sizes))
 
 
+Grid = tuple[Communicator, tuple[int, ...] | None]
+"""Ranks along several axes, and their numbers when the last axis changes fastest; None: as is."""
 Cuts = Mapping[int, Cut]
 """Dim of the whole tensor -> how it is cut; other dims are whole on every rank."""
 
@@ -100,31 +110,59 @@ class Run:
     """What the tensors of one forward share.
 
     Args:
-        comm: all ranks of the partition.
+        partition: the ranks, and how the input is cut.
         module: the network, for the paths of its modules.
         strict: refuse instead of gathering.
         attention: how attention over a split sequence is computed.
     """
 
     def __init__(
-        self, comm: Communicator, module: nn.Module | None, strict: bool, attention: str = "auto"
+        self, partition: Partition, module: nn.Module | None, strict: bool, attention: str = "auto"
     ) -> None:
-        self.comm = comm
+        self.comm = partition.comm
         self.strict = strict
         self.attention = attention
         self.gathered: Counter[Gathered] = Counter()
-        self.copies: dict[tuple[int, tuple[Communicator, ...]], Tensor] = {}
+        self.copies: dict[tuple[int, frozenset[Communicator]], Tensor] = {}
         """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf."""
         self.moves = 0
         """How often blocks were moved between ranks so far."""
         self.aliases: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]] = {}
         """Memory of a block -> tensors that would share it in one process, but were moved."""
+        self._partition = partition
+        self._grids: dict[tuple[Communicator, ...], Grid] = {}
         self._module = module
         self._watched: list[tuple[Any, int, Any, Tensor, int]] = []
 
+    def grid(self, axes: Sequence[Communicator]) -> Grid:
+        """Return the ranks along several axes of the partition."""
+        if len(axes) == 1:
+            return axes[0], None
+        known = self._grids.get(tuple(axes))
+        if known is not None:
+            return known
+        whole = self._partition
+        dims = {whole.sub(dim).comm: dim for dim, parts in enumerate(whole.shape) if parts > 1}
+        if not dims.keys() >= set(axes):
+            raise NoRule("tensors that are cut over the ranks of different partitions")
+        order = sorted(axes, key=dims.__getitem__)
+        ranks: list[int] = []
+        for place in itertools.product(*[range(axis.size) for axis in axes]):
+            at = dict(zip(axes, place, strict=True))
+            ranks.append(flat_index([axis.size for axis in order], [at[axis] for axis in order]))
+        comm = whole.sub([dims[axis] for axis in axes]).comm
+        is_in_order = ranks == list(range(len(ranks)))
+        self._grids[tuple(axes)] = comm, None if is_in_order else tuple(ranks)
+        return self._grids[tuple(axes)]
+
+    def ranks_of(self, cuts: Iterable[Cut]) -> Communicator | None:
+        """Return all ranks along these cuts, in some order; None without cuts."""
+        axes = [axis for cut in cuts for axis in cut.axes]
+        return self.grid(axes)[0] if axes else None
+
     def note(self, function: str, reason: str, x: Tensor) -> None:
         """Write down that `x` has to be gathered, or refuse it."""
-        found = Gathered(function, reason, tuple(x.shape), self._path())
+        found = Gathered(function, reason, tuple(x.shape), self.path())
         if self.strict:
             where = f" in {found.module}" if found.module else ""
             raise UnisonoError.because(
@@ -135,7 +173,7 @@ class Run:
             )
         self.gathered[found] += 1
 
-    def _path(self) -> str:
+    def path(self) -> str:
         """Return the path of the innermost module of the network whose forward is running."""
         if self._module is None:
             return ""
@@ -239,7 +277,7 @@ class Split(Tensor):
     @staticmethod
     def of(local: Tensor, partition: Partition, *, strict: bool = False) -> Tensor:
         """Return own blocks as a `Split`, outside of a network. Collective over the partition."""
-        return entered(local, partition, Run(partition.comm, None, strict)).tensor
+        return entered(local, partition, Run(partition, None, strict)).tensor
 
     @staticmethod
     def cut(whole: Tensor, partition: Partition) -> Tensor:
@@ -437,6 +475,59 @@ def unrolled(x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], T
     return apart.flatten(dim, dim + 1)
 
 
+def joined_cuts(x: Split, one: int, other: int) -> Split:
+    """Return `x` with one of two cut dims whole: blocks of the other one are cut once more.
+
+    Each rank keeps its share of the points. The dim whose axis changes slowest stays cut, so that
+    its blocks follow each other in the order of the ranks.
+    """
+    is_slow = x.run.grid(x.cuts[one].axes + x.cuts[other].axes)[1] is None
+    dim, gone = (one, other) if is_slow else (other, one)
+    first, second = x.cuts[dim], x.cuts[gone]
+    joins, ranks = first.axes + second.axes, second.comm.size
+    comm, order = x.run.grid(joins)
+    if order is not None:
+        raise NeedsWhole(gone, "two cut dims merged into one, over axes between which one lies")
+    if min(first.sizes) < ranks:
+        raise NeedsWhole(gone, f"two cut dims merged: {min(first.sizes)} points for {ranks} ranks")
+    parts = [split_sizes(n, ranks) for n in first.sizes]
+    local = _moved_cut(x, gone, dim, second.sizes, parts[first.comm.rank], second.comm)
+    cut = Cut(tuple(n for part in parts for n in part), comm, first.outer, joins)
+    rest = {d: c for d, c in x.cuts.items() if d not in (one, other)}
+    return Split(local, {**rest, dim: cut}, x.run)
+
+
+def parted_cut(x: Split, dim: int, other: int, sizes: Sequence[int]) -> Split:
+    """Return `x` with the last axis of the cut of `dim` moved to `other`: what undoes a join."""
+    cut = x.cuts[dim]
+    *left, last = cut.joins
+    comm, _ = x.run.grid(left)
+    step = last.size
+    parts = [cut.sizes[i : i + step] for i in range(0, len(cut.sizes), step)]
+    local = _moved_cut(x, dim, other, parts[comm.rank], sizes, last)
+    kept = Cut(tuple(map(sum, parts)), comm, cut.outer, tuple(left) if len(left) > 1 else ())
+    return Split(local, {**x.cuts, dim: kept, other: Cut(tuple(sizes), last)}, x.run)
+
+
+def _moved_cut(
+    x: Split,
+    source: int,
+    dest: int,
+    source_sizes: Sequence[int],
+    dest_sizes: Sequence[int],
+    comm: Communicator,
+) -> Tensor:
+    """Return the own block with the cut along `comm` moved from one dim to another."""
+    x.run.moves += 1
+    low, high = sorted((source, dest))
+    runs = [x.cuts[d].outer if d in x.cuts else 1 for d in (low, high)]
+    local = x.local.unflatten(high, (runs[1], x.local.shape[high] // runs[1]))
+    local = local.unflatten(low, (runs[0], x.local.shape[low] // runs[0]))
+    places = {low: low + 1, high: high + 2}
+    moved = move_cut(local, places[source], places[dest], source_sizes, dest_sizes, comm=comm)
+    return moved.flatten(high + 1, high + 2).flatten(low, low + 1)
+
+
 def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
     """Return a replicated tensor for own work along these cuts: its gradient is summed over them.
 
@@ -444,15 +535,13 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
     """
     if not x.requires_grad or not torch.is_grad_enabled():
         return x
-    comms = tuple(cut.comm for cut in cuts)
-    if not comms:
+    cuts = tuple(cuts)
+    if not cuts:
         return x
-    key = id(x), comms
+    key = id(x), frozenset([axis for cut in cuts for axis in cut.axes])
     known = run.copies.get(key) if x.is_leaf else None
     if known is None:
-        known = x
-        for comm in comms:
-            known = copy(known, comm=comm)
+        known = copy(x, comm=run.grid([axis for cut in cuts for axis in cut.axes])[0])
         if x.is_leaf:
             run.copies[key] = known
     return known
@@ -682,11 +771,14 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if watched is not None and known.changes:
         raise _changed_in_place()
     version = 0 if watched is None else _version(watched)
-    for x in _splits_of(args, kwargs):
+    found = _splits_of(args, kwargs)
+    for x in found:
         moves = x.run.moves
         node = x.grad_fn
         if node is not None:
             raise _passed_by(node)
+    if len(found) > 1 and any(cut.joins for x in found for cut in x.cuts.values()):
+        args, kwargs = mapped(lambda x: _along_axes_of(found[0], x, name), (args, kwargs))
     while True:
         try:
             result = (
@@ -717,6 +809,38 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             for view in splits_in(result):
                 base.run.watch_too(base, view)
     return result
+
+
+def _along_axes_of(lead: Split, x: Tensor, name: str) -> Tensor:
+    """Return `x` with cuts that join the same axes of ranks as those of `lead`, or whole there."""
+    groups = {axis: cut.axes for cut in lead.cuts.values() for axis in cut.axes}
+    places = {cut.axes[-1]: (dim - lead.ndim, cut) for dim, cut in lead.cuts.items()}
+    while isinstance(x, Split):
+        unlike = [
+            (dim, cut, groups[axis])
+            for dim, cut in x.cuts.items()
+            for axis in cut.axes
+            if groups.get(axis, cut.axes) != cut.axes
+        ]
+        if not unlike:
+            break
+        dim, cut, group = unlike[0]
+        rest = [d for d, c in x.cuts.items() if d != dim and set(c.axes) <= set(group)]
+        place, like_this = places.get(cut.axes[-1], (0, cut))
+        to = x.ndim + place
+        try:
+            if rest and set(cut.axes) <= set(group):
+                x = joined_cuts(x, dim, rest[0])
+                continue
+            fits = cut.joins and 0 <= to < x.ndim and to not in x.cuts and like_this.outer == 1
+            if fits and x.shape[to] == like_this.length:
+                x = parted_cut(x, dim, to, like_this.sizes)
+                continue
+        except NeedsWhole:
+            pass
+        x.run.note(name, "arguments cut in different ways", x)
+        x = joined(x, [dim])
+    return x
 
 
 def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

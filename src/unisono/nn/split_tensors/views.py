@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from unisono.nn.split_tensors.tensor import (
     NeedsWhole,
     NoRule,
     Split,
+    joined_cuts,
     like,
     resized,
     rule,
@@ -160,7 +162,7 @@ def _reshaped(x: Split, new: list[int]) -> Tensor:
         if not inside:
             continue
         if len(inside) > 1:
-            raise NeedsWhole(inside[1], "two cut dims merged into one")
+            return _reshaped(joined_cuts(x, inside[0], inside[1]), new)
         dim, cut = inside[0], x.cuts[inside[0]]
         outer = math.prod(x.shape[before.start : dim]) * cut.outer
         inner = math.prod(x.shape[dim + 1 : before.stop])
@@ -173,7 +175,8 @@ def _reshaped(x: Split, new: list[int]) -> Tensor:
             if any(n % inner for n in wanted):
                 raise NeedsWhole(dim, "a view without common cuts")
             return _reshaped(recut(x, dim, [n // inner for n in wanted]), new)
-        cuts[place] = Cut(tuple(n * inner // unit for n in cut.sizes), cut.comm, runs)
+        sizes = tuple(n * inner // unit for n in cut.sizes)
+        cuts[place] = replace(cut, sizes=sizes, outer=runs)
         shape[place] = runs * cuts[place].own
     return like(x, x.local.reshape(shape), cuts)
 
@@ -378,7 +381,7 @@ def _cat(
     cuts = {lead.ndim + place: cut for place, cut in layout.items()}
     if along is None:
         return like(lead, torch.cat([fitted(x, layout, lead.run) for x in items], dim), cuts)
-    along = Cut(along.sizes, along.comm)
+    along = replace(along, outer=1)
     items = [in_order(x, dim) if isinstance(x, Split) and dim in x.cuts else x for x in items]
     shares = _shares(items, dim, along)
     blocks = []
@@ -441,7 +444,7 @@ def _roll(func: Callable[..., Any], input: Split, shifts: Any, dims: Any = None)
         cut = without_runs(x, dim)
         wanted = [_wrapped(low - shift, high - low, cut.length)
                   for low, high in zip(cut.bounds, cut.bounds[1:], strict=False)]  # fmt: skip
-        x = Split(window(x, dim, wanted), x.cuts, x.run)
+        x = Split(window(x, {dim: (cut, wanted)}), x.cuts, x.run)
     return x
 
 

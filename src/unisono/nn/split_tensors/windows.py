@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unisono.errors import PartitionError
 from unisono.nn.layers.conv_space import (
     ConvSettings,
     SpacePlan,
@@ -19,10 +20,11 @@ from unisono.nn.layers.conv_space import (
     space_plan,
 )
 from unisono.nn.planned import is_plain
-from unisono.nn.split_tensors.blocks import balanced, span, window_of
+from unisono.nn.split_tensors.blocks import balanced, exchange_of, span, window
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Cuts,
+    Grid,
     NeedsWhole,
     NoRule,
     Split,
@@ -54,10 +56,20 @@ _PAD_MODES = {
 }
 
 
-def _refuse_cut_channels(x: Split, count: int) -> None:
+def _check_channels(x: Split, count: int, wanted: int, name: str) -> None:
+    """Ask for whole channels, as many as a kernel has."""
     channels = x.ndim - count - 1
     if channels in x.cuts:
         raise NeedsWhole(channels, "channels are cut")
+    found = x.shape[channels] if channels >= 0 else 0
+    if found != wanted:
+        where = f" in {x.run.path()}" if x.run.path() else ""
+        raise PartitionError.because(
+            f"{name}{where} of a split tensor {list(x.shape)}",
+            f"a kernel for {wanted} channels",
+            f"{found} channels in dim {channels} != {wanted}",
+            "the input that the network takes in one process",
+        )
 
 
 # -- convolution ----------------------------------------------------------------------------------
@@ -77,122 +89,95 @@ def _conv(
     if not isinstance(input, Split) or isinstance(weight, Split):
         raise NoRule("a split weight")
     x, count = input, weight.ndim - 2
-    _refuse_cut_channels(x, count)
+    _check_channels(x, count, weight.shape[1] * groups, func.__name__)
     w = own_copy(weight, x.cuts.values(), x.run)
     b = None if bias is None else own_copy(bias, x.cuts.values(), x.run)
     if all(dim < x.ndim - count for dim in x.cuts):
         return like(x, func(x.local, w, b, stride, padding, dilation, groups))
     numbers = (_fixed(stride), _fixed(padding), _fixed(dilation), groups)
     places = tuple([cut.comm.rank for cut in x.cuts.values()])
-    plan = _conv_plan(x.local.shape, tuple(x.cuts.items()), places, weight.shape, numbers)
+    axes = [axis for d, cut in x.cuts.items() if d >= x.ndim - count for axis in cut.axes]
+    space, cuts = _conv_plan(
+        x.local.shape, tuple(x.cuts.items()), places, x.run.grid(axes), weight.shape, numbers
+    )
     local = x.local if x.ndim == count + 2 else x.local[None]
-    for exchange in plan.before:
-        local = HaloExchange.apply(local, exchange)
-    if is_plain(local):
-        y = convolved_in_space(local, w, b, plan.space)
-    else:
-        exchange = plan.space.exchange
-        window = local if exchange.halo.is_identity else HaloExchange.apply(local, exchange)
-        y = plan.space.settings.convolved(window, w, b, padding=plan.space.padding)
-    return like(x, y if x.ndim == count + 2 else y[0], plan.cuts)
+    y = _convolved(local, w, b, space)
+    return like(x, y if x.ndim == count + 2 else y[0], cuts)
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
+    if is_plain(x):
+        return convolved_in_space(x, weight, bias, plan)
+    window = x if plan.exchange.halo.is_identity else HaloExchange.apply(x, plan.exchange)
+    return plan.settings.convolved(window, weight, bias, padding=plan.padding)
 
 
 def _fixed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class _ConvPlan:
-    """A convolution of blocks that are cut in space."""
-
-    before: tuple[HaloOnGroup, ...]
-    """Windows along all cut dims but the last."""
-    space: SpacePlan
-    """The rest: its halo may travel while the own block is convolved."""
-    cuts: Cuts
-    """Of the result."""
-
-
 @lru_cache(4096)
 def _conv_plan(
     shape: Sequence[int],
     cuts: tuple[tuple[int, Cut], ...],
-    _: tuple[int, ...],
+    places: tuple[int, ...],
+    grid: Grid,
     weight: Sequence[int],
     numbers: tuple[Any, Any, Any, int],
-) -> _ConvPlan:
-    """Return the plan of a convolution, given the shape of the own block, its cuts and places.
+) -> tuple[SpacePlan, Cuts]:
+    """Return the plan of a convolution and the cuts of its result, given those of its input.
 
-    Communicators of the same ranks are equal, whichever rank they are seen from (on paper, one
-    process sees them from all).
+    `places` are those of this rank: communicators of the same ranks are equal, whichever rank they
+    are seen from (on paper, one process sees them from all).
     """
     stride, padding, dilation, groups = numbers
     count, kernel = len(weight) - 2, tuple(weight[2:])
     steps, spread = per_dim(stride, count, "stride"), per_dim(dilation, count, "dilation")
-    pads = list(padding_pairs(padding, kernel, steps, spread))
+    pads = padding_pairs(padding, kernel, steps, spread)
     ahead = len(shape) - count  # dims before those in space
-    sizes = [1] * (2 - ahead) + list(shape)
-    later = dict(cuts)
-    before: list[HaloOnGroup] = []
-    in_space = [(dim - ahead, cut) for dim, cut in cuts if dim >= ahead]
-    for i, cut in in_space:
+    bounds: list[Sequence[int]] = [(0, n) for n in [1] * (2 - ahead) + list(shape)]
+    index, later, mine = [0] * len(bounds), dict(cuts), set[int]()
+    for (dim, cut), place in zip(cuts, places, strict=True):
+        i = dim - ahead
+        if i < 0:
+            continue
         if cut.outer != 1:
-            raise NeedsWhole(i + ahead, "the cut lies inside merged dims")
+            raise NeedsWhole(dim, "the cut lies inside merged dims")
         length = output_length(cut.length, kernel[i], steps[i], pads[i], spread[i])
         if length < cut.comm.size:
-            raise NeedsWhole(i + ahead, f"conv: {length} points for {cut.comm.size} ranks")
-        later[i + ahead] = resized(cut, split_sizes(length, cut.comm.size))
-    for i, cut in in_space:
-        bounds: list[Sequence[int]] = [(0, n) for n in sizes]
-        bounds[2 + i] = cut.bounds
-        index = [0] * len(sizes)
-        index[2 + i] = cut.comm.rank
-        if i == in_space[-1][0]:
-            settings = ConvSettings(
-                weight[1] * groups, weight[0], kernel, steps, tuple(pads), spread, groups, "zeros"
-            )
-            plan = halo.plan(bounds, index, kernel, steps, pads, spread)
-            space = space_plan(settings, HaloOnGroup(cut.comm, plan, None, 0.0), "auto")
-            if space.cover is None and _reads_all(plan, pads, i):
-                left = tuple(0 if j == i else low for j, (low, _) in enumerate(pads))
-                plan = _along(i, bounds, index, kernel, steps, pads, spread)
-                space = SpacePlan(settings, HaloOnGroup(cut.comm, plan, None, 0.0), None, left)
-            return _ConvPlan(tuple(before), space, later)
-        plan = _along(i, bounds, index, kernel, steps, pads, spread)
-        before.append(HaloOnGroup(cut.comm, plan, None, 0.0))
-        sizes[2 + i], pads[i] = plan.window_shape[2 + i], (0, 0)
-    raise NoRule("no dim in space is cut")
+            raise NeedsWhole(dim, f"conv: {length} points for {cut.comm.size} ranks")
+        later[dim] = resized(cut, split_sizes(length, cut.comm.size))
+        bounds[2 + i], index[2 + i] = cut.bounds, place
+        mine.add(i)
+    settings = ConvSettings(
+        weight[1] * groups, weight[0], kernel, steps, pads, spread, groups, "zeros"
+    )
+    comm, ranks = grid
+    plan = halo.plan(bounds, index, kernel, steps, pads, spread)
+    space = space_plan(settings, HaloOnGroup(comm, plan, ranks, 0.0), "auto")
+    if space.cover is None and _torch_pads(plan, pads, mine):
+        # A window in the cut dims alone; torch adds the zeros along the others.
+        plan = halo.plan(
+            bounds,
+            index,
+            [k if i in mine else 1 for i, k in enumerate(kernel)],
+            [n if i in mine else 1 for i, n in enumerate(steps)],
+            [pair if i in mine else (0, 0) for i, pair in enumerate(pads)],
+            [n if i in mine else 1 for i, n in enumerate(spread)],
+        )
+        left = tuple(0 if i in mine else low for i, (low, _) in enumerate(pads))
+        space = SpacePlan(settings, HaloOnGroup(comm, plan, ranks, 0.0), None, left)
+    return space, later
 
 
-def _reads_all(plan: HaloPlan, pads: Sequence[tuple[int, int]], i: int) -> bool:
-    """Whether a window along dim `i` alone has the messages of the whole one, and torch can pad."""
+def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], mine: set[int]) -> bool:
+    """Whether dims that are not cut are read whole, and padded alike on both sides."""
     return all(
         low == high and parts == (0, stop - start)
-        for j, ((low, high), (start, stop), parts) in enumerate(
+        for i, ((low, high), (start, stop), parts) in enumerate(
             zip(pads, plan.own[2:], plan.needed[2:], strict=True)
         )
-        if j != i
-    )
-
-
-def _along(
-    i: int,
-    bounds: Sequence[Sequence[int]],
-    index: Sequence[int],
-    kernel: Sequence[int],
-    steps: Sequence[int],
-    pads: Sequence[tuple[int, int]],
-    spread: Sequence[int],
-) -> HaloPlan:
-    """Return the plan of a window along dim `i` in space alone."""
-    mine = [j == i for j in range(len(kernel))]
-    return halo.plan(
-        bounds,
-        index,
-        [k if own else 1 for k, own in zip(kernel, mine, strict=True)],
-        [n if own else 1 for n, own in zip(steps, mine, strict=True)],
-        [pair if own else (0, 0) for pair, own in zip(pads, mine, strict=True)],
-        [n if own else 1 for n, own in zip(spread, mine, strict=True)],
+        if i not in mine
     )
 
 
@@ -211,12 +196,12 @@ def _conv_transpose(
     if not isinstance(input, Split) or isinstance(weight, Split):
         raise NoRule("a split weight")
     x, count = input, weight.ndim - 2
-    _refuse_cut_channels(x, count)
+    _check_channels(x, count, weight.shape[0], func.__name__)
     kernel, steps = tuple(weight.shape[2:]), per_dim(stride, count, "stride")
     spread = per_dim(dilation, count, "dilation")
     pads = list(per_dim(padding, count, "padding"))
     more = list(per_dim(output_padding, count, "output_padding"))
-    local, cuts, trims = x.local, dict(x.cuts), [(0, 0)] * count
+    cuts, trims, wanted = dict(x.cuts), [(0, 0)] * count, {}
     for i in range(count):
         dim = x.ndim - count + i
         if dim not in x.cuts:
@@ -232,17 +217,54 @@ def _conv_transpose(
         ]
         if any(a >= b for a, b in needed):
             raise NeedsWhole(dim, "outputs that no input reaches")
-        local = window_of(local, dim, cut, [span(a, b) for a, b in needed], 0.0, x)
+        wanted[dim] = cut, [span(a, b) for a, b in needed]
         first, last = transposed_cover(needed[cut.comm.rank], *numbers)
         low, high = out.bounds[cut.comm.rank : cut.comm.rank + 2]
         trims[i], cuts[dim], pads[i], more[i] = (first - low, high - last), out, 0, 0
     own = own_copy(weight, x.cuts.values(), x.run)
-    result = func(local, own, None, steps, pads, more, groups, spread)
+    if wanted and x.ndim == count + 2:
+        settings = _TransposedSettings(
+            weight.shape[0], weight.shape[1] * groups, kernel, steps,
+            tuple((n, n) for n in pads), spread, groups, "zeros", tuple(more),
+        )  # fmt: skip
+        result = _convolved(x.local, own, None, SpacePlan(settings, exchange_of(x, wanted), None))
+    else:
+        result = func(window(x, wanted), own, None, steps, pads, more, groups, spread)
     result = F.pad(result, [n for pair in reversed(trims) for n in pair])
     if bias is not None:
         shift = own_copy(bias, x.cuts.values(), x.run)
         result = result + shift.view(-1, *[1] * count)
     return like(x, result, cuts)
+
+
+@dataclass(frozen=True)
+class _TransposedSettings(ConvSettings):
+    """A transposed convolution of windows, so that own blocks are kept for its backward."""
+
+    output_padding: tuple[int, ...] = ()
+
+    def convolved(self, window: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+        """Return all outputs that the window reaches."""
+        call = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[self.dims]
+        pads = [low for low, _ in self.padding]
+        return call(
+            window, weight, bias, self.stride, pads, self.output_padding, self.groups, self.dilation
+        )
+
+    def gradients(
+        self,
+        dy: Tensor,
+        window: Tensor,
+        weight: Tensor,
+        wanted: tuple[bool, bool, bool],
+        padding: tuple[int, ...] | None = None,  # noqa: ARG002
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of window, weight and bias that are wanted. Not differentiable."""
+        pads = [low for low, _ in self.padding]
+        return torch.ops.aten.convolution_backward(
+            dy, window, weight, [dy.shape[1]], self.stride, pads, self.dilation, True,
+            self.output_padding, self.groups, wanted,
+        )  # fmt: skip
 
 
 # -- pooling --------------------------------------------------------------------------------------
@@ -315,7 +337,7 @@ def _pooled(
     kernel = per_dim(kernel_size, count, "kernel_size")
     steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
     pads, spread = list(per_dim(padding, count, "padding")), per_dim(dilation, count, "dilation")
-    local, cuts = x.local, dict(x.cuts)
+    cuts, wanted = dict(x.cuts), {}
     for i in range(count):
         dim = x.ndim - count + i
         if dim not in x.cuts:
@@ -323,16 +345,49 @@ def _pooled(
         cut, pad = without_runs(x, dim), pads[i]
         length = output_length(cut.length, kernel[i], steps[i], (pad, pad), spread[i], ceil_mode)
         out = resized(cut, balanced(length, x, dim, func.__name__))
-        wanted = [
-            window_segments(a, b, cut.length, kernel[i], steps[i], pad, pad, spread[i])
-            for a, b in zip(out.bounds, out.bounds[1:], strict=False)
-        ]
-        local = window_of(local, dim, cut, wanted, -math.inf if is_max else 0.0, x)
+        wanted[dim] = (
+            cut,
+            [
+                window_segments(a, b, cut.length, kernel[i], steps[i], pad, pad, spread[i])
+                for a, b in zip(out.bounds, out.bounds[1:], strict=False)
+            ],
+        )
         cuts[dim], pads[i] = out, 0
+    local = window(x, wanted, -math.inf if is_max else 0.0)
     if is_max:
         more["dilation"] = spread
     # Windows end where blocks end, so rounding up changes nothing in a cut dim.
-    return like(x, func(local, kernel, steps, pads, ceil_mode=ceil_mode, **more), cuts)
+    more["ceil_mode"] = ceil_mode
+    if not is_max or count == 1 or local is x.local or not is_plain(local):
+        return like(x, func(local, kernel, steps, pads, **more), cuts)
+    return like(x, _Largest.apply(local, count, (kernel, steps, pads, spread, ceil_mode)), cuts)
+
+
+class _Largest(torch.autograd.Function):
+    """Largest points of windows; keeps where they are, which torch's own needs the windows for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, settings: tuple[Any, ...]) -> Tensor:
+        """Return them."""
+        pool = F.max_pool2d if count == 2 else F.max_pool3d
+        y, indices = pool(x, *settings, return_indices=True)
+        ctx.settings, ctx.shape = (count, settings), x.shape
+        ctx.save_for_backward(indices)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients at those places."""
+        (indices,) = ctx.saved_tensors
+        count, settings = ctx.settings
+        aten = torch.ops.aten
+        placed = (
+            aten.max_pool2d_with_indices_backward
+            if count == 2
+            else aten.max_pool3d_with_indices_backward
+        )
+        # Of the windows only the shape is read.
+        return placed(grads[0], grads[0].new_empty(ctx.shape), *settings, indices), None, None
 
 
 # -- padding --------------------------------------------------------------------------------------
@@ -351,7 +406,7 @@ def _pad(
         mode, value = "constant", mode if not isinstance(mode, str) else value
     if mode not in _PAD_MODES:
         raise NoRule(f"mode {mode!r}")
-    local, cuts = x.local, dict(x.cuts)
+    cuts, wanted = dict(x.cuts), {}
     for dim in x.cuts:
         at = 2 * (x.ndim - 1 - dim)
         if at >= len(widths) or not (widths[at] or widths[at + 1]):
@@ -361,12 +416,15 @@ def _pad(
             raise NeedsWhole(dim, "a crop along the cut")
         cut = without_runs(x, dim)
         out = resized(cut, balanced(cut.length + low + high, x, dim, "pad"))
-        wanted = [
-            window_segments(a, b, cut.length, 1, 1, low, high, 1, _PAD_MODES[mode])
-            for a, b in zip(out.bounds, out.bounds[1:], strict=False)
-        ]
-        local = window_of(local, dim, cut, wanted, float(value or 0), x)
+        wanted[dim] = (
+            cut,
+            [
+                window_segments(a, b, cut.length, 1, 1, low, high, 1, _PAD_MODES[mode])
+                for a, b in zip(out.bounds, out.bounds[1:], strict=False)
+            ],
+        )
         cuts[dim], widths[at], widths[at + 1] = out, 0, 0
+    local = window(x, wanted, float(value or 0))
     if any(widths):
         local = F.pad(local, widths, mode, value)
     return like(x, local, cuts)
@@ -404,7 +462,7 @@ def _interpolate(
         sizes = [math.floor(n * s) for n, s in zip(x.shape[2:], given, strict=True)]
         if not recompute_scale_factor:
             scales = [float(s) for s in given]
-    local, cuts, rest = x.local, dict(x.cuts), []
+    cuts, rest, wanted, resample = dict(x.cuts), [], {}, {}
     for i in range(count):
         dim = 2 + i
         if dim not in x.cuts:
@@ -415,10 +473,13 @@ def _interpolate(
         numbers = (cut.length, sizes[i], kind, scales[i], bool(align_corners),
                    x.dtype == torch.float64)  # fmt: skip
         needed = [_needed(a, b, *numbers) for a, b in zip(out.bounds, out.bounds[1:], strict=False)]
-        local = window_of(local, dim, cut, [span(a, b) for a, b in needed], 0.0, x)
+        wanted[dim] = cut, [span(a, b) for a, b in needed]
         low, high = out.bounds[cut.comm.rank : cut.comm.rank + 2]
-        local = _resampled(local, dim, needed[cut.comm.rank][0], low, high, *numbers)
+        resample[dim] = needed[cut.comm.rank][0], low, high, *numbers
         cuts[dim] = out
+    local = window(x, wanted)
+    for dim, taps in resample.items():
+        local = _resampled(local, dim, *taps)
     if rest:  # the dims that are whole here; those done already keep their size
         if scales[rest[0]] is not None:
             factors = [scales[i] or 1.0 if i in rest else 1.0 for i in range(count)]
