@@ -97,7 +97,7 @@ class Wanted:
             return sum(rooms) >= self.size
         return sum(room >= self.per_bundle for room in rooms) >= self.nodes
 
-    def refusal(self, nodes: Sequence[Mapping[str, float]], has: str) -> PlatformError:
+    def refusal(self, nodes: Sequence[Mapping[str, float]], has: str) -> Exception:
         """Return the error for a cluster whose nodes have so much, with the arithmetic."""
         totals = [
             f"{name}: {self.size} x {n:g} = {self.size * n:g} needed, it {has} "
