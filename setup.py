@@ -48,7 +48,7 @@ setup(
     package_dir=directories,
     package_data={
         "unisono": ["py.typed"],
-        "unisono.train.report": ["assets/*"],
+        "unisono.train.recording": ["assets/*"],
         "unisono._benchmarks": ["**/*"],
         "unisono._examples": ["**/*"],
     },

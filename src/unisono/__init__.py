@@ -49,42 +49,13 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOMES = {
-    "Checkpoint": "unisono.train",
-    "Communicator": "unisono.comm",
-    "DASO": "unisono.data_parallel",
-    "DataParallel": "unisono.data_parallel",
-    "Device": "unisono.launch",
-    "Job": "unisono.launch",
-    "Logs": "unisono.launch",
-    "Platform": "unisono.launch",
-    "Wrapper": "unisono.launch",
-    "job_dir": "unisono.launch",
-    "requeue": "unisono.launch",
-    "restart_count": "unisono.launch",
-    "should_stop": "unisono.launch",
-    "submit": "unisono.launch",
-    "wrapper": "unisono.launch",
-    "Results": "unisono.launch",
-    "run": "unisono.launch",
-    "world": "unisono.launch",
-    "Mesh": "unisono.topology",
-    "Partition": "unisono.topology",
+    "unisono.comm": "Communicator",
+    "unisono.data_parallel": "DASO DataParallel",
+    "unisono.launch": "Device Job Logs Platform Results Wrapper job_dir requeue restart_count run "
+    "should_stop submit world wrapper",
+    "unisono.topology": "Mesh Partition",
+    "unisono.train": "Checkpoint",
 }
-_PACKAGES = (
-    "bayes",
-    "comm",
-    "compat",
-    "data_parallel",
-    "errors",
-    "graph_parallel",
-    "launch",
-    "nn",
-    "operators",
-    "plan",
-    "testing",
-    "topology",
-    "train",
-)
 
 __all__ = [
     "DASO",
@@ -125,15 +96,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its home, once."""
-    if name in _PACKAGES:
+    """Load a public name from its home, once; what has no home is a package."""
+    for home, names in _HOMES.items():
+        if name in names.split():
+            value = getattr(importlib.import_module(home), name)
+            globals()[name] = value
+            return value
+    if name in __all__:
         return importlib.import_module(f"unisono.{name}")
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    raise AttributeError(f"module 'unisono' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

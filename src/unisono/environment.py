@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from unisono.errors import PlatformError
 
@@ -57,8 +57,7 @@ class Environment:
         return self.kind not in ("off", "bare")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
+class _Names(NamedTuple):
     """How one launcher spells what we want to know; None where it does not say."""
 
     rank: str
@@ -69,41 +68,17 @@ class _Names:
     nodes: str | None = None
 
 
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _NAMES: dict[Kind, _Names] = {
-    "unisono": _Names(
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-        node="NODE_RANK",
-    ),
-    "torchrun": _Names(
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
-        node="GROUP_RANK",
-        nodes="GROUP_WORLD_SIZE",
-    ),
+    "unisono": _Names(*_OURS, "NODE_RANK"),
+    "torchrun": _Names(*_OURS, "GROUP_RANK", "GROUP_WORLD_SIZE"),
     "openmpi": _Names(
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     ),
-    "mpich": _Names(
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-    ),
+    "mpich": _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "slurm": _Names(
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_size=None,
-        node="SLURM_NODEID",
-        nodes="SLURM_STEP_NUM_NODES",
+        *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+        *(None, "SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     ),
 }
 
@@ -203,15 +178,14 @@ def _integer(env: Mapping[str, str], name: str | None, *, default: int | None = 
             raise PlatformError.because(
                 "the world of the launcher that started this process",
                 f"no variable {name}",
-                None,
-                "UNISONO_DETECT=0 to run as a world of one",
+                hint="UNISONO_DETECT=0 to run as a world of one",
             )
         return default
     try:
         return int(text)
     except ValueError:
         raise PlatformError.because(
-            f"{name}={text!r}", "not a whole number", None, f"unset {name}, or UNISONO_DETECT=0"
+            f"{name}={text!r}", "not a whole number", hint=f"unset {name}, or UNISONO_DETECT=0"
         ) from None
 
 
@@ -245,8 +219,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
             raise PlatformError.because(
                 f"SLURM_STEP_TASKS_PER_NODE={text!r}",
                 f"{part!r} where a number such as 2 or 2(x3) is expected",
-                None,
-                "UNISONO_DETECT=0 to run as a world of one",
+                hint="UNISONO_DETECT=0 to run as a world of one",
             )
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks

@@ -154,9 +154,6 @@ class CollectiveMismatch(UnisonoError, RuntimeError):
         self.calls: dict[int, str] = dict(calls or {})
         self.returned: dict[int, dict[str, int]] = {r: dict(n) for r, n in (returned or {}).items()}
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), self.__dict__.copy())
-
 
 class RankFailed(UnisonoError, RuntimeError):
     """A rank raised or died; the other ranks were stopped.
@@ -204,9 +201,6 @@ class RankFailed(UnisonoError, RuntimeError):
         self.job_dir = job_dir
         self.attempt = attempt
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), self.__dict__.copy())
-
 
 class RankTimeout(UnisonoError, TimeoutError):
     """A deadline passed while ranks waited for each other.
@@ -239,9 +233,6 @@ class RankTimeout(UnisonoError, TimeoutError):
         self.rank = rank if rank is not None else (self.missing[0] if self.missing else None)
         self.last_collective: dict[int, str] = dict(last_collective or {})
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), self.__dict__.copy())
-
 
 class RemoteError(UnisonoError, RuntimeError):
     """An exception of another process that could not travel; its text is the traceback."""
@@ -258,9 +249,6 @@ class JobCancelled(UnisonoError, RuntimeError):
         super().__init__(message)
         self.job_id = job_id
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), self.__dict__.copy())
-
 
 class MissingExtra(UnisonoError, ImportError):
     """An optional dependency is needed; the message says which `pip install` brings it."""
@@ -268,17 +256,10 @@ class MissingExtra(UnisonoError, ImportError):
     @classmethod
     def of(cls, extra: str, wanted_for: str, found: str | None = None) -> MissingExtra:
         """Return the error for extra `extra` of this package."""
-        return cls(explain(wanted_for, found, None, f'pip install "unisono[{extra}]"'))
+        return cls(explain(wanted_for, found, hint=f'pip install "unisono[{extra}]"'))
 
 
 class Requeue(BaseException):
     """Raised on all ranks by `unisono.requeue()`: saved, start me again. Not an `Exception`, so
     that `except Exception` in user code lets it pass.
     """
-
-
-def _rebuild(kind: type[BaseException], message: str, state: dict[str, object]) -> BaseException:
-    """Unpickle an error with keyword-only arguments."""
-    error = kind(message)
-    error.__dict__.update(state)
-    return error

@@ -38,7 +38,7 @@ def expect(
             hint = next(
                 (f"{name}={text}" for kind, text in _SHOWN.items() if kind in allowed), None
             )
-        raise TypeError(explain(f"{name}={one_line(value)}", found, None, hint))
+        raise TypeError(explain(f"{name}={one_line(value)}", found, hint=hint))
 
 
 def expect_int(
@@ -76,9 +76,7 @@ def expect_float(
     expect(name, value, (float, int))
     if not at_least <= value < below:
         limit = "" if math.isinf(below) else f" and below {below:g}"
-        raise error(
-            explain(f"{name}={value}", None, None, f"a number of at least {at_least:g}{limit}")
-        )
+        raise error(explain(f"{name}={value}", hint=f"a number of at least {at_least:g}{limit}"))
     return float(value)
 
 
@@ -93,5 +91,5 @@ def expect_choice(
     expect(name, value, str)
     if value not in allowed:
         listed = ", ".join(repr(choice) for choice in allowed)
-        raise error(explain(f"{name}={value!r}", None, None, f"one of {listed}"))
+        raise error(explain(f"{name}={value!r}", hint=f"one of {listed}"))
     return value

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unisono import bayes
-from unisono.bayes.layers import activation as moments
+from unisono.bayes.layers.activation import normal_pdf
 from unisono.bayes.moments import Moments
 
 TABLE = {
@@ -101,8 +101,8 @@ def test_a_certain_input_gives_finite_numbers(name):
 def test_masked_entries_of_remax_are_exactly_zero():
     mean, var = torch.randn(2, 4), torch.rand(2, 4) + 0.1
     allowed = torch.tensor([True, True, False, True])
-    a, v, slope = moments.remax(mean, var, allowed)
-    kept = moments.remax(mean[:, [0, 1, 3]], var[:, [0, 1, 3]])
+    a, v, slope = bayes.Remax._moments(mean, var, allowed)
+    kept = bayes.Remax._moments(mean[:, [0, 1, 3]], var[:, [0, 1, 3]])
     assert (a[:, 2] == 0).all()
     assert (v[:, 2] == 0).all()
     assert (slope[:, 2] == 0).all()
@@ -120,7 +120,7 @@ def test_two_activations_in_a_row_compose():
 def test_the_variance_of_a_rectified_unit_far_above_zero_is_its_own():
     mean = torch.tensor([10.0, 30.0, 100.0, 1000.0, 1e30, 3.0])
     var = torch.tensor([0.01, 0.01, 0.01, 0.01, 2.0, 0.01])
-    assert torch.allclose(moments.mixture_relu(mean, var)[1], var, rtol=1e-6)
+    assert torch.allclose(bayes.MixtureReLU._moments(mean, var)[1], var, rtol=1e-6)
 
 
 def test_the_variance_of_a_rectified_unit_is_the_printed_formula():
@@ -128,16 +128,16 @@ def test_the_variance_of_a_rectified_unit_is_the_printed_formula():
     m = 3 * torch.randn(1000, generator=generator, dtype=torch.float64)
     v = 4 * torch.rand(1000, generator=generator, dtype=torch.float64) + 1e-3
     s = v.sqrt()
-    cdf, pdf = torch.special.ndtr(m / s), moments.normal_pdf(m / s)
+    cdf, pdf = torch.special.ndtr(m / s), normal_pdf(m / s)
     t = m * cdf + s * pdf
     want = (-t * t + 2 * t * m - m * s * pdf + (v - m * m) * cdf).clamp_min(1e-6)
-    assert torch.allclose(moments.mixture_relu(m, v)[1], want, rtol=1e-10, atol=1e-13)
+    assert torch.allclose(bayes.MixtureReLU._moments(m, v)[1], want, rtol=1e-10, atol=1e-13)
 
 
 def test_the_slope_of_a_log_normal_softmax_goes_over_into_that_of_certain_units():
     mean = torch.tensor([[0.5, -0.3, 1.0]], dtype=torch.float64)
     at_zero, near = (
-        moments.closed_form_softmax(mean, torch.full_like(mean, v))[2] for v in (0.0, 1e-7)
+        bayes.ClosedFormSoftmax._moments(mean, torch.full_like(mean, v))[2] for v in (0.0, 1e-7)
     )
     p = torch.softmax(mean, -1)
     assert torch.allclose(at_zero, p * (1 - p), atol=1e-12)

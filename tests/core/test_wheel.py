@@ -85,7 +85,7 @@ def run_program(folder, **env):
 
 def assert_whole(names):
     assert "unisono/py.typed" in names
-    for part in ("unisono/train/report/assets/", "unisono/_benchmarks/", "unisono/_examples/"):
+    for part in ("unisono/train/recording/assets/", "unisono/_benchmarks/", "unisono/_examples/"):
         assert any(name.startswith(part) for name in names), part
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import unisono
+from unisono.data_parallel import DataParallel
 from unisono.errors import RankFailed, RankTimeout, RemoteError
 from unisono.launch.job_files import process_start
 from unisono.launch.pool import cleanup
@@ -110,6 +111,21 @@ def test_a_rank_that_dies_without_a_word_is_named(
     assert (error.rank, error.exit_code, error.signal) == (1, exit_code, signal_name)
     assert "last words" in str(error)
     assert "in die" in error.waiting[0]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_death_of_rank_0_which_keeps_the_store_names_rank_0(backend):
+    def train():
+        model = DataParallel(torch.nn.Linear(2, 1))
+        for step in range(100):
+            if step == 3 and unisono.world().rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(4, 2)).sum().backward()
+
+    on = unisono.Platform(device="cpu", ranks=3, backend=backend)
+    with pytest.raises(RankFailed, match=r"rank 0 of 3 on .* was killed by SIGKILL") as caught:
+        unisono.run(train, on=on)
+    assert (caught.value.rank, caught.value.signal) == (0, "SIGKILL")
 
 
 @sizes_of_starts

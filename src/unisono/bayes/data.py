@@ -299,7 +299,7 @@ class Utils:
         if free < 0:
             asked = f"windows of {input_seq_len} + {output_seq_len} steps"
             wrong = f"{len(series)} < {input_seq_len} + {output_seq_len}"
-            raise PartitionError.because(asked, None, wrong, "a shorter input_seq_len")
+            raise PartitionError.because(asked, arithmetic=wrong, hint="a shorter input_seq_len")
         starts = range(0, free // stride * stride + 1, stride)
         x = np.stack([series[s : s + input_seq_len].reshape(-1) for s in starts])
         ends = [s + input_seq_len for s in starts]

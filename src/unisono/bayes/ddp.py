@@ -91,8 +91,7 @@ class DDPSequential:
             raise PartitionError.because(
                 "DDPSequential of a unisono.bayes.Sequential",
                 an(f"{type(model).__module__}.{type(model).__qualname__}"),
-                None,
-                "DDPSequential(Sequential(Linear(1, 8), ReLU(), Linear(8, 1)), config); "
+                hint="DDPSequential(Sequential(Linear(1, 8), ReLU(), Linear(8, 1)), config); "
                 "from_torch(module) makes one of a torch module",
             )
         _check_choice("cap_batch", cap_batch, CAP_BATCHES)
@@ -128,13 +127,12 @@ class DDPSequential:
                 raise CollectiveMismatch.because(
                     asked,
                     "\n".join([f"layer {n} differs", *told]),
-                    None,
-                    "build the same layers on all ranks",
+                    hint="build the same layers on all ranks",
                 )
         # layers may differ in sizes that only ranks know which have seen images
         if len({kind for _, kind in everybody}) > 1:
             kinds = ", ".join(f"rank {r}: {kind}" for r, (_, kind) in enumerate(everybody))
-            raise CollectiveMismatch.because(asked, kinds, None, "the same dtype on all ranks")
+            raise CollectiveMismatch.because(asked, kinds, hint="the same dtype on all ranks")
 
     def _make_bucket(self) -> None:
         """Let the deltas live where the ranks add them up without a copy."""
@@ -324,8 +322,7 @@ class DDPSequential:
                     f"replicas on {self.comm.size} ranks",
                     f"{key} differs: "
                     + ", ".join(f"rank {r}: {digest}" for r, digest in enumerate(found)),
-                    None,
-                    "change parameters on all ranks alike, or make a new DDPSequential",
+                    hint="change parameters on all ranks alike, or make a new DDPSequential",
                 )
 
 
@@ -339,7 +336,7 @@ def _same_layer(one: Any, other: Any) -> bool:
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         listed = ", ".join(map(repr, allowed))
-        raise PartitionError.because(f"{name}={value!r}", None, None, f"one of {listed}")
+        raise PartitionError.because(f"{name}={value!r}", hint=f"one of {listed}")
 
 
 def _join(config: DDPConfig, source: object, timeout_s: float | None) -> Communicator:
@@ -370,15 +367,14 @@ def _check_config(config: DDPConfig) -> None:
         raise PlatformError.because(
             f"DDPConfig(backend={config.backend!r})",
             f"backends are {listed}",
-            None,
-            'backend="auto"',
+            hint='backend="auto"',
         )
     if config.backend == "nccl" and not torch.cuda.is_available():
         raise PlatformError.because(
             'DDPConfig(backend="nccl")',
             "no CUDA device on this machine",
-            None,
-            'backend="gloo" (or "auto"); unisono run --compat pytagi --as-cpu if a program insists',
+            hint='backend="gloo" (or "auto"); if a program insists, unisono run --compat pytagi '
+            "--as-cpu",
         )
     if not 0 <= config.rank < config.world_size:
         raise PlatformError.because(
@@ -426,8 +422,7 @@ def _described(config: DDPConfig) -> Environment:
             f"DDPConfig(rank={config.rank}, world_size={size}) in a plain process",
             "no launcher started this process, and no MASTER_ADDR and MASTER_PORT say where the "
             "ranks meet",
-            None,
-            f"unisono.run(train, ranks={size}), or unisono run --ranks {size} script.py",
+            hint=f"unisono.run(train, ranks={size}), or unisono run --ranks {size} script.py",
         )
     is_local = host in ("localhost", "127.0.0.1", "::1")
     return Environment(

@@ -80,7 +80,7 @@ def load_torch(net: Sequential, path: str | Path) -> None:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PartitionError.because(
-            f"load({str(path)!r})", f"not a file of format {FORMAT}", None, "a file of net.save()"
+            f"load({str(path)!r})", f"not a file of format {FORMAT}", hint="a file of net.save()"
         )
     here, there = net.infos(), content["layers"]
     mine, theirs = _sizes(net.state_dict(tensors=True)), _sizes(content["state"])
@@ -177,8 +177,7 @@ def _unlike(path: str | Path, layer: BaseLayer | None, found: str) -> UnisonoErr
     return PartitionError.because(
         f"load({str(path)!r}): {wanted} expected",
         f"{found} in the file",
-        None,
-        "a file of a net with the same layers in the same order",
+        hint="a file of a net with the same layers in the same order",
     )
 
 
@@ -203,8 +202,7 @@ def load_csv(net: Sequential, prefix: str | Path) -> None:
             explain(
                 f"load_csv({str(prefix)!r})",
                 f"no {missing}: the {len(norms)} batch norms keep their running values",
-                None,
-                "net.save_csv writes them too; or a training batch before net.eval()",
+                hint="net.save_csv writes them too; or a training batch before net.eval()",
             ),
             stacklevel=3,
         )
@@ -252,6 +250,5 @@ def _number(word: str, path: str, line: int) -> float:
         raise PartitionError.because(
             f"load_csv: {path}",
             f"{word!r} in line {line}",
-            None,
-            "one number per line, as net.save_csv writes them; no header",
+            hint="one number per line, as net.save_csv writes them; no header",
         ) from None

@@ -307,9 +307,8 @@ def _classes(probabilities: ArrayLike, label: ArrayLike) -> tuple[Floats, NDArra
         raise PartitionError.because(
             f"probabilities of shape {found.shape} and {len(known)} labels",
             "one row for each label, one column for each class",
-            None,
-            "probabilities [rows, classes], as many rows as labels; np.stack([1 - p, p], 1) for "
-            "the probability p of class 1",
+            hint="probabilities [rows, classes], as many rows as labels; np.stack([1 - p, p], 1) "
+            "for the probability p of class 1",
         )
     off = np.abs(found.sum(1) - 1)
     if len(found) and not (off.max() < 1e-3 and found.min() >= -1e-6):  # NaN too

@@ -41,7 +41,7 @@ def to_tensor(data: ArrayLike, device: torch.device, dtype: torch.dtype) -> Tens
 
 def _not_numbers(found: str) -> UnisonoError:
     hint = "rows of equal length; a missing value is float('nan')"
-    return PartitionError.because("an array of numbers", found, None, hint)
+    return PartitionError.because("an array of numbers", found, hint=hint)
 
 
 def to_array(data: Tensor) -> NDArray[Any]:
@@ -260,6 +260,6 @@ class BaseDeltaStates(_Buffer):
         count = source.size if num_data == -1 else num_data
         if not 0 <= count <= source.size:
             asked, wrong = f"copy_from(source, num_data={num_data})", f"{num_data} > {source.size}"
-            raise PartitionError.because(asked, None, wrong, f"num_data={source.size}")
+            raise PartitionError.because(asked, arithmetic=wrong, hint=f"num_data={source.size}")
         self.live = {name: source.live[name][:count].clone() for name in self.fields}
         self.block_size, self.is_written = source.block_size, True

@@ -51,7 +51,7 @@ def start_scale(method: str, fan_in: int, fan_out: int) -> float:
     if method == "Xavier":
         return math.sqrt(2 / (fan_in + fan_out))
     raise PartitionError.because(
-        f"init_method={method!r}", "methods are He, Xavier", None, 'init_method="He"'
+        f"init_method={method!r}", "methods are He, Xavier", hint='init_method="He"'
     )
 
 

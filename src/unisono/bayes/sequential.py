@@ -157,8 +157,7 @@ class Sequential:
                 raise PartitionError.because(
                     f"{key} is the same object as {seen[id(layer)]}",
                     "a layer remembers one input, so it can stand in one place",
-                    None,
-                    f"another {layer.get_layer_name()}(...) there",
+                    hint=f"another {layer.get_layer_name()}(...) there",
                 )
             seen[id(layer)] = key
 
@@ -348,16 +347,14 @@ class Sequential:
             raise PartitionError.because(
                 "backward()",
                 "no forward pass in training mode to go back through",
-                None,
-                "net.train(), then net(x) before net.backward()",
+                hint="net.train(), then net(x) before net.backward()",
             )
         buffer = self.input_delta_z_buffer
         if not buffer.is_written:
             raise PartitionError.because(
                 "backward()",
                 "no deltas were written since the last forward pass",
-                None,
-                "OutputUpdater(net.device).update(net.output_z_buffer, y, var_y, "
+                hint="OutputUpdater(net.device).update(net.output_z_buffer, y, var_y, "
                 "net.input_delta_z_buffer)",
             )
         like, outputs = self.output_z_buffer.live["mean"], math.prod(self._output_shape or ())
@@ -447,8 +444,7 @@ class Sequential:
             raise PartitionError.because(
                 "input_states_posterior()",
                 "the input was certain, so nothing can be learnt about it",
-                None,
-                "net(mu_x, var_x) with variances of the input",
+                hint="net(mu_x, var_x) with variances of the input",
             )
         mean, var = x.mean.reshape(-1), x.var.reshape(-1)
         shift, shift_var = delta.mean.reshape(-1), delta.var.reshape(-1)
@@ -459,8 +455,7 @@ class Sequential:
             raise PartitionError.because(
                 "the deltas of the input",
                 f"input_state_update = {self.input_state_update}, and no backward pass with True",
-                None,
-                "net.input_state_update = True before net.backward()",
+                hint="net.input_state_update = True before net.backward()",
             )
         return self._corrected
 
@@ -507,8 +502,7 @@ class Sequential:
             raise PlatformError.because(
                 f"to({device_or_dtype})",
                 "variances need float32 or float64",
-                None,
-                "net.float() or net.double()",
+                hint="net.float() or net.double()",
             )
         for layer in self.layers:
             layer.move(self._device, self._dtype)
@@ -649,8 +643,7 @@ class Sequential:
             raise PartitionError.because(
                 "load_state_dict with sizes of another net",
                 "\n".join(wrong),
-                None,
-                f"the dict of a net like this one: {' '.join(self.infos())}",
+                hint=f"the dict of a net like this one: {' '.join(self.infos())}",
             )
         for live, flat in read:
             live.copy_(flat.view(live.shape))
@@ -740,8 +733,7 @@ class Sequential:
                 raise PartitionError.because(
                     f"the state of layer {n}",
                     f"LSTM layers are {list(layers)}",
-                    None,
-                    "the keys that get_lstm_states() gives",
+                    hint="the keys that get_lstm_states() gives",
                 )
         read = {n: layers[n].read_state(parts, n) for n, parts in states.items()}
         for n, state in read.items():
@@ -769,8 +761,7 @@ class Sequential:
             raise PartitionError.because(
                 "smoother()",
                 f"{len(layers)} SLSTM layers with {list(steps.values())} time steps",
-                None,
-                "SLSTM layers, and forward, update, backward, step for each time step before",
+                hint="SLSTM layers, and forward, update, backward, step for each time step before",
             )
         behind = _behind_the_last(self.layers)
         smoothed = [layer.smooth() for layer in layers.values()][-1]
@@ -785,7 +776,7 @@ class Sequential:
         """Return what the last `smoother()` returned."""
         if self._smoothed is None:
             raise PartitionError.because(
-                "get_outputs_smoother()", "smoother() has not run yet", None, "net.smoother()"
+                "get_outputs_smoother()", "smoother() has not run yet", hint="net.smoother()"
             )
         mean, var = self._smoothed
         return mean.copy(), var.copy()
@@ -863,9 +854,8 @@ def not_a_number(where: str, found: str) -> UnisonoError:
     return PartitionError.because(
         f"{where} of a net in which a NaN has come up",
         found,
-        None,
-        "standardise inputs and targets; net.double() if numbers grow large; load an earlier state "
-        "if parameters hold it",
+        hint="standardise inputs and targets; net.double() if numbers grow large; load an earlier "
+        "state if parameters hold it",
     )
 
 

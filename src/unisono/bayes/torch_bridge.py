@@ -12,8 +12,7 @@ from unisono.bayes.layers.base import BaseLayer
 from unisono.bayes.layers.convolution import Conv2d, ConvTranspose2d
 from unisono.bayes.layers.linear import Linear
 from unisono.bayes.layers.normalization import BatchNorm2d, LayerNorm, RMSNorm
-from unisono.bayes.layers.pooling import AvgPool2d, MaxPool2d
-from unisono.bayes.layers.window import WindowLayer
+from unisono.bayes.layers.window import AvgPool2d, MaxPool2d, WindowLayer
 from unisono.bayes.moments import check_variance
 from unisono.bayes.sequential import Sequential
 from unisono.errors import PartitionError, UnisonoError
@@ -117,8 +116,7 @@ def _layer_of(part: nn.Module) -> BaseLayer | None:
     raise PartitionError.because(
         f"from_torch of {type(part).__name__}",
         "it has no counterpart in unisono.bayes",
-        None,
-        f"layers of {KNOWN}",
+        hint=f"layers of {KNOWN}",
     )
 
 
@@ -148,8 +146,7 @@ def _unknown_setting(part: nn.Module, name: str, hint: str) -> UnisonoError:
     return PartitionError.because(
         f"from_torch of {type(part).__name__}({name}={getattr(part, name)!r})",
         "unisono.bayes has no layer of the same numbers",
-        None,
-        hint,
+        hint=hint,
     )
 
 
@@ -214,8 +211,7 @@ def _padding(layer: WindowLayer, n: int) -> int:
         raise PartitionError.because(
             f"to_torch of layer {n}, {layer.get_layer_info()} with padding_type=2",
             "torch.nn pads both sides alike",
-            None,
-            "padding_type=1, or nn.ZeroPad2d by hand before the layer's twin",
+            hint="padding_type=1, or nn.ZeroPad2d by hand before the layer's twin",
         )
     return layer.padding if layer.padding_type == 1 else 0
 
@@ -236,5 +232,5 @@ def _no_twin(layer: BaseLayer, n: int) -> UnisonoError:
         why = "it divides by n - 1 and counts the variances of its units; nn.LayerNorm does not"
         hint = "BatchNorm2d or RMSNorm, which have exact twins"
     return PartitionError.because(
-        f"to_torch of layer {n}, {layer.get_layer_info()}", why, None, hint
+        f"to_torch of layer {n}, {layer.get_layer_info()}", why, hint=hint
     )

@@ -161,7 +161,7 @@ def _observations(data: ArrayLike, like: Tensor, count: int, *, finite: bool = T
     if y.numel() != count:
         hint = f"{count} observations, one per output; a missing one is float('nan')"
         raise PartitionError.because(
-            f"{y.numel()} observations", None, f"{y.numel()} != {count}", hint
+            f"{y.numel()} observations", arithmetic=f"{y.numel()} != {count}", hint=hint
         )
     if finite:
         check_finite(y, "mu_obs", "a missing observation is float('nan')", missing=True)
@@ -175,7 +175,7 @@ def _noise(data: ArrayLike, y: Tensor) -> Tensor:
     elif noise.numel() < y.numel():
         asked, wrong = f"var_obs of {noise.numel()} numbers", f"{noise.numel()} < {y.numel()}"
         hint = "one number for all, or one per observation"
-        raise PartitionError.because(asked, None, wrong, hint)
+        raise PartitionError.because(asked, arithmetic=wrong, hint=hint)
     noise = noise[: y.numel()]
     check_variance(noise, "var_obs")
     return noise

@@ -23,7 +23,7 @@ from unisono.cli.outcome import FAILED, OK
 from unisono.errors import MissingExtra, PlatformError
 
 if TYPE_CHECKING:
-    from unisono.train.report.data import RecordedRun
+    from unisono.train.recording.reading import RecordedRun
 
 GLOBAL_BATCH = 256
 CLOSE = 1e-2
@@ -135,8 +135,8 @@ def compare(on: str, ranks: int | None, epochs: int) -> int:
         raise MissingExtra.of("examples", "unisono demo trains on the digits of scikit-learn")
     from unisono.cores import usable_cores
     from unisono.train.recording import launching
-    from unisono.train.report.building import build_report
-    from unisono.train.report.data import RecordedRun
+    from unisono.train.recording.reading import RecordedRun
+    from unisono.train.recording.report import build_report
 
     many = max(2, min(4, usable_cores())) if ranks is None else ranks
     if many < 2:
@@ -196,12 +196,12 @@ def _run(name: str, on: str, ranks: int, epochs: int, threads: int) -> tuple[Out
 
 def _show(runs: list[RecordedRun], outcomes: list[Outcome]) -> bool:
     """Print the comparison; return whether it is as it should be."""
-    from unisono.train.report import metrics, timeline
+    from unisono.train.recording import figures, reading
 
     losses = [run.merged.series["loss"].mean for run in runs]
     apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
-    rates = [metrics.overall_throughput(run.merged) or 0.0 for run in runs]
-    shares = [[row["share"] for row in timeline.shares(run.parts, run.lines)] for run in runs]
+    rates = [reading.overall_throughput(run.merged) or 0.0 for run in runs]
+    shares = [[row["share"] for row in figures.shares(run.parts, run.lines)] for run in runs]
     spread = outcomes[1]["spread"]
     rows = [
         ("", *(_ranks(len(run.parts)) for run in runs), ""),

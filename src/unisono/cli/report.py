@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(args: argparse.Namespace) -> int:
     """Make the page, say where it is, show it."""
-    from unisono.train.report.building import build_report
+    from unisono.train.recording.report import build_report
 
     path = build_report(args.directory, against=args.against)
     print(path)

@@ -455,7 +455,7 @@ def _recording(args: argparse.Namespace, request: Request) -> Iterator[tuple[Req
         yield request, None
         return
     from unisono.train.recording import launching
-    from unisono.train.report.trackers import check_trackers
+    from unisono.train.recording.report import check_trackers
 
     kept: Any = {"has_command": not args.no_command, "to": check_trackers(args.to or ())}
     name = _recorded_name(args)

@@ -32,8 +32,7 @@ class Platform(launch.Platform):
                 raise PlatformError.because(
                     f"Platform({old}={value!r}, {new}={named[new]!r})",
                     f"two values for one thing: {old} is an old name of {new}",
-                    None,
-                    f"Platform({new}={named[new]!r})",
+                    hint=f"Platform({new}={named[new]!r})",
                 )
         super().__init__(*args, **named)
         vars(self)["_is_per_rank"] = "n_cpus_per_node" in given

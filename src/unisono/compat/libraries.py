@@ -105,9 +105,6 @@ def library_named(name: str) -> Library:
     """Return the library, or raise `PlatformError` with the choices."""
     if name not in LIBRARIES:
         raise PlatformError.because(
-            f"serving {name!r}",
-            "no such library among ours",
-            None,
-            f"one of {', '.join(LIBRARIES)}",
+            f"serving {name!r}", "no such library among ours", hint=f"one of {', '.join(LIBRARIES)}"
         )
     return LIBRARIES[name]

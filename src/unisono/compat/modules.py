@@ -200,7 +200,7 @@ def loaded(name: str, asked: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         hint = f"pip install {name.partition('.')[0]}"
-        raise MissingExtra.because(asked, str(error), None, hint) from error
+        raise MissingExtra.because(asked, str(error), hint=hint) from error
 
 
 def _refuse(

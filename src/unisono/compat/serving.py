@@ -87,8 +87,7 @@ def _cuda(names: Sequence[str]) -> Any:
         raise PlatformError.because(
             f"as_cpu for {', '.join(names) or 'no library'}",
             f"programs of {', '.join(able)} ask for CUDA",
-            None,
-            f"--compat {able[0]} --as-cpu",
+            hint=f"--compat {able[0]} --as-cpu",
         )
     return importlib.import_module("unisono.bayes.cuda")  # loads torch
 
@@ -151,7 +150,7 @@ def _found_in(library: Library, own: str, path: Sequence[str] | None) -> ModuleS
     spec = PathFinder.find_spec(own, path)
     if spec is None:
         asked = own.replace(library.package, library.root, 1)
-        message = explain(f"import {asked}", _offer(library), None, library.instead)
+        message = explain(f"import {asked}", _offer(library), hint=library.instead)
         raise ModuleNotFoundError(message, name=asked)
     return spec
 
@@ -198,8 +197,7 @@ def _start(library: Library) -> bool:
         raise PlatformError.because(
             f"serving {library.name!r}",
             f"`import {library.root}` finds {who} already",
-            None,
-            f"unisono.compat.serve({library.name!r}) before the first import of it",
+            hint=f"unisono.compat.serve({library.name!r}) before the first import of it",
         )
     _finder.served[library.root] = library
     if _finder not in sys.meta_path:

@@ -6,26 +6,25 @@ split over ranks.
 
 from __future__ import annotations
 
+from unisono.data_parallel.averaging import GradBucket, PowerSGD
 from unisono.data_parallel.bucket import Bucket
-from unisono.data_parallel.compression import GradBucket, PowerSGD
-from unisono.data_parallel.daso import (
-    DASO,
+from unisono.data_parallel.daso.daso import DASO
+from unisono.data_parallel.daso.schedule import (
     BatchPlan,
     DasoSchedule,
     DetectMetricPlateau,
     Skips,
 )
-from unisono.data_parallel.data import (
-    DataLoader,
+from unisono.data_parallel.data.dataset import (
     Dataset,
     DistributedDataset,
-    DistributedSampler,
-    create_train_val_split,
     dataset_irecv,
     dataset_ishuffle,
     dataset_shuffle,
     shard,
 )
+from unisono.data_parallel.data.loader import DataLoader
+from unisono.data_parallel.data.sampler import DistributedSampler, create_train_val_split
 from unisono.data_parallel.engine import Stats
 from unisono.data_parallel.multi_gpu import DataParallelMultiGPU
 from unisono.data_parallel.optimizer import DataParallelOptimizer

@@ -21,11 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from unisono.comm import Communicator
 from unisono.comm.health.trace import AveragingCosts, announce
 from unisono.comm.torch.private import runs_uncompiled
-from unisono.data_parallel.averaging import Handle, SparseParameters, sparse_parameters
+from unisono.data_parallel.averaging import (
+    Handle,
+    SparseParameters,
+    averaging_for,
+    sparse_parameters,
+)
 from unisono.data_parallel.bucket import Bucket, GradientBucket, plan_buckets
-from unisono.data_parallel.compression import averaging_for
-from unisono.data_parallel.ranks import broadcast_tensors, on_device
-from unisono.data_parallel.replicas import Structure, check_same_module
+from unisono.data_parallel.ranks import Structure, broadcast_tensors, check_same_module, on_device
 from unisono.errors import CollectiveMismatch, RankTimeout
 
 if TYPE_CHECKING:
@@ -92,7 +95,7 @@ class GradientEngine:
         module: gradients of its trainable parameters are averaged.
         comm: the ranks.
         bucket_mb: largest bucket; None: by transport.
-        compression: see `compression.py`.
+        compression: see `averaging.py`.
         broadcast_buffers: whether rank 0's buffers go to all before a synchronising forward.
         find_unused: whether to look for unused parameters after forward, so that they do not hold
             up their bucket. Results do not depend on it.

@@ -18,8 +18,7 @@ from unisono.comm.engines.algorithms import forcing
 from unisono.data_parallel.engine import GradientEngine, Unfinished, named_error
 from unisono.data_parallel.nonblocking import only_observes
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.ranks import on_device
-from unisono.data_parallel.replicas import broadcast_module
+from unisono.data_parallel.ranks import broadcast_module, on_device
 from unisono.errors import explain
 from unisono.expect import one_line
 
@@ -65,7 +64,7 @@ class Weights:
         is_number = isinstance(n, int | float | Tensor) and not isinstance(n, bool)
         if not is_number or not 0 <= float(n) < math.inf:
             hint = "samples(len(batch)), a number of at least 0"
-            raise ValueError(explain(f"samples({n!r})", None, None, hint))
+            raise ValueError(explain(f"samples({n!r})", hint=hint))
         before, self._samples = self._samples, float(n)
         self._accumulates = False
         self._offer()
@@ -292,8 +291,7 @@ def _check_stateful(one: object) -> None:
             explain(
                 f"join({one_line(one)})",
                 f"{type(one).__name__}, without state_dict() and load_state_dict()",
-                None,
-                "join(optimizer, scheduler), whatever is stepped inside",
+                hint="join(optimizer, scheduler), whatever is stepped inside",
             )
         )
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
 
-from unisono.data_parallel.daso import DASO
+from unisono.comm import Communicator
+from unisono.data_parallel.daso.daso import DASO
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.ranks import communicator_of
-from unisono.data_parallel.replicas import check_same_module, name_as_wrapped, reset_module
-from unisono.data_parallel.wrapper import check_options
+from unisono.data_parallel.wrapper import DataParallel
 from unisono.errors import MeshError, explain
 from unisono.expect import expect
 
 __all__ = ["DataParallelMultiGPU"]
 
 
-class DataParallelMultiGPU(nn.Module):
+class DataParallelMultiGPU(DataParallel):
     """The module with gradients averaged over the ranks of its node; DASO does the rest.
 
     All ranks get rank 0's parameters and buffers. Any device, any number of ranks on a node.
@@ -50,58 +47,41 @@ class DataParallelMultiGPU(nn.Module):
         reset_parameters: bool = False,
     ) -> None:
         expect("optimizer", optimizer, DASO, "DASO(optimizer, total_epochs), or DataParallel")
-        check_options(
-            "DataParallelMultiGPU",
-            module,
-            bucket_mb,
-            compression,
-            broadcast_buffers=broadcast_buffers,
-            find_unused=find_unused,
-            reset_parameters=reset_parameters,
-        )
         ranks = optimizer.communicator if comm is None else communicator_of(comm)
         others = optimizer.communicator.ranks
         if ranks.ranks != others:
             raise MeshError.because(
                 "DataParallelMultiGPU(comm=...)",
                 f"ranks {list(ranks.ranks)}, but the optimizer's are {list(others)}",
-                None,
-                "DASO(..., comm=comm)",
+                hint="DASO(..., comm=comm)",
             )
-        super().__init__()
-        self.module = module
+        self._daso = optimizer
+        super().__init__(
+            module,
+            ranks,
+            blocking_parameter_updates=True,
+            bucket_mb=bucket_mb,
+            compression=compression,
+            broadcast_buffers=broadcast_buffers,
+            find_unused=find_unused,
+            reset_parameters=reset_parameters,
+        )
         self.comm = optimizer.comm if comm is None else comm
-        self.loc_gpus = optimizer.loc_gpus
-        self._optimizer = optimizer
-        self._options: dict[str, Any] = {
-            "bucket_mb": bucket_mb,
-            "compression": compression,
-            "broadcast_buffers": broadcast_buffers,
-            "find_unused": find_unused,
-        }
-        options = (*self._options.values(), reset_parameters)
-        check_same_module(module, ranks, [repr(option) for option in options])
-        if reset_parameters:
-            reset_module(module, ranks)
         optimizer.set_model(module, local_sync=self._set_sync)
-        self._engine: GradientEngine | None = None
-        self._running()
 
-    def _running(self) -> GradientEngine:
-        """Return the engine. In a copy it is made first: collective over the node."""
-        if self._engine is None:
-            node = self._optimizer.exchange.node
-            self._engine = GradientEngine(self.module, node, **self._options)
-            self._engine.require_sync = self._optimizer.local.syncs
-        return self._engine
+    @property
+    def _averaging_ranks(self) -> Communicator:
+        return self._daso.exchange.node
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
-        engine = self._running()
-        engine.before_forward()
-        outputs = self.module(*inputs, **kwargs)
-        engine.after_forward(outputs)
-        return outputs
+    def _start(self) -> GradientEngine:
+        engine = super()._start()
+        engine.require_sync = self._daso.local.syncs
+        return engine
+
+    @property
+    def loc_gpus(self) -> int:
+        """Ranks on this node."""
+        return self._daso.loc_gpus
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -112,14 +92,8 @@ class DataParallelMultiGPU(nn.Module):
     def require_backward_grad_sync(self, value: bool) -> None:
         self._running().require_sync = value
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward inside only accumulate on this rank."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+    def _set_sync(self, on: bool) -> None:
+        self.require_backward_grad_sync = on
 
     def join(self, *_: object, **__: object) -> NoReturn:
         """Refuse: nodes count batches to know when to exchange, so all ranks need equally many."""
@@ -127,33 +101,20 @@ class DataParallelMultiGPU(nn.Module):
             explain(
                 "DataParallelMultiGPU.join()",
                 "DASO needs equal batch counts on all ranks",
-                None,
-                "drop_last=True in the loader, or DataParallel.join() without DASO",
+                hint="drop_last=True in the loader, or DataParallel.join() without DASO",
             )
         )
 
-    def _set_sync(self, on: bool) -> None:
-        self.require_backward_grad_sync = on
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Take names with `module.`, as `state_dict` gives them, and those of the module inside."""
-        name_as_wrapped(state_dict, prefix, self.module)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    # -- copies: with the optimizer's own copy, which `copy.deepcopy((model, optimizer))` shows ----
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "comm": None, "_engine": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.comm = communicator_of(None)
+    def samples(self, n: float) -> NoReturn:
+        """Refuse: nodes average parameters, so every rank's gradient counts the same."""
+        raise ValueError(
+            explain(
+                f"DataParallelMultiGPU.samples({n!r})",
+                "DASO weights ranks alike",
+                hint="DataParallel.samples() without DASO",
+            )
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelMultiGPU:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        nn.Module.__setstate__(twin, copy.deepcopy(self.__getstate__(), memo))
-        twin.comm = self.comm
-        return twin
+        """Return a copy with the optimizer's own copy, as `copy.deepcopy((model, optimizer))`."""
+        return self._copied(memo)

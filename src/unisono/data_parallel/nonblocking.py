@@ -22,23 +22,11 @@ from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.errors import explain
 
-_PER_PARAMETER: frozenset[type] = frozenset(
-    {
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.ASGD,
-        optim.Adafactor,
-        optim.SparseAdam,
-    }
-)
+_PER_PARAMETER: set[type] = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+    *(optim.Adafactor, optim.SparseAdam),
+}
 """Optimizers that treat each parameter on its own: no counter in a group, no norm over all. A step
 on some parameters, and later on the others, gives the bits of one step on all of them."""
 
@@ -187,8 +175,7 @@ class DeferredUpdates:
                 explain(
                     "gradients written to while they travelled",
                     bucket.describe(),
-                    None,
-                    "model.finalize() before, or reach them by model.parameters(), "
+                    hint="model.finalize() before, or reach them by model.parameters(), "
                     "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
                 )
             )

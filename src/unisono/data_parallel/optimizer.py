@@ -53,8 +53,7 @@ class DataParallelOptimizer(optim.Optimizer):
                 explain(
                     "DataParallelOptimizer(DataParallelOptimizer(...))",
                     "it wraps a torch optimizer already",
-                    None,
-                    "pass the inner one: optimizer.torch_optimizer",
+                    hint="pass the inner one: optimizer.torch_optimizer",
                 )
             )
         expect("blocking", blocking, bool)

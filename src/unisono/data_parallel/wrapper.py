@@ -7,7 +7,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -16,16 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.torch.private import runs_uncompiled
+from unisono.data_parallel.averaging import check_compression
 from unisono.data_parallel.bucket import Bucket
-from unisono.data_parallel.compression import check_compression
 from unisono.data_parallel.engine import GradientEngine, Stats
 from unisono.data_parallel.join import Join, Weights
 from unisono.data_parallel.nonblocking import DeferredUpdates, UpdateHook, fallback_reason
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.data_parallel.ranks import communicator_of
-from unisono.data_parallel.replicas import (
+from unisono.data_parallel.ranks import (
     broadcast_module,
     check_same_module,
+    communicator_of,
     name_as_wrapped,
     reset_module,
 )
@@ -89,7 +89,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_options(
-            "DataParallel",
+            type(self).__name__,
             module,
             bucket_mb,
             compression,
@@ -126,7 +126,7 @@ class DataParallel(nn.Module):
         """Make the engine, and what defers updates where they are. Collective over `comm`."""
         engine = GradientEngine(
             self._inner,
-            self.communicator,
+            self._averaging_ranks,
             blocking=self.blocking_parameter_updates,
             **self._options,
         )
@@ -140,6 +140,11 @@ class DataParallel(nn.Module):
         self._engine, self._weights, self._deferred = engine, Weights(engine), deferred
         weakref.finalize(self, _leave, engine, deferred)
         return engine
+
+    @property
+    def _averaging_ranks(self) -> Communicator:
+        """The ranks over which gradients are averaged."""
+        return self.communicator
 
     # -- ways to the parameters: what is owed is completed first -----------------------------------
 
@@ -276,7 +281,7 @@ class DataParallel(nn.Module):
         """
         if not max_norm >= 0:  # infinity clips nothing
             hint = "clip_grad_norm(1.0), at least 0"
-            raise ValueError(explain(f"clip_grad_norm({max_norm})", None, None, hint))
+            raise ValueError(explain(f"clip_grad_norm({max_norm})", hint=hint))
         return nn.utils.clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
@@ -334,14 +339,19 @@ class DataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """Return a parallel copy with its own hooks, buckets and optimizers. Collective."""
+        twin = self._copied(memo)
+        averaging = twin._start().averaging
+        if self._engine is not None:
+            averaging.load_state_dict(self._engine.averaging.state_dict())
+        return twin
+
+    def _copied(self, memo: dict[int, Any]) -> Self:
+        """Return a copy that makes its engine at the first use."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         memo[id(self._options)] = dict(self._options)  # a function, or what it holds, is not copied
         super(DataParallel, twin).__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.comm, twin.communicator = self.comm, self.communicator
-        averaging = twin._start().averaging
-        if self._engine is not None:
-            averaging.load_state_dict(self._engine.averaging.state_dict())
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -395,9 +405,8 @@ def check_options(
             raise ValueError(
                 explain(
                     f"bucket_mb={bucket_mb}",
-                    None,
-                    f"{bucket_mb} <= 0",
-                    "bucket_mb=25, any number above 0, or None for a size chosen by transport",
+                    arithmetic=f"{bucket_mb} <= 0",
+                    hint="bucket_mb=25, any number above 0, or None for a size chosen by transport",
                 )
             )
     check_compression(compression)
@@ -409,8 +418,7 @@ def check_options(
                 explain(
                     f"{wrapper} of a module with {an(type(part).__name__)} in it",
                     f"{name or 'the module itself'}, which averages its gradients already",
-                    None,
-                    f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
+                    hint=f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
                 )
             )
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
@@ -422,7 +430,7 @@ def check_options(
         else:
             continue
         raise ValueError(
-            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", None, hint)
+            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", hint=hint)
         )
 
 
@@ -440,14 +448,13 @@ def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelO
                 hint = "DataParallelMultiGPU(module, daso)"
             elif isinstance(one, optim.Optimizer):
                 hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
-            raise TypeError(explain(f"optimizer={kind}", "not a DataParallelOptimizer", None, hint))
+            raise TypeError(explain(f"optimizer={kind}", "not a DataParallelOptimizer", hint=hint))
         if not any(id(p) in own for p in one.params_ref):
             raise ValueError(
                 explain(
                     f"an optimizer with {len(one.params_ref)} parameters",
                     f"none of them is one of the module's {len(own)} parameters",
-                    None,
-                    "build the optimizer from the parameters of this very module",
+                    hint="build the optimizer from the parameters of this very module",
                 )
             )
     return given

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 from unisono.errors import PlatformError, an
 
 if TYPE_CHECKING:
-    from unisono.train.report.building import Report
+    from unisono.train.recording.report import Report
 
 __all__ = ["Elsewhere", "Results"]
 

@@ -11,24 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from unisono.train.checkpoint import Checkpoint, Restored
     from unisono.train.exact.run import ElasticRun, elastic
-    from unisono.train.recording.opening import current_run, log, record, span
-    from unisono.train.recording.run import Run
-    from unisono.train.report.building import Report, build_report
+    from unisono.train.recording.report import Report, build_report
+    from unisono.train.recording.run import Run, current_run, log, record, span
     from unisono.train.resumable import Resumable
 
 _HOMES = {
-    "Checkpoint": "unisono.train.checkpoint",
-    "ElasticRun": "unisono.train.exact.run",
-    "Report": "unisono.train.report.building",
-    "Restored": "unisono.train.checkpoint",
-    "Resumable": "unisono.train.resumable",
-    "Run": "unisono.train.recording.run",
-    "build_report": "unisono.train.report.building",
-    "current_run": "unisono.train.recording.opening",
-    "elastic": "unisono.train.exact.run",
-    "log": "unisono.train.recording.opening",
-    "record": "unisono.train.recording.opening",
-    "span": "unisono.train.recording.opening",
+    "checkpoint": "Checkpoint Restored",
+    "exact.run": "ElasticRun elastic",
+    "recording.report": "Report build_report",
+    "recording.run": "Run current_run log record span",
+    "resumable": "Resumable",
 }
 
 __all__ = [
@@ -49,12 +41,12 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load a public name from its home, once."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'unisono.train' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names.split():
+            value = getattr(importlib.import_module(f"unisono.train.{home}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'unisono.train' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

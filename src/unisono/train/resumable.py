@@ -44,8 +44,7 @@ class Resumable:
             raise CheckpointError.because(
                 f"Resumable({type(loader).__name__})",
                 "not a loader of a dataset with a length",
-                None,
-                "Resumable(DataLoader(dataset, ...)); a stream keeps its own position",
+                hint="Resumable(DataLoader(dataset, ...)); a stream keeps its own position",
             )
         self.loader = loader
         self.epoch = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from tests.repeated import repeated
 from torch import nn
 
 from unisono.comm import world
@@ -158,8 +159,8 @@ def with_skips(daso: DASO, *skips: int) -> None:
     daso.schedule.skips = Skips(*skips)
 
 
-@pytest.mark.parametrize("skips", [(4, 1, 1), (1, 1, 1), (8, 2, 2), (3, 1, 0), (0, 0, 0)])
 @pytest.mark.ranks([1, 2, 3, 4], timeout=120)
+@repeated("skips", [(4, 1, 1), (1, 1, 1), (8, 2, 2), (3, 1, 0), (0, 0, 0)])
 def test_every_batch_follows_the_formulas_for_every_layout_of_nodes(skips, rank_count):
     for blocks in LAYOUTS[rank_count]:
         for by_mean in (True, False):
@@ -182,8 +183,8 @@ def test_shared_memory_gives_the_same_numbers():
     assert_simulated(run_daso(daso, model, 1, 10), simulation.own_values(1, 10))
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.ranks([2, 3], timeout=120)
+@repeated("nesterov", [False, True])
 def test_the_outer_optimizer_follows_its_formula_through_all_phases(nesterov, rank_count):
     blocks = {2: [1, 1], 3: [1, 2]}[rank_count]
     for every in (None, 3):
@@ -197,7 +198,7 @@ def test_the_outer_optimizer_follows_its_formula_through_all_phases(nesterov, ra
 
 
 @pytest.mark.ranks([1, 2, 3, 4], timeout=120)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@repeated("momentum", [0.0, 0.9])
 def test_warm_up_is_large_batch_training(momentum, rank_count):
     alone = make_model()
     plain = torch.optim.SGD(alone.parameters(), LR, momentum=momentum)
@@ -217,7 +218,7 @@ def test_warm_up_is_large_batch_training(momentum, rank_count):
 
 
 @pytest.mark.ranks([2, 4], timeout=120)
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@repeated("kind", ["sgd", "adam"])
 def test_replicas_are_bitwise_equal_at_each_close(kind, rank_count):
     makers = {
         "sgd": lambda p: torch.optim.SGD(p, LR, momentum=0.9),

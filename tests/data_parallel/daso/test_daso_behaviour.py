@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from tests.repeated import repeated
 from torch import nn
 
 from unisono.comm import Communicator, world
@@ -39,7 +40,7 @@ def flat_of(model):
 
 
 @pytest.mark.ranks(2, timeout=90)
-@pytest.mark.parametrize("told", [6, 5, 9])
+@repeated("told", [6, 5, 9])
 def test_a_wrong_number_of_batches_is_healed_with_one_warning(told):
     daso, model = make(total_epochs=8)
     with warnings.catch_warnings(record=True) as caught:
@@ -209,7 +210,7 @@ def test_schedulers_step_by_batch_or_by_epoch_and_the_optimizer_steps_too():
 
 
 @pytest.mark.ranks(2, timeout=90)
-@pytest.mark.parametrize("added", [True, False])
+@repeated("added", [True, False])
 def test_a_scaler_leaves_out_steps_without_losing_count(added):
     for blocks in ([2], [1, 1]):
         scheduler = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)  # noqa: E731

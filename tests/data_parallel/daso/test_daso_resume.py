@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from tests.repeated import repeated
 from torch import nn
 
 from unisono.comm import world
@@ -55,11 +56,7 @@ def flat_of(model):
 
 
 @pytest.mark.ranks([1, 2, 4], timeout=150)
-@pytest.mark.parametrize(
-    "options",
-    [{"downcast_cycling": True}, {"outer_momentum": 0.5, "outer_nesterov": True}],
-    ids=["narrow", "outer"],
-)
+@repeated("options", [{"downcast_cycling": True}, {"outer_momentum": 0.5, "outer_nesterov": True}])
 def test_a_run_continues_bit_for_bit_from_any_batch(options, rank_count):
     options = {**options, "ranks_per_node": 2 if rank_count == 4 else 1}
     total = N * EPOCHS

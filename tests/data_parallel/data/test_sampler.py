@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.repeated import repeated
 
 from unisono.comm import world
 from unisono.data_parallel import (
@@ -26,7 +27,7 @@ def whole(dataset: DistributedDataset) -> torch.Tensor:
 
 
 @pytest.mark.ranks([1, 2, 3, 4], timeout=60)
-@pytest.mark.parametrize("n", [1, 3, 17])
+@repeated("n", [1, 3, 17])
 def test_the_global_order_is_that_of_the_formula(n, rank_count):
     x = torch.arange(2.0 * n).reshape(n, 2)
     mine = shard(x).clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.repeated import repeated
 
 from unisono.comm import world
 from unisono.data_parallel import (
@@ -140,7 +141,7 @@ def test_two_runs_with_one_seed_give_the_same_rows_and_another_seed_others():
 
 
 @pytest.mark.ranks(2, timeout=60)
-@pytest.mark.parametrize("ishuffle", [False, True])
+@repeated("ishuffle", [False, True])
 def test_the_loader_shows_every_row_in_each_epoch_and_shuffles_between(ishuffle):
     data = Labelled(own_rows(), ishuffle=ishuffle)
     loader = DataLoader(data, batch_size=3)
@@ -241,7 +242,7 @@ class Own(torch.utils.data.Dataset):
 
 
 @pytest.mark.ranks(2, timeout=60)
-@pytest.mark.parametrize("ishuffle", [True, False])
+@repeated("ishuffle", [True, False])
 def test_a_dataset_written_for_heat_is_shuffled(ishuffle):
     data, ours = Own(own_rows(), ishuffle), Dataset(own_rows(), ishuffle=ishuffle)
     before = everybody(data.data)

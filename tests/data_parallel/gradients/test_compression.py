@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import assert_replicas_equal, batch, built, loss_of, mlp
+from tests.repeated import repeated
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer, PowerSGD
 
-both = pytest.mark.ranks([2, 3], backend=["gloo", "shm"], timeout=60)
+both = pytest.mark.ranks(3, backend=["gloo", "shm"], timeout=60)
 
 
 def gradients_of(module, twin, **options):
@@ -28,7 +29,7 @@ def gradients_of(module, twin, **options):
 
 
 @both
-@pytest.mark.parametrize(("name", "eps"), [("bf16", 2**-8), ("fp16", 2**-11)])
+@repeated(("name", "eps"), [("bf16", 2**-8), ("fp16", 2**-11)])
 def test_16_bit_gradients_are_off_by_their_rounding_only(name, eps):
     for dtype in (torch.float32, torch.float64):
         module, twin = built(mlp, dtype)
@@ -101,7 +102,7 @@ def test_powersgd_sends_later_what_it_left_out():
 
 
 @both
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@repeated("bad", [float("inf"), float("nan")])
 def test_powersgd_forgets_an_inf_or_nan_of_one_rank(bad):
     """A scaler skips that step on all ranks; later ones are as if it had not been."""
     config = PowerSGD(rank=1, start_step=0, min_ratio=0)

@@ -16,13 +16,14 @@ from parallel_models import (
     loss_of,
     mlp,
 )
+from tests.repeated import repeated
 from torch import nn
 
 from unisono.comm import world
 from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
 
+both_modes = repeated("blocking", [True, False])
 both = pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
-both_modes = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
 
 
 def large():

@@ -22,6 +22,7 @@ from parallel_models import (
     loss_of,
     mlp,
 )
+from tests.repeated import repeated
 from torch import nn
 
 from unisono.comm import world
@@ -339,7 +340,7 @@ class InGroups(torch.optim.SGD):
 
 
 @on_both
-@pytest.mark.parametrize("make", [InGroups, ByNorm], ids=["in groups", "by norm"])
+@repeated("make", [InGroups, ByNorm])
 def test_an_optimizer_that_sees_all_parameters_together_is_never_deferred(make):
     """Not even by chance, where messages are late on one rank only: there ranks would part."""
     module, twin = built(mlp)

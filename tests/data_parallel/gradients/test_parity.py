@@ -16,12 +16,13 @@ from parallel_models import (
     loss_of,
     mlp,
 )
+from tests.repeated import repeated
 from torch import nn
 
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
 
-both_modes = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
+both_modes = repeated("blocking", [True, False])
 
 
 def train(make, optimizer, blocking, dtype=torch.float64, steps=5, **options):
@@ -91,7 +92,7 @@ def test_five_steps_of_every_optimizer_equal_one_process_on_any_number_of_ranks(
     check_optimizers(lambda i: (i % 2 == 0) == (rank_backend == "gloo"))
 
 
-@pytest.mark.ranks([2, 3, 4], backend="shm", timeout=60)
+@pytest.mark.ranks([2, 4], backend="shm", timeout=60)
 @both_modes
 def test_replicas_have_the_same_bits_after_200_steps(blocking):
     assert_replicas_equal(train(mlp, "sgd", blocking, torch.float32, steps=200))

@@ -336,19 +336,22 @@ def test_a_job_that_is_driven_out_saves_and_goes_on_later(cluster, tmp_path, lon
     assert "--- attempt 1 on" in results.log(0)
 
 
-def elastic_training(folder, steps, pause_s):
-    """Train elastically; one rank kills itself in a closure, later one is stopped by a signal."""
+def elastic_training(folder):
+    """Train elastically, slowly until somebody says so.
+
+    One rank kills itself in a closure, and later one is stopped by a signal.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
     optimizer = torch.optim.Adam(model.parameters())
     data = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
-    run = unisono.train.elastic(model, optimizer, data, batch_size=16, shards=4, steps=steps)
+    run = unisono.train.elastic(model, optimizer, data, batch_size=16, shards=4, steps=400)
     checkpoint = unisono.Checkpoint(folder / "saved")
     checkpoint.restore(run=run)
 
     def loss(batch):
         for number, sent in ((3, signal.SIGKILL), (9, signal.SIGSTOP)):
-            if run.number >= number and run.members == 4:
+            if run.number >= number and run.members == 2:
                 with suppress(FileExistsError):
                     (folder / sent.name).touch(exist_ok=False)
                     os.kill(os.getpid(), sent)
@@ -356,28 +359,38 @@ def elastic_training(folder, steps, pause_s):
 
     for step in run:
         step(loss)
-        time.sleep(pause_s)
+        time.sleep(0.0 if (folder / "hurry").exists() else 0.1)
         if unisono.should_stop():
             checkpoint.save(step.number + 1, run=run)
             unisono.requeue()
     return [tensor.tolist() for tensor in model.state_dict().values()], run.number
 
 
-def test_an_elastic_job_goes_on_without_ranks_that_die_and_after_it_was_driven_out(
+def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_a_requeue(
     cluster, tmp_path
 ):
-    expected = elastic_training(tmp_path, 90, 0.0)
-    on = platform(n_cpus_per_node=2)
-    job = unisono.submit(elastic_training, tmp_path, 90, 0.1, on=on, elastic=True)
-    wait_for((tmp_path / "SIGSTOP").exists)
-    wait_for(lambda: [e["what"] for e in read_events(job.dir)].count("died") == 2)
+    def seen(what):
+        return [event["what"] for event in read_events(job.dir)].count(what)
+
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "hurry").touch()
+    expected = elastic_training(tmp_path / "alone")
+    job = unisono.submit(elastic_training, tmp_path, on=platform(), elastic=True)
+    wait_for(lambda: (seen("died"), seen("joined")) == (2, 4))  # a new rank for each
     urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--nodelist=n2", "--ntasks=4")
     cluster.call(*urgent, "--output=/dev/null", "--wrap=true")
     wait_for(lambda: job.status() == "requeued")
     wait_for(lambda: start_again(cluster, job) or job.status() == "running" or job.done())
-    found = job.result(120)
-    assert len(found) == 4
-    assert all(value == expected for value in found)
+    wait_for(lambda: seen("joined") == 6)
+    cluster.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    try:
+        wait_for(lambda: seen("died") == 3)
+        (tmp_path / "hurry").touch()
+        found = job.result(120)
+    finally:
+        with suppress(RuntimeError):  # it may have come back by itself
+            cluster.call("scontrol", "update", "nodename=n2", "state=resume")
+    assert list(found) == [expected]  # of the node that is left
     assert found.restarts == 1
     with pytest.raises(PlatformError, match="gives a job its nodes once"):
         job.resize(2)

@@ -29,8 +29,9 @@ from unisono.errors import PartitionError, PlatformError, Requeue, UnisonoError
 from unisono.topology import Partition
 from unisono.train import Report, current_run, log, record, span
 from unisono.train.recording.directory import make_run_directory
+from unisono.train.recording.figures import report_data
+from unisono.train.recording.reading import RecordedRun
 from unisono.train.recording.run import _Tee
-from unisono.train.report.data import RecordedRun, report_data
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_steps_of_an_optimizer_are_marked_where_nothing_is_logged(here):
     optimizer.step()
     part = read(run.dir / "rank-0.json")
     assert len(part["marks"]) == 5
-    assert part["steps"]["seconds"] > 0
+    assert part["marks"][-1][0] > part["marks"][0][0]
     stepping = RecordedRun.read(run.dir).stepping
     assert stepping.steps == [0, 1, 2, 3, 4]
     assert stepping.seconds == sorted(stepping.seconds)

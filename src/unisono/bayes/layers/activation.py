@@ -1,6 +1,6 @@
 """The activations: moments of a function of Gaussian units.
 
-Formulas map mean and variance to mean, variance and slope, which is `Cov(z, a) / Var(z)`. An
+`_moments` maps mean and variance to mean, variance and slope, which is `Cov(z, a) / Var(z)`. An
 activation has nothing to learn: it passes its slope on, times the slope it received, and the next
 layer with units multiplies that into what it sends back.
 """
@@ -8,7 +8,7 @@ layer with units multiplies that into what it sends back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -32,146 +32,6 @@ def normal_pdf(x: Tensor) -> Tensor:
     return torch.exp(-0.5 * x * x) / _ROOT_TWO_PI
 
 
-def relu(mean: Tensor, var: Tensor) -> Activated:
-    """First order at the mean."""
-    slope = (mean > 0).to(mean.dtype)
-    return mean.clamp_min(0), slope * var, slope
-
-
-def sigmoid(mean: Tensor, var: Tensor) -> Activated:
-    """First order at the mean."""
-    value = torch.sigmoid(mean)
-    slope = value * (1 - value)
-    return value, slope * slope * var, slope
-
-
-def tanh(mean: Tensor, var: Tensor) -> Activated:
-    """First order at the mean."""
-    value = torch.tanh(mean)
-    slope = 1 - value * value
-    return value, slope * slope * var, slope
-
-
-def softplus(mean: Tensor, var: Tensor) -> Activated:
-    """First order at the mean."""
-    slope = torch.sigmoid(mean)
-    return torch.nn.functional.softplus(mean), slope * slope * var, slope
-
-
-def leaky_relu(mean: Tensor, var: Tensor) -> Activated:
-    """Slope 1 above zero, 0.1 below."""
-    slope = torch.where(mean > 0, 1.0, 0.1).to(mean.dtype)
-    return slope * mean, slope * slope * var, slope
-
-
-def mixture_relu(mean: Tensor, var: Tensor) -> Activated:
-    """Exact moments of `max(0, z)`."""
-    s = var.sqrt()
-    a = mean / s.clamp_min(_TINY)
-    cdf, pdf = torch.special.ndtr(a), normal_pdf(a)
-    t = mean * cdf + s * pdf
-    # the variance E[z+^2] - t^2 in units of s, written so that nothing large cancels
-    far = a.abs().clamp_max(100.0)
-    beyond = pdf - far * torch.special.ndtr(-far)
-    second = var * (cdf - beyond * (far + beyond))
-    return t.clamp_min(LEAST), second.clamp_min(LEAST), cdf
-
-
-def mixture_tanh(mean: Tensor, var: Tensor) -> Activated:
-    """Exact moments of `max(-1, min(1, z))`."""
-    s = var.sqrt()
-    wide = s.clamp_min(_TINY)
-    low, high = (1 + mean) / wide, (1 - mean) / wide
-    cdf_l, cdf_u = torch.special.ndtr(low), torch.special.ndtr(high)
-    pdf_l, pdf_u = normal_pdf(low), normal_pdf(high)
-    t = (mean + 1) * cdf_l + (mean - 1) * cdf_u + s * (pdf_l - pdf_u) - mean
-    square = mean * mean
-    second = (
-        cdf_l * (var - square - 2 * mean - 1)
-        + cdf_u * (var - square + 2 * mean - 1)
-        + s * (pdf_u * (mean - 1) - pdf_l * (mean + 1))
-        - t * t
-        + 2 * t * mean
-        + square
-        - var
-        + 2
-    )
-    return t, second.clamp_min(LEAST), cdf_l + cdf_u - 1
-
-
-def mixture_sigmoid(mean: Tensor, var: Tensor) -> Activated:
-    """`mixture_tanh`, moved into 0 to 1."""
-    t, second, slope = mixture_tanh(mean, var)
-    return t / 2 + 0.5, second / 4, slope / 2
-
-
-def softmax(mean: Tensor, var: Tensor) -> Activated:
-    """First order along the last dim, inputs independent."""
-    p = torch.softmax(mean, -1)
-    weighted = p * p * var
-    others = weighted.sum(-1, keepdim=True) - weighted
-    slope = p * (1 - p)
-    return p, p * p * ((1 - p) ** 2 * var + others), slope
-
-
-def remax(mean: Tensor, var: Tensor, allowed: Tensor | None = None) -> Activated:
-    """Rectified units divided by their sum along the last dim, with log-normal moments.
-
-    `allowed` (broadcast against `mean`) marks the entries that count; the others are exactly 0
-    and have no slope.
-    """
-    m, v, cdf = mixture_relu(mean, var)
-    if allowed is not None:
-        m, v = m * allowed, v * allowed
-    total, total_var = m.sum(-1, keepdim=True), v.sum(-1, keepdim=True)
-    if allowed is not None:  # harmless numbers where the result is dropped
-        m, v = torch.where(allowed, m, 1.0), torch.where(allowed, v, 1.0)
-    log_var = torch.log1p(v / (m * m))
-    log_mean = m.log() - log_var / 2
-    sum_log_var = torch.log1p(total_var / (total * total))
-    sum_log_mean = total.log() - sum_log_var / 2
-    cov = torch.log1p(v / (m * total))
-    share_var = log_var + sum_log_var - 2 * cov
-    a = torch.exp(log_mean - sum_log_mean + share_var / 2).clamp_min(LEAST)
-    if allowed is not None:
-        a = a * allowed
-    a = a / a.sum(-1, keepdim=True)
-    out_var = torch.expm1(share_var) * a * a
-    covariance = torch.expm1(log_var - cov) * a * m / cdf.clamp_min(1e-30)
-    wide = var.clamp_min(_TINY)
-    slope = torch.minimum((out_var * var).clamp_min(0).sqrt(), covariance) / wide
-    return (a, out_var, slope) if allowed is None else (a, out_var, slope * allowed)
-
-
-def closed_form_softmax(mean: Tensor, var: Tensor) -> Activated:
-    """Log-normal units divided by their sum along the last dim; shares need not add to 1."""
-    v = var.clamp_max(_LARGEST_LOG)
-    logs = mean + v / 2
-    top = logs.amax(-1, keepdim=True)
-    share = torch.exp(logs - top)
-    total = share.sum(-1, keepdim=True)
-    share = share / total
-    grown = torch.expm1(v)
-    sum_log_var = torch.log1p((share * share * grown).sum(-1, keepdim=True))
-    sum_log_mean = top + total.log() - sum_log_var / 2
-    cov = torch.log1p(share * grown)
-    log_var = v + sum_log_var - 2 * cov
-    a = torch.exp(mean - sum_log_mean + log_var / 2)
-    part = torch.where(v > _TINY, (v - cov) / v.clamp_min(_TINY), 1 - share)  # its limit at v = 0
-    return a, torch.expm1(log_var) * a * a, a * part
-
-
-def even_exp(mean: Tensor, var: Tensor) -> Activated:
-    """Even entries of the last dim as they are, odd ones exponentiated (log-normal moments)."""
-    m, v = mean[..., 1::2], var[..., 1::2]
-    value = torch.exp(m + v / 2)
-    out_mean, out_var, slope = mean.clone(), var.clone(), torch.ones_like(mean)
-    out_mean[..., 1::2] = value
-    out_var[..., 1::2] = value * value * torch.expm1(v)
-    slope[..., 1::2] = value
-    return out_mean, out_var, slope
-
-
 class Activation(BaseLayer):
     """Base of the activations: one function of mean and variance, element by element."""
 
@@ -181,7 +41,11 @@ class Activation(BaseLayer):
     """Whether certain values stay certain (first-order formulas have var = slope^2 * var)."""
     by_row = False
     """Whether the units of a sample depend on each other."""
-    formula: Callable[[Tensor, Tensor], Activated]
+
+    @staticmethod
+    @abstractmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        """Return mean, variance and slope of the units behind the function."""
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """Output and input have the same shape."""
@@ -192,7 +56,7 @@ class Activation(BaseLayer):
         shape = x.mean.shape
         if self.by_row:
             x = x.reshaped(shape[0], math.prod(shape[1:]))
-        mean, var, slope = self.formula(x.mean, x.spread())
+        mean, var, slope = self._moments(x.mean, x.spread())
         certain = x.var is None and self.keeps_certainty
         if x.slope is not None:
             slope = slope * x.slope
@@ -206,59 +70,118 @@ class Activation(BaseLayer):
 class ReLU(Activation):
     """`max(0, z)`, first order."""
 
-    formula = staticmethod(relu)
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        slope = (mean > 0).to(mean.dtype)
+        return mean.clamp_min(0), slope * var, slope
 
 
 class Sigmoid(Activation):
     """Logistic function, first order."""
 
-    formula = staticmethod(sigmoid)
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        value = torch.sigmoid(mean)
+        slope = value * (1 - value)
+        return value, slope * slope * var, slope
 
 
 class Tanh(Activation):
     """Hyperbolic tangent, first order."""
 
-    formula = staticmethod(tanh)
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        value = torch.tanh(mean)
+        slope = 1 - value * value
+        return value, slope * slope * var, slope
 
 
 class Softplus(Activation):
     """`log(1 + exp(z))`, first order."""
 
-    formula = staticmethod(softplus)
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        slope = torch.sigmoid(mean)
+        return torch.nn.functional.softplus(mean), slope * slope * var, slope
 
 
 class LeakyReLU(Activation):
     """`z` above zero, `0.1 z` below, first order."""
 
-    formula = staticmethod(leaky_relu)
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        slope = torch.where(mean > 0, 1.0, 0.1).to(mean.dtype)
+        return slope * mean, slope * slope * var, slope
 
 
 class MixtureReLU(Activation):
     """`max(0, z)`, exact moments."""
 
     keeps_certainty = False
-    formula = staticmethod(mixture_relu)
+
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        s = var.sqrt()
+        a = mean / s.clamp_min(_TINY)
+        cdf, pdf = torch.special.ndtr(a), normal_pdf(a)
+        t = mean * cdf + s * pdf
+        # the variance E[z+^2] - t^2 in units of s, written so that nothing large cancels
+        far = a.abs().clamp_max(100.0)
+        beyond = pdf - far * torch.special.ndtr(-far)
+        second = var * (cdf - beyond * (far + beyond))
+        return t.clamp_min(LEAST), second.clamp_min(LEAST), cdf
 
 
 class MixtureTanh(Activation):
     """`z` cut at -1 and 1, exact moments."""
 
     keeps_certainty = False
-    formula = staticmethod(mixture_tanh)
+
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        s = var.sqrt()
+        wide = s.clamp_min(_TINY)
+        low, high = (1 + mean) / wide, (1 - mean) / wide
+        cdf_l, cdf_u = torch.special.ndtr(low), torch.special.ndtr(high)
+        pdf_l, pdf_u = normal_pdf(low), normal_pdf(high)
+        t = (mean + 1) * cdf_l + (mean - 1) * cdf_u + s * (pdf_l - pdf_u) - mean
+        square = mean * mean
+        second = (
+            cdf_l * (var - square - 2 * mean - 1)
+            + cdf_u * (var - square + 2 * mean - 1)
+            + s * (pdf_u * (mean - 1) - pdf_l * (mean + 1))
+            - t * t
+            + 2 * t * mean
+            + square
+            - var
+            + 2
+        )
+        return t, second.clamp_min(LEAST), cdf_l + cdf_u - 1
 
 
 class MixtureSigmoid(Activation):
     """`(z + 1) / 2` cut at 0 and 1, exact moments."""
 
     keeps_certainty = False
-    formula = staticmethod(mixture_sigmoid)
+
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        t, second, slope = MixtureTanh._moments(mean, var)
+        return t / 2 + 0.5, second / 4, slope / 2
 
 
 class Softmax(Activation):
     """Softmax of a sample's units, first order."""
 
     by_row = True
-    formula = staticmethod(softmax)
+
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        p = torch.softmax(mean, -1)
+        weighted = p * p * var
+        others = weighted.sum(-1, keepdim=True) - weighted
+        slope = p * (1 - p)
+        return p, p * p * ((1 - p) ** 2 * var + others), slope
 
 
 class Remax(Activation):
@@ -266,14 +189,60 @@ class Remax(Activation):
 
     by_row = True
     keeps_certainty = False
-    formula = staticmethod(remax)
+
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor, allowed: Tensor | None = None) -> Activated:
+        """Rectified units divided by their sum along the last dim, with log-normal moments.
+
+        `allowed` (broadcast against `mean`) marks the entries that count; the others are exactly 0
+        and have no slope.
+        """
+        m, v, cdf = MixtureReLU._moments(mean, var)
+        if allowed is not None:
+            m, v = m * allowed, v * allowed
+        total, total_var = m.sum(-1, keepdim=True), v.sum(-1, keepdim=True)
+        if allowed is not None:  # harmless numbers where the result is dropped
+            m, v = torch.where(allowed, m, 1.0), torch.where(allowed, v, 1.0)
+        log_var = torch.log1p(v / (m * m))
+        log_mean = m.log() - log_var / 2
+        sum_log_var = torch.log1p(total_var / (total * total))
+        sum_log_mean = total.log() - sum_log_var / 2
+        cov = torch.log1p(v / (m * total))
+        share_var = log_var + sum_log_var - 2 * cov
+        a = torch.exp(log_mean - sum_log_mean + share_var / 2).clamp_min(LEAST)
+        if allowed is not None:
+            a = a * allowed
+        a = a / a.sum(-1, keepdim=True)
+        out_var = torch.expm1(share_var) * a * a
+        covariance = torch.expm1(log_var - cov) * a * m / cdf.clamp_min(1e-30)
+        wide = var.clamp_min(_TINY)
+        slope = torch.minimum((out_var * var).clamp_min(0).sqrt(), covariance) / wide
+        return (a, out_var, slope) if allowed is None else (a, out_var, slope * allowed)
 
 
 class ClosedFormSoftmax(Activation):
     """Exponentiated units divided by their sum over the sample, log-normal moments."""
 
     by_row = True
-    formula = staticmethod(closed_form_softmax)
+
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        v = var.clamp_max(_LARGEST_LOG)
+        logs = mean + v / 2
+        top = logs.amax(-1, keepdim=True)
+        share = torch.exp(logs - top)
+        total = share.sum(-1, keepdim=True)
+        share = share / total
+        grown = torch.expm1(v)
+        sum_log_var = torch.log1p((share * share * grown).sum(-1, keepdim=True))
+        sum_log_mean = top + total.log() - sum_log_var / 2
+        cov = torch.log1p(share * grown)
+        log_var = v + sum_log_var - 2 * cov
+        a = torch.exp(mean - sum_log_mean + log_var / 2)
+        part = torch.where(
+            v > _TINY, (v - cov) / v.clamp_min(_TINY), 1 - share
+        )  # its limit at v = 0
+        return a, torch.expm1(log_var) * a * a, a * part
 
 
 class EvenExp(Activation):
@@ -283,7 +252,16 @@ class EvenExp(Activation):
     """
 
     by_row = True
-    formula = staticmethod(even_exp)
+
+    @staticmethod
+    def _moments(mean: Tensor, var: Tensor) -> Activated:
+        m, v = mean[..., 1::2], var[..., 1::2]
+        value = torch.exp(m + v / 2)
+        out_mean, out_var, slope = mean.clone(), var.clone(), torch.ones_like(mean)
+        out_mean[..., 1::2] = value
+        out_var[..., 1::2] = value * value * torch.expm1(v)
+        slope[..., 1::2] = value
+        return out_mean, out_var, slope
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """The number of units must be even."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.bayes.layers.activation import remax
+from unisono.bayes.layers.activation import Remax
 from unisono.bayes.layers.base import BaseLayer, Shape
 from unisono.bayes.layers.linear import Linear
 from unisono.bayes.moments import Delta, Moments
@@ -43,6 +43,7 @@ class MultiheadAttention(BaseLayer):
     """
 
     keeps_shape = True
+    info = "SelfAttention(heads={0.num_heads}, kv_heads={0.num_kv_heads}, emb_size={0.embed_dim})"
 
     def __init__(
         self,
@@ -81,13 +82,6 @@ class MultiheadAttention(BaseLayer):
         """Return the projection."""
         return [self.projection]
 
-    def get_layer_info(self) -> str:
-        """Return name and sizes."""
-        return (
-            f"SelfAttention(heads={self.num_heads}, kv_heads={self.num_kv_heads}, "
-            f"emb_size={self.embed_dim})"
-        )
-
     def fixed_input(self) -> int | None:
         """All tokens, if their number was given."""
         return None if self.seq_len is None else self.seq_len * self.embed_dim
@@ -121,7 +115,7 @@ class MultiheadAttention(BaseLayer):
         allowed = None
         if self.causal:
             allowed = torch.ones(tokens, tokens, dtype=torch.bool, device=x.mean.device).tril()
-        mean, var, slope = remax(score.mean * scale, score.var * scale**2, allowed)
+        mean, var, slope = Remax._moments(score.mean * scale, score.var * scale**2, allowed)
         share = _Gaussian(mean, var)
         self.scores = (mean.flatten(1, 2), var.flatten(1, 2))
         out = _product(share, v)

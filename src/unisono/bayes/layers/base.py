@@ -45,7 +45,9 @@ def _flat(name: str, field: str, doc: str) -> property:
         if given.numel() != target.numel():
             wrong = f"{given.numel()} != {target.numel()}"
             hint = f"a sequence of {target.numel()} numbers"
-            raise PartitionError.because(f"{what} = {given.numel()} numbers", None, wrong, hint)
+            raise PartitionError.because(
+                f"{what} = {given.numel()} numbers", arithmetic=wrong, hint=hint
+            )
         target.copy_(given.view(target.shape))
         if field.startswith("delta"):
             layer.deltas_written = True
@@ -60,6 +62,8 @@ class BaseLayer(ABC):
     """Activations send deltas back as they are: the layer above multiplies their slope in."""
     keeps_shape = False
     """Whether output and input of a sample have the same shape, whatever it is."""
+    info = "{name}()"
+    """How a layer is told in one line, of its name and its attributes."""
     gain_weight = gain_bias = 1.0
     """Factors on the start standard deviations."""
     init_method = "He"
@@ -119,7 +123,7 @@ class BaseLayer(ABC):
 
     def get_layer_info(self) -> str:
         """Return the layer in one line, as files and tables name it."""
-        return f"{self.get_layer_name()}()"
+        return self.info.format(self, name=self.get_layer_name())
 
     # What all layers share.
 
@@ -261,9 +265,10 @@ def check_sizes(layer: BaseLayer, least: int = 1, **sizes: int) -> None:
         if not isinstance(size, int | np.integer) or size < least:
             raise PartitionError.because(
                 f"{layer.get_layer_name()}({name}={size})",
-                None,
-                f"{size} < {least}" if isinstance(size, int | np.integer) else "not an integer",
-                f"{name}={max(least, 1)}",
+                arithmetic=f"{size} < {least}"
+                if isinstance(size, int | np.integer)
+                else "not an integer",
+                hint=f"{name}={max(least, 1)}",
             )
 
 
@@ -274,7 +279,7 @@ def checked_device(name: str | torch.device, what: str = "a net") -> torch.devic
         device = torch.device(name)
     except RuntimeError:
         raise PlatformError.because(
-            f"{what} on {name!r}", "no kind of device has that name", None, hint
+            f"{what} on {name!r}", "no kind of device has that name", hint=hint
         ) from None
     if device.type == "cuda" and cuda.is_on_cpu():
         return torch.device("cpu")
@@ -285,7 +290,7 @@ def checked_device(name: str | torch.device, what: str = "a net") -> torch.devic
     }
     if not there.get(device.type, False):
         found = f"{torch.cuda.device_count()} CUDA devices on this machine"
-        raise PlatformError.because(f"{what} on {name}", found, None, hint)
+        raise PlatformError.because(f"{what} on {name}", found, hint=hint)
     return device
 
 
@@ -296,8 +301,7 @@ def check_layers(layers: Sequence[object]) -> None:
             raise PartitionError.because(
                 f"layer {n} = {layer!r}",
                 an(type(layer).__name__),
-                None,
-                "layers of unisono.bayes; from_torch(module) reads those of torch.nn",
+                hint="layers of unisono.bayes; from_torch(module) reads those of torch.nn",
             )
 
 

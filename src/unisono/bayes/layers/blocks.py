@@ -28,6 +28,8 @@ class LayerBlock(BaseLayer):
         layers: the layers, first to last.
     """
 
+    info = "LayerBlock({0.input_size},{0.output_size})"
+
     def __init__(self, *layers: BaseLayer) -> None:
         super().__init__()
         check_layers(layers)
@@ -37,10 +39,6 @@ class LayerBlock(BaseLayer):
     def switch_to_cuda(self) -> None:
         """Move all layers to the current CUDA device."""
         self.to_cuda()
-
-    def get_layer_info(self) -> str:
-        """Return name and sizes."""
-        return f"LayerBlock({self.input_size},{self.output_size})"
 
     def fixed_input(self) -> int | None:
         """As its first layers say."""
@@ -87,6 +85,8 @@ class ResNetBlock(BaseLayer):
         shortcut: the other branch; None is the input itself.
     """
 
+    info = "ResNetBlock({0.input_size},{0.output_size})"
+
     def __init__(self, main_block: BaseLayer, shortcut: BaseLayer | None = None) -> None:
         super().__init__()
         check_layers((main_block,) if shortcut is None else (main_block, shortcut))
@@ -103,10 +103,6 @@ class ResNetBlock(BaseLayer):
 
     def init_input_buffer(self) -> None:
         """Do nothing: buffers are made when they are needed."""
-
-    def get_layer_info(self) -> str:
-        """Return name and sizes."""
-        return f"ResNetBlock({self.input_size},{self.output_size})"
 
     def children(self) -> list[BaseLayer]:
         """Return the branches, main first."""

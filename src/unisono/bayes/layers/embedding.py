@@ -27,6 +27,8 @@ class Embedding(BaseLayer):
     Embedding(10->3)
     """
 
+    info = "Embedding({0.num_embeddings}->{0.embedding_dim})"
+
     def __init__(
         self,
         num_embeddings: int,
@@ -56,10 +58,6 @@ class Embedding(BaseLayer):
         """Draw new start values."""
         shape = (self.num_embeddings, self.embedding_dim)
         self._own(normal(shape, self.scale), torch.full(shape, self.scale**2), None, None)
-
-    def get_layer_info(self) -> str:
-        """Return name and sizes."""
-        return f"Embedding({self.num_embeddings}->{self.embedding_dim})"
 
     def fixed_input(self) -> int | None:
         """`input_size`, if it was given."""

@@ -24,6 +24,8 @@ class Linear(BaseLayer):
     Linear(3,2)
     """
 
+    info = "{name}({0.input_size},{0.output_size})"
+
     def __init__(
         self,
         input_size: int,
@@ -43,10 +45,6 @@ class Linear(BaseLayer):
         """Draw new start values."""
         inputs, outputs = self.input_size, self.output_size
         self._draw((outputs, inputs), (outputs,), inputs, outputs)
-
-    def get_layer_info(self) -> str:
-        """Return name and sizes."""
-        return f"{self.get_layer_name()}({self.input_size},{self.output_size})"
 
     def fixed_input(self) -> int | None:
         """`input_size`."""

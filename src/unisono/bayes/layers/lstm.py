@@ -208,6 +208,8 @@ class LSTM(BaseLayer):
             carries it in online use (one step, one sample a call).
     """
 
+    info = "{name}({0.input_size},{0.output_size})"
+
     def __init__(
         self,
         input_size: int,
@@ -225,22 +227,22 @@ class LSTM(BaseLayer):
         self.input_size, self.output_size = input_size, output_size
         self.seq_len, self.bias = seq_len, bias
         self.gain_weight, self.gain_bias, self.init_method = gain_weight, gain_bias, init_method
-        self.stateful = stateful
+        self.stateful = self._carrying(seq_len, stateful)
         self.state: State | None = None
         """State after the last step; its posterior once backward ran."""
         self._start: State | None = None
         self._carries_next = False
         self.init_weight_bias()
 
+    def _carrying(self, seq_len: int, stateful: bool | None) -> bool | None:  # noqa: ARG002
+        """Return whether states go from call to call, as it was asked for."""
+        return stateful
+
     def init_weight_bias(self) -> None:
         """Draw new start values."""
         columns = self.input_size + self.output_size
         shape = (4, self.output_size, columns)
         self._draw(shape, shape[:2], columns, self.output_size)
-
-    def get_layer_info(self) -> str:
-        """Return name and sizes of one step."""
-        return f"{self.get_layer_name()}({self.input_size},{self.output_size})"
 
     def fixed_input(self) -> int | None:
         """All steps."""

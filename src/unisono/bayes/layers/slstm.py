@@ -38,29 +38,13 @@ class Step(NamedTuple):
 class SLSTM(LSTM):
     """An `LSTM` that sees one time step of one series per call and remembers all of them.
 
-    Args:
-        input_size: numbers of one time step.
-        output_size: hidden units.
-        seq_len: 1.
-        bias: whether the gates have biases.
-        gain_weight: factor on the start standard deviation of weights.
-        gain_bias: factor on the start standard deviation of biases.
-        init_method: `"He"` or `"Xavier"`.
-        stateful: always carried; True or None.
+    Arguments as `LSTM`; `seq_len` is 1, and the state is always carried.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        seq_len: int,
-        bias: bool = True,
-        gain_weight: float = 1.0,
-        gain_bias: float = 1.0,
-        init_method: str = "He",
-        *,
-        stateful: bool | None = None,
-    ) -> None:
+    num_samples = 0
+    """Steps allowed between two smoothings; 0 is any number."""
+
+    def _carrying(self, seq_len: int, stateful: bool | None) -> bool:
         if seq_len != 1 or stateful is False:
             raise PartitionError.because(
                 f"SLSTM with seq_len={seq_len}, stateful={stateful}",
@@ -68,12 +52,9 @@ class SLSTM(LSTM):
                 f"{seq_len} != 1" if seq_len != 1 else None,
                 "seq_len=1, or LSTM for whole sequences",
             )
-        gains = (gain_weight, gain_bias)
-        super().__init__(input_size, output_size, seq_len, bias, *gains, init_method, stateful=True)
-        self.num_samples = 0
-        """Steps allowed between two smoothings; 0 is any number."""
         self.history: list[Step] = []
         self.smoothed: list[State] = []
+        return True
 
     def move(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Move the history and the smoothed states too."""

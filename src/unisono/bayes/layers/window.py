@@ -1,15 +1,16 @@
-"""Layers that move a window over images: the arithmetic, and what convolutions and pools share."""
+"""Layers that move a window over images: the arithmetic, what all share, and the pools."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
-from unisono.bayes.moments import Moments
+from unisono.bayes.moments import Delta, Moments
 from unisono.errors import PartitionError
 
 
@@ -109,6 +110,7 @@ def image_shape(
 class WindowLayer(BaseLayer):
     """A square window over each image: kernel, stride, padding, and the sizes that follow."""
 
+    info = "{name}({0.in_channels},{0.out_channels},{0.out_width},{0.out_height},{0.kernel_size})"
     outputs: Callable[[int, int, int, int, str, str], int] = staticmethod(window_outputs)
     """Length of the output along one dim."""
 
@@ -121,13 +123,6 @@ class WindowLayer(BaseLayer):
         self._told = (0, 0, 0)
         """Channels, height and width of the image that the user gave; 0 where none."""
         self._image: tuple[int, int, int] | None = None
-
-    def get_layer_info(self) -> str:
-        """Return name, channels, output size and kernel."""
-        return (
-            f"{self.get_layer_name()}({self.in_channels},{self.out_channels},"
-            f"{self.out_width},{self.out_height},{self.kernel_size})"
-        )
 
     def fixed_input(self) -> int | None:
         """The image it was told of, if any."""
@@ -167,3 +162,89 @@ class WindowLayer(BaseLayer):
         """Undo `_padded`, for a delta."""
         near, far = self._sides
         return x[..., near : x.shape[-2] - far, near : x.shape[-1] - far] if far else x
+
+
+class AvgPool2d(WindowLayer):
+    """Mean over windows of independent units; padding counts as zeros.
+
+    Args:
+        kernel_size: side of the window.
+        stride: step of the window; -1 is `kernel_size`.
+        padding: zeros around the image.
+        padding_type: 1 on all four sides, 2 on the right and the bottom only, else none.
+    """
+
+    def __init__(
+        self, kernel_size: int, stride: int = -1, padding: int = 0, padding_type: int = 0
+    ) -> None:
+        stride = kernel_size if stride == -1 else stride
+        super().__init__(kernel_size, stride, padding, padding_type)
+
+    def forward(self, x: Moments) -> Moments:
+        """`mu = sum m / k^2`, `var = sum v / k^4`."""
+        x = self._images(x)
+        area = self.kernel_size**2
+        mean = F.avg_pool2d(self._padded(x.mean), self.kernel_size, self.stride)
+        var = None
+        if x.var is not None:
+            var = F.avg_pool2d(self._padded(x.var), self.kernel_size, self.stride).div_(area)
+        self._remember(x.slope, self._padded(x.mean))
+        return Moments(mean, var)
+
+    def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
+        """Share each window's delta out over its entries."""
+        if not to_input:
+            return None
+        slope, like = self._memory
+        delta = delta.reshaped(like.shape[0], self.out_channels, self.out_height, self.out_width)
+        mean, var = (self._shared_out(d.contiguous(), like) for d in delta)
+        return Delta(mean, var.div_(self.kernel_size**2)).through_(slope)
+
+    def _shared_out(self, delta: Tensor, like: Tensor) -> Tensor:
+        kernel, stride = [self.kernel_size] * 2, [self.stride] * 2
+        spread = torch.ops.aten.avg_pool2d_backward(
+            delta, like, kernel, stride, [0, 0], False, True, None
+        )
+        return self._cropped(spread)
+
+
+class MaxPool2d(WindowLayer):
+    """The entry of each window with the largest mean (the first of equals), padding never.
+
+    Args:
+        kernel_size: side of the window.
+        stride: step of the window; -1 is `kernel_size`.
+        padding: width of the frame around the image.
+        padding_type: 1 on all four sides, 2 on the right and the bottom only, else none.
+    """
+
+    def __init__(
+        self, kernel_size: int, stride: int = 1, padding: int = 0, padding_type: int = 0
+    ) -> None:
+        stride = kernel_size if stride == -1 else stride
+        super().__init__(kernel_size, stride, padding, padding_type)
+
+    def forward(self, x: Moments) -> Moments:
+        """Mean and variance of the chosen entries."""
+        x = self._images(x)
+        framed = self._padded(x.mean, -math.inf)
+        mean, index = F.max_pool2d_with_indices(framed, [self.kernel_size] * 2, [self.stride] * 2)
+        var = None
+        if x.var is not None:
+            flat = self._padded(x.var).flatten(2)
+            var = flat.gather(2, index.flatten(2)).view(mean.shape)
+        self._remember(x.slope, index, framed.shape)
+        return Moments(mean, var)
+
+    def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
+        """Add each window's delta to the entry it chose."""
+        if not to_input:
+            return None
+        slope, index, framed = self._memory
+        index = index.flatten(2)
+        mean, var = (
+            d.new_zeros(framed).flatten(2).scatter_add_(2, index, d.reshape(index.shape))
+            for d in delta
+        )
+        back = Delta(self._cropped(mean.view(framed)), self._cropped(var.view(framed)))
+        return back.through_(slope)

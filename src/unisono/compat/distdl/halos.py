@@ -7,7 +7,6 @@ them straight from their owner instead, and from any number of ranks away.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,75 +27,12 @@ from unisono.compat.distdl.structures import MPIBufferManager, TensorStructure, 
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Structure, Table
 from unisono.nn.planned import PlannedModule
-from unisono.operators.linear import LinearMap, identity
+from unisono.operators import all_to_all
+from unisono.operators.linear import identity
 from unisono.topology import Partition
 from unisono.topology.resample import Taps, resample_taps
 
 Slices = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class Side:
-    """One neighbour in one dim."""
-
-    rank: int
-    """Of the communicator."""
-    bulk: Slices
-    """Own points that it sees as ghosts."""
-    ghosts: Slices
-    """Its points, as they are seen here."""
-
-
-@dataclass(frozen=True)
-class GhostPlan:
-    """What one rank does: for each dim, its one or two neighbours."""
-
-    comm: Communicator
-    steps: tuple[tuple[Side, ...], ...]
-
-    @property
-    def adjoint(self) -> GhostPlan:
-        """The same plan; the adjoint map reads it backwards."""
-        return self
-
-
-class FillGhosts(LinearMap):
-    """Ghosts become the neighbours' points."""
-
-    @staticmethod
-    def kernel(x: Tensor, plan: GhostPlan) -> Tensor:
-        """See `LinearMap`."""
-        y = x.clone()
-        for sides in plan.steps:
-            sends = {side.rank: y[side.bulk] for side in sides}
-            got = _exchanged(plan.comm, y, sends, {side.rank: y[side.ghosts] for side in sides})
-            for side in sides:
-                if side.rank in got:
-                    y[side.ghosts] = got[side.rank]
-        return y
-
-
-class AddGhosts(LinearMap):
-    """Ghosts go home and are added there; what they were is 0."""
-
-    adjoint = FillGhosts
-
-    @staticmethod
-    def kernel(x: Tensor, plan: GhostPlan) -> Tensor:
-        """See `LinearMap`."""
-        y = x.clone()
-        for sides in reversed(plan.steps):
-            sends = {side.rank: y[side.ghosts].clone() for side in sides}
-            for side in sides:
-                y[side.ghosts] = 0
-            got = _exchanged(plan.comm, y, sends, {side.rank: y[side.bulk] for side in sides})
-            for side in sides:
-                if side.rank in got:
-                    y[side.bulk] += got[side.rank]
-        return y
-
-
-FillGhosts.adjoint = AddGhosts
 
 
 class HaloExchangeFunction:
@@ -121,43 +57,44 @@ class HaloExchangeFunction:
         """
         if not P_x.active:
             return identity(input)
-        layout = layout_of(P_x)
-        steps = ghost_steps(slices, neighbor_ranks, layout.ranks)
-        return FillGhosts.apply(input, GhostPlan(layout.root, steps))
+        return filled(input, layout_of(P_x).comm, slices, neighbor_ranks)
 
 
-def ghost_steps(
+def filled(
+    x: Tensor,
+    comm: Communicator,
     slices: Sequence[Sequence[Slices]],
-    neighbor_ranks: Sequence[tuple[int | None, int | None]],
-    ranks: Sequence[int],
-) -> tuple[tuple[Side, ...], ...]:
-    """Return the neighbours of each dim, with what goes to them and comes from them.
+    neighbors: Sequence[tuple[int | None, int | None]],
+) -> Tensor:
+    """Return a copy of `x` with its ghosts filled in, dim by dim. Collective over `comm`.
 
     Args:
+        x: own block with room for ghosts.
+        comm: the members of the partition.
         slices: for each dim left bulk, left ghosts, right bulk, right ghosts.
-        neighbor_ranks: ranks of the partition; nobody at the ends.
-        ranks: for each of them, its rank in the communicator.
+        neighbors: for each dim the members left and right; nobody at the ends.
     """
-    return tuple(
-        tuple(
-            Side(ranks[neighbor], tuple(bulk), tuple(ghosts))
-            for neighbor, bulk, ghosts in ((left, *boxes[:2]), (right, *boxes[2:]))
-            if neighbor is not None and not check_null_rank(neighbor)
-        )
-        for boxes, (left, right) in zip(slices, neighbor_ranks, strict=True)
-    )
+    x = x.clone()
+    for boxes, pair in zip(slices, neighbors, strict=True):
+        sides = {
+            rank: both
+            for rank, both in zip(pair, (boxes[:2], boxes[2:]), strict=True)
+            if rank is not None and not check_null_rank(rank)
+        }
+        if not sides:
+            continue
+        sends, recvs = [0] * comm.size, [0] * comm.size
+        for rank, (bulk, ghosts) in sides.items():
+            sends[rank], recvs[rank] = x[bulk].numel(), x[ghosts].numel()
+        going = torch.cat([x[sides[rank][0]].reshape(-1) for rank in sorted(sides)])
+        coming = all_to_all(going, sends, recvs, comm=comm).split(recvs)
+        for rank, (_, ghosts) in sides.items():
+            # Without points, too: the backward of every rank has to come by.
+            x[ghosts] = coming[rank].view(x[ghosts].shape)
+    return x
 
 
-def _exchanged(
-    comm: Communicator, x: Tensor, sends: dict[int, Tensor], room: dict[int, Tensor]
-) -> dict[int, Tensor]:
-    """Send what has elements, and return what comes for where there is room."""
-    out = {rank: part for rank, part in sends.items() if part.numel()}
-    into = {rank: (tuple(part.shape), x.dtype) for rank, part in room.items() if part.numel()}
-    return comm.exchange(out, into) if out or into else {}
-
-
-class HaloExchange(PlannedModule[GhostPlan], Module):
+class HaloExchange(PlannedModule[list[tuple[Slices, ...]]], Module):
     """Fill the ghosts of a tensor that is padded for them; collective over `P_x` when it is made.
 
     Dims are taken in ascending order: those before with their ghosts, those after without.
@@ -194,14 +131,12 @@ class HaloExchange(PlannedModule[GhostPlan], Module):
     def _describe(self) -> tuple[object, ...]:
         return (self.P_x, [widths.tolist() for widths in self._received])
 
-    def _make_plan(self, tables: Sequence[Table]) -> GhostPlan:
+    def _make_plan(self, tables: Sequence[Table]) -> list[tuple[Slices, ...]]:
         (table,) = tables
         table.dtype(self.P_x)
         self._check_bulk(table)
         shape = table.of(self.P_x.root.rank).shape
-        slices = ghost_slices(shape, np.array(self.recv_buffer_shape), self.send_buffer_shape)
-        steps = ghost_steps(slices, self.P_x.neighbors(), self.P_x.ranks)
-        return GhostPlan(self.P_x.root, steps)
+        return ghost_slices(shape, np.array(self.recv_buffer_shape), self.send_buffer_shape)
 
     def _check_bulk(self, table: Table) -> None:
         """Refuse blocks that do not form a grid once their ghosts are taken away."""
@@ -243,7 +178,7 @@ class HaloExchange(PlannedModule[GhostPlan], Module):
         """Return a new tensor with its ghosts filled in."""
         if not self.P_x.active:
             return self._outside(input)
-        return FillGhosts.apply(self._tied(input), self._plan)
+        return filled(self._tied(input), self.P_x.comm, self._plan, self.P_x.neighbors())
 
 
 def ghost_slices(shape: Sequence[int], recv: Any, send: Any) -> list[tuple[Slices, ...]]:

@@ -350,8 +350,7 @@ class _AvgPool(nn.Module):
             raise PartitionError.because(
                 f"{type(self).__name__}(dilation={dilation})",
                 "torch averages neighbouring points only",
-                None,
-                "dilation=1",
+                hint="dilation=1",
             )
         super().__init__(**arguments)
 

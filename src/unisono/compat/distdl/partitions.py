@@ -302,8 +302,7 @@ class MPIPartition:
                 raise PartitionError.because(
                     f"broadcast_data(root={root})",
                     f"ranks of P_data on the members: {found}",
-                    None,
-                    "a rank of P_data that is a member of this partition too",
+                    hint="a rank of P_data that is a member of this partition too",
                 )
             at = found.index(root)
         array = np.atleast_1d(data) if self.rank == at else None
@@ -445,8 +444,7 @@ class MPICartesianPartition(MPIPartition):
             raise PartitionError.because(
                 f"places in the grid {self.shape.tolist()}",
                 "this rank is not in the partition",
-                None,
-                "if P.active: ...",
+                hint="if P.active: ...",
             )
         return layout_of(self)
 
@@ -464,8 +462,7 @@ def layout_of(P: MPIPartition | Partition) -> Partition:
         raise PartitionError.because(
             f"the ranks of {P!r}",
             "they are not known on this rank: it was made of nothing, or deactivated",
-            None,
-            "P_world.create_partition_inclusive(ranks), on all ranks of P_world",
+            hint="P_world.create_partition_inclusive(ranks), on all ranks of P_world",
         )
     return P._layout
 

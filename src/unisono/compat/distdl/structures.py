@@ -305,8 +305,7 @@ def manager_or_new(buffer_manager: MPIBufferManager | None) -> MPIBufferManager:
         raise PartitionError.because(
             f"buffer_manager={buffer_manager!r}",
             f"a {type(buffer_manager).__name__}",
-            None,
-            "backend.BufferManager(), or None",
+            hint="backend.BufferManager(), or None",
         )
     return buffer_manager
 

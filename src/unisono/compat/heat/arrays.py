@@ -69,10 +69,10 @@ def _device(given: str | Device | None) -> Device:
         return _default
     kind, _, number = str(given).partition(":")
     if kind not in ("cpu", "gpu") or not (number or "0").isdigit():
-        raise PlatformError.because(f"device {given!r}", None, None, '"cpu", "gpu" or "gpu:1"')
+        raise PlatformError.because(f"device {given!r}", hint='"cpu", "gpu" or "gpu:1"')
     if kind == "gpu" and not torch.cuda.is_available():
         raise PlatformError.because(
-            f"device {given!r}", "no CUDA device on this machine", None, 'ht.use_device("cpu")'
+            f"device {given!r}", "no CUDA device on this machine", hint='ht.use_device("cpu")'
         )
     return Device(kind, int(number or 0))
 
@@ -185,7 +185,7 @@ setattr(DNDarray, "__neg__", lambda self: self._like(-self.larray))  # noqa: B01
 def _check_split(split: object) -> None:
     if split not in (None, 0):
         raise PartitionError.because(
-            f"split={split!r}", "rows are split here, or nothing", None, "split=0, or keep heat"
+            f"split={split!r}", "rows are split here, or nothing", hint="split=0, or keep heat"
         )
 
 

@@ -19,7 +19,7 @@ from unisono.comm.mpi_style import MPI_WORLD
 from unisono.compat.heat.arrays import array
 from unisono.compat.modules import loaded
 from unisono.data_parallel import shard
-from unisono.data_parallel.data.shuffle import generator_of
+from unisono.data_parallel.data.dataset import generator_of
 from unisono.errors import PartitionError, explain
 from unisono.topology import decompose
 
@@ -52,7 +52,7 @@ class MNISTDataset(data_parallel.Dataset):
     ) -> None:
         if split != 0:
             raise PartitionError.because(
-                f"MNISTDataset(split={split!r})", "rows are split", None, "split=0"
+                f"MNISTDataset(split={split!r})", "rows are split", hint="split=0"
             )
         kind = loaded("torchvision.datasets", "MNISTDataset").MNIST
         ranks = Communicator.of(MPI_WORLD)
@@ -142,8 +142,7 @@ class PartialH5Dataset(torch.utils.data.Dataset[Any]):
             explain(
                 f"{type(self).__name__}[{index!r}]",
                 "a subclass says what an item is",
-                None,
-                f"def __getitem__(self, index): return self.{self.dataset_names[0]}[index]",
+                hint=f"def __getitem__(self, index): return self.{self.dataset_names[0]}[index]",
             )
         )
 

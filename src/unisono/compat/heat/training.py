@@ -14,8 +14,7 @@ from unisono import data_parallel
 from unisono.comm.mpi_style import MPI_WORLD
 from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.ranks import on_device
-from unisono.data_parallel.replicas import reset_layer
+from unisono.data_parallel.ranks import on_device, reset_layer
 from unisono.errors import explain
 
 __all__ = ["DASO", "DataParallel", "DataParallelMultiGPU"]
@@ -25,7 +24,7 @@ class UnknownName(KeyError):
     """A layer or parameter that is not there; the message has lines, which KeyError would quote."""
 
     def __init__(self, asked: str, found: str, known: Iterable[str]) -> None:
-        super().__init__(explain(asked, found, None, f"one of {list(known)}"))
+        super().__init__(explain(asked, found, hint=f"one of {list(known)}"))
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -20,15 +20,14 @@ from unisono.comm import Communicator
 from unisono.data_parallel.daso.exchange import (
     InFlight,
     NodeExchange,
+    NodeLayout,
     OuterOptimizer,
     average_buffers,
     average_state,
 )
 from unisono.data_parallel.daso.local import LocalStep
-from unisono.data_parallel.daso.nodes import NodeLayout
 from unisono.data_parallel.daso.schedule import DasoSchedule
-from unisono.data_parallel.ranks import communicator_of
-from unisono.data_parallel.replicas import broadcast_module
+from unisono.data_parallel.ranks import broadcast_module, communicator_of
 from unisono.errors import explain
 from unisono.expect import expect, expect_choice, expect_float, expect_int
 
@@ -248,8 +247,7 @@ class DASO(Optimizer):
                 explain(
                     f"set_model of a module with {len(known)} parameters",
                     f"the optimizer holds {len(held)} parameters, none of them this module's",
-                    None,
-                    "build the optimizer from module.parameters()",
+                    hint="build the optimizer from module.parameters()",
                 )
             )
         broadcast_module(module, self.communicator)
@@ -320,8 +318,7 @@ class DASO(Optimizer):
                 explain(
                     "DASO.step()",
                     f"no model on rank {models.index(0)}",
-                    None,
-                    "DataParallelMultiGPU(module, daso), or self.set_model(module)",
+                    hint="DataParallelMultiGPU(module, daso), or self.set_model(module)",
                 )
             )
         if min(lengths) == 0 or min(lengths) != max(lengths):
@@ -330,8 +327,7 @@ class DASO(Optimizer):
                     "DASO.step()",
                     f"last_batch on ranks 0 to {self.communicator.size - 1}: "
                     f"{[n or None for n in lengths]}",
-                    None,
-                    "self.last_batch = len(loader), the same number on all ranks",
+                    hint="self.last_batch = len(loader), the same number on all ranks",
                 )
             )
         if any(foreign):
@@ -471,8 +467,7 @@ class DASO(Optimizer):
                 explain(
                     "DASO.load_state_dict()",
                     "no model yet",
-                    None,
-                    "first DataParallelMultiGPU(module, daso), then load",
+                    hint="first DataParallelMultiGPU(module, daso), then load",
                 )
             )
         missing = {"local_optimizer", "schedule", "counters", "in_flight"} - set(state)
@@ -481,8 +476,7 @@ class DASO(Optimizer):
                 explain(
                     f"DASO.load_state_dict of {sorted(state)}",
                     f"missing {sorted(missing)}",
-                    None,
-                    "pass what daso.state_dict() returned",
+                    hint="pass what daso.state_dict() returned",
                 )
             )
         exchange, local = self.exchange, self.local
@@ -636,8 +630,7 @@ def _check_optimizer(local_optimizer: Any, scheduler: Any) -> None:
             explain(
                 f"local_optimizer={type(local_optimizer).__name__}(...)",
                 "an optimizer that synchronises ranks itself",
-                None,
-                "pass the torch optimizer inside it",
+                hint="pass the torch optimizer inside it",
             )
         )
     if scheduler is not None:
@@ -647,8 +640,7 @@ def _check_optimizer(local_optimizer: Any, scheduler: Any) -> None:
                 explain(
                     f"scheduler={type(scheduler).__name__}(...)",
                     "it was made for another optimizer than local_optimizer",
-                    None,
-                    f"{type(scheduler).__name__}(local_optimizer, ...)",
+                    hint=f"{type(scheduler).__name__}(local_optimizer, ...)",
                 )
             )
 

@@ -9,8 +9,7 @@ import torch
 import torch.utils.data
 
 from unisono.comm import world
-from unisono.data_parallel.data.dataset import Dataset
-from unisono.data_parallel.data.shuffle import dataset_irecv, generator_of
+from unisono.data_parallel.data.dataset import Dataset, dataset_irecv, generator_of
 from unisono.errors import explain
 from unisono.expect import expect
 
@@ -67,8 +66,7 @@ class DataLoader:
                     explain(
                         f"DataLoader of {type(dataset).__name__}",
                         "not a dataset",
-                        None,
-                        "DataLoader(Dataset(x)), where x holds this rank's rows",
+                        hint="DataLoader(Dataset(x)), where x holds this rank's rows",
                     )
                 )
             dataset = Dataset(dataset)
@@ -129,8 +127,7 @@ class DataLoader:
                 explain(
                     f"go_to_epoch({epoch})",
                     f"{self.epoch} epochs were begun, and their shuffles are not undone",
-                    None,
-                    "make the loader anew",
+                    hint="make the loader anew",
                 )
             )
         while self.epoch < epoch:

@@ -172,7 +172,7 @@ def create_train_val_split(
     expect("p", p, (float, int))
     expect("seed", seed, (int, type(None)))
     if not 0 < p < 1:
-        raise ValueError(explain(f"p={p}", None, f"not 0 < {p} < 1", "p=0.95"))
+        raise ValueError(explain(f"p={p}", arithmetic=f"not 0 < {p} < 1", hint="p=0.95"))
     home = home_of(X, comm)
     lengths = home.all_gather_ints([rows.shape[0], labels.shape[0]])
     unlike = [(rank, a, b) for rank, (a, b) in enumerate(lengths) if a != b]

@@ -23,7 +23,9 @@ from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest, Saved
 from unisono.train.checkpoint.parts import (
     Part,
+    Reading,
     parts_of,
+    parts_to_restore,
     random_states,
     seed_from,
     set_random_states,
@@ -42,7 +44,6 @@ from unisono.train.checkpoint.pieces import (
     stored_name,
     taken_apart,
 )
-from unisono.train.checkpoint.reading import Reading, parts_to_restore
 from unisono.train.checkpoint.saving import Background, Order, advice, as_text, commit, write
 from unisono.train.exact.run import writes_here
 
@@ -139,10 +140,10 @@ class Checkpoint:
             _check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             asked = f"Checkpoint(keep={keep!r})"
-            raise CheckpointError.because(asked, "not an integer >= 1", None, "keep=3, or None")
+            raise CheckpointError.because(asked, "not an integer >= 1", hint="keep=3, or None")
         if keep_best not in (None, "min", "max"):
             asked = f"Checkpoint(keep_best={keep_best!r})"
-            raise CheckpointError.because(asked, None, None, 'keep_best="min", or "max"')
+            raise CheckpointError.because(asked, hint='keep_best="min", or "max"')
         self._token = _shared_directory(self.comm, self.directory)
         self._cards = self.comm.all_gather_object(own_card())
         self._saves = 0
@@ -197,12 +198,12 @@ class Checkpoint:
         _check_equal(asked, "metric", [str(metric) for metric in metrics], hint)
         _check_equal(asked, "objects", names, "name the same objects on all ranks")
         if not isinstance(step, int) or step < 0:
-            raise CheckpointError.because(asked, "not the number of a step", None, "save(100, ...)")
+            raise CheckpointError.because(asked, "not the number of a step", hint="save(100, ...)")
         try:
             metric = None if metric is None else float(metric)
         except (TypeError, ValueError, RuntimeError) as error:  # the last: several numbers
             found = f"metric={metric!r}: {error}"
-            raise CheckpointError.because(asked, found, None, "metric=loss.item()") from None
+            raise CheckpointError.because(asked, found, hint="metric=loss.item()") from None
         arrangement = arrange(everything)
         size = sum(
             everything[rank][name].bytes
@@ -385,8 +386,7 @@ class Checkpoint:
                 raise CheckpointError.because(
                     f"Checkpoint.restore({step})",
                     f"checkpoints of steps {[saved.step for saved in there]} in {self.directory}",
-                    None,
-                    "restore() takes the latest",
+                    hint="restore() takes the latest",
                 )
             there = chosen
         problems = [f"{path.name}: manifest.json cannot be read" for path in lost]
@@ -407,8 +407,7 @@ class Checkpoint:
             raise CheckpointError.because(
                 f"Checkpoint.restore() from {self.directory}",
                 "no checkpoint is whole:\n" + "\n".join(problems),
-                None,
-                "start anew in another directory, or bring the files back",
+                hint="start anew in another directory, or bring the files back",
             )
         return None
 
@@ -474,8 +473,7 @@ def _check_equal(asked: str, what: str, values: Sequence[Any], hint: str) -> Non
             raise CheckpointError.because(
                 asked,
                 f"rank 0 has {what} {_short(values[0])}, rank {rank} has {_short(value)}",
-                None,
-                hint,
+                hint=hint,
             )
 
 

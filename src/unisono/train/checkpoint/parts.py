@@ -1,4 +1,4 @@
-"""How each kind of object gives its state to a checkpoint and takes it back."""
+"""How each kind of object gives its state to a checkpoint, and how a rank reads it back."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
+from unisono.data_parallel import DASO, DataParallel, DataParallelOptimizer
 from unisono.errors import CheckpointError
 from unisono.nn import Shard, state_dict_mode
+from unisono.train.checkpoint.folder import Saved
 from unisono.train.checkpoint.pieces import (
+    LoadPlanner,
     Path,
     empty_like,
     is_leaf,
     put_together,
     shape_of,
+    stored_name,
     taken_apart,
 )
 
@@ -30,6 +35,8 @@ Shapes = Mapping[Path, tuple[int, ...]]
 """Shapes of the tensors in a saved state, by path."""
 _COMPILED = "_orig_mod."
 """What torch.compile puts into names."""
+_SHOWN = 8
+"""Lines of a list of differences."""
 
 
 class Part:
@@ -46,14 +53,19 @@ class Part:
     ) -> None:
         self.kind = kind
         self.capture = capture
+        self.blocks: dict[Path, Any] = {}
+        """Where tensors of the state may be cut: by path, or its beginning, one that says how."""
         self._take = take
 
     def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
         """Return why a saved state does not fit, before anything is changed."""
         return []
 
-    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:  # noqa: ARG002
+    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
         """Return where a saved tensor goes, block and tensor; None: the whole of it, anywhere."""
+        like = next((self.blocks[path[:n]] for n in range(1, 4) if path[:n] in self.blocks), None)
+        if isinstance(like, Shard | DTensor) and shape_of(like) == tuple(shape):
+            return empty_like(like)
         return None
 
     def apply(self, tree: Any, *, same_ranks: bool) -> None:  # noqa: ARG002
@@ -80,6 +92,7 @@ class ModulePart(Part):
             state = self.module.state_dict()
         self._own_names = {name.replace(_COMPILED, ""): name for name in state}
         self.state: dict[str, Any] = {name.replace(_COMPILED, ""): state[name] for name in state}
+        self.blocks = {(name,): value for name, value in self.state.items()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters under the names of the state."""
@@ -93,10 +106,6 @@ class ModulePart(Part):
             for name, value in self.state.items()
         }
         return compared(saved, here)
-
-    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
-        """Return memory for this rank's block."""
-        return block_for(self.state.get(path[0]), shape)
 
     def _load(self, tree: dict[str, Any]) -> None:
         self.module.load_state_dict({self._own_names[name]: v for name, v in tree.items()})
@@ -120,16 +129,13 @@ class OptimizerPart(Part):
             for path, parameter in part.named_parameters().items():
                 known.setdefault(id(parameter), (f"{name}.{path}", part.state.get(path)))
         self._groups: list[list[str]] = []
-        self._blocks: dict[str, Any] = {}
-        """Parameter as the state of its module has it: says how it is cut."""
         for group in optimizer.param_groups:
             self._groups.append([])
             for parameter in group["params"]:
-                name, block = known.get(
-                    id(parameter), (f"parameter {len(self._blocks)}", parameter)
-                )
+                unknown = (f"parameter {len(self.blocks)}", parameter)
+                name, block = known.get(id(parameter), unknown)
                 self._groups[-1].append(name)
-                self._blocks[name] = block
+                self.blocks["state", name] = block  # its state is cut as the parameter is
 
     def _state(self) -> dict[str, Any]:
         """Return state and hyper-parameters by names of parameters."""
@@ -151,7 +157,7 @@ class OptimizerPart(Part):
 
     def _cut(self, value: Any, name: str | None) -> Any:
         """Return a value of the state as the block that it is, if its parameter is one."""
-        block = self._blocks.get(name or "")
+        block = self.blocks.get(("state", name))
         if not isinstance(value, Tensor) or not isinstance(block, Shard):
             return value
         if value.shape == block.tensor.shape:
@@ -176,12 +182,6 @@ class OptimizerPart(Part):
                 )
         return told
 
-    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
-        """Return memory for the own block of a value that is cut as its parameter is."""
-        if len(path) < 2 or path[0] != "state":
-            return None
-        return block_for(self._blocks.get(path[1]), shape)
-
     def _load(self, tree: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(self.in_torch_form(tree))
 
@@ -204,6 +204,7 @@ class DasoPart(Part):
         self._daso = daso
         self._local = OptimizerPart(daso.local_optimizer, modules)
         super().__init__(f"DASO of {self._local.kind}", self._state, self._load)
+        self.blocks = {("local_optimizer", *path): x for path, x in self._local.blocks.items()}
 
     def _state(self) -> dict[str, Any]:
         return {**self._daso.state_dict(), "local_optimizer": self._local.capture()}
@@ -214,10 +215,6 @@ class DasoPart(Part):
             return [f"no DASO in the checkpoint, {self.kind} here"]
         inner = {path[1:]: shape for path, shape in shapes.items() if path[0] == "local_optimizer"}
         return self._local.problems(rest["local_optimizer"], inner)
-
-    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
-        """Return memory as the local optimizer does."""
-        return self._local.place(path[1:], shape) if path[0] == "local_optimizer" else None
 
     def _load(self, tree: dict[str, Any]) -> None:
         """Load the state; DASO itself leaves out what another rank had in flight."""
@@ -301,8 +298,7 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
         raise CheckpointError.because(
             f"{name}=DataLoader",
             "torch's loader does not know how far it has come",
-            None,
-            f"loader = Resumable(loader), iterate that, and {name}=loader",
+            hint=f"loader = Resumable(loader), iterate that, and {name}=loader",
         )
     bayes = sys.modules.get("unisono.bayes")
     if bayes is not None and isinstance(value, (bayes.Sequential, bayes.DDPSequential)):
@@ -334,19 +330,12 @@ def compared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return told + [f"{name}: {saved[name]} in the checkpoint, {here[name]} here" for name in other]
 
 
-def block_for(like: Any, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
-    """Return memory for a block that lies where `like`, of a whole of this shape, lies."""
-    if isinstance(like, Shard | DTensor) and shape_of(like) == tuple(shape):
-        return empty_like(like)
-    return None
-
-
 def _inside(module: nn.Module) -> nn.Module:
     """Return the module inside of wrappers that only add ways to train it."""
     while True:
         if isinstance(module, DataParallel):
             module.finalize()
-        if isinstance(module, DataParallel | DataParallelMultiGPU | DistributedDataParallel):
+        if isinstance(module, DataParallel | DistributedDataParallel):
             module = module.module
         elif isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
             module = compiled
@@ -381,3 +370,111 @@ def seed_from(states: dict[str, Any], rank: int) -> None:
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
     random.seed(number)
+
+
+# A checkpoint as one rank reads it. Local: every rank reads what it needs, whoever wrote it.
+
+
+class Reading:
+    """What a rank reads from a checkpoint.
+
+    Args:
+        saved: the checkpoint.
+        as_rank: the saved rank whose version counts, where ranks held different ones.
+    """
+
+    def __init__(self, saved: Saved, as_rank: int) -> None:
+        self._versions = saved.manifest.versions
+        self._as_rank = as_rank
+        self._reader = FileSystemReader(saved.path)
+        self._contents = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._contents, is_coordinator=True)
+        self._rests: dict[str, dict[str, Any]] = {}
+
+    def check_fits(self, parts: Mapping[str, Part]) -> None:
+        """Raise if a part is not what was saved."""
+        for name, part in parts.items():
+            rest = self._rest(name)
+            shapes = {path: self._shape(key) for key, path in rest["tensors"].items()}
+            if problems := part.problems(rest["tree"], shapes):
+                more = f"\nand {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+                raise CheckpointError.because(
+                    f"Checkpoint.restore({name}=...) into {part.kind}: what was saved does not fit",
+                    "\n".join(problems[:_SHOWN]) + more,
+                    hint=f"build {name} as it was when it was saved",
+                )
+
+    def trees(self, parts: Mapping[str, Part | None]) -> dict[str, Any]:
+        """Return the states, in memory of their own; a part that is None takes whole tensors."""
+        wanted: dict[str, Shard | None] = {}
+        leaves: dict[str, dict[Path, Any]] = {}
+        for name, part in parts.items():
+            leaves[name] = {}
+            for key, path in self._rest(name)["tensors"].items():
+                stored = self._stored(key)
+                placed = part.place(path, self._shape(key)) if part is not None else None
+                shard, value = placed or self._whole(stored)
+                wanted[stored], leaves[name][path] = shard, value
+        self._read(wanted)
+        return {name: put_together(self._rest(name)["tree"], leaves[name]) for name in parts}
+
+    def _rest(self, name: str) -> dict[str, Any]:
+        if name not in self._rests:
+            stored = self._stored(f"~{name}")
+            wanted: dict[str, Any] = {stored: None}
+            self._read(wanted)
+            self._rests[name] = wanted[stored]
+        return self._rests[name]
+
+    def _stored(self, name: str) -> str:
+        versions = self._versions.get(name)
+        return stored_name(name, versions[self._as_rank]) if versions else name
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._found(self._stored(name)).size)
+
+    def _found(self, stored: str) -> TensorStorageMetadata:
+        found = self._contents.state_dict_metadata[stored]
+        if not isinstance(found, TensorStorageMetadata):
+            raise TypeError(f"{stored} is not a tensor")
+        return found
+
+    def _whole(self, stored: str) -> tuple[Shard, torch.Tensor]:
+        found = self._found(stored)
+        made = torch.empty(found.size, dtype=found.properties.dtype)
+        return Shard(made, tuple(found.size), (0,) * made.dim()), made
+
+    def _read(self, wanted: dict[str, Any]) -> None:
+        planner = LoadPlanner(wanted, self._contents)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) -> dict[str, Part]:
+    """Return the objects as parts, or say which names do not fit the checkpoint. Local."""
+    parts, values = parts_of(objects)
+    there = saved.manifest.parts
+    asked = f"Checkpoint.restore({', '.join(f'{name}=' for name in objects)})"
+    held = ", ".join(f"{n} ({kind})" for n, kind in there.items()) or "no object"
+    found = f"step {saved.step} holds {held}"
+    if values:
+        name = next(iter(values))
+        raise CheckpointError.because(
+            asked,
+            f"{name} is a plain value, {type(values[name]).__name__}",
+            hint=f"restored = checkpoint.restore(...); then restored[{name!r}]",
+        )
+    # Parts with a "~" are made by us, for objects that may be wrapped differently now.
+    unknown = [name for name in parts if name not in there and "~" not in name]
+    if unknown:
+        raise CheckpointError.because(
+            asked, found, f"nothing under {', '.join(unknown)}", "the names that save() was given"
+        )
+    left_out = [name for name in there if name not in parts and "~" not in name]
+    if left_out and not partial:
+        raise CheckpointError.because(
+            asked,
+            found,
+            f"not asked for: {', '.join(left_out)}",
+            f"restore(..., {left_out[0]}=...), or partial=True to leave them as they are",
+        )
+    return {name: part for name, part in parts.items() if name in there}

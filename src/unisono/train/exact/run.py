@@ -575,7 +575,7 @@ def writes_here() -> bool:
 
 def _record(step: Step, samples: int) -> None:
     """Put a step into the record of the run, if one is open."""
-    from unisono.train.recording.opening import log
+    from unisono.train.recording.run import log
 
     log(step=step.number, loss=step.loss, samples=samples, members=step.members, **step.metrics)
 

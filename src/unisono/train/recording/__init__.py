@@ -1,1 +1,6 @@
-"""What a rank writes down while it runs; `opening` holds `record`, `log` and `span`."""
+"""The record of a run: what ranks write into `runs/NAME`, and the pages drawn from it.
+
+Ranks write (`run`) into a directory (`directory`); whoever started them, or rank 0, reads it
+(`reading`), works out the figures (`figures`) and draws the page (`report`), or one that follows a
+running job (`live`).
+"""

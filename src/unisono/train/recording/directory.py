@@ -85,29 +85,19 @@ def make_run_directory(name: str, parent: str | Path = PARENT) -> Path:
     raise PlatformError.because(f"a run named {name!r}", f"no free name beside {first}")
 
 
-def log_path(directory: Path, rank: int) -> Path:
-    """Return where the output of a rank is kept."""
-    return directory / f"rank-{rank}.log"
+def rank_file(directory: Path, rank: int, kind: str) -> Path:
+    """Return a file of a rank.
 
-
-def lines_path(directory: Path, rank: int) -> Path:
-    """Return where a rank writes what it logs, one JSON object a line."""
-    return directory / f"rank-{rank}.jsonl"
-
-
-def part_path(directory: Path, rank: int) -> Path:
-    """Return where a rank writes what it is, and at the end what it has measured."""
-    return directory / f"rank-{rank}.json"
+    `log`: what it printed. `jsonl`: what it logged, one object a line. `json`: what it is, and at
+    the end what it has measured.
+    """
+    return directory / f"rank-{rank}.{kind}"
 
 
 def ranks_in(directory: Path) -> list[int]:
     """Return the ranks that have left something in the directory of a run."""
-    found = {
-        int(path.stem.removeprefix("rank-"))
-        for path in directory.glob("rank-*")
-        if path.stem.removeprefix("rank-").isdigit()
-    }
-    return sorted(found)
+    numbers = {path.stem.removeprefix("rank-") for path in directory.glob("rank-*")}
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def write_json(path: Path, value: Any) -> None:

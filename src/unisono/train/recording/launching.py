@@ -18,7 +18,7 @@ from unisono.launch.api import execute, submit_request
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stopping import signals_of_launcher
-from unisono.train.report.building import Report, conclude
+from unisono.train.recording.report import Report, conclude
 
 
 def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
@@ -51,7 +51,7 @@ def in_world(
 
 def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]) -> object:
     """In a rank: call `function` with a record open."""
-    from unisono.train.recording.opening import call_recorded
+    from unisono.train.recording.run import call_recorded
 
     return call_recorded(directory, started_ns, function)
 
@@ -60,7 +60,7 @@ def call_in_world(
     name: str, has_command: bool, to: Sequence[str], function: Callable[[], object]
 ) -> object:
     """In a rank that somebody else started: the same, its directory agreed on by all ranks."""
-    from unisono.train.recording.opening import record
+    from unisono.train.recording.run import record
 
     with record(name, command=has_command, to=to):
         return function()
@@ -92,7 +92,7 @@ def write_report(directory: Path) -> Path:
 
 def watched(request: Request, directory: Path) -> Results[Any]:
     """Run a request while a page shows it, and return its results."""
-    from unisono.train.report.live import LiveView
+    from unisono.train.recording.live import LiveView
 
     with signals_of_launcher():
         job = submit_request(request)

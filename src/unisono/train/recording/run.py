@@ -1,4 +1,8 @@
-"""`Run`: the record that one rank keeps of a run. Everything here is local to the rank."""
+"""Recording a run: `with record("name"):` around it, `log(loss=...)` and `span("forward")` in it.
+
+Each rank writes files of its own and sends nothing, so that recording neither slows ranks down nor
+lets one wait for another. Without an open record `log` and `span` return at once.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,13 +28,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.comm.call import Call
 from unisono.comm.groups import store_of_world
+from unisono.comm.health import trace as tracing
 from unisono.comm.health.trace import CostLedger, Recorder, clock_offset_ns
 from unisono.data_parallel.nonblocking import only_observes
 from unisono.environment import detect
-from unisono.errors import PartitionError, UnisonoError, an
+from unisono.errors import PartitionError, Requeue, UnisonoError, an
 from unisono.launch.context import here
 from unisono.topology.decompose import split_cuts
 from unisono.train.recording import directory as directories
+from unisono.train.recording.report import Report, check_trackers, conclude
 
 if TYPE_CHECKING:
     from unisono.topology.fanout import Layout
@@ -38,9 +44,11 @@ if TYPE_CHECKING:
 FLUSH_NS = 200_000_000
 """What was logged is written after so long at the next call."""
 KEPT_SPANS = 5_000
+"""Spans of a rank that are kept."""
 LARGEST_STEP = 2**53
 """Beyond it the numbers of a page, which are floats, have gaps."""
 KEPT_MARKS = 2_000
+"""Steps of optimizers that are kept."""
 KEPT_EVENTS = 10_000
 """Collectives of a rank that are kept in full, in small worlds; sums are over all."""
 KEPT_IN_WORLD = 200_000
@@ -130,6 +138,8 @@ class OutputCopy:
 class Run:
     """The record of this rank; `record` hands it out. Returned from a rank it becomes a `Report`.
 
+    Everything here is local to the rank.
+
     Attributes:
         dir: directory of the run.
         rank: this rank.
@@ -148,27 +158,23 @@ class Run:
         self._spans: deque[tuple[str, int, int]] = deque(
             maxlen=max(200, min(KEPT_SPANS, 100_000 // self._size))
         )
-        self._marks: deque[int] = deque(maxlen=KEPT_MARKS)
+        self._marks: deque[tuple[int, int, int]] = deque(maxlen=KEPT_MARKS)
         self._mark_count = 0
-        self._first_mark: tuple[int, int, int] | None = None
-        self._last_mark: tuple[int, int, int] | None = None
         self._layouts: list[dict[str, Any]] = []
         self._config: dict[str, Any] = {}
         self._to: set[str] = set()
         self._lines = os.open(
-            directories.lines_path(directory, self.rank),
+            directories.rank_file(directory, self.rank, "jsonl"),
             os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
             0o666,
         )
-        self._output = OutputCopy(directories.log_path(directory, self.rank))
+        self._output = OutputCopy(directories.rank_file(directory, self.rank, "log"))
         self._began_ns = time.perf_counter_ns()
         self._hook = register_optimizer_step_post_hook(self._mark_step)
         self._write_part("running", None)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel as the report: open files stay with their rank."""
-        from unisono.train.report.building import Report
-
         return Report, (self.dir,)
 
     def log(self, *, step: int | None = None, **values: Any) -> None:
@@ -247,11 +253,9 @@ class Run:
     @only_observes
     def _mark_step(self, *_: object) -> None:
         """An optimizer has made a step: where a step ends if nothing is logged."""
-        now = time.perf_counter_ns()
-        self._marks.append(now)
+        at = time.perf_counter_ns() - self._zero_ns
+        self._marks.append((at, self.recorder.blocked_ns, self.recorder.wait_ns))
         self._mark_count += 1
-        self._last_mark = now, self.recorder.blocked_ns, self.recorder.wait_ns
-        self._first_mark = self._first_mark or self._last_mark
 
     def _flush(self, now: int) -> None:
         """Append what was logged to the file of this rank."""
@@ -296,21 +300,15 @@ class Run:
         if status != "running":
             part |= self._measured()
         with suppress(OSError):
-            directories.write_json(directories.part_path(self.dir, self.rank), part)
+            directories.write_json(directories.rank_file(self.dir, self.rank, "json"), part)
 
     def _measured(self) -> dict[str, Any]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        window = None
-        if self._first_mark is not None and self._last_mark is not None:
-            names = ("seconds", "blocked_s", "wait_s")
-            marks = zip(names, self._first_mark, self._last_mark, strict=True)
-            window = {name: (last - first) / 1e9 for name, first, last in marks}
         return {
             "ended_s": self._seconds(time.perf_counter_ns()),
             "peak_mb": peak / (2**20 if sys.platform == "darwin" else 2**10),
             "blocked_s": self.recorder.blocked_ns / 1e9,
             "wait_s": self.recorder.wait_ns / 1e9,
-            "steps": window,
             "sums": self.recorder.sums(),
             "averaging": self.costs.rows(),
             "events": [
@@ -323,7 +321,7 @@ class Run:
             ],
             "spans": [[n, a - self._zero_ns, b - self._zero_ns] for n, a, b in self._spans],
             "mark_count": self._mark_count,
-            "marks": [at - self._zero_ns for at in self._marks],
+            "marks": list(self._marks),
             "layouts": self._layouts,
             "config": {name: _plain(value) for name, value in self._config.items()},
             "to": sorted(self._to),
@@ -422,3 +420,128 @@ def _zero_of_run(started_ns: int) -> int:
         store.set("zero", str(own))
     offset = clock_offset_ns(store, rank, size)
     return own if rank == 0 else int(store.get("zero")) - offset
+
+
+# The record that is open in this process.
+
+_active: Run | None = None
+_OFF = nullcontext()
+
+
+def current_run() -> Run | None:
+    """Return the record that is open in this process, or None."""
+    return _active
+
+
+def log(*, step: int | None = None, **values: Any) -> None:
+    """Note the value of some metrics at a step, if a record is open; else do nothing. Local.
+
+    A step gets the mean over the ranks that logged it; `samples` is added up instead, and gives the
+    throughput. Values are numbers or tensors of one element; those of a GPU are not waited for.
+
+    Args:
+        step: number of the step; counted from 0 if left out.
+        values: one keyword a metric.
+
+    >>> log(loss=0.5, samples=64)
+    """
+    if _active is not None:
+        _active.log(step=step, **values)
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Show the block as a bar of this name in the timeline of the report. Local; free when off.
+
+    >>> with span("forward"):
+    ...     pass
+    """
+    return _OFF if _active is None else _active.span(name)
+
+
+def record(
+    name: str = "run",
+    *,
+    config: Mapping[str, Any] | None = None,
+    command: bool = True,
+    to: str | Sequence[str] = (),
+) -> AbstractContextManager[Run]:
+    """Keep a record of the block in `runs/<name>/`: metrics, traces, logs and `report.html`.
+
+    Collective over the world. Every rank gets a `Run`, rank 0 writes the report at the end. Where a
+    record is open already (`unisono run --record`), that one is used and stays open.
+
+    Args:
+        name: of the run; a taken name gets a number. With a slash in it, a path of its own.
+        config: what to remember beside machine and versions: learning rate, sizes, ...
+        command: whether to remember the words of the command line, too; False where they hold a
+            password or a token. `unisono run --record` has `--no-command` for it.
+        to: experiment trackers that get metrics, `config` and the report when the run has ended:
+            "tensorboard", "mlflow", "wandb". Their own settings say where.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with record(f"{folder}/digits", config={"lr": 0.1}) as run:
+    ...         run.log(loss=0.5)
+    ...     (run.dir / "metrics.csv").read_text().split(",")[:2]
+    ['step', 'seconds']
+    """
+    return _recording(name, dict(config or {}), command, check_trackers(to))
+
+
+@contextmanager
+def _recording(
+    name: str, config: dict[str, Any], has_command: bool, to: Sequence[str]
+) -> Iterator[Run]:
+    from unisono.launch import world
+
+    comm = world()
+    if _active is not None:
+        _active.note_config(config, to)
+        yield _active
+        return
+    made: tuple[str, int] | UnisonoError | None = None
+    if comm.rank == 0:
+        try:
+            made = directories.begin_run(name, has_command=has_command)
+        except UnisonoError as error:
+            made = error
+    made = comm.broadcast_object(made)
+    if not isinstance(made, tuple):
+        raise made or UnisonoError(f"record({name!r}) found no directory")
+    directory = Path(made[0])
+    try:
+        with _opened(directory, made[1]) as run:
+            run.note_config(config, to)
+            yield run
+        comm.barrier()  # the parts of all ranks are there
+    finally:
+        if comm.rank == 0:
+            conclude(directory)
+
+
+def call_recorded(directory: str, started_ns: int, function: Callable[[], object]) -> object:
+    """In a rank: call `function` with a record open whose report the launcher writes."""
+    with _opened(Path(directory), started_ns):
+        return function()
+
+
+@contextmanager
+def _opened(directory: Path, started_ns: int) -> Iterator[Run]:
+    """Let everything inside be written down by a `Run`, which is closed however it ends."""
+    global _active
+    run = _active = Run(directory, started_ns, tracing.recorder)
+    tracing.recorder, tracing.ledger = run.recorder, run.costs
+    trouble = None
+    try:
+        yield run
+    except BaseException as error:
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not is_exit and not isinstance(error, Requeue):
+            trouble = "".join(traceback.format_exception(error))
+        raise
+    finally:
+        _active = None
+        if tracing.recorder is run.recorder:
+            tracing.recorder = run.recorder.before
+        tracing.ledger = None
+        run.close(trouble)

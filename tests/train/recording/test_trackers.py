@@ -12,23 +12,20 @@ import pytest
 
 from unisono import train
 from unisono.errors import MissingExtra
-from unisono.train.report import trackers
-from unisono.train.report.building import conclude
-from unisono.train.report.data import RecordedRun
+from unisono.train.recording import report
+from unisono.train.recording.reading import RecordedRun
 
 LOCAL = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
 
 RECORDED = """
-import sys
+import json
+
+import mlflow
 from unisono import train
 
-with train.record("digits", config={"lr": 0.1}, to=sys.argv[1:]):
+with train.record("digits", config={"lr": 0.1}, to=["mlflow", "wandb"]):
     for step in range(1500):  # more than MLflow takes at once
         train.log(loss=float("nan") if step == 3 else 1 / (step + 1), samples=8)
-"""
-READ_BACK = """
-import json
-import mlflow
 
 client = mlflow.MlflowClient()
 (run,) = client.search_runs(["0"])
@@ -44,40 +41,24 @@ print(json.dumps({
 """
 
 
-@pytest.fixture
-def program(tmp_path):
-    """Runs a program in a directory of its own, with trackers that stay on this machine."""
-    environ = os.environ | LOCAL | {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/store"}
-
-    def run(code, *words):
-        return subprocess.run(
-            [sys.executable, "-c", code, *words],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-
-    return run
-
-
-def test_mlflow_gets_metrics_settings_and_the_report(program):
+def test_trackers_get_metrics_settings_and_the_report(tmp_path):
     pytest.importorskip("mlflow", reason="MLflow is not installed")
-    done = program(RECORDED, "mlflow")
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", RECORDED],
+        cwd=tmp_path,
+        env=os.environ | LOCAL | {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/store"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "not sent" not in done.stderr
-    found = json.loads(program(READ_BACK).stdout)
+    found = json.loads(done.stdout)
     assert (found["name"], found["status"]) == ("digits", "FINISHED")
     assert found["params"] == {"ranks": "1", "lr": "0.1"}
     assert found["steps"] == [step for step in range(1500) if step != 3]
     assert found["last"] == pytest.approx(1 / 1500)
     assert found["artifacts"] == ["metrics.csv", "report.html"]
-
-
-def test_wandb_gets_a_run_below_the_directory(program, tmp_path):
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    done = program(RECORDED, "wandb")
-    assert "not sent" not in done.stderr
     (kept,) = (tmp_path / "runs" / "digits" / "wandb").glob("offline-run-*/*.wandb")
     assert kept.stat().st_size > 10_000
 
@@ -88,25 +69,25 @@ def test_a_tracker_that_is_away_costs_a_warning_and_not_the_run(a_run, monkeypat
     def away(run):
         raise ConnectionError("nobody answers")
 
-    monkeypatch.setitem(trackers._SENDERS, "mlflow", away)
-    monkeypatch.setitem(trackers._SENDERS, "wandb", sent.append)
+    monkeypatch.setitem(report._SENDERS, "mlflow", away)
+    monkeypatch.setitem(report._SENDERS, "wandb", sent.append)
     directory = a_run("kept")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"to": ["mlflow", "wandb"]}))
     with pytest.warns(UserWarning, match="not sent to mlflow: nobody answers"):
-        path = conclude(directory)
+        path = report.conclude(directory)
     assert path.is_file()
     assert [run.directory for run in sent] == [directory]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trackers.send(RecordedRun.read(a_run("asked_for_none")))
+        report.send(RecordedRun.read(a_run("asked_for_none")))
 
 
 def test_unknown_and_missing_trackers_are_refused_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="one of 'tensorboard', 'mlflow', 'wandb'"):
         train.record("x", to="comet")
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r'pip install "unisono\[wandb\]"'):
         train.record("x", to=["wandb"])
     assert not list(tmp_path.iterdir())

@@ -154,7 +154,6 @@ def _part(rank, ranks, steps, step_s, trouble, status):
         "peak_mb": 200.0,
         "blocked_s": 1.2,
         "wait_s": 0.8,
-        "steps": None,
         "sums": [{**sums, "blocked_ns": int(1.2e9), "wait_ns": int(0.8e9)}],
         "averaging": [{"module": "Digits", "ranks": ranks, **_COSTS}] if ranks > 1 else [],
         "events": events,

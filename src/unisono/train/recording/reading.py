@@ -1,7 +1,7 @@
-"""What ranks have logged, put together: one value per step, the mean over ranks. Pure.
+"""A run, read back from its directory: what ranks are, what they have logged, one value a step.
 
 A line is `{"step": 3, "t": 1.25, "a": 0, "v": {"loss": 0.5}, ...}`; later attempts and later lines
-of a rank replace earlier ones of the same step.
+of a rank replace earlier ones of the same step. No torch here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unisono.train.recording import directory as directories
+
 SAMPLES = "samples"
 """The metric that counts what was worked on; summed over ranks, and the unit of throughput."""
+_CONSEQUENCES = ("RankFailed", "RankTimeout", "Stopped")
+"""Types of errors that only say that another rank went away."""
 
 
 @dataclass(frozen=True)
@@ -153,3 +157,78 @@ def _amounts(metrics: Metrics) -> tuple[list[int], list[float], list[float]]:
     if counted is None:
         return metrics.steps, metrics.seconds, [1.0] * len(metrics.steps)
     return counted.steps, counted.seconds, counted.mean
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A directory, read."""
+
+    directory: Path
+    config: dict[str, Any]
+    parts: list[dict[str, Any]]
+    """What each rank is and has measured, by rank."""
+    lines: dict[int, list[dict[str, Any]]]
+    """What each rank has logged."""
+    merged: Metrics
+    began_s: float
+    """When the first rank began, or was first heard of."""
+
+    @classmethod
+    def read(cls, directory: Path, readers: dict[int, LineReader] | None = None) -> RecordedRun:
+        """Read what ranks have written so far; `readers` remember what they have read before."""
+        ranks = directories.ranks_in(directory)
+        readers = {} if readers is None else readers
+        for rank in ranks:
+            if rank not in readers:
+                readers[rank] = LineReader(directories.rank_file(directory, rank, "jsonl"))
+        parts = [directories.read_json(directories.rank_file(directory, r, "json")) for r in ranks]
+        lines = {rank: readers[rank].read_new().lines for rank in ranks}
+        config = directories.read_json(directory / directories.CONFIG)
+        for part in parts[:1]:
+            config["config"] = {**config.get("config", {}), **part.get("config", {})}
+        parts = [part for part in parts if part]
+        # Parts are of the last attempt; what an earlier one logged came before it.
+        signs = [part["began_s"] for part in parts]
+        signs += [line["t"] for own in lines.values() for line in own[:1]]
+        began_s = min(signs, default=0.0)
+        return cls(directory, config, parts, lines, merge(lines, began_s), began_s)
+
+    @property
+    def stepping(self) -> Metrics:
+        """Where steps ended: as logged, else as the optimizer of the first rank made them."""
+        marks = [] if self.merged.steps or not self.parts else self.parts[0].get("marks", [])
+        if not marks:
+            return self.merged
+        last = self.parts[0]["mark_count"]
+        seconds = [at / 1e9 - self.began_s for at, _, _ in marks]
+        return Metrics(list(range(last - len(marks), last)), seconds, {})
+
+    @property
+    def status(self) -> str:
+        """`done`, `failed` or `running`, as the ranks say."""
+        said = {part["status"] for part in self.parts}
+        if not said or "failed" in said:
+            return "failed"
+        return "done" if said == {"done"} else "running"
+
+    @property
+    def trouble(self) -> str:
+        """The first line of what went wrong on a rank, best the one that others fell over."""
+        told = [
+            (part["rank"], part["trouble"].strip().splitlines()[-1])
+            for part in self.parts
+            if part["trouble"]
+        ]
+        told.sort(key=lambda pair: pair[1].partition(":")[0].split(".")[-1] in _CONSEQUENCES)
+        return f"rank {told[0][0]}: {told[0][1]}" if told else ""
+
+    @property
+    def attempts(self) -> int:
+        """How often the run was started."""
+        return max((part["attempt"] for part in self.parts), default=0) + 1
+
+    @property
+    def seconds(self) -> float:
+        """From the moment the first rank began to the last sign of life of any rank."""
+        ends = [part["ended_s"] - self.began_s for part in self.parts if "ended_s" in part]
+        return max([*ends, *self.merged.seconds[-1:]], default=0.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import unisono
-from unisono.train.report import timeline
-from unisono.train.report.live import judge, patience_s, place_of
+from unisono.train.recording import figures
+from unisono.train.recording.live import judge, patience_s, place_of
 
 
 def event(begin, end, *, wait=0, op="all_reduce"):
@@ -20,9 +20,13 @@ def part(rank, *, events=(), spans=(), marks=(), **more):
     return {"rank": rank, "attempt": 0, "events": events, "spans": spans, "marks": marks, **more}
 
 
+def lines_at(seconds):
+    return [{"a": 0, "t": float(t), "blocked_s": 0.0, "wait_s": 0.0} for t in seconds]
+
+
 def test_the_typical_step_is_not_one_that_warms_up_nor_the_slow_one():
     ends = [0.0, 50.0, 90.0, 120.0, 130.0, 140.0, 170.0, 180.0, 190.0]
-    begin, end, typical = timeline.choose_steps(ends, 0.0)
+    begin, end, typical = figures.choose_steps(ends, 0.0)
     assert ends[typical + 1] - ends[typical] == 10.0
     assert begin <= typical < end
     assert begin >= 3
@@ -30,7 +34,7 @@ def test_the_typical_step_is_not_one_that_warms_up_nor_the_slow_one():
 
 def test_steps_whose_collectives_were_forgotten_are_not_shown():
     ends = [float(i) for i in range(100)]
-    begin, end, typical = timeline.choose_steps(ends, 90.0)
+    begin, end, typical = figures.choose_steps(ends, 90.0)
     assert begin >= 90
     assert end <= 99
     assert 90 <= typical < 99
@@ -39,10 +43,8 @@ def test_steps_whose_collectives_were_forgotten_are_not_shown():
 def test_lanes_hold_what_happens_in_the_shown_steps_in_seconds():
     second = 10**9
     events = [event(i * second, i * second + second // 2, wait=second // 4) for i in range(20)]
-    built = timeline.build(
-        [part(0, events=events), part(1, events=events)], [float(i) for i in range(20)]
-    )
-    assert len(built["steps"]) == timeline.SHOWN_STEPS
+    built = figures.timeline([part(0, events=events), part(1, events=events)], lines_at(range(20)))
+    assert len(built["steps"]) == figures.SHOWN_STEPS
     shown = built["steps"][built["shown"]]
     assert shown["end"] - shown["begin"] == 1.0
     first = built["lanes"][1]["events"][0]
@@ -54,14 +56,14 @@ def test_lanes_hold_what_happens_in_the_shown_steps_in_seconds():
 
 
 def test_without_steps_the_whole_record_is_shown_and_without_anything_nothing():
-    built = timeline.build([part(0, events=[event(10**9, 3 * 10**9)])], [])
+    built = figures.timeline([part(0, events=[event(10**9, 3 * 10**9)])], [])
     assert built["steps"] == [{"number": None, "begin": 1.0, "end": 3.0}]
-    assert timeline.build([part(0)], []) is None
+    assert figures.timeline([part(0)], []) is None
 
 
 def test_optimizer_steps_stand_in_where_nothing_is_logged():
-    marks = [i * 10**9 for i in range(12)]
-    built = timeline.build([part(0, events=[event(0, 12 * 10**9)], marks=marks)], [])
+    marks = [(i * 10**9, 0, 0) for i in range(12)]
+    built = figures.timeline([part(0, events=[event(0, 12 * 10**9)], marks=marks)], [])
     assert built["steps"][0]["number"] is not None
 
 
@@ -70,21 +72,21 @@ def test_shares_are_those_between_the_first_and_the_last_logged_step():
         {"a": 0, "t": 10.0, "blocked_s": 5.0, "wait_s": 4.0},  # start-up does not count
         {"a": 0, "t": 20.0, "blocked_s": 7.0, "wait_s": 5.5},
     ]
-    (row,) = timeline.shares([part(0)], {0: lines})
+    (row,) = figures.shares([part(0)], {0: lines})
     assert (row["compute"], row["move"], row["wait"], row["share"]) == (8.0, 0.5, 1.5, 0.2)
 
 
 def test_shares_fall_back_to_optimizer_steps_then_to_the_whole_record():
-    steps = {"seconds": 4.0, "blocked_s": 1.0, "wait_s": 0.5}
+    marks = [(10**9, 0, 0), (5 * 10**9, 10**9, 10**9 // 2)]
     whole = {"began_s": 1.0, "ended_s": 11.0, "blocked_s": 5.0, "wait_s": 0.0}
-    rows = timeline.shares([part(0, steps=steps, **whole), part(1, **whole), part(2)], {})
+    rows = figures.shares([part(0, marks=marks, **whole), part(1, **whole), part(2)], {})
     assert [(row["rank"], row["share"]) for row in rows] == [(0, 0.25), (1, 0.5)]
 
 
 def test_calls_of_all_ranks_are_summed_up_by_place():
     sums = {"op": "barrier", "site": "/x/train.py:9", "calls": 2, "bytes": 0}
     parts = [part(r, sums=[{**sums, "blocked_ns": 10**9, "wait_ns": 10**8}]) for r in range(3)]
-    (row,) = timeline.call_table(parts)
+    (row,) = figures.call_table(parts)
     assert (row["op"], row["site"], row["calls"]) == ("barrier", "train.py:9", 6)
     assert row["seconds"] == pytest.approx(3.0)
 

@@ -13,15 +13,9 @@ import pytest
 from unisono.cli import main
 from unisono.errors import PlatformError
 from unisono.train import build_report
-from unisono.train.report.data import (
-    RecordedRun,
-    averaging_table,
-    log_tail,
-    report_data,
-    thinned,
-)
-from unisono.train.report.metrics import Series
-from unisono.train.report.trackers import write_tensorboard
+from unisono.train.recording.figures import averaging_table, log_tail, report_data, thinned
+from unisono.train.recording.reading import RecordedRun, Series
+from unisono.train.recording.report import write_tensorboard
 
 SECTIONS = ("metrics", "throughput", "communication", "timeline", "layout", "facts", "logs")
 

@@ -20,15 +20,18 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.job import ENDS
 from unisono.launch.pool.stacks import outside_collectives, user_line
 from unisono.train.recording import directory as directories
-from unisono.train.report import metrics, timeline
-from unisono.train.report.building import page
-from unisono.train.report.data import RecordedRun, curves, log_tail
+from unisono.train.recording.figures import curves, log_tail, shares
+from unisono.train.recording.reading import LineReader, RecordedRun, throughput
+from unisono.train.recording.report import page
+
+if TYPE_CHECKING:
+    from unisono.launch.job import Job
 
 ASK_EVERY_S = 3.0
 """Shortest time between two questions for stacks."""
@@ -45,27 +48,10 @@ _VERB = re.compile(r'comm/(?:collectives|messages)\.py", line \d+ in (?P<verb>[a
 _TORCH = re.compile(r'torch/distributed/\S+\.py", line \d+ in (?P<verb>[a-z]\w+)')
 
 
-class Watched(Protocol):
-    """What is asked of a job; `unisono.Job` has it."""
-
-    @property
-    def dir(self) -> Path:
-        """Its directory."""
-        ...
-
-    def status(self) -> str:
-        """Return its state in one word."""
-        ...
-
-    def stacks(self) -> dict[int, str]:
-        """Return where every rank stands."""
-        ...
-
-
 class LiveView:
     """Serves the page of a job from the start of the `with` block to its end."""
 
-    def __init__(self, directory: Path, job: Watched, ranks: int) -> None:
+    def __init__(self, directory: Path, job: Job, ranks: int) -> None:
         self._directory = directory
         self._job = job
         self._ranks = ranks
@@ -74,7 +60,7 @@ class LiveView:
         self._asked_at = 0.0
         self._asking = threading.Lock()
         self._reading = threading.Lock()
-        self._readers: dict[int, metrics.LineReader] = {}
+        self._readers: dict[int, LineReader] = {}
         self._looked_at = 0.0
         self._has_seen_end = threading.Event()
         self._token = secrets.token_urlsafe(24)
@@ -120,8 +106,8 @@ class LiveView:
             self._ask(force=asks)
         elif not is_quiet and now - self._asked_at > 2 * ASK_EVERY_S:
             self._stacks = {}
-        unit, at, rates = metrics.throughput(run.merged)
-        shares = {row["rank"]: row["share"] for row in timeline.shares(run.parts, run.lines)}
+        unit, at, rates = throughput(run.merged)
+        share = {row["rank"]: row["share"] for row in shares(run.parts, run.lines)}
         return {
             "status": status,
             "seconds": now - self._began,
@@ -131,7 +117,7 @@ class LiveView:
             "members": read_events(self._job.dir)[-40:],
             "throughput": {"unit": unit, "steps": at, "values": rates},
             "ranks": [
-                self._rank_state(run, parts[rank], quiet_s[rank]) | {"share": shares.get(rank)}
+                self._rank_state(run, parts[rank], quiet_s[rank]) | {"share": share.get(rank)}
                 if rank in parts
                 else {"rank": rank, "state": "pending", "step": None, "quiet_s": None}
                 for rank in range(self._ranks)
@@ -158,7 +144,7 @@ class LiveView:
             "where": place_of(stack) if stack else None,
             "stack": stack,
             "trouble": part["trouble"],
-            "log": log_tail(directories.log_path(self._directory, rank), _LOG_BYTES),
+            "log": log_tail(directories.rank_file(self._directory, rank, "log"), _LOG_BYTES),
         }
 
     def _quiet_s(self, run: RecordedRun, part: Mapping[str, Any], now: float) -> float:
@@ -167,7 +153,7 @@ class LiveView:
         signs = [zero + part["began_s"]]
         signs += [zero + line["t"] for line in run.lines.get(part["rank"], ())[-1:]]
         with suppress(OSError):
-            printed = directories.log_path(self._directory, part["rank"]).stat()
+            printed = directories.rank_file(self._directory, part["rank"], "log").stat()
             signs += [printed.st_mtime] if printed.st_size else []
         return now - max(signs)
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,7 +17,7 @@ import pytest
 
 import unisono
 from unisono.cli import main
-from unisono.train.report.live import LiveView
+from unisono.train.recording.live import LiveView
 
 OURS = Path(unisono.__file__).parent
 WAITS = (
@@ -81,7 +80,13 @@ def get(url, path="", *, host=None):
         connection.close()
 
 
-@pytest.mark.usefixtures("hygiene")
+@pytest.fixture
+def no_last_look(monkeypatch):
+    """Pages of these tests are closed before the job ends, and need not see it."""
+    monkeypatch.setattr("unisono.train.recording.live.LAST_LOOK_S", 0.0)
+
+
+@pytest.mark.usefixtures("hygiene", "no_last_look")
 def test_only_the_right_word_and_host_name_are_answered(a_run):
     with LiveView(a_run("live", status="running"), FakeJob(), 2) as view:
         port = urlsplit(view.url).port
@@ -105,6 +110,7 @@ def test_only_the_right_word_and_host_name_are_answered(a_run):
         get(view.url)
 
 
+@pytest.mark.usefixtures("no_last_look")
 def test_a_stalled_rank_and_who_waits_for_it_are_shown(chromium, a_run):
     directory, job = a_run("stuck", status="running", step_s=0.01), FakeJob()
     os.utime(directory / "rank-0.log", (0, 0))  # printed long ago
@@ -127,6 +133,7 @@ def test_a_stalled_rank_and_who_waits_for_it_are_shown(chromium, a_run):
         assert f"The run has ended. See it all: unisono report {directory}" in dom
 
 
+@pytest.mark.usefixtures("no_last_look")
 def test_ranks_are_asked_for_stacks_only_when_quiet_or_when_somebody_wants_them(a_run):
     directory, job = a_run("well", status="running"), FakeJob()
     view = LiveView(directory, job, 2)
@@ -158,12 +165,12 @@ def test_an_open_page_sees_the_end_and_the_server_goes(a_run):
     assert not [thread for thread in threading.enumerate() if thread.name == "unisono-watch"]
 
 
-def test_a_run_is_watched_from_its_start_to_its_end(chromium, tmp_path):
+def test_a_run_is_watched_from_its_start_to_its_end(chromium, tmp_path, warm_python):
     (tmp_path / "work.py").write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, "-m", "unisono", "run", "--watch", "--ranks", "2", "work.py"],
+        [warm_python, "-m", "unisono", "run", "--watch", "--ranks", "2", "work.py"],
         cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(tmp_path), "WARM_PYTHON": warm_python},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
