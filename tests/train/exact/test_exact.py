@@ -96,8 +96,9 @@ def train(name: str, steps: int = 6, shards: int = 8, pause_s: float = 0.0, **mo
 # The same bits.
 
 
-@pytest.mark.parametrize("shards", [8, 6])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "shards"), [*((name, count) for name in MODELS for count in (8, 6)), ("mlp", 3)]
+)
 def test_three_ranks_end_with_the_bits_of_one_process(name, shards):
     alone = train(name, shards=shards)
     assert set(unisono.run(train, name, shards=shards, ranks=3, elastic=True)) == {alone}
@@ -117,13 +118,14 @@ def test_more_ranks_than_shards_leave_some_without_work_and_the_bits_alone(capfd
     assert capfd.readouterr().err.count("on up to 3 ranks: 1 of them") == 1
 
 
-def test_a_step_is_that_of_the_whole_batch():
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_step_is_that_of_the_whole_batch(shards):
     torch.manual_seed(0)
     model, twin = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
     twin.load_state_dict(model.state_dict())
     x, y = torch.randn(21, 6).double(), torch.randn(21, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"batch_size": 7, "shards": 3, "shuffle": False}
+    settings = {"batch_size": 7, "shards": shards, "shuffle": False}
     losses = [
         step(lambda b: functional.mse_loss(model(b.x), b.y))
         for step in unisono.train.elastic(model, optimizer, (x, y), **settings)

@@ -217,10 +217,10 @@ class Layout:
                 return _add(s, left, right, None)
 
             total = out(begin, end).view(section.dtype)
-            whole, middle = known(0, self.shards), half(self.shards)
-            if whole is not None:
+            if (whole := known(0, self.shards)) is not None:
                 total.copy_(whole)
             else:
+                middle = half(self.shards)
                 left = tree_sum(0, middle, known, add)
                 right = tree_sum(middle, self.shards - middle, known, add)
                 _add(section, left, right, total)
