@@ -22,7 +22,6 @@ from unisono.launch.console import Console, stdin_rank
 from unisono.launch.devices import Device
 from unisono.launch.logs import SHOW_ALL_UP_TO, tail
 from unisono.launch.places.local import run_local
-from unisono.launch.places.mpi import run_mpi
 from unisono.launch.platform import Platform
 from unisono.launch.pool import cleanup
 from unisono.launch.pool.monitor import Outcome, Watch
@@ -78,7 +77,7 @@ class Attempts:
         job = rank_job(request, self.call, variables)
         if request.elastic is not None and request.elastic.host is not None:
             job = replace(job, secret=bytes.fromhex(request.elastic.host.secret))
-        run_attempt = run_mpi if request.platform.kind is Device.MPI else run_local
+        run_attempt = _attempt_at(request.platform.kind)
         if request.elastic is not None:
             run_attempt = functools.partial(run_local, elastic=request.elastic)
         causes: list[str] = []
@@ -229,6 +228,19 @@ def rank_job(
     )
 
 
+def _attempt_at(kind: Device) -> Callable[..., Outcome]:
+    """Return how ranks of this kind of place are started."""
+    if kind is Device.MPI:
+        from unisono.launch.places.mpi import run_mpi as run_attempt
+    elif kind is Device.SSH:
+        from unisono.launch.places.ssh import run_ssh as run_attempt
+    elif kind is Device.RAY:
+        from unisono.launch.places.ray import run_ray as run_attempt
+    else:
+        return run_local
+    return run_attempt
+
+
 @contextmanager
 def job_directory(request: Request) -> Iterator[Path]:
     """Yield the private directory of the run; without `logs` only a failure leaves it behind."""
@@ -242,8 +254,10 @@ def job_directory(request: Request) -> Iterator[Path]:
         yield path
         return
     parent: Path | None = None
-    if request.platform.n_nodes > 1:  # hosts share the working directory, if anything
-        parent = Path(request.platform.console_logs).absolute()
+    platform = request.platform
+    if platform.kind is Device.MPI and platform.n_nodes > 1:
+        # Hosts share the working directory, if anything.
+        parent = Path(platform.console_logs).absolute()
         parent.mkdir(parents=True, exist_ok=True)
     path = cleanup.make_temporary_directory(parent)
     try:

@@ -30,6 +30,13 @@ class Device(Enum):
     SLURM = "slurm"
     MPS = "mps"
     MPI = "mpi"
+    SSH = "ssh"
+    RAY = "ray"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its ranks are processes of this host, which the launcher starts itself."""
+        return self in (Device.CPU, Device.GPU, Device.MPS)
 
     @classmethod
     def from_str(cls, device: str | Device) -> Device:
