@@ -21,7 +21,7 @@ _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT")
 def understood(words: list[str]) -> dict[str, object] | None:
     """Return what `python words` is to do; None if only python itself knows."""
     rest, warnings, unbuffered = list(words), [], False
-    while rest and (rest[0] in ("-B", "-u") or rest[0].startswith("-W")):
+    while rest and (rest[0] in ("-B", "-P", "-u") or rest[0].startswith("-W")):
         option = rest.pop(0)
         if option.startswith("-W"):
             warnings.append(option[2:] or rest.pop(0))

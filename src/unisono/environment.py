@@ -70,7 +70,7 @@ class _Names(NamedTuple):
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _NAMES: dict[Kind, _Names] = {
-    "unisono": _Names(*_OURS, "NODE_RANK"),
+    "unisono": _Names(*_OURS, "NODE_RANK", "GROUP_WORLD_SIZE"),
     "torchrun": _Names(*_OURS, "GROUP_RANK", "GROUP_WORLD_SIZE"),
     "openmpi": _Names(
         *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))

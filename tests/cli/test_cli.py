@@ -231,7 +231,7 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "--partition", "x", "os:getpid"], "only\n  HINT: --on slurm\n"),
         (["run", "--set", "timeout_min=5", "os:getpid"], "--set timeout_min=5 --on cpu\n"),
         (["run", "--set", "mpiexec=mpirun", "os:getpid"], "HINT: --on mpi\n"),
-        (["doctor", "--on", "moon"], "'cpu', 'gpu', 'mps', 'mpi', 'slurm', 'inline'"),
+        (["doctor", "--on", "moon"], "'mpi', 'ssh', 'ray', 'slurm', 'inline'"),
         (["job", "status", "nothing-here"], "no such job"),
     ],
 )

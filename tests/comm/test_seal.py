@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import unisono
 from unisono.comm import seal
+from unisono.comm.collectives import Collectives
 from unisono.comm.health import failures, watchdog
 from unisono.comm.mpi_style import MPICommunication
 from unisono.comm.mpi_style.messages import Envelope, digest_of
@@ -101,8 +102,9 @@ def test_collectives_unpickle_only_what_its_rank_has_signed(tmp_path, monkeypatc
     assert mpi.bcast("a" if mpi.rank == 1 else None, 1) == "a"
     assert mpi.scatter(["x", "y"] if mpi.rank == 0 else None) == "xy"[mpi.rank]
     if mpi.rank == 1:
-        forge = lambda comm, obj: pickle.dumps(Evil(trap)) + bytes(32)  # noqa: E731
-        monkeypatch.setattr(seal, "dump_object", forge)
+        forged = bytearray(pickle.dumps(Evil(trap)) + bytes(32))
+        values = torch.frombuffer(forged, dtype=torch.uint8)
+        monkeypatch.setattr(Collectives, "_pickled", lambda comm, obj: values)
     for verb in (mpi.allgather, lambda x: mpi.bcast(x, 1)):
         with pytest.raises(UnisonoError, match="an object of rank 1"):
             verb(3)
@@ -136,6 +138,7 @@ _SCRIPT = """
 import os, sys, torch.distributed as dist
 import unisono
 from unisono.comm import seal
+from unisono.comm.collectives import Collectives
 from unisono.comm.mpi_style import MPICommunication
 from unisono.errors import PlatformError
 if os.environ.get("OTHER") and os.environ["RANK"] == "1":

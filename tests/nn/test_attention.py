@@ -192,6 +192,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
         ring_attention(q, q, q, torch.zeros(q.shape[2], 9 if comm.rank == 0 else 4))
     with pytest.raises(PartitionError, match="mask that is causal itself"):
         ring_attention(q, q, q, torch.zeros(q.shape[2], 9), is_causal=True)
+    for way in WAYS[: 1 + (q.shape[1] % comm.size == 0)]:
+        with pytest.raises(PartitionError, match="True or False"):
+            way(q, q, q, is_causal=1)
     with pytest.raises(PartitionError, match=r"sizes\[0\] = 3 != 4|sizes\[1\] = 3 != 5"):
         ring_attention(q, q, q, sizes=[3, 3])
     with pytest.raises(CollectiveMismatch, match="must be equal on all ranks"):

@@ -8,8 +8,8 @@ from torch import nn
 
 import unisono
 from unisono.errors import PartitionError
-from unisono.nn.layers.batch_norm import DistributedBatchNorm
 from unisono.nn.layers.norm import (
+    DistributedBatchNorm,
     DistributedInstanceNorm,
     DistributedLayerNorm,
     DistributedRMSNorm,

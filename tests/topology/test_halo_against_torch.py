@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.errors import PartitionError
 from unisono.topology import decompose, halo
-from unisono.topology.window import PADDING_MODES, interior, output_length, window
+from unisono.topology.window import PADDING_MODES, output_length
 
 shards = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 0)
 
@@ -161,41 +161,8 @@ def test_max_pool_of_the_windows_is_max_pool_of_the_tensor(
     assert torch.equal(torch.cat(outputs, -1), expected)
 
 
-@settings(max_examples=30, deadline=None)
-@given(case=convolutions(1))
-def test_interior_outputs_read_own_points_only(case) -> None:
-    args = case["args"]
-    (k,), (s,), ((pl, pr),), (d,) = (
-        args["kernel_size"], args["stride"], args["padding"], args["dilation"],
-    )  # fmt: skip
-    mode = args["padding_mode"]
-    cuts = decompose.bounds(case["sizes"][0])
-    x = cuts[-1]
-    y = output_length(x, k, s, (pl, pr), d)
-    for me in range(len(cuts) - 1):
-        own = (cuts[me], cuts[me + 1])
-        y0, y1 = decompose.block(y, len(cuts) - 1, me)
-        start, stop = interior(y0, y1, x, own, k, s, pl, pr, d, mode)
-        plan = halo.plan([cuts], (me,), **args)
-        assert plan.interior == ((start - y0, stop - y0),)
-        for i in range(y0, y1):
-            inside = all(
-                own[0] <= part.source[0] and part.source[1] <= own[1]
-                for part in window(i, i + 1, x, k, s, pl, pr, d, mode)
-                if part.kind != "fill"
-            )
-            if start <= i < stop:
-                assert inside
-            elif mode == "zeros" and inside:
-                reach = (s * i - pl, s * i - pl + d * (k - 1) + 1)
-                assert reach[1] <= 0 or reach[0] >= x, (
-                    "only outputs of pure padding may be left out"
-                )
-
-
-def test_a_kernel_that_needs_no_neighbour_leaves_every_output_interior() -> None:
+def test_a_kernel_that_needs_no_neighbour_leaves_the_block_as_it_is() -> None:
     plan = halo.plan([(0, 4, 8)], (0,), 2, 2)
-    assert plan.interior == ((0, 2),)
     assert plan.is_identity
 
 

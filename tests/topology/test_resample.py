@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,11 +67,10 @@ def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
     expected = torch_resample(x, mode, align, **size)
     assert expected.shape[-1] == y
 
-    def window_of(i: int):
-        return resample_window(*decompose.block(y, parts, i), x_length, y, mode, **options)
-
+    reads = partial(resample_window, x=x_length, y=y, mode=mode, **options)
+    axis = halo.Axis(decompose.split_cuts(y, parts), reads)
     shares = [decompose.block(y, parts, i) for i in range(parts)]
-    plans = [halo.plan_windows([cuts], (i,), [window_of], [shares[i]]) for i in range(parts)]
+    plans = [halo.plan_windows([cuts], (i,), [axis]) for i in range(parts)]
     windows = simulate.fill_windows(simulate.cut_blocks(x, [cuts]), plans)
     outputs = []
     for (y0, y1), local in zip(shares, windows, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,13 +49,9 @@ def test_transposed_conv_of_the_needed_points_is_that_of_the_tensor(
     expected = F.conv_transpose1d(x, weight, None, s, p, o, 1, d)
     assert y == expected.shape[-1]
 
-    def window_of(i: int):
-        return transposed_window(*decompose.block(y, parts, i), x_length, k, s, p, d)
-
-    plans = [
-        halo.plan_windows([cuts], (i,), [window_of], [decompose.block(y, parts, i)])
-        for i in range(parts)
-    ]
+    reads = partial(transposed_window, x=x_length, k=k, s=s, p=p, d=d)
+    axis = halo.Axis(decompose.split_cuts(y, parts), reads)
+    plans = [halo.plan_windows([cuts], (i,), [axis]) for i in range(parts)]
     windows = simulate.fill_windows(simulate.cut_blocks(x[0, 0], [cuts]), plans)
     outputs = []
     for i, local in enumerate(windows):

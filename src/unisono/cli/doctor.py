@@ -29,6 +29,7 @@ SHM = Path("/dev/shm")
 _PIP = f"{Path(sys.executable).name} -m pip install --force-reinstall"
 _EXTRAS = {
     "mpi": "mpi4py",
+    "ray": "ray",
     "slurm": "submitit",
     "examples": "sklearn",
     "plot": "matplotlib",
@@ -57,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--on", metavar="PLACE", help="look closer: cpu, gpu, mps, mpi, slurm, or a profile"
+        "--on", metavar="PLACE", help="look closer: cpu, gpu, mps, mpi, ray, slurm, or a profile"
     )
     parser.set_defaults(execute=execute)
 
@@ -261,7 +262,11 @@ def check_loopback() -> Check:
 
 def check_launchers() -> Check:
     """Which other launchers are installed."""
-    found = [name for name in ("mpiexec", "srun", "sbatch", "torchrun") if shutil.which(name)]
+    found = [
+        name
+        for name in ("mpiexec", "srun", "sbatch", "torchrun", "ssh", "ray")
+        if shutil.which(name)
+    ]
     return Check("launchers", "ok" if found else "skip", ", ".join(found) or "none on PATH")
 
 

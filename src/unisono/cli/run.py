@@ -39,11 +39,14 @@ _ONLY_AT = {
     **dict.fromkeys(("partition", "mem_per_node", "timeout_min", "submitter"), ("slurm",)),
     **dict.fromkeys(("slurm_additional_parameters", "srun_args"), ("slurm",)),
     **dict.fromkeys(("mpiexec", "mpiexec_args"), ("mpi",)),
+    **dict.fromkeys(("hosts", "ssh_args", "python"), ("ssh",)),
+    "ray_init": ("ray",),
     "console_logs": ("slurm", "mpi"),
 }
 """Fields that mean something at some places only."""
 _ABOUT_RANKS = (
-    *("on", "ranks", "nodes", "gpus", "partition", "timeout_s", "max_restarts", "logs", "console"),
+    *("on", "ranks", "nodes", "hosts", "gpus", "partition", "timeout_s", "max_restarts", "logs"),
+    *("console", "script"),
     "record",
     "to",
 )
@@ -62,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("target", nargs="?", help="script.py, or package.module:function")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
     places = parser.add_argument_group("sizes and places")
-    places.add_argument("--on", help="cpu, gpu, mps, mpi, slurm, inline, or a profile")
+    places.add_argument("--on", help="cpu, gpu, mps, mpi, ssh, ray, slurm, inline, or a profile")
     places.add_argument(
         "-n",
         "--ranks",
@@ -71,6 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="number of ranks (2 on cpu and mpi); 2:8 are fewest and most of an elastic job",
     )
     places.add_argument("--nodes", type=int, metavar="N", help="number of hosts (1)")
+    places.add_argument("--hosts", metavar="A,B", help="the hosts of --on ssh")
     places.add_argument("--gpus", type=int, metavar="N", help="GPUs, and ranks, of each node")
     places.add_argument("--partition", metavar="NAME", help="partition of the cluster")
     places.add_argument(
@@ -119,6 +123,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument("--watch", action="store_true", help="serve a page that shows it, and record")
     how.add_argument(
         "--no-command", action="store_true", help="record without the words of the command line"
+    )
+    how.add_argument(
+        "--script", choices=("pbs", "lsf"), help="print a batch script for it, start nothing"
     )
     how.add_argument("--dry-run", action="store_true", help="show the ranks, start nothing")
     how.add_argument("--check", action="store_true", help="check the request, start nothing")
@@ -170,6 +177,8 @@ def _execute(args: argparse.Namespace) -> int:
         if not (args.dry_run or args.check):
             function()
         return 0
+    if args.script is not None:
+        return _print_script(args)
     request = _request(args, function, is_script=is_script)
     if args.dry_run or args.check:
         return _show(args, request)
@@ -226,17 +235,7 @@ def _request(
     from unisono.launch.elastic.settings import Chaos
     from unisono.launch.request import checked_request
 
-    fields: dict[str, Any] = {
-        name: _setting(name, value) for name, value in _pairs(args.set, "--set field=value")
-    }
-    if args.env:
-        fields["env"] = dict(_pairs(args.env, "--env NAME=value"))
-    if args.gpus is not None:
-        fields["n_gpus_per_node"] = args.gpus
-    if args.partition is not None:
-        fields["partition"] = args.partition
-    if args.no_detect:
-        fields["detect"] = False
+    fields = _fields(args)
     directory = args.logs
     console = _console("none" if args.supervise else args.console)
     logs = None
@@ -262,6 +261,24 @@ def _request(
     )
     _check_uses(fields, request)
     return request
+
+
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the platform that the command line gives."""
+    fields: dict[str, Any] = {
+        name: _setting(name, value) for name, value in _pairs(args.set, "--set field=value")
+    }
+    if args.env:
+        fields["env"] = dict(_pairs(args.env, "--env NAME=value"))
+    if args.gpus is not None:
+        fields["n_gpus_per_node"] = args.gpus
+    if args.partition is not None:
+        fields["partition"] = args.partition
+    if args.hosts is not None:
+        fields["hosts"] = [host for host in args.hosts.split(",") if host]
+    if args.no_detect:
+        fields["detect"] = False
+    return fields
 
 
 def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
@@ -294,6 +311,27 @@ def _show(args: argparse.Namespace, request: Request) -> int:
         print(judge_script(request))
     _note_missing_gpus(args, request)
     print(f"unisono: {_count(request.ranks, 'rank')} on {request.place} can be started")
+    return 0
+
+
+def _print_script(args: argparse.Namespace) -> int:
+    """Print a batch script in which the same command starts the ranks of a job."""
+    from unisono.launch.places.batch import script_text
+    from unisono.launch.request import resolve
+    from unisono.launch.settings import read_configuration
+
+    on, fields = args.on or "mpi", _fields(args)
+    if on == "ssh" and args.hosts is None:  # the job will know
+        fields["hosts"] = [f"node-{number}" for number in range(args.nodes or 1)]
+    place, platform = resolve(
+        on,
+        ranks=args.ranks,
+        nodes=args.nodes,
+        configuration=read_configuration().at(on),
+        fields=fields,
+    )
+    cut = args.words.index("--") if "--" in args.words else len(args.words)
+    print(script_text(args.script, place, platform, args.words[:cut], args.words[cut:]), end="")
     return 0
 
 

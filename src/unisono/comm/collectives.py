@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from unisono.comm import call as calls
 from unisono.comm import seal
 from unisono.comm.arguments import (
     bytes_of,
@@ -27,19 +30,17 @@ from unisono.comm.arguments import (
     check_sizes,
     check_target,
     check_tensor,
-    check_timeout,
     dense,
     do_not_fit,
     pack_shape,
-    refuse_transformed,
     rows_back,
     rows_first,
     split_evenly,
     unpack_shape,
 )
+from unisono.comm.health.watchdog import seal_of
 from unisono.comm.perform import Pending, Performer, Transfer, started, verb
 from unisono.comm.reductions import check_op, decode, encode
-from unisono.comm.torch import private
 from unisono.errors import PartitionError, UnisonoError
 
 Like = Tensor | tuple[Sequence[int], torch.dtype]
@@ -51,7 +52,10 @@ class Collectives(Performer):
 
     # -- reductions -----------------------------------------------------------------------------
 
-    def all_reduce(self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
+    @verb
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
+    ) -> Transfer[Tensor]:
         """Return the reduction of `x` over all ranks. Collective over the communicator.
 
         Args:
@@ -63,21 +67,20 @@ class Collectives(Performer):
             The same bits on every rank; `x` is unchanged.
         """
         check_tensor(x, self.device, "all_reduce")
-        if timeout_s is not None:
-            check_timeout(timeout_s)
         if self._entry.coalescer is not None:
             return self._held(self._entry.coalescer, None, x, op, timeout_s)
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        return self._perform(self._reduced(out, x, op, timeout_s))
+        return self._reduced(out, x, op, timeout_s)
 
-    def all_reduce_(self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Tensor:
+    @verb
+    def all_reduce_(
+        self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
+    ) -> Transfer[Tensor]:
         """Replace `x` by its reduction over all ranks; see `all_reduce`. Returns `x`."""
         check_target(x, self.device, "all_reduce_")
-        if timeout_s is not None:
-            check_timeout(timeout_s)
         if self._entry.coalescer is not None:
             return self._held(self._entry.coalescer, x, x, op, timeout_s)
-        return self._perform(self._reduced(x, x, op, timeout_s))
+        return self._reduced(x, x, op, timeout_s)
 
     def _reduced(
         self, out: Tensor, x: Tensor, op: str, timeout_s: float | None
@@ -101,10 +104,11 @@ class Collectives(Performer):
                 replaced(out, leaves)
             return out
 
+        is_over = is_plain and not divides and out is not x
         return Transfer(
             call,
             partial(engine.all_reduce_, work, "sum" if divides else op),
-            finish,
+            [out].pop if is_over else finish,
             timeout_s,
             verify=target,
         )
@@ -205,40 +209,17 @@ class Collectives(Performer):
         coalescer.flush()
 
     def _held(
-        self,
-        coalescer: Coalescer,
-        out: Tensor | None,
-        x: Tensor,
-        op: str,
-        timeout_s: float | None,
-    ) -> Tensor:
-        """Leave an all_reduce to the end of the block; one that is too large is done now.
+        self, coalescer: Coalescer, out: Tensor | None, x: Tensor, op: str, timeout_s: float | None
+    ) -> Transfer[Tensor]:
+        """Prepare an all_reduce that waits for the end of the block, unless it is too large.
 
         `out` is `x`, or None for a copy of it.
         """
-        if private.transforms_active():
-            refuse_transformed(x, "all_reduce")
-        check_op(op, x.dtype)
         coalescer.settle(x)  # an all_reduce before this one may owe `x` its values
         if out is None:
             out = x.detach().clone(memory_format=torch.contiguous_format)
-        target = out.detach()
-        work = dense(encode(target, op))
-        if not coalescer.takes(work):
-            return self._perform(self._reduced(out, x, op, timeout_s))
-        leaves = out is x and leaves_graph(x, "all_reduce_")
-        call = self._described("all_reduce", x, kind=op)
-        self._begin(call, is_collective=True, deadline=self.timeout_s)
-
-        def finish() -> None:
-            if work is not target:
-                target.copy_(decode(work, op, target.dtype))
-            if out is x:
-                replaced(x, leaves)
-
-        coalescer.hold(work, op, finish, out)
-        call.done = True
-        return out
+        reduced = self._reduced(out, x, op, timeout_s)
+        return coalescer.held(reduced, out) or reduced
 
     def _reduce_joined(self, flat: Tensor, op: str) -> None:
         before, self._entry.coalescer = self._entry.coalescer, None
@@ -523,6 +504,14 @@ class Collectives(Performer):
 
     # -- small exchanges ------------------------------------------------------------------------
 
+    def _agree(
+        self, values: Sequence[int], timeout_s: float | None = None
+    ) -> list[tuple[int, ...]]:
+        """Do `all_gather_ints` by a transfer that can be left alone (`perform.meanwhile`)."""
+        mine = torch.tensor([list(values)], dtype=torch.int64, device=self.device)
+        told = replace(self._joined(mine, 0, [1] * self.size, timeout_s), is_quiet=True)
+        return [tuple(row) for row in self._perform(told).tolist()]
+
     def block_lengths(
         self, x: Tensor, dim: int = 0, *, timeout_s: float | None = None
     ) -> tuple[int, ...]:
@@ -532,8 +521,6 @@ class Collectives(Performer):
             PartitionError: on all ranks, if the blocks could not be joined along `dim`.
         """
         dim = check_dim(dim, check_tensor(x, self.device, "block_lengths"), "block_lengths")
-        if timeout_s is not None:
-            check_timeout(timeout_s)
         return self._lengths(x, dim, "block_lengths", timeout_s)
 
     def _lengths(
@@ -627,7 +614,7 @@ class Collectives(Performer):
         sent: Transfer[Tensor] = _prepare(
             Collectives.broadcast, self, mine, src, like=like, timeout_s=timeout_s
         )
-        return sent.then(lambda raw: seal.load_object(self, raw.cpu().numpy().tobytes(), src))
+        return sent.then(lambda raw: self._unpickled(raw, [raw.numel()], src)[0])
 
     def all_equal(self, value: Any, *, timeout_s: float | None = None) -> bool:
         """Return whether all ranks hold an equal value: same type and content. Collective.
@@ -639,24 +626,30 @@ class Collectives(Performer):
         return all(other == everybody[0] for other in everybody)
 
     def _pickled(self, obj: Any) -> Tensor:
-        """Return an object as bytes, signed: nothing else is unpickled by the others."""
-        raw = bytearray(seal.dump_object(self, obj))
-        return torch.frombuffer(raw, dtype=torch.uint8).to(self.device)
+        """Return an object as bytes, signed by this rank: nothing else is unpickled by others."""
+        data = cloudpickle.dumps(obj)
+        if self.size > 1:
+            signer = seal_of(self._entry.key)
+            signer.check_alike(self.ranks, self.timeout_s)
+            data = signer.sign(data, f"object/{self._entry.key}/{self.rank}")
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
-    def _unpickled(self, raw: Tensor, sizes: list[int]) -> list[Any]:
-        return [
-            seal.load_object(self, part.cpu().numpy().tobytes(), source)
-            for source, part in enumerate(raw.split(sizes))
-        ]
+    def _unpickled(self, raw: Tensor, sizes: Sequence[int], first: int = 0) -> list[Any]:
+        """Undo `_pickled` of the ranks from `first` on; nothing unsigned is unpickled."""
+        objects: list[Any] = []
+        for source, part in enumerate(raw.split(list(sizes)), first):
+            data: bytes | None = part.cpu().numpy().tobytes()
+            if self.size > 1:
+                place = f"object/{self._entry.key}/{source}"
+                data = seal_of(self._entry.key).verified(data, place)
+            if data is None:
+                raise seal.refused(f"an object of rank {source} in {self._entry.name}")
+            objects.append(pickle.loads(data))
+        return objects
 
     def _byte_counts(self, mine: Tensor | None, timeout_s: float | None) -> list[int]:
         count = 0 if mine is None else mine.numel()
-        return [
-            n
-            for (n,) in self._exchange(
-                "all_gather_ints", None, timeout_s, self._engine.all_gather_ints, [count]
-            )
-        ]
+        return [n for (n,) in self._agree([count], timeout_s)]
 
 
 class StartedCollectives:
@@ -670,38 +663,8 @@ class StartedCollectives:
     def __init__(self, comm: Collectives) -> None:
         self._comm = comm
 
-    def all_reduce(
-        self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
-    ) -> Pending[Tensor]:
-        """Start `all_reduce`."""
-        check_tensor(x, self._comm.device, "all_reduce")
-        return self._reduce(None, x, op, timeout_s)
-
-    def all_reduce_(
-        self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
-    ) -> Pending[Tensor]:
-        """Start `all_reduce_`."""
-        check_target(x, self._comm.device, "all_reduce_")
-        return self._reduce(x, x, op, timeout_s)
-
-    def _reduce(
-        self, out: Tensor | None, x: Tensor, op: str, timeout_s: float | None
-    ) -> Pending[Tensor]:
-        comm, coalescer = self._comm, self._comm._entry.coalescer
-        if timeout_s is not None:
-            check_timeout(timeout_s)
-        if coalescer is None:
-            if out is None:
-                out = x.detach().clone(memory_format=torch.contiguous_format)
-            return comm._start(comm._reduced(out, x, op, timeout_s))
-        held = comm._held(coalescer, out, x, op, timeout_s)
-
-        def complete(_: float | None) -> Tensor:
-            coalescer.flush()
-            return held
-
-        return Pending(complete, lambda: False)
-
+    all_reduce = started(Collectives.all_reduce)
+    all_reduce_ = started(Collectives.all_reduce_)
     reduce = started(Collectives.reduce)
     reduce_scatter = started(Collectives.reduce_scatter)
     broadcast = started(Collectives.broadcast)
@@ -730,6 +693,8 @@ class StartedCollectives:
 class Coalescer:
     """Holds all-reduces until the end of a `with comm.coalesce():` block: latency is paid once.
 
+    It is the ticket of what it holds: whoever waits has all of it done.
+
     Args:
         max_bytes: tensors above this many bytes are not held; no joined buffer exceeds it.
         reduce_: does one all-reduce in place.
@@ -744,9 +709,27 @@ class Coalescer:
         self._ends: list[int] = []
         """Memory that waits for a result, as addresses: sorted intervals, none over another."""
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether `x` is small enough to be held."""
-        return x.nbytes <= self.max_bytes
+    def held(self, reduced: Transfer[Tensor], result: Tensor) -> Transfer[Tensor] | None:
+        """Return an all-reduce into `result` as one that only waits here; None if it is too large.
+
+        Before, `settle` was called with the tensor to reduce.
+        """
+        x, op = cast("partial[Any]", reduced.kernel).args
+        if x.nbytes > self.max_bytes:
+            return None
+
+        def hold(*, async_op: bool, timeout_s: float) -> Coalescer | None:  # noqa: ARG001
+            self._held[op, x.dtype].append(x)
+            self._after.append(cast("Callable[[], Tensor]", reduced.finish))
+            begin, end = _extent(result)
+            if begin < end:
+                place = bisect_left(self._begins, begin)
+                self._begins.insert(place, begin)
+                self._ends.insert(place, end)
+            return self if async_op else None
+
+        call, is_collective = reduced.call, False  # the joined one is
+        return Transfer(call, hold, lambda: result, None, is_collective, is_quiet=True)
 
     def settle(self, x: Tensor) -> None:
         """Do what is held if `x` lies in memory that waits for a result: `x` is to be read now."""
@@ -755,22 +738,19 @@ class Coalescer:
         if begin < end and place < len(self._begins) and self._begins[place] < end:
             self.flush()
 
-    def hold(self, x: Tensor, op: str, after: Callable[[], object], result: Tensor) -> None:
-        """Reduce the contiguous `x` in place at the end, then call `after`, which fills `result`.
+    def wait(self, timeout_s: float) -> None:  # noqa: ARG002
+        """Do what is held; each all-reduce has its own deadline."""
+        calls.waited_call = None  # but those that are made now
+        self.flush()
 
-        Before, `settle` was called with what `x` was made from.
-        """
-        self._held[op, x.dtype].append(x)
-        self._after.append(after)
-        begin, end = _extent(result)
-        if begin < end:
-            place = bisect_left(self._begins, begin)
-            self._begins.insert(place, begin)
-            self._ends.insert(place, end)
+    def done(self) -> bool:
+        """Whether nothing is held."""
+        return not self._after
 
     def flush(self) -> None:
         """Do what is held: one all-reduce per (op, dtype) and `max_bytes`."""
-        for (op, _), tensors in self._held.items():
+        held, self._held = self._held, defaultdict(list)
+        for (op, _), tensors in held.items():
             for batch in self._batches(tensors):
                 if len(batch) == 1:
                     self._reduce(batch[0], op)
@@ -779,7 +759,6 @@ class Coalescer:
                 self._reduce(flat, op)
                 for x, part in zip(batch, flat.split([x.numel() for x in batch]), strict=True):
                     x.view(-1).copy_(part)
-        self._held.clear()
         self._begins.clear()
         self._ends.clear()
         after, self._after = self._after, []

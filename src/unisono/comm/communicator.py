@@ -165,7 +165,7 @@ class Communicator(Messages):
                     None,
                     "split(comm.rank % 2); color=None for a rank that takes no part",
                 )
-        rows = self.all_gather_ints([int(color is not None), color or 0, key])
+        rows = self._agree([int(color is not None), color or 0, key])
         if color is None:
             return None
         members = [

@@ -6,10 +6,11 @@ name follows from its ranks, so ranks may make groups in any order that two of t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -431,6 +432,25 @@ def is_broken() -> bool:
     )
 
 
+@contextlib.contextmanager
+def being_made(name: str, ranks: tuple[int, ...], backend: str, wait_s: float) -> Iterator[None]:
+    """Make the group `name` inside: what goes wrong is told as with every call."""
+    nth = int(name.rpartition("-")[2]) + 1
+    call = Call(failures.NEW_GROUP, backend, name, nth, kind=f"ranks {list(ranks)}")
+    calls.latest_call = call
+    try:
+        yield
+    except RankFailed as error:
+        raise mark_as_news(error) from None
+    except (RuntimeError, RankTimeout) as error:
+        if isinstance(error, RankTimeout) or meaning_of(error) is Meaning.LATE:
+            raise failures.timed_out(call, ranks, wait_s, error) from None
+        if isinstance(error, dist.DistNetworkError):  # the rank that holds the store is gone
+            raise failures.connection_lost(call, str(error)) from None
+        raise
+    call.done = True
+
+
 def _new_group(
     ranks: tuple[int, ...], backend: str, timeout_s: float, wait_s: float
 ) -> dist.ProcessGroup:
@@ -438,20 +458,8 @@ def _new_group(
     nth = _generation.get((ranks, backend), 0)
     _generation[ranks, backend] = nth + 1
     name = f"unisono-{backend}-{'_'.join(map(str, ranks))}-{nth}"
-    call = Call(failures.NEW_GROUP, backend, name, nth + 1, kind=f"ranks {list(ranks)}")
-    calls.latest_call = call
-    try:
+    with being_made(name, ranks, backend, wait_s):
         group = private.new_group(name, ranks, backend, timedelta(seconds=wait_s))
-    except RankFailed as error:
-        raise mark_as_news(error) from None
-    except (RuntimeError, RankTimeout) as error:
-        is_late = isinstance(error, RankTimeout) or meaning_of(error) is Meaning.LATE
-        if is_late:
-            raise failures.timed_out(call, ranks, wait_s, error) from None
-        if isinstance(error, dist.DistNetworkError):  # the rank that holds the store is gone
-            raise failures.connection_lost(call, str(error)) from None
-        raise
-    call.done = True
     if wait_s != timeout_s:
         is_ours = getattr(group, "unisono_engine", None) is not None
         change = group.set_timeout if is_ours else partial(private.set_timeout, group)

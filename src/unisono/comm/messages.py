@@ -14,7 +14,6 @@ from unisono.comm.arguments import (
     check_tag,
     check_target,
     check_tensor,
-    check_timeout,
     dense,
 )
 from unisono.comm.collectives import (
@@ -127,12 +126,9 @@ class Messages(Collectives):
             told = {self.rank: values, **{rank: out.tolist() for rank, out in outs.items()}}
             return [tuple(told[rank]) for rank in range(self.size)]
 
-        if timeout_s is not None:
-            check_timeout(timeout_s)
         sends = dict.fromkeys(others, mine)
-        return self._start(
-            self._messages("post_ints", sends, outs, EXCHANGE_TAG, finish, timeout_s)
-        )
+        posted = self._messages("post_ints", sends, outs, EXCHANGE_TAG, finish, timeout_s)
+        return self._perform(posted, True)
 
     def shared_buffer(
         self,
@@ -148,8 +144,6 @@ class Messages(Collectives):
         """
         sizes = check_shape(shape, "shared_buffer")
         check_fits_memory(sizes, dtype, self.size, "shared_buffer")
-        if timeout_s is not None:
-            check_timeout(timeout_s)
         make = self._engine.shared_buffer
         buffer = self._exchange("shared_buffer", None, timeout_s, make, sizes, dtype)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)

@@ -13,9 +13,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ U = TypeVar("U")
 P = ParamSpec("P")
 V = TypeVar("V", bound="Performer")
 
+meanwhile: Callable[[Callable[[], bool], float], None] | None = None
+"""What a rank does while it waits: called with whether the wait is over, and its deadline."""
+
 EXCHANGE_TAG = 1 << 20
 """Tag of messages without one of their own, out of the way of the user's."""
 
@@ -44,28 +47,23 @@ class Transfer(Generic[T]):
 
     call: Call
     """What it is, for traces, check mode and reports."""
-    kernel: Callable[..., Ticket | None]
-    """Takes `async_op` and `timeout_s`, and has the engine do it."""
-    finish: Callable[[], T]
-    """Returns the result, once the kernel has ended."""
+    kernel: Callable[..., Any]
+    """Takes `async_op` and `timeout_s`, and has the engine do it; returns its ticket, if any."""
+    finish: Callable[[], T] | None
+    """Returns the result, once the kernel has ended; None: a blocking kernel returns it itself."""
     timeout_s: float | None = None
     """Deadline of this call; None is the communicator's."""
     is_collective: bool = True
     """Whether all ranks of the group take part."""
+    is_quiet: bool = False
+    """Whether it is part of another call: neither traced nor compared by itself."""
     verify: Tensor | None = None
     """The tensor whose bits all ranks must share; looked at in check mode."""
 
     def then(self, step: Callable[[T], U]) -> Transfer[U]:
         """Return the same transfer with a further step after it."""
-        finish = self.finish
-        return Transfer(
-            self.call,
-            self.kernel,
-            lambda: step(finish()),
-            self.timeout_s,
-            self.is_collective,
-            self.verify,
-        )
+        finish = cast("Callable[[], T]", self.finish)
+        return replace(cast("Any", self), finish=lambda: step(finish()))
 
 
 class Pending(Generic[T]):
@@ -117,29 +115,34 @@ class Started(Pending[T]):
         deadline: seconds that a wait may last.
     """
 
-    __slots__ = ("_deadline", "_performer", "_ticket", "_transfer")
+    __slots__ = ("_deadline", "_finishing", "_performer", "_ticket", "_transfer")
 
     def __init__(
         self, performer: Performer, transfer: Transfer[T], ticket: Ticket | None, deadline: float
     ) -> None:
         self._performer, self._ticket, self._deadline = performer, ticket, deadline
         self._transfer: Transfer[T] | None = transfer
+        self._finishing = threading.Lock()  # a callback of torch may wait in another thread
 
     def wait(self, timeout_s: float | None = None) -> T:
         """See `Pending`."""
-        performer, transfer, deadline = self._performer, self._transfer, self._deadline
+        performer, transfer, ticket = self._performer, self._transfer, self._ticket
         if transfer is None:
             return self._value  # type: ignore[return-value]
-        if timeout_s is not None:
-            check_timeout(timeout_s)
+        deadline = self._deadline if timeout_s is None else check_timeout(timeout_s)
         began = time.perf_counter_ns()
         calls.waited_call = call = transfer.call
         grad_mode = torch.is_grad_enabled()
         private.set_grad_enabled(False)
         try:
-            if self._ticket is not None:
-                self._ticket.wait(deadline if timeout_s is None else timeout_s)
-            self._value = result = transfer.finish()
+            if ticket is not None:
+                if meanwhile is not None:
+                    meanwhile(ticket.done, deadline)
+                ticket.wait(deadline)
+            with self._finishing:
+                if self._transfer is not None and transfer.finish is not None:
+                    self._value = transfer.finish()
+                    self._transfer = self._ticket = None  # and so the tensors it holds
         except Exception as error:
             told = performer._translated(call, error, deadline)
             if told is error:
@@ -150,10 +153,9 @@ class Started(Pending[T]):
             calls.waited_call = None
         call.wait_ns = time.perf_counter_ns() - began
         call.done = True
-        self._transfer = self._ticket = None  # and so the tensors it holds
         if trace.recorder is not None or check.active:
             performer._observe_end(transfer, deadline)
-        return result
+        return self._value  # type: ignore[return-value]
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -165,8 +167,6 @@ def verb(prepare: Callable[Concatenate[V, P], Transfer[T]]) -> Callable[Concaten
 
     @functools.wraps(prepare)
     def performed(self: V, *args: P.args, **kwargs: P.kwargs) -> T:
-        if kwargs and kwargs.get("timeout_s") is not None:
-            check_timeout(kwargs["timeout_s"])  # type: ignore[arg-type]
         return self._perform(prepare(self, *args, **kwargs))
 
     return performed
@@ -178,9 +178,7 @@ def started(performed: Callable[Concatenate[V, P], T]) -> Callable[Concatenate[A
 
     @functools.wraps(prepare)
     def start(self: Any, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        if kwargs and kwargs.get("timeout_s") is not None:
-            check_timeout(kwargs["timeout_s"])  # type: ignore[arg-type]
-        return self._comm._start(prepare(self._comm, *args, **kwargs))
+        return self._comm._perform(prepare(self._comm, *args, **kwargs), True)
 
     start.__doc__ = f"Start `{prepare.__name__}`."
     return start
@@ -203,17 +201,29 @@ class Performer:
     _engine: Engine
     _closed: bool
 
-    def _perform(self, transfer: Transfer[T]) -> T:
-        """Run a transfer and return its result."""
+    @overload
+    def _perform(self, transfer: Transfer[T]) -> T: ...
+    @overload
+    def _perform(self, transfer: Transfer[T], started: Literal[True]) -> Pending[T]: ...
+    def _perform(self, transfer: Transfer[T], started: bool = False) -> Any:
+        """Run a transfer and return its result; `started`, what waits for it and has it then."""
         call, entry, engine = transfer.call, self._entry, self._engine
-        deadline = self.timeout_s if transfer.timeout_s is None else transfer.timeout_s
-        is_alive = entry.group is None or entry.group in private.known_groups or entry.is_alive()
+        deadline, group = transfer.timeout_s, entry.group
+        if deadline is None:
+            deadline = self.timeout_s
+        elif not (isinstance(deadline, float) and deadline > 0):
+            deadline = check_timeout(deadline)
+        is_alive = group is None or group in private.known_groups or entry.is_alive()
         if self._closed or entry.broken is not None or not is_alive:
             raise self._unusable(call.op)
-        entry.calls = call.seq = entry.calls + 1
+        call.seq, call.is_async = entry.calls + 1, started
         calls.latest_call = call
-        if trace.recorder is not None or check.active:
-            self._observe(call, transfer.is_collective, deadline)
+        recorder = None
+        if not transfer.is_quiet:
+            entry.calls = call.seq
+            recorder = trace.recorder
+            if recorder is not None or check.active:
+                self._observe(call, transfer.is_collective, deadline)
         turn = None
         if transfer.is_collective and self.size > 1:
             turn = entry.turn
@@ -222,19 +232,32 @@ class Performer:
                     raise self._second_thread(call)
                 entry.inside = threading.get_ident()
             entry.collectives = call.number = entry.collectives + 1
-        recorder = trace.recorder
         waited = engine.waited_ns if recorder is not None else None
         grad_mode = torch.is_grad_enabled()
         private.set_grad_enabled(False)
         try:
-            ticket = transfer.kernel(async_op=False, timeout_s=deadline)
-            if ticket is not None:
-                began = time.perf_counter_ns()
-                ticket.wait(deadline)
-                call.wait_ns = time.perf_counter_ns() - began
-            if waited is not None:
-                call.wait_ns = (engine.waited_ns or 0) - waited
-            result = transfer.finish()
+            if transfer.finish is None:
+                if private.transforms_active():
+                    # What ranks tell each other is no part of a transform around the call.
+                    with private.outside_transforms():
+                        result = transfer.kernel(timeout_s=deadline)
+                else:
+                    result = transfer.kernel(timeout_s=deadline)
+            else:
+                is_async = started or (meanwhile is not None and transfer.is_collective)
+                ticket = transfer.kernel(async_op=is_async, timeout_s=deadline)
+                if started:
+                    return Started(self, transfer, ticket, deadline)
+                if ticket is not None:
+                    began = time.perf_counter_ns()
+                    if meanwhile is not None and is_async:
+                        meanwhile(ticket.done, deadline)
+                        calls.latest_call = call
+                    ticket.wait(deadline)
+                    call.wait_ns = time.perf_counter_ns() - began
+                if waited is not None:
+                    call.wait_ns = (engine.waited_ns or 0) - waited
+                result = transfer.finish()
         except Exception as error:
             told = self._translated(call, error, deadline)
             if told is error:
@@ -245,48 +268,9 @@ class Performer:
             if turn is not None:
                 turn.release()
         call.done = True
-        if recorder is not None or check.active:
+        if not transfer.is_quiet and (recorder is not None or check.active):
             self._observe_end(transfer, deadline)
         return result
-
-    def _start(self, transfer: Transfer[T]) -> Pending[T]:
-        """Leave a transfer under way; waiting for what it hands out completes it."""
-        call, entry, turn = transfer.call, self._entry, None
-        call.is_async = True
-        deadline = self.timeout_s if transfer.timeout_s is None else transfer.timeout_s
-        self._begin(call, transfer.is_collective, deadline)
-        if transfer.is_collective:
-            turn = entry.turn if self.size > 1 else None
-            if turn is not None:
-                if not turn.acquire(blocking=False):
-                    raise self._second_thread(call)
-                entry.inside = threading.get_ident()
-            entry.collectives = call.number = entry.collectives + 1
-        grad_mode = torch.is_grad_enabled()
-        private.set_grad_enabled(False)
-        try:
-            ticket = transfer.kernel(async_op=True, timeout_s=deadline)
-        except Exception as error:
-            told = self._translated(call, error, deadline)
-            if told is error:
-                raise
-            raise told from None
-        finally:
-            private.set_grad_enabled(grad_mode)
-            if turn is not None:
-                turn.release()
-        return Started(self, transfer, ticket, deadline)
-
-    def _begin(self, call: Call, is_collective: bool, deadline: float) -> None:
-        """Begin a call that does not end at once."""
-        entry = self._entry
-        is_alive = entry.group is None or entry.group in private.known_groups or entry.is_alive()
-        if self._closed or entry.broken is not None or not is_alive:
-            raise self._unusable(call.op)
-        entry.calls = call.seq = entry.calls + 1
-        calls.latest_call = call
-        if trace.recorder is not None or check.active:
-            self._observe(call, is_collective, deadline)
 
     def _observe(self, call: Call, is_collective: bool, deadline: float) -> None:
         """Note a call for the trace; compare it with the other ranks' in check mode."""
@@ -334,6 +318,8 @@ class Performer:
         timeout_s: float | None = None,
     ) -> Transfer[T]:
         """Prepare messages to and from several ranks; empty tensors make none."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)  # before anything is counted
         if private.transforms_active():
             for x in sends.values():
                 refuse_transformed(x, op)
@@ -374,7 +360,7 @@ class Performer:
         """
         if not sends and not recvs:
             return Pending(lambda _: recvs, None)
-        return self._start(self._planned(sends, recvs))
+        return self._perform(self._planned(sends, recvs), True)
 
     def _move(self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]) -> None:
         """Send and receive as `_post` does, and wait."""
@@ -415,8 +401,6 @@ class Performer:
 
         All ranks bring equally many. The cheapest way to agree on sizes.
         """
-        if timeout_s is not None:
-            check_timeout(timeout_s)
         engine = self._engine
         return self._exchange("all_gather_ints", None, timeout_s, engine.all_gather_ints, values)
 
@@ -437,36 +421,8 @@ class Performer:
             kernel: called with `args` and `timeout_s`.
             *args: of the kernel.
         """
-        entry, turn = self._entry, self._entry.turn
-        is_alive = entry.group is None or entry.group in private.known_groups or entry.is_alive()
-        if self._closed or entry.broken is not None or not is_alive:
-            raise self._unusable(op)
-        deadline = self.timeout_s if timeout_s is None else timeout_s
-        call = Call(op, entry.name, entry.key, 0, root=root)
-        if turn is not None:
-            if not turn.acquire(blocking=False):
-                raise self._second_thread(call)
-            entry.inside = threading.get_ident()
-        entry.collectives = call.number = entry.collectives + 1
-        calls.waited_call = call
-        grad_mode = torch.is_grad_enabled()
-        private.set_grad_enabled(False)
-        try:
-            if private.transforms_active():
-                # What ranks tell each other is no part of a transform around the call.
-                with private.outside_transforms():
-                    return kernel(*args, timeout_s=deadline)
-            return kernel(*args, timeout_s=deadline)
-        except Exception as error:
-            told = self._translated(call, error, deadline)
-            if told is error:
-                raise
-            raise told from None
-        finally:
-            private.set_grad_enabled(grad_mode)
-            calls.waited_call = None
-            if turn is not None:
-                turn.release()
+        call = Call(op, self._entry.name, self._entry.key, 0, root=root)
+        return self._perform(Transfer(call, partial(kernel, *args), None, timeout_s, is_quiet=True))
 
     def _unusable(self, op: str) -> UnisonoError:
         """Return the error of a call on a group that was closed or destroyed, or has failed."""
@@ -478,9 +434,6 @@ class Performer:
                 None,
                 "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
             )
-        first = getattr(self._engine, "cause", None)
-        if entry.turn is None and first is not None:
-            return self._engine.unusable()  # type: ignore[attr-defined]  # with the first cause
         return UnisonoError.because(
             f"{op} on {entry.name}",
             f"the group is no longer usable: {entry.broken or 'it was destroyed'}",

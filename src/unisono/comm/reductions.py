@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ _STANDS_FOR: dict[torch.dtype, torch.dtype] = {
     torch.complex32: torch.complex64,
 }
 """Dtypes that torch cannot add on a CPU, and the dtype that does it for them."""
+
+_STRETCH_BYTES = 16 * 1024 * 1024
+"""Larger tensors are reduced in stretches of this size, which bounds the memory for it."""
 
 _SIGN_BIT = torch.iinfo(torch.int64).min
 
@@ -164,3 +168,35 @@ def reduce_in_rank_order(out: Tensor, blocks: list[Tensor], op: str) -> None:
         accumulator.div_(len(blocks))
     if accumulator is not out:
         out.copy_(decode(accumulator, op, out.dtype))
+
+
+def reduce_among(
+    x: Tensor,
+    op: str,
+    swap: Callable[[Sequence[Tensor], Sequence[Tensor]], object],
+    place: int,
+    count: int,
+    *,
+    is_whole: bool,
+) -> None:
+    """Replace the flat `x` by its reduction over `count` ranks, in their order.
+
+    Args:
+        x: a tensor of one size on all of them.
+        op: the reduction.
+        swap: fills each of some blocks with what that rank has for this one; blocks.
+        place: own place among the ranks.
+        count: number of ranks.
+        is_whole: every rank fetches all tensors; else each reduces a share, which is then gathered.
+    """
+    if is_whole:
+        copies = list(x.new_empty((count, x.numel())).unbind())
+        swap(copies, [x] * count)
+        reduce_in_rank_order(x, copies, op)
+        return
+    for stretch in x.split(max(count, _STRETCH_BYTES // x.element_size())):
+        shares = list(stretch.tensor_split(count))
+        rows = list(x.new_empty((count, shares[place].numel())).unbind())
+        swap(rows, shares)
+        reduce_in_rank_order(rows[0], rows, op)
+        swap(shares, [rows[0]] * count)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import pickle
 import secrets
 import stat
 import time
@@ -23,17 +22,12 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch.distributed as dist
 
 from unisono.comm.health import mark_as_news
 from unisono.comm.torch import private
 from unisono.errors import PlatformError, RankTimeout, UnisonoError, compress_ranks
-
-if TYPE_CHECKING:
-    from unisono.comm.collectives import Collectives
 
 VARIABLE = "UNISONO_KEY_FILE"
 _SHA = "sha256"
@@ -149,26 +143,6 @@ def of_world() -> Seal:
     return seal
 
 
-_standing: dict[str, Seal] = {}
-"""Seals of groups outside of the default process group, by the start of their names."""
-
-
-def stand(name: str, seal: Seal | None) -> None:
-    """Let `seal` serve the groups whose names begin with `name`; None ends that."""
-    if seal is None:
-        _standing.pop(name, None)
-    else:
-        _standing[name] = seal
-
-
-def of(group_name: str) -> Seal:
-    """Return the seal by which the ranks of a group know each other. Local."""
-    for name, seal in _standing.items():
-        if group_name.startswith(name):
-            return seal
-    return of_world()
-
-
 def _forget(ended: weakref.ref[dist.ProcessGroup]) -> None:
     global _current
     if _current is not None and _current[0] is ended:
@@ -189,31 +163,6 @@ def has_secret() -> bool:
 def prove(text: str) -> str:
     """Return what only a process with the secret of this one can say about `text`."""
     return hmac.new(_secret(), text.encode(), hashlib.sha256).hexdigest()
-
-
-def dump_object(comm: Collectives, obj: Any) -> bytes:
-    """Pickle an object for other ranks of `comm`, signed by this one."""
-    data = cloudpickle.dumps(obj)
-    if comm.size == 1:
-        return data
-    seal = of(comm._entry.key)
-    seal.check_alike(comm.ranks, comm.timeout_s)
-    return seal.sign(data, f"object/{comm._entry.key}/{comm.rank}")
-
-
-def load_object(comm: Collectives, data: bytes, source: int) -> Any:
-    """Undo `dump_object` of rank `source` of `comm`; nothing unsigned is unpickled.
-
-    Raises:
-        UnisonoError: that rank has not sent it.
-    """
-    if comm.size == 1:
-        return pickle.loads(data)
-    place = f"object/{comm._entry.key}/{source}"
-    body = of(comm._entry.key).verified(data, place)
-    if body is None:
-        raise refused(f"an object of rank {source} in {comm._entry.name}")
-    return pickle.loads(body)
 
 
 def refused(what: str) -> UnisonoError:

@@ -71,7 +71,7 @@ def _back(ctx: Any, grad: Tensor) -> Tensor:
     """Apply the adjoint, recorded."""
     if ctx.plan.comm.size == 1:
         return grad
-    return ctx.kind.adjoint.apply_in_backward(grad, ctx.plan.adjoint)
+    return ctx.kind.adjoint.apply_in_backward(grad, ctx.plan)
 
 
 class _Whole(_Region):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,10 @@ from unisono.launch.stopping import signals_of_launcher
 __all__ = ["Wrapper", "dry_run", "run", "submit", "wrapper"]
 
 T = TypeVar("T")
-OPTIONS = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs", "seed", "elastic")
+OPTIONS = (
+    *("on", "ranks", "nodes", "hosts", "timeout_s", "max_restarts", "logs", "seed"),
+    "elastic",
+)
 """What `run`, `submit` and `dry_run` take beside the function and its arguments."""
 
 
@@ -47,6 +50,7 @@ def run(
     on: str | Device | Platform | None = None,
     ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
+    hosts: Sequence[str] | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
@@ -65,13 +69,15 @@ def run(
         fn: any function: of a module, of `__main__`, a closure, a lambda.
         args: its positional arguments.
         on: `"cpu"`, `"gpu"`, `"mps"` for processes of this host, `"mpi"` for ranks under an
-            `mpiexec` of ours, `"slurm"` for a job of a cluster, `"inline"` for this very process
-            as a world of one (where a debugger works and exceptions pass as they are), a profile
-            of `unisono.toml`, a `Device` or a `Platform`. Default: GPUs if there are any.
-        ranks: number of ranks over all nodes; if not given 2 on `"cpu"` and `"mpi"`, all GPUs on
-            `"gpu"`, 1 on `"mps"`, one a node on `"slurm"`. Each rank gets cores / ranks threads.
-            `(2, 8)` are the fewest and the most of an elastic job.
-        nodes: number of hosts, for `"mpi"` and `"slurm"`; 1 if not given.
+            `mpiexec` of ours, `"ssh"` for the hosts in `hosts`, `"ray"` for actors of a Ray
+            cluster, `"slurm"` for a job of a cluster, `"inline"` for this very process as a world
+            of one (where a debugger works and exceptions pass as they are), a profile of
+            `unisono.toml`, a `Device` or a `Platform`. Default: GPUs if there are any.
+        ranks: number of ranks over all nodes; if not given 2 on `"cpu"`, `"mpi"` and `"ray"`, all
+            GPUs on `"gpu"`, 1 on `"mps"`, one per node on `"slurm"` and `"ssh"`. Each rank gets
+            cores / ranks threads. `(2, 8)` are the fewest and the most of an elastic job.
+        nodes: number of hosts, for `"mpi"`, `"ray"` and `"slurm"`; 1 if not given.
+        hosts: names of the hosts, as ssh takes them, for `"ssh"`.
         timeout_s: deadline, counted from the moment all ranks are ready.
         max_restarts: how many times to start again after a failure; 0 if not given.
         logs: a directory to keep logs in, or a `Logs`.
@@ -120,7 +126,7 @@ def execute(request: Request) -> Results[Any]:
     with telling(request.platform):
         if request.place == "inline":
             return run_inline(request)
-        if request.platform.kind is not Device.MPI:
+        if request.platform.kind.is_here:
             prepare(request.platform.spawn_method)
         call = dump_call(request.fn, request.args, request.kwargs)
         with signals_of_launcher(), job_directory(request) as job_dir:
@@ -134,6 +140,7 @@ def submit(
     on: str | Device | Platform | None = None,
     ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
+    hosts: Sequence[str] | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
@@ -185,6 +192,7 @@ def dry_run(
     on: str | Device | Platform | None = None,
     ranks: int | tuple[int, int] | None = None,
     nodes: int | None = None,
+    hosts: Sequence[str] | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,

@@ -21,7 +21,6 @@ from unisono.launch import job_files
 from unisono.launch.console import Console, stdin_rank
 from unisono.launch.logs import SHOW_ALL_UP_TO, tail
 from unisono.launch.places.local import run_local
-from unisono.launch.places.mpi import run_mpi
 from unisono.launch.places.remote import RemoteSupervisor
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool import cleanup
@@ -85,10 +84,8 @@ class Attempts:
         if (width := console.width()) is not None:
             variables |= {"COLUMNS": str(width), "LINES": "24"}
         job = rank_job(request, self._call, variables)
-        run_attempt: Callable[..., Outcome] = run_local
-        if request.platform.kind is Device.MPI:
-            run_attempt = run_mpi
-        elif request.elastic is not None:
+        run_attempt = _attempt_at(request.platform.kind)
+        if request.elastic is not None:
             run_attempt = functools.partial(run_local, elastic=request.elastic)
             if request.elastic.host is not None:
                 job = replace(job, secret=bytes.fromhex(request.elastic.host.secret))
@@ -233,6 +230,19 @@ def rank_job(
     )
 
 
+def _attempt_at(kind: Device) -> Callable[..., Outcome]:
+    """Return how ranks of this kind of place are started."""
+    if kind is Device.MPI:
+        from unisono.launch.places.mpi import run_mpi as run_attempt
+    elif kind is Device.SSH:
+        from unisono.launch.places.ssh import run_ssh as run_attempt
+    elif kind is Device.RAY:
+        from unisono.launch.places.ray import run_ray as run_attempt
+    else:
+        return run_local
+    return run_attempt
+
+
 @contextmanager
 def job_directory(request: Request) -> Iterator[Path]:
     """Yield the private directory of the run; without `logs` only a failure leaves it behind."""
@@ -246,8 +256,10 @@ def job_directory(request: Request) -> Iterator[Path]:
         yield path
         return
     parent: Path | None = None
-    if request.platform.n_nodes > 1:  # hosts share the working directory, if anything
-        parent = Path(request.platform.console_logs).absolute()
+    platform = request.platform
+    if platform.kind is Device.MPI and platform.n_nodes > 1:
+        # Hosts share the working directory, if anything.
+        parent = Path(platform.console_logs).absolute()
         parent.mkdir(parents=True, exist_ok=True)
     path = cleanup.make_temporary_directory(parent)
     try:

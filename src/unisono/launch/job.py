@@ -35,6 +35,7 @@ from unisono.launch.elastic.settings import RESIZE
 from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.logs import LogReader
 from unisono.launch.places.mailbox import CANCEL
+from unisono.launch.places.remote import ask_for_stacks
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
 from unisono.launch.request import Request
@@ -160,6 +161,8 @@ class Job:
 
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands; nothing if none runs (here, without a scheduler)."""
+        if "plan" in job_files.read_state(self.dir):  # their agents look into the directory
+            return {} if self.done() else ask_for_stacks(self.dir, self.ranks, self.attempt)
         paths: dict[int, Path] = {}
         signals: dict[int, signal.Signals] = {}
         for path in self.dir.glob("rank-*.pid"):

@@ -51,6 +51,13 @@ class Device(Enum):
     SLURM = "slurm"
     MPS = "mps"
     MPI = "mpi"
+    SSH = "ssh"
+    RAY = "ray"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its ranks are processes of this host, which the launcher starts itself."""
+        return self in (Device.CPU, Device.GPU, Device.MPS)
 
     @classmethod
     def from_str(cls, device: str | Device) -> Device:
@@ -113,7 +120,8 @@ def gpu_index(local_rank: int, local_size: int, visible: int, *, oversubscribe: 
 
 BACKENDS = ("gloo", "nccl", "shm", "mpi")
 """What `backend` may say, as `unisono.comm.backends` has it; that would load torch here."""
-_ONE_HOST = (Device.CPU, Device.GPU, Device.MPS)
+_AS_TOLD = (Device.SLURM, Device.RAY)
+"""Places where ranks get CPUs and GPUs by what is asked for, not by what is there."""
 _PORT_HINT = "leave master_port out, and a free port is taken at the start"
 
 
@@ -339,6 +347,14 @@ class Platform:
     """Path of `mpiexec`; None looks for it."""
     mpiexec_args: Sequence[str] = field(default=(), metadata=_STRINGS)
     """More words for `mpiexec`."""
+    hosts: Sequence[str] = field(default=(), metadata=_STRINGS)
+    """Names of the hosts that ssh reaches; they are the nodes."""
+    ssh_args: Sequence[str] = field(default=(), metadata=_STRINGS)
+    """More words for `ssh`."""
+    python: str | None = field(default=None, metadata=_PATH)
+    """Path of Python on those hosts; None: the same as here."""
+    ray_init: dict[str, Any] | None = field(default=None, metadata=_TABLE)
+    """Arguments of `ray.init`, as `{"address": "10.0.0.1:6379"}`."""
 
     # Each platform has its own of these: what `device` means, and which fields were given.
     kind: ClassVar[Device] = Device.GPU
@@ -346,11 +362,15 @@ class Platform:
 
     def __post_init__(self) -> None:
         vars(self)["device"] = vars(self)["kind"] = Device.from_str(self.device)
+        if _is_list(self.hosts, _is_text) and self.hosts and "n_nodes" not in self._given:
+            vars(self)["n_nodes"] = len(self.hosts)
+        if self.kind is Device.RAY and "n_gpus_per_node" not in self._given:
+            vars(self)["n_gpus_per_node"] = 0
 
     @classmethod
     def at(cls, place: Device, given: Mapping[str, Any]) -> Self:
         """Return the platform that `on="..."` means, with the fields in `given` explicit."""
-        own = {"n_gpus_per_node": 0} if place in (Device.SLURM, Device.CPU, Device.MPI) else {}
+        own = {} if place in (Device.GPU, Device.MPS) else {"n_gpus_per_node": 0}
         platform = cls(**{**_NATIVE_DEFAULTS, **own, **given, "device": place})
         vars(platform)["_given"] = frozenset(("device", *given))
         return platform
@@ -361,10 +381,10 @@ class Platform:
         Later changes of what this platform holds do not reach it.
         """
         twin = copy.copy(self)
-        for name in ("ipc_groups", "env", "slurm_additional_parameters"):
+        for name in ("ipc_groups", "env", "slurm_additional_parameters", "ray_init"):
             vars(twin)[name] = copy.deepcopy(getattr(self, name))
         vars(twin).update(changes, _given=self._given.union(changes))
-        if "device" in changes:
+        if "device" in changes or "hosts" in changes:
             twin.__post_init__()
         return twin
 
@@ -409,7 +429,7 @@ class Platform:
         """Number of CPUs, and threads, of each rank."""
         if (cpus := self._shared_cpus) is not None:
             return max(1, cpus // self.ranks_per_node)
-        if self.kind is Device.SLURM:
+        if self.kind in _AS_TOLD:
             return 1
         return threads_per_rank(self.ranks_per_node, usable_cores())
 
@@ -422,11 +442,11 @@ class Platform:
         return torch.device("mps" if self.kind is Device.MPS else "cpu")
 
     def _has_gpus(self) -> bool:
-        """Whether ranks work on GPUs; under MPI if that was asked for and the node has some."""
-        if self.kind is Device.MPI:
+        """Whether ranks work on GPUs; by MPI and ssh if that was asked for and the node has any."""
+        if self.kind in (Device.MPI, Device.SSH):
             asked = self.is_explicit("n_gpus_per_node") and self.n_gpus_per_node > 0
             return asked and visible_gpus() > 0
-        return self.kind is Device.GPU or (self.kind is Device.SLURM and self.n_gpus_per_node > 0)
+        return self.kind is Device.GPU or (self.kind in _AS_TOLD and self.n_gpus_per_node > 0)
 
     def _gpu_of_rank(self, local_rank: int) -> int:
         """Return the number of the GPU of a rank, or explain that there are too few."""
@@ -469,13 +489,14 @@ class Platform:
                 KINDS[name].check(name, value)
         if self.backend is not None or "UNISONO_BACKEND" in os.environ:
             self._check_backend()
+        self._check_hosts()
         self._check_sizes()
         if self.ipc_groups:
             self._check_groups(self.ipc_groups)
 
     def check_machine(self) -> None:
         """Raise `PlatformError` if this platform cannot be had on this machine."""
-        if self.master_port is not None and self.kind in _ONE_HOST and self.requires_ipc:
+        if self.master_port is not None and self.kind.is_here and self.requires_ipc:
             self._check_free_port(self.master_port)
         wanted = self.backend or os.environ.get("UNISONO_BACKEND")
         if wanted in ("mpi", "mpi4py") and importlib.util.find_spec("mpi4py") is None:
@@ -486,6 +507,12 @@ class Platform:
             from unisono.launch.places.mpi import find_mpiexec
 
             find_mpiexec(self)
+        if self.kind is Device.SSH:
+            from unisono.launch.places.ssh import check_program
+
+            check_program()
+        if self.kind is Device.RAY and importlib.util.find_spec("ray") is None:
+            raise MissingExtra.of("ray", self._asked(), "no ray")
         if self.kind is Device.MPS and not has_mps():
             raise PlatformError.because(
                 self._asked(),
@@ -506,15 +533,28 @@ class Platform:
             hint=f"UNISONO_BACKEND={near}" if is_variable else f"backend={near!r}",
         )
 
+    def _check_hosts(self) -> None:
+        if self.kind is Device.SSH:
+            from unisono.launch.places.ssh import check_hosts
+
+            check_hosts(self)
+        elif self.hosts:
+            raise PlatformError.because(
+                f"Platform(device={self.kind.value!r}, hosts={list(self.hosts)!r})",
+                "hosts are used on ssh only",
+                None,
+                'on="ssh"',
+            )
+
     def _check_sizes(self) -> None:
         nodes, gpus = self.n_nodes, self.n_gpus_per_node
-        if nodes > 1 and self.kind in _ONE_HOST:
+        if nodes > 1 and self.kind.is_here:
             raise PlatformError.because(
                 f"Platform(device={self.kind.value!r}, n_nodes={nodes})",
                 "ranks on one host only, this one",
                 None,
-                "torchrun --nnodes, SLURM or MPI start ranks on several hosts; unisono.run joins "
-                "them",
+                'on="ssh", hosts=["a", "b"], or MPI, SLURM, Ray; under torchrun --nnodes '
+                "unisono.run joins the ranks",
             )
         if self.kind is Device.GPU and gpus == 0 and self.ranks is None:
             raise PlatformError.because(
@@ -531,7 +571,7 @@ class Platform:
             )
         per_node, cpus = self.ranks_per_node, self._shared_cpus
         is_shared = self.oversubscribe and per_node > gpus
-        if self.kind is Device.SLURM and gpus % per_node and not is_shared:
+        if self.kind in _AS_TOLD and gpus % per_node and not is_shared:
             raise PlatformError.because(
                 f"Platform(n_gpus_per_node={gpus}) with {per_node} ranks on a node",
                 "GPUs that cannot be shared evenly",
@@ -619,12 +659,13 @@ class Platform:
         lines = [f"{'rank':>4}  {'node':<16}  device"]
         for rank in range(self.world_size):
             node, local_rank = divmod(rank, self.ranks_per_node)
-            if self.kind is Device.SLURM:  # not a device of this host
+            if self.kind in _AS_TOLD:  # not a device of this host
                 device = f"cuda:{local_rank}" if self.n_gpus_per_node else "cpu"
             else:
                 device = str(self.torch_device(local_rank))
-            is_here = self.n_nodes == 1 and self.kind is not Device.SLURM
+            is_here = self.n_nodes == 1 and (self.kind.is_here or self.kind is Device.MPI)
             name = socket.gethostname() if is_here else f"node {node}"
+            name = self.hosts[node] if self.hosts else name
             lines.append(f"{rank:>4}  {name:<16}  {device}")
         return "\n".join(lines)
 

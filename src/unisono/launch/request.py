@@ -241,10 +241,12 @@ def function_name(fn: object) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
-PLACES = ("cpu", "gpu", "mps", "mpi", "slurm", "inline")
+PLACES = ("cpu", "gpu", "mps", "mpi", "ssh", "ray", "slurm", "inline")
 """Places where ranks can be started."""
+SCHEDULERS = ("pbs", "lsf")
+"""Schedulers for which batch scripts can be written (`places/batch.py`)."""
 _OF_ONE_HOST = ("cpu", "gpu", "cuda", "mps")
-_DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "inline": 1}
+_DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "ray": 2, "inline": 1}
 _SIZES = frozenset(("ranks", "n_gpus_per_node", "n_cpus_per_node"))
 _TRACES = frozenset(
     ("RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "SLURM_STEP_ID")
@@ -303,6 +305,7 @@ def checked_request(
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
+    hosts: Sequence[str] | None = None,
     elastic: bool | None = None,
     chaos: Chaos | None = None,
     invite: str | None = None,
@@ -317,11 +320,13 @@ def checked_request(
 
     What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
     `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
-    function; `is_script` leaves it to the function when its ranks join their world; `seed` and
-    `elastic` are those of `run`; `chaos` kills ranks of an elastic job, `invite` and `join` are
+    function; `is_script` leaves it to the function when its ranks join their world; `seed`, `hosts`
+    and `elastic` are those of `run`; `chaos` kills ranks of an elastic job, `invite` and `join` are
     files by which hosts share one; `convention` says how ranks call the function. That the call
     fits the function is for the caller to check (`check_call`).
     """
+    if hosts is not None:
+        fields = {**(fields or {}), "hosts": hosts}
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
         fields = {**(fields or {}), "seed": seed}
@@ -419,12 +424,13 @@ def resolve(
         keeps_size = bool(forced)
     else:
         spread = nodes or given.get("n_nodes", 1)
-        keeps_size = forced in _OF_ONE_HOST and isinstance(spread, int) and spread > 1
+        is_spread = "hosts" in given or (isinstance(spread, int) and spread > 1)
+        keeps_size = forced in _OF_ONE_HOST and is_spread
         word = on if keeps_size else forced or on
         place, platform = _from_word(word, configuration, {**given, **sizes})
     if forced and keeps_size:
         size = platform.world_size
-        platform = platform.but(device=forced, n_nodes=1)
+        platform = platform.but(device=forced, n_nodes=1, hosts=())
         if platform.world_size != size:
             platform = platform.but(ranks=size)
         place = platform.kind.value
@@ -468,6 +474,13 @@ def known_place(word: object, configuration: Configuration) -> str:
             return Device.from_str(word).value
     places = [*PLACES, *configuration.profiles]
     near = difflib.get_close_matches(str(word), (*places, "auto"), n=1)
+    if word in SCHEDULERS:
+        raise PlatformError.because(
+            f"unisono.run(..., on={word!r})",
+            "ranks are started inside a job of that scheduler, not from here",
+            None,
+            f"unisono run --script {word} ... train.py prints a batch script to submit",
+        )
     raise PlatformError.because(
         f"unisono.run(..., on={word!r})",
         f"ranks can be started on: {', '.join(map(repr, places))}",

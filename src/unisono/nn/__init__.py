@@ -10,7 +10,6 @@ from unisono.nn import functional
 from unisono.nn.agreement import structure_check
 from unisono.nn.distribute import distribute
 from unisono.nn.gradients import clip_grad_norm_
-from unisono.nn.layers.batch_norm import DistributedBatchNorm
 from unisono.nn.layers.conv import (
     DistributedChannelConv1d,
     DistributedChannelConv2d,
@@ -57,6 +56,7 @@ from unisono.nn.layers.movement import (
     SumReduce,
 )
 from unisono.nn.layers.norm import (
+    DistributedBatchNorm,
     DistributedGroupNorm,
     DistributedInstanceNorm,
     DistributedLayerNorm,

@@ -138,6 +138,18 @@ class Table:
             )
         return first
 
+    def one_shape(self, ranks: Sequence[int], asked: str, hint: str) -> tuple[int, ...]:
+        """Return the shape of the blocks of some ranks, which must be equal."""
+        found = {rank: self.of(rank).shape for rank in ranks}
+        if len(set(found.values())) > 1:
+            raise PartitionError.because(
+                asked,
+                "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
+                "their shapes differ",
+                hint,
+            )
+        return found[ranks[0]]
+
     def cuts(self, partition: Partition) -> Cuts:
         """Return the cuts of the blocks of a partition; they must form a grid."""
         shapes = self.shapes(partition)

@@ -16,8 +16,6 @@ from unisono.nn.split_tensors.module import SplitModule
 from unisono.nn.split_tensors.tensor import mapped
 from unisono.topology import Partition
 
-__all__ = ["distribute"]
-
 
 class DistributedNetwork(SplitModule):
     """A split network whose results are own blocks; see `distribute`."""

@@ -17,8 +17,6 @@ from unisono.comm.torch.private import runs_uncompiled
 from unisono.nn.agreement import current_mode, final_plan, refuse_mixed_grad_mode
 from unisono.topology import Partition
 
-__all__ = ["Module"]
-
 
 class Module(nn.Module):
     """A torch module that is set up lazily, together with the other ranks.

@@ -8,7 +8,7 @@ whole; checkpoints read it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -23,6 +23,7 @@ from unisono.operators import SumToReplicated
 from unisono.operators.partitioned import fan_plan, spread
 from unisono.operators.plans import GroupPlan
 from unisono.topology import Partition
+from unisono.topology.decompose import Interval
 from unisono.topology.fanout import Group
 
 Weights = Literal["replicated", "root"]
@@ -52,7 +53,13 @@ class Holding:
 
 def whole(shape: Sequence[int]) -> Holding:
     """Return the holding of a rank that has everything."""
-    return Holding(tuple(shape), (0,) * len(shape), tuple(shape))
+    return part(shape, {})
+
+
+def part(shape: Sequence[int], ranges: Mapping[int, Interval]) -> Holding:
+    """Return the holding of a rank that has a range of some dims, and all of the others."""
+    spans = [ranges.get(dim, (0, n)) for dim, n in enumerate(shape)]
+    return Holding(tuple(shape), tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
 def nothing(shape: Sequence[int]) -> Holding:

@@ -11,6 +11,8 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from inspect import signature
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,10 +36,10 @@ from unisono.operators import attach
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect
-from unisono.topology import Partition, halo
+from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
-from unisono.topology.halo import HaloPlan, WindowOf
-from unisono.topology.window import Segment
+from unisono.topology.halo import Axis, HaloPlan, plan_windows
+from unisono.topology.window import copied
 
 P = TypeVar("P")
 KEPT_PLANS = 8
@@ -47,11 +49,12 @@ _NARROW = (torch.float16, torch.bfloat16)
 class PlannedModule(Module, Generic[P]):
     """Base of unisono's own layers.
 
-    A subclass has `_describe` (arguments that must be equal on all ranks), `_make_plan` (pure: the
-    same tables give every rank its part of one plan) and `forward`, which carries out `self._plan`
-    on inputs that went through `self._tied`.
+    A subclass has `_make_plan` (pure: the same tables give every rank its part of one plan) and
+    `forward`, which carries out `self._plan` on inputs that went through `self._tied`.
     """
 
+    P_x: Partition
+    """Partition of the input."""
     _plan: P
 
     def __init__(self) -> None:
@@ -69,7 +72,7 @@ class PlannedModule(Module, Generic[P]):
         self._gradients = NO_GRAD
         """Whose gradients some rank needs in this call."""
         self._exchange: HaloOnGroup | None = None
-        """What `_halo` gave for the current plan."""
+        """With which the current plan begins: its `halo`, if it has one that moves anything."""
         self._comm: Communicator | None = None
         """The root of the partitions, kept from the first call; likewise what follows."""
         self._ranks: tuple[int, ...] = ()
@@ -78,17 +81,17 @@ class PlannedModule(Module, Generic[P]):
         self._setups = 0
         """How often set-up has run."""
 
-    @abstractmethod
     def _describe(self) -> tuple[object, ...]:
-        """Return what must be equal on all ranks of the layer."""
+        """Return what must be equal on all ranks of the layer: the arguments it was made with.
+
+        A layer keeps them under their own names; of tensors, whether there is one counts.
+        """
+        held = [(name, getattr(self, name, None)) for name in _arguments_of(type(self))]
+        return tuple((name, isinstance(x, Tensor) or x) for name, x in held)
 
     @abstractmethod
     def _make_plan(self, tables: Sequence[Table]) -> P:
         """Return what this rank does for inputs of these structures."""
-
-    def _halo(self) -> HaloOnGroup | None:
-        """Return the exchange with which the current plan begins; None for none."""
-        return None
 
     def _read(
         self, input: tuple[Any, ...]
@@ -165,16 +168,14 @@ class PlannedModule(Module, Generic[P]):
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         self._tables, self._plan = key, self._plans[key]
-        self._exchange = self._halo()
-
-    def _on_ranks(self, plan: HaloPlan, ranks: tuple[int, ...] | None) -> HaloOnGroup | None:
-        """Return an exchange between ranks of the root; None where there is nothing to do."""
-        if plan.is_identity or self._comm is None:
-            return None
-        return HaloOnGroup(self._comm, plan, ranks, plan.fill)
+        plan: Any = self._plan
+        halo = plan if isinstance(plan, HaloPlan) else getattr(plan, "halo", None)
+        self._exchange = None
+        if halo is not None and not halo.is_identity and self._comm is not None:
+            self._exchange = HaloOnGroup(self._comm, halo, self.P_x.ranks, halo.fill)
 
     def _window(self, x: Tensor, *, least: int = NO_GRAD + 1) -> Tensor:
-        """Return the own window by `_halo`, tied to the graph as `_tied` does."""
+        """Return the own window by the plan's `halo`, tied to the graph as `_tied` does."""
         tied = x if x.requires_grad else self._tied(x, least=least)
         if self._exchange is None:
             return identity(tied)
@@ -217,9 +218,31 @@ class PlannedModule(Module, Generic[P]):
         }
 
 
+@cache
+def _arguments_of(layer: type) -> tuple[str, ...]:
+    """Return the names of the arguments of our layers among the bases of a class."""
+    ours = [kind for kind in layer.__mro__ if kind.__module__.startswith("unisono.nn.layers")]
+    return tuple(sorted({name for kind in ours for name in signature(kind).parameters}))
+
+
 def zero_volume(x: Tensor, *, preserve_batch: bool = True) -> tuple[int, ...]:
     """Return the shape of what a rank outside of the destination gets."""
     return (x.shape[0], 0) if preserve_batch and x.dim() > 0 else (0,)
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity, with its gradient multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor | float) -> Tensor:
+        """Return `x`."""
+        ctx.factor = factor
+        return identity(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return the gradient times the factor."""
+        return grad * ctx.factor, None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -239,6 +262,20 @@ def is_plain(x: object) -> bool:
     )
 
 
+def check_dims(layer: str, P: Partition, least: int, most: int | None = None) -> None:
+    """Raise unless a partition `(N, C, ...)` has a number of dims that a layer can take."""
+    if P.dim >= least and (most is None or P.dim <= most):
+        return
+    needed = f"{least} or more" if most is None else str(most)
+    needed = needed if most in (None, least) else f"{least} to {most}"
+    raise PartitionError.because(
+        f"{layer} on {P!r}",
+        f"{P.dim} dims",
+        f"needs {needed}",
+        f"Partition({[2, *[1] * (least - 1)]}): batch, channels, then space",
+    )
+
+
 def index_in(partition: Partition) -> tuple[int, ...]:
     """Return the own place in a partition, for ranks that make plans: they are part of it."""
     index = partition.index
@@ -247,27 +284,17 @@ def index_in(partition: Partition) -> tuple[int, ...]:
     return index
 
 
-def block_windows(cuts: Sequence[int]) -> WindowOf:
-    """Return, for the rank at each index of a dim, the window that is its block of `cuts`."""
-
-    def window(i: int) -> tuple[Segment, ...]:
-        size = cuts[i + 1] - cuts[i]
-        return (Segment((0, size), (cuts[i], cuts[i + 1]), "copy"),) if size else ()
-
-    return window
-
-
-def balanced_in(cuts: Cuts, dim: int) -> Cuts:
-    """Return the cuts with balanced blocks in one dim."""
-    dim %= len(cuts)
-    balanced = tuple(split_cuts(cuts[dim][-1], len(cuts[dim]) - 1))
-    return (*cuts[:dim], balanced, *cuts[dim + 1 :])
+def balanced_in(cuts: Cuts, *dims: int) -> Cuts:
+    """Return the cuts with balanced blocks in some dims."""
+    chosen = {dim % len(cuts) for dim in dims}
+    return tuple(
+        split_cuts(own[-1], len(own) - 1) if dim in chosen else own for dim, own in enumerate(cuts)
+    )
 
 
 def recut(before: Cuts, after: Cuts, index: Sequence[int]) -> HaloPlan:
     """Return the plan that moves points from blocks of some cuts to those of others."""
-    shares = [(own[i], own[i + 1]) for own, i in zip(after, index, strict=True)]
-    return halo.plan_windows(before, index, [block_windows(own) for own in after], shares)
+    return plan_windows(before, index, [Axis(own, copied) for own in after])
 
 
 def collect_products(x: Tensor, plan: FanPlan) -> Tensor:

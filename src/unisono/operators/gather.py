@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,15 +38,6 @@ class BlockPlan:
     """Shape of this rank's block (kept where a root holds the whole)."""
     dtype: torch.dtype = torch.float32
     """Dtype of the blocks (kept where a root holds the whole)."""
-    landed: Tensor | None = field(default=None, compare=False)
-    """The result, where it has travelled before."""
-
-    @property
-    def adjoint(self) -> BlockPlan:
-        """The plan of the adjoint, and that for a tangent: they have not travelled yet."""
-        return self if self.landed is None else replace(self, landed=None)
-
-    tangent = adjoint
 
 
 def block_plan(
@@ -102,8 +93,6 @@ def whole_plan(
 
 def _joined(x: Tensor, plan: BlockPlan) -> Tensor:
     """Return the blocks of all ranks joined, without autograd."""
-    if plan.landed is not None:
-        return plan.landed
     if torch.compiler.is_compiling():
         return traced.all_gather(x, plan.dim, plan.sizes, plan.comm)
     # The plan was checked when it was made; the verb would do so once more.
@@ -124,8 +113,6 @@ class ReduceScatter(LinearMap):
     @staticmethod
     def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
         """Return the own block of the sum."""
-        if plan.landed is not None:
-            return plan.landed
         if torch.compiler.is_compiling():
             return traced.reduce_scatter(x, plan.dim, plan.sizes, plan.comm)
         return plan.comm._perform(plan.comm._reduced_block(x, plan.dim, plan.sizes))

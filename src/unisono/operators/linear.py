@@ -20,8 +20,9 @@ class LinearMap:
 
     A subclass gives `kernel` (the map without autograd) and `adjoint` (the other class of its
     pair); its autograd Function follows. The plan holds ints, ranks and the communicator, never a
-    tensor to differentiate; `plan.adjoint` is the plan of the adjoint. The map of an affine kernel
-    (a constant filled in) has a plan with `tangent`, which leaves the constant out.
+    tensor to differentiate. It serves the adjoint too, unless it has `adjoint`, the plan of the way
+    back. The map of an affine kernel (a constant filled in) has a plan with `tangent`, which leaves
+    the constant out.
     """
 
     adjoint: ClassVar[type[LinearMap]]
@@ -37,7 +38,8 @@ class LinearMap:
         super().__init_subclass__()
 
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return cls.adjoint.apply_in_backward(grad, ctx.plan.adjoint), None
+            plan = getattr(ctx.plan, "adjoint", ctx.plan)
+            return cls.adjoint.apply_in_backward(grad, plan), None
 
         def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
             return cls.apply(tangent, getattr(ctx.plan, "tangent", ctx.plan))

@@ -86,11 +86,6 @@ class MessagePlan:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def adjoint(self) -> MessagePlan:
-        """The plan of the message back."""
-        return self
-
 
 class Send(LinearMap):
     """The tensor leaves; what stays is a token without elements."""

@@ -8,7 +8,7 @@ backward every rank seeds alike: `replicate`, `sum_to_replicated`, `gather_to_re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,83 +20,10 @@ from unisono.operators import reduce as sums
 from unisono.operators.gather import all_gather as join_blocks
 from unisono.operators.gather import concat_replicated, slice_replicated
 from unisono.operators.gather import reduce_scatter as sum_blocks
-from unisono.operators.linear import LinearMap, identity
+from unisono.operators.linear import identity
+from unisono.operators.reduce import Broadcast, Fan, FanPlan, SumReduce
 from unisono.topology import Partition
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
-
-
-@dataclass(frozen=True)
-class Fan:
-    """Ranks that share one block, as one of them sees it."""
-
-    comm: Communicator
-    root: int
-    """Rank of `comm` that holds the block, or gets the sum."""
-    shape: tuple[int, ...]
-    """Shape of the block."""
-    is_root: bool
-    is_peer: bool
-    """Whether this rank's block on the other side is this one."""
-
-
-@dataclass(frozen=True)
-class FanPlan:
-    """All fans of one rank, in an order that is the same on all ranks."""
-
-    fans: tuple[Fan, ...]
-    dtype: torch.dtype
-    empty: tuple[int, ...] = (0,)
-    """Shape of the result on a rank that gets none."""
-    was_empty: tuple[int, ...] = (0,)
-    """Shape of the input on a rank that has none."""
-
-    @property
-    def adjoint(self) -> FanPlan:
-        """The plan of the adjoint."""
-        return replace(self, empty=self.was_empty, was_empty=self.empty)
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether this rank's block stays where it is and nobody else is involved."""
-        return len(self.fans) == 1 and self.fans[0].comm.size == 1
-
-
-class Spread(LinearMap):
-    """Each root's block on all its peers."""
-
-    @staticmethod
-    def kernel(x: Tensor, plan: FanPlan) -> Tensor:
-        """Return the block that belongs here."""
-        received: Tensor | None = None
-        for fan in plan.fans:
-            if fan.comm.size == 1:
-                block = identity(x)
-            else:
-                sent = x if fan.is_root else None
-                block = fan.comm.broadcast(sent, fan.root, like=(fan.shape, plan.dtype))
-            if fan.is_peer:
-                received = block
-        return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
-
-
-class Collect(LinearMap):
-    """The sum of the peers' blocks on each root."""
-
-    adjoint = Spread
-
-    @staticmethod
-    def kernel(x: Tensor, plan: FanPlan) -> Tensor:
-        """Return the sum, or nothing."""
-        received: Tensor | None = None
-        for fan in plan.fans:
-            mine = x if fan.is_peer else x.new_zeros(fan.shape, dtype=plan.dtype)
-            total = mine if fan.comm.size == 1 else fan.comm.reduce(mine, fan.root)
-            if fan.is_root:
-                received = identity(x) if total is x else total
-        return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
-
-
-Spread.adjoint = Collect
 
 
 def fan_plan(
@@ -135,12 +62,12 @@ def fan_plan(
 
 def spread(x: Tensor, plan: FanPlan) -> Tensor:
     """Return the block that this rank's root holds. Collective over the fans of the plan."""
-    return identity(x) if plan.is_identity else Spread.apply(*_fitted(x, plan))
+    return identity(x) if plan.is_identity else Broadcast.apply(*_fitted(x, plan))
 
 
 def collect(x: Tensor, plan: FanPlan) -> Tensor:
     """Return on a root the sum of its peers' blocks. Collective over the fans of the plan."""
-    return identity(x) if plan.is_identity else Collect.apply(*_fitted(x, plan))
+    return identity(x) if plan.is_identity else SumReduce.apply(*_fitted(x, plan))
 
 
 def broadcast(

@@ -7,7 +7,7 @@ beside it, but for `GroupPlan`, which needs to know only the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,6 @@ class GroupPlan:
     comm: Communicator
     wire: torch.dtype | None = None
     """Dtype in which the tensor travels, None for its own."""
-    landed: Tensor | None = field(default=None, compare=False)
-    """The result, where it has travelled before."""
-
-    @property
-    def adjoint(self) -> GroupPlan:
-        """The plan of the adjoint, and that for a tangent: they have not travelled yet."""
-        return self if self.landed is None else replace(self, landed=None)
-
-    tangent = adjoint
 
 
 def check_comm(comm: object, verb: str) -> Communicator:

@@ -7,7 +7,7 @@ gradient is the identity; `all_sum_reduce` (I -> I) sums both ways.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,25 +21,8 @@ from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import GroupPlan, anchor, announce, check_call, check_comm, like_of
 
 
-@dataclass(frozen=True)
-class RootPlan:
-    """A movement between one rank and all, of whole tensors."""
-
-    comm: Communicator
-    root: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def adjoint(self) -> RootPlan:
-        """The plan of the adjoint."""
-        return self
-
-
 def _sum_over_ranks(x: Tensor, plan: GroupPlan) -> Tensor:
     """Return the sum over ranks, without autograd."""
-    if plan.landed is not None:
-        return identity(plan.landed)
     sent = x if plan.wire is None else x.to(plan.wire)
     comm = plan.comm
     if torch.compiler.is_compiling():
@@ -76,27 +59,75 @@ class Copy(LinearMap):
         return identity(x)
 
 
+@dataclass(frozen=True)
+class Fan:
+    """Ranks that share one block, as one of them sees it."""
+
+    comm: Communicator
+    root: int
+    """Rank of `comm` that holds the block, or gets the sum."""
+    shape: tuple[int, ...]
+    """Shape of the block."""
+    is_root: bool
+    is_peer: bool
+    """Whether this rank's block on the other side is this one."""
+
+
+@dataclass(frozen=True)
+class FanPlan:
+    """All fans of one rank, in an order that is the same on all ranks."""
+
+    fans: tuple[Fan, ...]
+    dtype: torch.dtype
+    empty: tuple[int, ...] = (0,)
+    """Shape of the result on a rank that gets none."""
+    was_empty: tuple[int, ...] = (0,)
+    """Shape of the input on a rank that has none."""
+
+    @property
+    def adjoint(self) -> FanPlan:
+        """The plan of the adjoint."""
+        return replace(self, empty=self.was_empty, was_empty=self.empty)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether this rank's block stays where it is and nobody else is involved."""
+        return len(self.fans) == 1 and self.fans[0].comm.size == 1
+
+
 class Broadcast(LinearMap):
-    """The root's tensor on every rank; the others' input has no elements."""
+    """Each root's block on all its peers."""
 
     @staticmethod
-    def kernel(x: Tensor, plan: RootPlan) -> Tensor:
-        """Return the root's tensor."""
-        comm = plan.comm
-        sent = x if comm.rank == plan.root else None
-        return comm.broadcast(sent, plan.root, like=(plan.shape, plan.dtype))
+    def kernel(x: Tensor, plan: FanPlan) -> Tensor:
+        """Return the block that belongs here."""
+        received: Tensor | None = None
+        for fan in plan.fans:
+            if fan.comm.size == 1:
+                block = identity(x)
+            else:
+                sent = x if fan.is_root else None
+                block = fan.comm.broadcast(sent, fan.root, like=(fan.shape, plan.dtype))
+            if fan.is_peer:
+                received = block
+        return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
 
 
 class SumReduce(LinearMap):
-    """The sum over ranks on the root; the others' output has no elements."""
+    """The sum of the peers' blocks on each root."""
 
     adjoint = Broadcast
 
     @staticmethod
-    def kernel(x: Tensor, plan: RootPlan) -> Tensor:
+    def kernel(x: Tensor, plan: FanPlan) -> Tensor:
         """Return the sum, or nothing."""
-        total = plan.comm.reduce(x, plan.root)
-        return x.new_empty(0) if total is None else total
+        received: Tensor | None = None
+        for fan in plan.fans:
+            mine = x if fan.is_peer else x.new_zeros(fan.shape, dtype=plan.dtype)
+            total = mine if fan.comm.size == 1 else fan.comm.reduce(mine, fan.root)
+            if fan.is_root:
+                received = identity(x) if total is x else total
+        return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
 
 
 AllSumReduce.adjoint = AllSumReduce
@@ -184,7 +215,8 @@ def broadcast(
     else:
         (shape, dtype), needs_grad = like_of(like), torch.is_grad_enabled()
     mine = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
-    return Broadcast.apply(mine, RootPlan(comm, src, shape, dtype))
+    fan = Fan(comm, src, shape, comm.rank == src, True)
+    return Broadcast.apply(mine, FanPlan((fan,), dtype, was_empty=tuple(mine.shape)))
 
 
 def sum_reduce(x: Tensor, dst: int = 0, *, comm: Communicator) -> Tensor:
@@ -197,4 +229,5 @@ def sum_reduce(x: Tensor, dst: int = 0, *, comm: Communicator) -> Tensor:
     check_rank(dst, comm.size, "dst", "sum_reduce")
     if comm.size == 1:
         return identity(x)
-    return SumReduce.apply(x, RootPlan(comm, dst, tuple(x.shape), x.dtype))
+    fan = Fan(comm, dst, tuple(x.shape), comm.rank == dst, True)
+    return SumReduce.apply(x, FanPlan((fan,), x.dtype))

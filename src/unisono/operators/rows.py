@@ -26,11 +26,6 @@ class RowsOnGroup:
     comm: Communicator
     rows: RowPlan
 
-    @property
-    def adjoint(self) -> RowsOnGroup:
-        """The plan of the adjoint."""
-        return self
-
 
 class AllGatherRows(LinearMap):
     """Own rows -> the rows of other ranks that this one needs."""

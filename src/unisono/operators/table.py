@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -65,6 +66,18 @@ class Example:
     x: Tensor
     y: Tensor
 
+    @classmethod
+    def of(
+        cls,
+        forward: Callable[..., Tensor],
+        adjoint: Callable[..., Tensor],
+        x: Tensor,
+        y: Tensor,
+        **options: Any,
+    ) -> Example:
+        """Return the case of two functions that take the same options."""
+        return cls(partial(forward, **options), partial(adjoint, **options), x, y)
+
 
 MakeExample = Callable[[Communicator, Sequence[int], MakeTensor], Example]
 """`example(comm, lengths, make)`: a case with `lengths[r]` rows on rank r."""
@@ -101,45 +114,34 @@ def _broadcast(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> 
 
 
 def _all_sum_reduce(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
-    run = partial(all_sum_reduce, comm=comm)
-    return Example(run, run, make(lengths[0], 2), make(lengths[0], 2))
+    shape = lengths[0], 2
+    return Example.of(all_sum_reduce, all_sum_reduce, make(*shape), make(*shape), comm=comm)
 
 
 def _copy(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
-    return Example(
-        partial(copy, comm=comm),
-        partial(sum_to_replicated, comm=comm),
-        make(lengths[0], 2, same=True),
-        make(lengths[0], 2),
-    )
+    x, y = make(lengths[0], 2, same=True), make(lengths[0], 2)
+    return Example.of(copy, sum_to_replicated, x, y, comm=comm)
 
 
 def _scatter(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
-    root, total = comm.size - 1, sum(lengths)
+    root = comm.size - 1
+    x = make(*((3, sum(lengths)) if comm.rank == root else (0,)))
     return Example(
         partial(scatter, src=root, dim=1, sizes=lengths, comm=comm),
         partial(gather, dst=root, dim=1, sizes=lengths, comm=comm),
-        make(*((3, total) if comm.rank == root else (0,))),
+        x,
         make(3, lengths[comm.rank]),
     )
 
 
 def _slice_replicated(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
-    return Example(
-        partial(slice_replicated, dim=1, sizes=lengths, comm=comm),
-        partial(concat_replicated, dim=1, sizes=lengths, comm=comm),
-        make(2, sum(lengths), same=True),
-        make(2, lengths[comm.rank]),
-    )
+    x, y = make(2, sum(lengths), same=True), make(2, lengths[comm.rank])
+    return Example.of(slice_replicated, concat_replicated, x, y, dim=1, sizes=lengths, comm=comm)
 
 
 def _all_gather(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
-    return Example(
-        partial(all_gather, dim=-1, sizes=lengths, comm=comm),
-        partial(reduce_scatter, dim=-1, sizes=lengths, comm=comm),
-        make(2, lengths[comm.rank]),
-        make(2, sum(lengths)),
-    )
+    x, y = make(2, lengths[comm.rank]), make(2, sum(lengths))
+    return Example.of(all_gather, reduce_scatter, x, y, dim=-1, sizes=lengths, comm=comm)
 
 
 def _move_cut(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
@@ -201,24 +203,16 @@ def _rows(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Examp
         [wanted[me] if rank != me else [] for rank in range(comm.size)],
         [len(wanted[rank]) if rank != me else 0 for rank in range(comm.size)],
     )
-    return Example(
-        partial(all_gather_rows, plan=plan, comm=comm),
-        partial(add_rows, plan=plan, comm=comm),
-        make(lengths[me], 2),
-        make(plan.num_received, 2),
-    )
+    x, y = make(lengths[me], 2), make(plan.num_received, 2)
+    return Example.of(all_gather_rows, add_rows, x, y, plan=plan, comm=comm)
 
 
 def _halo(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
     """A kernel of 3 with two points of padding before and one after."""
     cuts = [decompose.bounds(lengths), (0, 2)]
     plan = halo.plan(cuts, (comm.rank, 0), (3, 1), padding=((2, 1), (0, 0)))
-    return Example(
-        partial(halo_exchange, plan=plan, comm=comm),
-        partial(halo_add, plan=plan, comm=comm),
-        make(*plan.block_shape),
-        make(*plan.window_shape),
-    )
+    x, y = make(*plan.block_shape), make(*plan.window_shape)
+    return Example.of(halo_exchange, halo_add, x, y, plan=plan, comm=comm)
 
 
 def _repartition(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
@@ -247,38 +241,28 @@ def _broadcast_between(comm: Communicator, lengths: Sequence[int], make: MakeTen
 
 
 def _sum_along(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
-    run = partial(between.all_sum_reduce, partition=Partition([comm.size], comm=comm), axes=0)
-    return Example(run, run, make(lengths[0], 2), make(lengths[0], 2))
+    P, run = Partition([comm.size], comm=comm), between.all_sum_reduce
+    return Example.of(run, run, make(lengths[0], 2), make(lengths[0], 2), partition=P, axes=0)
 
 
 def _gather_along(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
     P, total = Partition([1, comm.size], comm=comm), sum(lengths)
-    return Example(
-        partial(between.all_gather, partition=P, axis=1),
-        partial(between.reduce_scatter, partition=P, axis=1),
-        make(3, decompose.split_sizes(total, comm.size)[comm.rank]),  # sums are cut so
-        make(3, total),
-    )
+    x = make(3, decompose.split_sizes(total, comm.size)[comm.rank])  # sums are cut so
+    maps = between.all_gather, between.reduce_scatter
+    return Example.of(*maps, x, make(3, total), partition=P, axis=1)
 
 
 def _replicate(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
-    P = Partition([comm.size], comm=comm)
-    return Example(
-        partial(between.replicate, partition=P, axes=0),
-        partial(between.sum_to_replicated, partition=P, axes=0),
-        make(lengths[0], 2, same=True),
-        make(lengths[0], 2),
-    )
+    P, maps = Partition([comm.size], comm=comm), (between.replicate, between.sum_to_replicated)
+    x, y = make(lengths[0], 2, same=True), make(lengths[0], 2)
+    return Example.of(*maps, x, y, partition=P, axes=0)
 
 
 def _gather_to_replicated(comm: Communicator, lengths: Sequence[int], make: MakeTensor) -> Example:
     P, total = Partition([comm.size], comm=comm), sum(lengths)
-    return Example(
-        partial(between.gather_to_replicated, partition=P, axis=0, dim=1),
-        partial(between.split, partition=P, axis=0, dim=1),
-        make(3, decompose.split_sizes(total, comm.size)[comm.rank]),
-        make(3, total, same=True),
-    )
+    x = make(3, decompose.split_sizes(total, comm.size)[comm.rank])
+    maps = between.gather_to_replicated, between.split
+    return Example.of(*maps, x, make(3, total, same=True), partition=P, axis=0, dim=1)
 
 
 def _both_ways(*pairs: Pair) -> tuple[Pair, ...]:
@@ -319,7 +303,7 @@ TABLE: tuple[Pair, ...] = _both_ways(
 """Every operator with its adjoint; a pair of two different maps stands in it both ways round."""
 
 PARTITION_TABLE: tuple[Pair, ...] = _both_ways(
-    Pair("broadcast", "sum_reduce", between.Spread, between.Collect, "I", "I", _broadcast_between),
+    Pair("broadcast", "sum_reduce", Broadcast, SumReduce, "I", "I", _broadcast_between),
     Pair("all_sum_reduce", "all_sum_reduce", AllSumReduce, AllSumReduce, "I", "I", _sum_along),
     Pair("all_gather", "reduce_scatter", AllGather, ReduceScatter, "S", "I", _gather_along),
     Pair("replicate", "sum_to_replicated", Copy, SumToReplicated, "R", "I", _replicate),

@@ -13,20 +13,6 @@ from itertools import accumulate, pairwise
 
 from unisono.errors import PartitionError
 
-__all__ = [
-    "Interval",
-    "block",
-    "block_at",
-    "bounds",
-    "check_cuts",
-    "fitting_shape",
-    "flat_index",
-    "grid_index",
-    "owner",
-    "split_cuts",
-    "split_sizes",
-]
-
 Interval = tuple[int, int]
 """Half-open range `[start, stop)`."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -24,16 +24,19 @@ from unisono.topology.halo import HaloPlan, Message, Piece
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _TIMES = " \u00d7 "
 _INK, _FAINT, _PADDING = "#1f2937", "#6b7280", "#9ca3af"
 Colour = tuple[float, float, float]
+Cell = tuple[int, int]
+Index = tuple[int, ...]
 _CELL = (2.5, 1.8)
 """Inches of a block, across and down."""
 _RIM, _MARGIN, _WRAP_MARGIN = 0.07, 0.14, 0.3
 """In block sizes: what stands beyond the ends of the tensor, and the room around it, with words."""
+_ACROSS, _DOWN = 0, 1
+"""The two axes of a grid of blocks; a cell is its places along them."""
 _PANELS = 3
 """Grids beside each other, when more than two dims are split."""
 
@@ -94,9 +97,7 @@ def draw(
                 else halos.plan_widths(cuts, index, list(halo))
                 for index in product(*map(range, grid))
             }
-    picture = Picture(
-        title, grid, tuple(partition.ranks), cuts, plans, *_arrange(grid), itemsize=itemsize
-    )
+    picture = Picture(title, grid, tuple(partition.ranks), cuts, plans, _arrange(grid), itemsize)
     if path is not None:
         _save(picture, path)
     lines = [title]
@@ -111,19 +112,106 @@ def _sizes(values: Sequence[int], times: str = " x ") -> str:
     return times.join(map(str, values))
 
 
-def _arrange(grid: Sequence[int]) -> tuple[int | None, int | None, tuple[int, ...]]:
-    """Return the dims drawn as rows and as columns, and the others."""
+def _arrange(grid: Sequence[int]) -> tuple[int | None, int | None]:
+    """Return the dims drawn across and down."""
     split = [dim for dim, size in enumerate(grid) if size > 1]
-    column = split[-1] if split else (len(grid) - 1 if grid else None)
-    row = split[-2] if len(split) > 1 else None
-    if len(split) == 1 and len(grid) > 1 and column != len(grid) - 1:
-        row, column = column, None
-    return row, column, tuple(dim for dim in range(len(grid)) if dim not in (row, column))
+    across = split[-1] if split else (len(grid) - 1 if grid else None)
+    down = split[-2] if len(split) > 1 else None
+    if len(split) == 1 and across != len(grid) - 1:
+        across, down = None, across
+    return across, down
 
 
-def _cell(picture: Picture, index: tuple[int, ...]) -> list[str]:
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn, all of it computed before."""
+
+    title: str
+    grid: tuple[int, ...]
+    ranks: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...] | None
+    plans: Mapping[Index, HaloPlan] | None
+    dims: tuple[int | None, int | None]
+    """Those that run across and down; None: one column, one row."""
+    itemsize: int
+
+    def block(self, index: Index) -> list[int]:
+        """Return the sizes of a block."""
+        return [own[i + 1] - own[i] for own, i in zip(self.cuts or (), index, strict=True)]
+
+    def panels(self) -> list[dict[int, int]]:
+        """Return where the dims that are not drawn stand in each grid of blocks."""
+        outer = [dim for dim in range(len(self.grid)) if dim not in self.dims]
+        places = product(*(range(self.grid[dim]) for dim in outer))
+        return [dict(zip(outer, place, strict=True)) for place in places]
+
+    def where(self, fixed: Mapping[int, int]) -> str:
+        """Return the same in words; nothing where there is one grid."""
+        return ", ".join(f"dim {dim} = {i}" for dim, i in fixed.items() if self.grid[dim] > 1)
+
+    def size(self, axis: int) -> int:
+        """Return how many blocks there are along an axis."""
+        dim = self.dims[axis]
+        return 1 if dim is None else self.grid[dim]
+
+    def index(self, fixed: Mapping[int, int], cell: Cell) -> Index:
+        """Return the index of a cell of the grid at `fixed` of the other dims."""
+        places = {**fixed, **dict(zip(self.dims, cell, strict=True))}
+        return tuple(places[dim] for dim in range(len(self.grid)))
+
+    def bytes_of(self, pieces: Iterable[Piece | Message]) -> int:
+        """Return the bytes that travel."""
+        return sum(piece.numel for piece in pieces) * self.itemsize
+
+    def between(self, a: Index, b: Index, dim: int) -> int:
+        """Return the bytes between neighbours in a dim, but for those that go round its ends."""
+        if self.plans is None:
+            return 0
+        total = 0
+        for mine, other in ((a, b), (b, a)):
+            reader = self.plans[other]
+            for message in self.plans[mine].sends:
+                if message.peer == reader.rank:
+                    total += self.bytes_of(
+                        piece for piece in message.pieces if not reader.is_wrapped(piece, dim)
+                    )
+        return total
+
+    def wraps(self, dim: int | None) -> bool:
+        """Return whether some window goes round the ends of a drawn dim."""
+        if dim is None or self.plans is None:
+            return False
+        return any(plan.wraps and any(plan.wraps[dim]) for plan in self.plans.values())
+
+    def wrapped(self, index: Index, dim: int, side: int) -> list[Piece]:
+        """Return what the rank at `index` reads round the left or right end of `dim`.
+
+        Only what comes straight across: from ranks that differ in this dim alone.
+        """
+        plan = None if self.plans is None else self.plans[index]
+        if plan is None or not plan.wraps or not plan.wraps[dim][side]:
+            return []
+        found: list[Piece] = []
+        for piece in [*plan.local, *(piece for message in plan.recvs for piece in message.pieces)]:
+            owner = grid_index(self.grid, piece.owner)
+            is_left = piece.dest[dim][1] <= plan.wraps[dim][0]
+            is_straight = all(
+                owner[d] == i and not plan.is_wrapped(piece, d)
+                for d, i in enumerate(index)
+                if d != dim
+            )
+            if plan.is_wrapped(piece, dim) and is_left == (side == 0) and is_straight:
+                found.append(piece)
+        return found
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+def _cell(picture: Picture, index: Index) -> list[str]:
     """Return the lines of one block."""
-    text = [f"rank {picture.rank(index)}", f"({', '.join(map(str, index))})"]
+    rank = picture.ranks[flat_index(picture.grid, index)]
+    text = [f"rank {rank}", f"({', '.join(map(str, index))})"]
     if picture.cuts is not None:
         text.append(_sizes(picture.block(index)))
     if picture.plans is not None:
@@ -139,25 +227,25 @@ def _cell(picture: Picture, index: tuple[int, ...]) -> list[str]:
 
 def _table(picture: Picture, fixed: Mapping[int, int], width: int) -> list[str]:
     """Return the lines of one grid of cells."""
-    columns = range(picture.size(picture.columns))
+    columns = range(picture.size(_ACROSS))
     rule = "+" + "+".join("-" * width for _ in columns) + "+"
     lines = [rule]
-    for row in range(picture.size(picture.rows)):
-        texts = [_cell(picture, picture.index(fixed, row, column)) for column in columns]
+    for row in range(picture.size(_DOWN)):
+        texts = [_cell(picture, picture.index(fixed, (column, row))) for column in columns]
         for parts in zip(*texts, strict=True):
             lines.append("|" + "|".join(part.center(width) for part in parts) + "|")
         lines.append(rule)
     return lines
 
 
-def _traffic(picture: Picture, plans: Mapping[tuple[int, ...], HaloPlan]) -> list[str]:
+def _traffic(picture: Picture, plans: Mapping[Index, HaloPlan]) -> list[str]:
     """Return one line for each rank that sends something."""
     lines: list[str] = []
     readers = list(plans.values())  # row-major, so that a rank is its place
     for plan in readers:
         if plan.sends:
             sent = ", ".join(
-                f"{message.numel * picture.itemsize} bytes to {picture.ranks[message.peer]}"
+                f"{picture.bytes_of([message])} bytes to {picture.ranks[message.peer]}"
                 + _round(message, readers[message.peer], picture.itemsize)
                 for message in plan.sends
             )
@@ -177,92 +265,7 @@ def _round(message: Message, reader: HaloPlan, itemsize: int) -> str:
     return " (wraps)" if count == message.numel else f" ({count * itemsize} of them wrap)"
 
 
-@dataclass(frozen=True)
-class Picture:
-    """What is drawn, all of it computed before."""
-
-    title: str
-    grid: tuple[int, ...]
-    ranks: tuple[int, ...]
-    cuts: tuple[tuple[int, ...], ...] | None
-    plans: Mapping[tuple[int, ...], HaloPlan] | None
-    rows: int | None
-    """Dim that runs down; None: one row."""
-    columns: int | None
-    """Dim that runs across; None: one column."""
-    outer: tuple[int, ...]
-    """Dims that make one grid for each of their indices."""
-    itemsize: int
-
-    def rank(self, index: Sequence[int]) -> int:
-        """Return the rank at an index."""
-        return self.ranks[flat_index(self.grid, index)]
-
-    def block(self, index: Sequence[int]) -> list[int]:
-        """Return the sizes of a block."""
-        return [own[i + 1] - own[i] for own, i in zip(self.cuts or (), index, strict=True)]
-
-    def panels(self) -> list[dict[int, int]]:
-        """Return where the outer dims stand in each grid of blocks."""
-        places = product(*(range(self.grid[dim]) for dim in self.outer))
-        return [dict(zip(self.outer, place, strict=True)) for place in places]
-
-    def where(self, fixed: Mapping[int, int]) -> str:
-        """Return the same in words; nothing where there is one grid."""
-        return ", ".join(f"dim {dim} = {i}" for dim, i in fixed.items() if self.grid[dim] > 1)
-
-    def size(self, dim: int | None) -> int:
-        """Return how many ranks a drawn dim has."""
-        return 1 if dim is None else self.grid[dim]
-
-    def index(self, fixed: Mapping[int, int], row: int, column: int) -> tuple[int, ...]:
-        """Return the index of a cell of the grid at `fixed` of the outer dims."""
-        places = dict(fixed)
-        if self.rows is not None:
-            places[self.rows] = row
-        if self.columns is not None:
-            places[self.columns] = column
-        return tuple(places[dim] for dim in range(len(self.grid)))
-
-    def between(self, a: tuple[int, ...], b: tuple[int, ...], dim: int | None) -> int:
-        """Return the bytes between neighbours in a dim, but for those that go round its ends."""
-        if self.plans is None or dim is None:
-            return 0
-        total = 0
-        for mine, other in ((a, b), (b, a)):
-            reader = self.plans[other]
-            for message in self.plans[mine].sends:
-                if message.peer == reader.rank:
-                    straight = (p for p in message.pieces if not reader.is_wrapped(p, dim))
-                    total += sum(piece.numel for piece in straight)
-        return total * self.itemsize
-
-    def wraps(self, dim: int | None) -> bool:
-        """Return whether some window goes round the ends of a drawn dim."""
-        if dim is None or self.plans is None:
-            return False
-        return any(plan.wraps and any(plan.wraps[dim]) for plan in self.plans.values())
-
-    def wrapped(self, index: tuple[int, ...], dim: int, side: int) -> list[Piece]:
-        """Return what the rank at `index` reads round the left or right end of `dim`.
-
-        Only what comes straight across: from ranks that differ in this dim alone.
-        """
-        plan = None if self.plans is None else self.plans[index]
-        if plan is None or not plan.wraps or not plan.wraps[dim][side]:
-            return []
-        pieces = [*plan.local, *(piece for message in plan.recvs for piece in message.pieces)]
-        others = [d for d in range(len(index)) if d != dim]
-        found: list[Piece] = []
-        for piece in pieces:
-            owner = grid_index(self.grid, piece.owner)
-            is_left = piece.dest[dim][1] <= plan.wraps[dim][0]
-            is_straight = all(
-                owner[d] == index[d] and not plan.is_wrapped(piece, d) for d in others
-            )
-            if plan.is_wrapped(piece, dim) and is_left == (side == 0) and is_straight:
-                found.append(piece)
-        return found
+# -- image ----------------------------------------------------------------------------------------
 
 
 def _save(picture: Picture, path: Path) -> None:
@@ -273,13 +276,13 @@ def _save(picture: Picture, path: Path) -> None:
     except ImportError as error:
         raise MissingExtra.of("plot", f"draw(..., file={path.name!r})", str(error)) from error
 
-    title = picture.title.replace(" x ", _TIMES).capitalize()
+    title, note = picture.title.replace(" x ", _TIMES).capitalize(), _footnote(picture)
     panels = picture.panels()
     across = min(len(panels), _PANELS)
     down = -(-len(panels) // across)
-    words = max(0.112 * len(title), 0.068 * len(_footnote(picture)))
-    width = max(across * (_CELL[0] * picture.size(picture.columns) + 0.9), 0.8 + words)
-    height = down * (_CELL[1] * picture.size(picture.rows) + 0.9) + 1.0
+    words = max(0.112 * len(title), 0.068 * len(note))
+    width = max(across * (_CELL[0] * picture.size(_ACROSS) + 0.9), 0.8 + words)
+    height = down * (_CELL[1] * picture.size(_DOWN) + 0.9) + 1.0
     # A letter is a letter in an SVG, so that text can be found and copied.
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(width, height), facecolor="white")
@@ -294,7 +297,7 @@ def _save(picture: Picture, path: Path) -> None:
         for fixed, panel in zip(panels, axes.flat, strict=False):
             _Panel(picture, fixed, panel).draw()
         figure.text(left, 1 - 0.34 / height, title, size=12, weight="bold", color=_INK)
-        figure.text(left, 0.16 / height, _footnote(picture), size=8, color=_FAINT)
+        figure.text(left, 0.16 / height, note, size=8, color=_FAINT)
         figure.savefig(path, dpi=150)
 
 
@@ -305,213 +308,167 @@ class _Panel:
         self.picture = picture
         self.fixed = fixed
         self.axes = axes
-        self.x = self._edges(picture.columns)
-        self.y = self._edges(picture.rows)
+        self.edges = [self._edges_along(axis) for axis in (_ACROSS, _DOWN)]
 
-    def _edges(self, dim: int | None) -> list[float]:
+    def _edges_along(self, axis: int) -> list[float]:
         """Return where blocks begin and end: by their sizes, but none vanishes."""
-        if dim is None:
-            return [0.0, 1.0]
-        if self.picture.cuts is None:
-            return [float(i) for i in range(self.picture.grid[dim] + 1)]
-        cuts = self.picture.cuts[dim]
-        sizes = [b - a for a, b in pairwise(cuts)]
+        dim = self.picture.dims[axis]
+        if dim is None or self.picture.cuts is None:
+            return [float(i) for i in range(self.picture.size(axis) + 1)]
+        sizes = [b - a for a, b in pairwise(self.picture.cuts[dim])]
         least = 0.6 * max(1, sum(sizes)) / len(sizes)
         shown = [max(size, least) for size in sizes]
         return [0.0, *accumulate(size * len(sizes) / sum(shown) for size in shown)]
 
     def draw(self) -> None:
         """Draw blocks, then what they borrow, then words."""
-        axes = self.axes
-        aside, above = (
-            _WRAP_MARGIN if self.picture.wraps(dim) else _MARGIN
-            for dim in (self.picture.columns, self.picture.rows)
-        )
-        axes.set_xlim(-aside, self.x[-1] + aside)
-        axes.set_ylim(self.y[-1] + above, -above)
+        axes, picture = self.axes, self.picture
+        aside, above = (_WRAP_MARGIN if picture.wraps(dim) else _MARGIN for dim in picture.dims)
+        axes.set_xlim(-aside, self.edges[_ACROSS][-1] + aside)
+        axes.set_ylim(self.edges[_DOWN][-1] + above, -above)
         for side in axes.spines.values():
             side.set_visible(False)
-        cells = [(r, c) for r in range(len(self.y) - 1) for c in range(len(self.x) - 1)]
-        for row, column in cells:
-            self._block(row, column)
-        for row, column in cells:
-            self._borrowed(row, column)
-        for row, column in cells:
-            self._words(row, column)
-            self._seams(row, column)
+        cells = [(c, r) for r in range(picture.size(_DOWN)) for c in range(picture.size(_ACROSS))]
+        for cell in cells:
+            fill, edge = self._colours(cell)
+            self._rectangle(*self._box(cell), facecolor=fill, edgecolor=edge, linewidth=1.4)
+        for cell in cells:
+            self._borrowed(cell)
+        for axis, dim in enumerate(picture.dims):
+            if dim is not None:
+                self._ends(axis, dim)
+        for cell in cells:
+            self._words(cell)
+            self._seams(cell)
         self._ruler()
 
-    def _index(self, row: int, column: int) -> tuple[int, ...]:
-        return self.picture.index(self.fixed, row, column)
+    def _index(self, cell: Cell) -> Index:
+        return self.picture.index(self.fixed, cell)
 
-    def _box(self, row: int, column: int) -> tuple[float, float, float, float]:
-        return self.x[column], self.y[row], self.x[column + 1], self.y[row + 1]
+    def _colours(self, cell: Cell) -> tuple[Colour, Colour]:
+        return _colours(flat_index(self.picture.grid, self._index(cell)))
 
-    def _block(self, row: int, column: int) -> None:
+    def _box(self, cell: Cell) -> tuple[list[float], list[float]]:
+        """Return the upper left and the lower right corner of a block."""
+        pairs = list(zip(self.edges, cell, strict=True))
+        return [edges[i] for edges, i in pairs], [edges[i + 1] for edges, i in pairs]
+
+    def _rectangle(self, low: Sequence[float], high: Sequence[float], **look: Any) -> None:
         from matplotlib.patches import Rectangle
 
-        x0, y0, x1, y1 = self._box(row, column)
-        fill, edge = _colours(flat_index(self.picture.grid, self._index(row, column)))
-        self.axes.add_patch(
-            Rectangle((x0, y0), x1 - x0, y1 - y0, facecolor=fill, edgecolor=edge, linewidth=1.4)
-        )
+        size = (high[_ACROSS] - low[_ACROSS], high[_DOWN] - low[_DOWN])
+        self.axes.add_patch(Rectangle((low[_ACROSS], low[_DOWN]), *size, **look))
 
-    def _borrowed(self, row: int, column: int) -> None:
-        """Draw what a rank reads outside of its block: others' points, and padding."""
-        from matplotlib.patches import Rectangle
+    def _text(self, at: Sequence[float], text: str, **look: Any) -> None:
+        self.axes.text(at[_ACROSS], at[_DOWN], text, ha="center", va="center", **look)
 
-        if self.picture.plans is None:
+    def _borrowed(self, cell: Cell) -> None:
+        """Frame the points that a rank reads, where they go beyond its block."""
+        plan = None if self.picture.plans is None else self.picture.plans[self._index(cell)]
+        if plan is None or self.picture.cuts is None or 0 in plan.output_shape:
             return
-        index = self._index(row, column)
-        plan = self.picture.plans[index]
-        _, edge = _colours(flat_index(self.picture.grid, index))
-        x0, y0, x1, y1 = self._box(row, column)
-        left, right = self._reach(plan, self.picture.columns, self.x, column)
-        up, down = self._reach(plan, self.picture.rows, self.y, row)
-        if max(left, right, up, down) > 0 and 0 not in plan.output_shape:
-            width, height = x1 - x0, y1 - y0
-            tall = height + up + down
-            strips = [
-                (x0 - left, y0 - up, left, tall), (x1, y0 - up, right, tall),
-                (x0, y0 - up, width, up), (x0, y1, width, down),
-            ]  # fmt: skip
-            for x, y, across, along in strips:
-                tint = (*edge, 0.16)
-                self.axes.add_patch(Rectangle((x, y), across, along, facecolor=tint, linewidth=0))
-            self.axes.add_patch(
-                Rectangle(
-                    (x0 - left, y0 - up), width + left + right, tall,
-                    facecolor="none", edgecolor=edge, linewidth=1.0, linestyle=(0, (3, 2)),
-                )
-            )  # fmt: skip
-        for dim, edges, place, is_row in (
-            (self.picture.columns, self.x, column, False),
-            (self.picture.rows, self.y, row, True),
-        ):
+        low, high = self._box(cell)
+        before = [*low, *high]
+        for axis, dim in enumerate(self.picture.dims):
             if dim is None:
                 continue
-            for side, width in enumerate(plan.fills[dim]):
-                at_end = place == (0 if side == 0 else len(edges) - 2)
-                if width and at_end:
-                    self._rim(self._box(row, column), is_row, side, None)
-            for side in (0, 1):
-                self._wrapped(index, (row, column), dim, is_row, side)
+            for side, width in enumerate(plan.widths[dim]):
+                if width <= 0:
+                    continue
+                beside = cell[axis] + (1 if side else -1)
+                points = self.picture.cuts[dim][beside + 1] - self.picture.cuts[dim][beside]
+                room = self.edges[axis][beside + 1] - self.edges[axis][beside]
+                # Thin halos would be invisible, and wide ones hide the neighbour.
+                reach = room * min(max(width / points if points else 1.0, 0.07), 0.9)
+                if side:
+                    high[axis] += reach
+                else:
+                    low[axis] -= reach
+        if [*low, *high] != before:
+            edge = self._colours(cell)[1]
+            self._rectangle(low, high, facecolor=(*edge, 0.1), linewidth=0)
+            dashed: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 2))}
+            self._rectangle(low, high, facecolor="none", edgecolor=edge, **dashed)
 
-    def _wrapped(
-        self, index: tuple[int, ...], cell: tuple[int, int], dim: int, is_row: bool, side: int
-    ) -> None:
-        """Draw beyond an end of the tensor the points of its other end, and say whose they are."""
-        pieces = self.picture.wrapped(index, dim, side)
-        own, size = index[dim], self.picture.grid[dim]
-        nearer = range(own) if side == 0 else range(own + 1, size)
-        beside = ((*index[:dim], i, *index[dim + 1 :]) for i in nearer)
-        if not pieces or any(self.picture.wrapped(other, dim, side) for other in beside):
-            return  # with large paddings several ranks read there; the outermost is drawn
-        end = 0 if side == 0 else size - 1
-        row, column = (end, cell[1]) if is_row else (cell[0], end)
-        owners = sorted({piece.owner for piece in pieces})
-        x0, y0, x1, y1 = box = self._box(row, column)
-        colour = _colours(owners[0])[1]
-        self._rim(box, is_row, side, colour)
-        me = flat_index(self.picture.grid, index)
-        sent = sum(piece.numel for piece in pieces if piece.owner != me) * self.picture.itemsize
-        named = ", ".join(str(self.picture.ranks[owner]) for owner in owners)
-        text = f"rank{'s' if len(owners) > 1 else ''} {named}"
-        out = (_RIM + _WRAP_MARGIN) / 2
-        x, y = (x0 - out if side == 0 else x1 + out), (y0 + y1) / 2
-        if is_row:
-            x, y = (x0 + x1) / 2, (y0 - out if side == 0 else y1 + out)
-        self.axes.text(
-            x, y, f"{text}: {_bytes(sent)}" if sent else text, size=7.5,
-            color=colour, ha="center", va="center", rotation=0 if is_row else 90,
-        )  # fmt: skip
-
-    def _reach(
-        self, plan: HaloPlan, dim: int | None, edges: Sequence[float], place: int
-    ) -> tuple[float, float]:
-        """Return how far a window reaches over the block in one dim, in the drawing's units."""
-        if dim is None or self.picture.cuts is None:
-            return 0.0, 0.0
-        cuts = self.picture.cuts[dim]
-        found: list[float] = []
-        for side, width in enumerate(plan.widths[dim]):
-            if width <= 0:
-                found.append(0.0)
+    def _ends(self, axis: int, dim: int) -> None:
+        """Draw what stands beyond the ends of a dim: padding, or the points of its other end."""
+        picture, plans = self.picture, self.picture.plans
+        for line, side in product(range(picture.size(1 - axis)), (0, 1)):
+            places = range(picture.size(axis))
+            cells = [(i, line) if axis == _ACROSS else (line, i) for i in places]
+            cells = cells[::-1] if side else cells  # the outermost first
+            if plans is None:
                 continue
-            beside = place - 1 if side == 0 else place + 1
-            points = cuts[beside + 1] - cuts[beside]
-            room = edges[beside + 1] - edges[beside]
-            share = width / points if points else 1.0
-            # Thin halos would be invisible, and wide ones hide the neighbour.
-            found.append(room * min(max(share, 0.07), 0.9))
-        return found[0], found[1]
+            low, high = self._box(cells[0])
+            at = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
+            low[axis], high[axis] = (
+                (high[axis], high[axis] + _RIM) if side else (low[axis] - _RIM, low[axis])
+            )
+            if plans[self._index(cells[0])].fills[dim][side]:
+                hatched = {"facecolor": "none", "edgecolor": _PADDING, "hatch": "/////"}
+                self._rectangle(low, high, linewidth=0.0, **hatched)
+            # With large paddings several ranks read there; the outermost is drawn.
+            for index in map(self._index, cells):
+                pieces = picture.wrapped(index, dim, side)
+                if pieces:
+                    break
+            else:
+                continue
+            owners = sorted({piece.owner for piece in pieces})
+            colour = _colours(owners[0])[1]
+            self._rectangle(low, high, linewidth=0.0, facecolor=(*colour, 0.45))
+            me = flat_index(picture.grid, index)
+            sent = picture.bytes_of(piece for piece in pieces if piece.owner != me)
+            named = ", ".join(str(picture.ranks[owner]) for owner in owners)
+            text = f"rank{'s' if len(owners) > 1 else ''} {named}"
+            text = f"{text}: {_bytes(sent)}" if sent else text
+            apart = (_WRAP_MARGIN - _RIM) / 2
+            at[axis] = high[axis] + apart if side else low[axis] - apart
+            turned = 90 if axis == _ACROSS else 0
+            self._text(at, text, size=7.5, color=colour, rotation=turned)
 
-    def _rim(
-        self, box: tuple[float, float, float, float], is_row: bool, side: int, colour: Colour | None
-    ) -> None:
-        """Draw what stands beyond an end of the tensor: a rank's colour, or hatched as padding."""
-        from matplotlib.patches import Rectangle
-
-        x0, y0, x1, y1 = box
-        if is_row:
-            corner = (x0, y0 - _RIM if side == 0 else y1)
-            size = (x1 - x0, _RIM)
-        else:
-            corner = (x0 - _RIM if side == 0 else x1, y0)
-            size = (_RIM, y1 - y0)
-        look: dict[str, Any] = {"facecolor": "none", "edgecolor": _PADDING, "hatch": "/////"}
-        if colour is not None:
-            look = {"facecolor": (*colour, 0.45)}
-        self.axes.add_patch(Rectangle(corner, *size, linewidth=0.0, **look))
-
-    def _words(self, row: int, column: int) -> None:
-        index = self._index(row, column)
-        x0, y0, x1, y1 = self._box(row, column)
-        x, y = (x0 + x1) / 2, (y0 + y1) / 2
-        lines = [(f"({', '.join(map(str, index))})", 8, _FAINT)]
-        if self.picture.cuts is not None:
-            lines.insert(0, (_sizes(self.picture.block(index), _TIMES), 9, _INK))
-        if self.picture.plans is not None:
-            plan = self.picture.plans[index]
+    def _words(self, cell: Cell) -> None:
+        index, picture = self._index(cell), self.picture
+        rank = picture.ranks[flat_index(picture.grid, index)]
+        (x0, y0), (x1, y1) = self._box(cell)
+        fill, edge = self._colours(cell)
+        lines: list[tuple[str, dict[str, Any]]] = []
+        if picture.cuts is not None:
+            sizes = _sizes(picture.block(index), _TIMES)
+            lines.append((sizes, {"size": 9, "color": _INK}))
+        lines.append((f"({', '.join(map(str, index))})", {"size": 8, "color": _FAINT}))
+        if picture.plans is not None:
+            plan = picture.plans[index]
             widths = [
-                f"{arrow} {plan.widths[dim][0]}/{plan.widths[dim][1]}"
-                for dim, arrow in ((self.picture.rows, "\u2195"), (self.picture.columns, "\u2194"))
+                "{} {}/{}".format(arrow, *plan.widths[dim])
+                for dim, arrow in zip(reversed(picture.dims), "\u2195\u2194", strict=True)
                 if dim is not None
             ]
-            lines.append((f"halo {'  '.join(widths)}", 8, _INK))
-            sent = sum(message.numel for message in plan.sends) * self.picture.itemsize
-            lines.append((f"sends {_bytes(sent)}", 8, _FAINT))
-        top = y - (0.04 + 0.125 * len(lines)) / 2
-        fill, edge = _colours(flat_index(self.picture.grid, index))
+            lines.append((f"halo {'  '.join(widths)}", {"size": 8, "color": _INK}))
+            sent = f"sends {_bytes(picture.bytes_of(plan.sends))}"
+            lines.append((sent, {"size": 8, "color": _FAINT}))
+        x, top = (x0 + x1) / 2, (y0 + y1) / 2 - (0.04 + 0.125 * len(lines)) / 2
         # Lines of halos may run below the text.
         plate = {"facecolor": fill, "edgecolor": "none", "alpha": 0.75, "pad": 1.2}
-        self.axes.text(
-            x, top, f"rank {self.picture.rank(index)}", size=12, weight="bold", color=edge,
-            ha="center", va="center", bbox=plate,
-        )  # fmt: skip
-        for i, (text, size, colour) in enumerate(lines):
-            self.axes.text(
-                x, top + 0.04 + 0.125 * (i + 1), text, size=size, color=colour,
-                ha="center", va="center", bbox=plate,
-            )  # fmt: skip
+        self._text((x, top), f"rank {rank}", size=12, weight="bold", color=edge, bbox=plate)
+        for i, (text, look) in enumerate(lines, 1):
+            self._text((x, top + 0.04 + 0.125 * i), text, bbox=plate, **look)
 
-    def _seams(self, row: int, column: int) -> None:
+    def _seams(self, cell: Cell) -> None:
         """Write on the seams to the right and below how many bytes cross them, both ways."""
-        for to, (x, y) in (
-            ((row, column + 1), (self.x[column + 1], (self.y[row] + self.y[row + 1]) / 2)),
-            ((row + 1, column), ((self.x[column] + self.x[column + 1]) / 2, self.y[row + 1])),
-        ):
-            if to[0] >= len(self.y) - 1 or to[1] >= len(self.x) - 1:
+        plate = {"facecolor": "white", "edgecolor": "#d1d5db", "linewidth": 0.8}
+        for axis, dim in enumerate(self.picture.dims):
+            beside = (cell[0] + (axis == _ACROSS), cell[1] + (axis == _DOWN))
+            if dim is None or beside[axis] >= self.picture.size(axis):
                 continue
-            dim = self.picture.columns if to[0] == row else self.picture.rows
-            crossing = self.picture.between(self._index(row, column), self._index(*to), dim)
+            crossing = self.picture.between(self._index(cell), self._index(beside), dim)
             if crossing:
-                self.axes.text(
-                    x, y, f"\u21c4 {_bytes(crossing)}" if to[0] == row else _bytes(crossing),
-                    size=7.5, color=_INK, ha="center", va="center",
-                    bbox={"boxstyle": "round,pad=0.25", "facecolor": "white",
-                          "edgecolor": "#d1d5db", "linewidth": 0.8},
-                )  # fmt: skip
+                low, high = self._box(cell)
+                at = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
+                at[axis] = high[axis]
+                text = f"\u21c4 {_bytes(crossing)}" if axis == _ACROSS else _bytes(crossing)
+                box = {"boxstyle": "round,pad=0.25", **plate}
+                self._text(at, text, size=7.5, color=_INK, bbox=box)
 
     def _ruler(self) -> None:
         """Name the dims, and number their cuts."""
@@ -519,10 +476,8 @@ class _Panel:
         axes.xaxis.tick_top()
         axes.xaxis.set_label_position("top")
         axes.tick_params(length=0, labelsize=8, labelcolor=_FAINT, pad=1)
-        for dim, edges, ticks, name in (
-            (picture.columns, self.x, axes.set_xticks, axes.set_xlabel),
-            (picture.rows, self.y, axes.set_yticks, axes.set_ylabel),
-        ):
+        setters = (axes.set_xticks, axes.set_xlabel), (axes.set_yticks, axes.set_ylabel)
+        for dim, edges, (ticks, name) in zip(picture.dims, self.edges, setters, strict=True):
             if dim is None or picture.cuts is None:
                 ticks([])
             else:
@@ -537,13 +492,13 @@ def _footnote(picture: Picture) -> str:
     if picture.plans is None:
         return ""
     plans = picture.plans.values()
-    sent = sum(message.numel for plan in plans for message in plan.sends) * picture.itemsize
-    messages = sum(len(plan.sends) for plan in plans)
+    messages = [message for plan in plans for message in plan.sends]
     if not messages:
         return "no messages"
-    words = f"{messages} messages, {_bytes(sent)} in all; dashed: the points each rank reads"
+    sent = _bytes(picture.bytes_of(messages))
+    words = f"{len(messages)} messages, {sent} in all; dashed: the points each rank reads"
     words += "; hatched: padding" if any(plan.has_fill for plan in plans) else ""
-    around = picture.wraps(picture.rows) or picture.wraps(picture.columns)
+    around = any(map(picture.wraps, picture.dims))
     return words + ("; coloured rims: points of the other end" if around else "")
 
 

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 from unisono.errors import PartitionError
 from unisono.topology.decompose import grid_index
 
-__all__ = ["Group", "Layout", "broadcast_groups", "reduce_groups"]
-
 
 class Layout(Protocol):
     """Ranks laid out in a row-major grid; `Partition` and `Mesh` are such."""

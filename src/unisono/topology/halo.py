@@ -10,18 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import NamedTuple, cast
 
 from unisono.errors import PartitionError
-from unisono.topology.decompose import Interval, block, block_at, check_cuts, flat_index
+from unisono.topology.decompose import (
+    Interval,
+    block,
+    block_at,
+    check_cuts,
+    flat_index,
+    split_cuts,
+)
 from unisono.topology.window import (
     Kind,
     Segment,
     as_int,
     check_window,
-    interior,
     output_length,
     padding_pairs,
     per_dim,
@@ -29,24 +35,21 @@ from unisono.topology.window import (
     window,
 )
 
-__all__ = [
-    "Box",
-    "HaloPlan",
-    "Message",
-    "Piece",
-    "Segment",
-    "WindowOf",
-    "output_length",
-    "plan",
-    "plan_widths",
-    "plan_windows",
-    "window",
-]
-
 Box = tuple[Interval, ...]
 """One half-open range per dim."""
-WindowOf = Callable[[int], tuple[Segment, ...]]
-"""Segments of the window of the rank with this index in one dim."""
+
+
+class Axis(NamedTuple):
+    """One dim of an operation that reads windows."""
+
+    cuts: Sequence[int]
+    """Of its outputs."""
+    reads: Callable[[int, int], tuple[Segment, ...]]
+    """`reads(y0, y1)`: the window that outputs `[y0, y1)` read; the same answer on every rank."""
+
+    def of(self, i: int) -> tuple[Segment, ...]:
+        """Return the window of the rank with this index in the dim."""
+        return self.reads(self.cuts[i], self.cuts[i + 1])
 
 
 @dataclass(frozen=True)
@@ -120,28 +123,26 @@ class HaloPlan:
 
     rank: int
     """Own rank in the partition."""
-    index: tuple[int, ...]
-    """Own coordinates in the partition."""
     own: Box
     """Own block in global coordinates."""
-    needed: Box
-    """Points of the tensor right under the window, in global coordinates; may be empty."""
     window_shape: tuple[int, ...]
     """Sizes of the window: the local input of the layer, padding and halos included."""
-    output_shape: tuple[int, ...]
-    """Own balanced share of the output in every dim."""
-    output_start: tuple[int, ...]
-    """Where that share begins in the whole output."""
-    segments: tuple[tuple[Segment, ...], ...]
-    """For each dim, what the window is made of, in global coordinates."""
     local: tuple[Piece, ...]
     """Pieces of the own block that stay here."""
     sends: tuple[Message, ...]
     """One message for each rank that needs own points, ascending."""
     recvs: tuple[Message, ...]
     """One message for each rank whose points are needed here, ascending."""
-    interior: tuple[Interval, ...]
-    """For each dim, the local outputs that need no other rank's points."""
+    index: tuple[int, ...] = ()
+    """Own coordinates in the partition. This and what follows may be left out where nobody asks."""
+    needed: Box = ()
+    """Points of the tensor right under the window, in global coordinates; may be empty."""
+    output_shape: tuple[int, ...] = ()
+    """Own balanced share of the output in every dim."""
+    output_start: tuple[int, ...] = ()
+    """Where that share begins in the whole output."""
+    segments: tuple[tuple[Segment, ...], ...] = ()
+    """For each dim, what the window is made of, in global coordinates."""
     fill: float = 0.0
     """Constant written where the window lies outside the tensor."""
     wraps: tuple[tuple[int, int], ...] = ()
@@ -299,9 +300,7 @@ def plan(
             f"ceil_mode=True with padding mode {padding_mode!r}", hint='padding_mode="zeros"'
         )
 
-    windows: list[WindowOf] = []
-    shares: list[Interval] = []
-    interiors: list[Interval] = []
+    axes: list[Axis] = []
     under: list[Interval] = []
     wraps: list[tuple[int, int]] = []
     for dim, (own_cuts, i) in enumerate(zip(cuts, index, strict=True)):
@@ -312,12 +311,10 @@ def plan(
         x, parts = own_cuts[-1], len(own_cuts) - 1
         check_window(x, k, s, left, right, d, mode, ceil_mode=ceil_mode, dim=dim)
         y = output_length(x, k, s, (left, right), d, ceil_mode)
-        windows.append(_window_of(y, parts, (x, k, s, left, right, d, mode)))
-        y0, y1 = share = block(y, parts, i)
-        shares.append(share)
+        reads = partial(window, x=x, k=k, s=s, pl=left, pr=right, d=d, mode=mode)
+        axes.append(Axis(split_cuts(y, parts), reads))
+        y0, y1 = block(y, parts, i)
         own = (own_cuts[i], own_cuts[i + 1])
-        inner = interior(y0, y1, x, own, k, s, left, right, d, mode)
-        interiors.append((inner[0] - y0, inner[1] - y0))
         first, last = s * y0 - left, s * (y1 - 1) - left + span(k, d)
         low, high = max(first, 0), min(last, x)
         under.append((low, high) if y0 < y1 and low < high else (own[0], own[0]))
@@ -325,7 +322,7 @@ def plan(
         wraps.append(
             (max(0, min(last, 0) - first), max(0, last - max(first, x))) if around else (0, 0)
         )
-    found = plan_windows(cuts, index, windows, shares, fill=fill, interior=interiors, needed=under)
+    found = plan_windows(cuts, index, axes, fill=fill, needed=under)
     return replace(found, wraps=tuple(wraps)) if padding_mode == "circular" else found
 
 
@@ -349,11 +346,9 @@ def plan_widths(
 def plan_windows(
     cuts: Sequence[Sequence[int]],
     index: Sequence[int],
-    windows: Sequence[WindowOf],
-    shares: Sequence[Interval],
+    axes: Sequence[Axis],
     *,
     fill: float = 0.0,
-    interior: Sequence[Interval] | None = None,
     needed: Sequence[Interval] | None = None,
 ) -> HaloPlan:
     """Return the plan for any windows: transposed convolution, upsampling, own stencils.
@@ -361,11 +356,8 @@ def plan_windows(
     Args:
         cuts: for each dim, the cuts of the input.
         index: own coordinates.
-        windows: for each dim, a function from a rank's index in that dim to the segments of its
-            window. It is called for every index, on every rank, and must answer alike.
-        shares: for each dim, own range of outputs; only recorded in the plan.
+        axes: for each dim, the cuts of the outputs and the windows that they read.
         fill: constant of the "fill" segments.
-        interior: for each dim, local outputs that need no other rank's points; default none.
         needed: for each dim, the points right under the window; default all that it copies.
     """
     check_cuts(cuts)
@@ -373,11 +365,12 @@ def plan_windows(
     grid = tuple(len(own_cuts) - 1 for own_cuts in cuts)
     me = flat_index(grid, index)
     own = tuple((own_cuts[i], own_cuts[i + 1]) for own_cuts, i in zip(cuts, index, strict=True))
-    segments = tuple(of(i) for of, i in zip(windows, index, strict=True))
+    shares = [(axis.cuts[i], axis.cuts[i + 1]) for axis, i in zip(axes, index, strict=True)]
+    segments = tuple(axis.of(i) for axis, i in zip(axes, index, strict=True))
 
     incoming = [_by_owner(parts, own_cuts) for parts, own_cuts in zip(segments, cuts, strict=True)]
     outgoing = [
-        _by_reader(of, size, mine) for of, size, mine in zip(windows, grid, own, strict=True)
+        _by_reader(axis, size, mine) for axis, size, mine in zip(axes, grid, own, strict=True)
     ]
     recvs = tuple(_messages(grid, incoming, None))
     sends = tuple(_messages(grid, outgoing, me))
@@ -395,16 +388,8 @@ def plan_windows(
         local=next((message.pieces for message in recvs if message.peer == me), ()),
         sends=tuple(message for message in sends if message.peer != me),
         recvs=tuple(message for message in recvs if message.peer != me),
-        interior=tuple(interior) if interior is not None else ((0, 0),) * len(grid),
         fill=fill,
     )
-
-
-def _window_of(y: int, parts: int, args: tuple[int, int, int, int, int, int, str]) -> WindowOf:
-    def segments(i: int) -> tuple[Segment, ...]:
-        return window(*block(y, parts, i), *args)
-
-    return segments
 
 
 def _cut(segment: Segment, start: int, stop: int, offset: int) -> _Part | None:
@@ -437,13 +422,13 @@ def _by_owner(segments: Sequence[Segment], cuts: Sequence[int]) -> dict[int, lis
     return {owner: _in_order(found[owner]) for owner in sorted(found)}
 
 
-def _by_reader(of: WindowOf, size: int, own: Interval) -> dict[int, list[_Part]]:
+def _by_reader(axis: Axis, size: int, own: Interval) -> dict[int, list[_Part]]:
     """Return, for each index of the dim whose window reads own points, the parts it reads."""
     found: dict[int, list[_Part]] = {}
     if own[0] == own[1]:
         return found
     for reader in range(size):
-        parts = [_cut(segment, own[0], own[1], own[0]) for segment in of(reader)]
+        parts = [_cut(segment, own[0], own[1], own[0]) for segment in axis.of(reader)]
         kept = [part for part in parts if part is not None]
         if kept:
             found[reader] = _in_order(kept)

@@ -23,8 +23,6 @@ from unisono.topology.partition import Frozen
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh"]
-
 
 class Mesh(Frozen):
     """Ranks along named axes.

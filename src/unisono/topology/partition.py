@@ -28,8 +28,6 @@ from unisono.topology.decompose import (
 if TYPE_CHECKING:
     from unisono.topology.mesh import Mesh
 
-__all__ = ["Partition"]
-
 
 class Frozen:
     """Base of values: attributes are set once, by `_set`, and a copy is the value itself."""

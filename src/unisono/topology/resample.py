@@ -12,16 +12,7 @@ from typing import NamedTuple
 
 from unisono.errors import PartitionError
 from unisono.topology.decompose import Interval
-from unisono.topology.window import Segment
-
-__all__ = [
-    "RESAMPLE_MODES",
-    "Taps",
-    "resample_length",
-    "resample_needed",
-    "resample_taps",
-    "resample_window",
-]
+from unisono.topology.window import Segment, copied
 
 RESAMPLE_MODES: tuple[str, ...] = ("nearest", "nearest-exact", "linear", "cubic")
 """One-dim kernels; bilinear and trilinear are "linear" in each dim, bicubic is "cubic"."""
@@ -134,10 +125,8 @@ def resample_window(
     double: bool = False,
 ) -> tuple[Segment, ...]:
     """Return the window of outputs `[y0, y1)` as segments for `halo.plan_windows`: one copy."""
-    start, stop = resample_needed(
-        y0, y1, x, y, mode, scale=scale, align_corners=align_corners, double=double
-    )
-    return (Segment((0, stop - start), (start, stop), "copy"),) if start < stop else ()
+    options = {"scale": scale, "align_corners": align_corners, "double": double}
+    return copied(*resample_needed(y0, y1, x, y, mode, **options))
 
 
 def _nearest(j: int, x: int, y: int, mode: str, scale: float | None, double: bool) -> int:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from unisono.errors import PartitionError
 
-__all__ = ["RowPlan"]
-
 
 @dataclass(frozen=True, eq=False)
 class RowPlan:

@@ -14,26 +14,6 @@ from typing import Any, Literal, NamedTuple
 from unisono.errors import PartitionError
 from unisono.topology.decompose import Interval
 
-__all__ = [
-    "PADDING_MODES",
-    "Kind",
-    "Segment",
-    "as_int",
-    "check_pool",
-    "check_window",
-    "interior",
-    "output_length",
-    "padding_pairs",
-    "per_dim",
-    "pool_counts",
-    "span",
-    "transposed_cover",
-    "transposed_length",
-    "transposed_needed",
-    "transposed_window",
-    "window",
-]
-
 Kind = Literal["copy", "flip", "repeat", "fill"]
 """How the points of a segment are made: as they are, reversed, one point many times, a constant."""
 
@@ -116,45 +96,6 @@ def window(
         if start < high:
             segments.append(Segment((start - low, high - low), (start, high), "fill"))
     return tuple(segments)
-
-
-def interior(
-    y0: int,
-    y1: int,
-    x: int,
-    own: Interval,
-    k: int,
-    s: int = 1,
-    pl: int = 0,
-    pr: int = 0,
-    d: int = 1,
-    mode: str = "zeros",
-) -> Interval:
-    """Return the outputs of `[y0, y1)` that read nothing but points of `own` (and fill).
-
-    With other padding modes than zeros, every point that an outside position stands for must be in
-    `own` too. One run of outputs, `(y0, y0)` when there is none; with windows that lie in the
-    padding there may be more such outputs apart from it.
-    """
-    start, stop = y0, y1
-    if own[0] > 0:
-        start = max(start, -(-(own[0] + pl) // s))
-    if own[1] < x:
-        stop = min(stop, (own[1] + pl - span(k, d)) // s + 1)
-    if mode != "zeros" and start < stop:
-        args = (x, own, k, s, pl, pr, d, mode)
-        # Windows wholly inside the tensor are settled above; grow the run over those that are not.
-        low = max(start, -(-pl // s))
-        high = min(stop, (x + pl - span(k, d)) // s + 1)
-        if low >= high:
-            low = next((i for i in range(start, stop) if _is_local(i, *args)), stop)
-            high = min(low + 1, stop)
-        while low > start and _is_local(low - 1, *args):
-            low -= 1
-        while low < high < stop and _is_local(high, *args):
-            high += 1
-        start, stop = low, high
-    return (start, stop) if start < stop else (y0, y0)
 
 
 def check_window(
@@ -284,12 +225,16 @@ def transposed_needed(
     return (start, stop) if start < stop else (start, start)
 
 
+def copied(start: int, stop: int) -> tuple[Segment, ...]:
+    """Return the window that is the points `[start, stop)` as they are."""
+    return (Segment((0, stop - start), (start, stop), "copy"),) if start < stop else ()
+
+
 def transposed_window(
     y0: int, y1: int, x: int, k: int, s: int = 1, p: int = 0, d: int = 1
 ) -> tuple[Segment, ...]:
     """Return the window of outputs `[y0, y1)` as segments for `halo.plan_windows`: copies only."""
-    start, stop = transposed_needed(y0, y1, x, k, s, p, d)
-    return (Segment((0, stop - start), (start, stop), "copy"),) if start < stop else ()
+    return copied(*transposed_needed(y0, y1, x, k, s, p, d))
 
 
 def transposed_cover(needed: Interval, k: int, s: int = 1, p: int = 0, d: int = 1) -> Interval:
@@ -416,13 +361,3 @@ def _outside(start: int, stop: int, x: int, mode: str) -> tuple[Interval, Kind]:
         return (start + shift, stop + shift), "copy"
     mirror = 0 if start < 0 else 2 * (x - 1)
     return (mirror - stop + 1, mirror - start + 1), "flip"
-
-
-def _is_local(
-    i: int, x: int, own: Interval, k: int, s: int, pl: int, pr: int, d: int, mode: str
-) -> bool:
-    return all(
-        own[0] <= part.source[0] and part.source[1] <= own[1]
-        for part in window(i, i + 1, x, k, s, pl, pr, d, mode)
-        if part.kind != "fill"
-    )

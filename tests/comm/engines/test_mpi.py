@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from unisono.comm import Communicator, transports
 from unisono.comm.engines.mpi import library
-from unisono.comm.engines.mpi.channel import Member, Wait, Watch
-from unisono.comm.engines.mpi.kernels import choose_sum, is_exact
+from unisono.comm.engines.mpi.channel import Wait, Watch
+from unisono.comm.engines.shm.rendezvous import Member
 from unisono.comm.machine import process_start
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
 
@@ -238,36 +237,9 @@ def test_our_source_check_needs_no_mpi():
     assert set(transports.available()) == {"shm", "mpi"}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op", "ranks", "exact"),
-    [
-        (torch.int8, "product", 9, True),
-        (torch.bool, "sum", 3, True),
-        (torch.float32, "sum", 2, True),
-        (torch.float32, "sum", 3, False),
-        (torch.float32, "max", 2, False),
-        (torch.float32, "sum64", 2, False),
-        (torch.bfloat16, "sum", 2, False),
-        (torch.complex64, "sum", 2, True),
-        (torch.complex64, "product", 2, False),
-    ],
-)
-def test_mpi_reduces_itself_only_what_has_no_order(dtype, op, ranks, exact):
-    assert is_exact(dtype, op, ranks) is exact
-    name = choose_sum("all_reduce", dtype, op, 10**8, ranks)
-    assert name == ("native" if exact else "scatter_gather")
-
-
-def test_small_tensors_are_fetched_whole_and_large_ones_by_shares():
-    assert choose_sum("all_reduce", torch.float32, "sum", 64 * 1024, 4) == "all_to_all"
-    assert choose_sum("all_reduce", torch.float32, "sum", 64 * 1024 + 4, 4) == "scatter_gather"
-    assert choose_sum("all_reduce", torch.float32, "sum", 4096, 1000) == "all_to_all"
-    assert choose_sum("reduce_scatter", torch.float32, "sum", 10**9, 4) == "all_to_all"
-
-
 def watch_of(*cards):
     """Return the watch of rank 0 of two, world ranks 4 and 7, with no store to ask."""
-    members = [Member(0, 2, list(card), "this host", "token") for card in cards]
+    members = [Member(list(card), "this host", "token", [0, 2]) for card in cards]
     return Watch((4, 7), 0, members, "a group")
 
 

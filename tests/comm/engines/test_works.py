@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
-from unisono.comm.engines.queued import Job, JobQueue, JobTicket
+from unisono.comm import Pending
+from unisono.comm.engines.queued import Job, JobQueue
 from unisono.comm.torch.work import TransportWork
 
 
@@ -29,17 +30,16 @@ def failing():
 
 
 def posted(jobs, call, outputs=()):
-    job = Job(call)
+    job = Job(jobs, call)
     jobs.post(job)
-    return TransportWork(
-        [JobTicket(jobs, job)], outputs, 60.0, lambda: None, lambda error, _: error
-    )
+    pending = Pending(lambda timeout_s: job.wait(timeout_s or 60.0), job.done)
+    return TransportWork(pending, job, outputs)
 
 
 def test_calls_run_in_the_order_in_which_they_were_issued(jobs):
     seen = []
     works = [posted(jobs, lambda i=i: seen.append(i)) for i in range(50)]
-    jobs.run(seen.append, 50)
+    jobs.run(lambda: seen.append(50))
     assert seen == list(range(51))
     assert all(work.is_completed() and work.is_success() for work in works)
 
@@ -57,7 +57,7 @@ def test_a_call_queued_behind_another_threads_call_is_run_when_that_ends(jobs):
     posted(jobs, lambda: None).wait()  # there is a background thread now
     started, gate, seen = threading.Event(), threading.Event(), []
     first = threading.Thread(target=jobs.run, args=(lambda: (started.set(), gate.wait()),))
-    second = threading.Thread(target=jobs.run, args=(seen.append, 1), daemon=True)
+    second = threading.Thread(target=jobs.run, args=(lambda: seen.append(1),), daemon=True)
     first.start()
     started.wait()
     second.start()
@@ -70,21 +70,12 @@ def test_a_call_queued_behind_another_threads_call_is_run_when_that_ends(jobs):
     assert seen == [1]
 
 
-def test_whoever_waits_lends_a_hand(jobs):
-    gate, where = threading.Event(), []
-    posted(jobs, gate.wait)
-    late = posted(jobs, lambda: where.append(threading.get_ident()))
-    threading.Timer(0.05, gate.set).start()
-    late.wait()
-    assert len(where) == 1
-
-
 def test_a_call_issued_by_a_callback_runs_at_once(jobs):
     seen = []
 
     def in_callback(_):
         posted(jobs, lambda: seen.append("inner")).wait()
-        jobs.run(seen.append, "blocking")
+        jobs.run(lambda: seen.append("blocking"))
         return "done"
 
     gate = threading.Event()
@@ -206,20 +197,18 @@ def test_use_after_destroy_names_the_cause():
             group.allreduce([torch.ones(1)], options)
 
 
-def test_chores_that_are_only_mentioned_are_done_before_long(jobs):
-    waiting: list[int] = []
-    done: list[int] = []
+def test_chores_are_done_until_nothing_is_left_of_them(jobs):
+    waiting, done = list(range(5)), []
 
-    def chore() -> bool:
+    def chore():
         done.append(waiting.pop())
-        return True
+        return bool(waiting)
 
-    jobs.has_chores, jobs.chore = (lambda: bool(waiting)), chore
-    for number, idle_s in enumerate((0.0, 0.0, 0.05, 1.5)):  # awake, looking, asleep
-        time.sleep(idle_s)
-        waiting.append(number)
-        jobs.mention()
-        give_up = time.monotonic() + 5
-        while number not in done:
-            assert time.monotonic() < give_up, f"chore {number} is not done after {idle_s} s"
-            time.sleep(0.001)
+    jobs.chore = chore
+    jobs.wake()
+    give_up = time.monotonic() + 5
+    while waiting:
+        assert time.monotonic() < give_up, f"{len(waiting)} chores are left"
+        time.sleep(0.001)
+    jobs.chore = None
+    assert len(done) == 5

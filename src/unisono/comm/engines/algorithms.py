@@ -47,7 +47,6 @@ def choose(
     backend: str,
     *,
     rounds_once: bool = False,
-    table: Mapping[str, int] | None = None,
 ) -> str:
     """Return the name of the algorithm for `verb`.
 
@@ -58,7 +57,6 @@ def choose(
         size: number of ranks.
         backend: name of the backend.
         rounds_once: the sum must be carried in a wider dtype than it travels in.
-        table: measured limits in bytes per verb, as `Communicator.tune` returns them.
 
     >>> choose("all_gather", 1024, True, 2, "gloo"), choose("all_gather", 10**7, False, 2, "gloo")
     ('all_to_all', 'broadcasts')
@@ -70,8 +68,7 @@ def choose(
         return forced
     if backend not in ("gloo", "nccl"):
         return "native"
-    limits = table if table is not None else measured_limits()
-    small = nbytes_total <= limits.get(verb, SMALL_BYTES)
+    small = nbytes_total <= measured_limits().get(verb, SMALL_BYTES)
     if verb == "reduce_scatter":
         return "native" if backend == "nccl" and even and not rounds_once else "all_to_all"
     if verb == "all_gather":

@@ -5,6 +5,9 @@ kernels are enough for one; the others are built from them here, and an engine o
 does better. Nothing here knows about autograd.
 """
 
+# What an engine need not do is nothing here, not abstract.
+# ruff: noqa: B027
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm.reductions import PLAIN_DTYPES
+from unisono.errors import UnisonoError
 
 Blocks = Sequence[Tensor]
 """One tensor per rank of the group; some may have no elements."""
@@ -38,6 +42,15 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
+        ...
+
+
+class SourceTicket(Ticket, Protocol):
+    """A receive from anybody."""
+
+    @property
+    def source(self) -> int:
+        """Rank of the group that sent the message, once it is done."""
         ...
 
 
@@ -69,6 +82,8 @@ class Engine(ABC):
     """Time this rank has spent waiting for others in blocking calls so far; None: not known."""
     last_algorithm: str = "native"
     """How the latest call was done, for traces."""
+    cause: BaseException | None = None
+    """Why the group cannot be used any more."""
 
     @abstractmethod
     def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
@@ -100,7 +115,7 @@ class Engine(ABC):
         Neither list names this rank, and no tensor is empty. Slices are taken too, if `moves`.
         """
 
-    def moves(self, x: Tensor) -> bool:  # noqa: ARG002
+    def moves(self, x: Tensor) -> bool:
         """Whether `exchange` takes this slice, which is not contiguous, as it lies in memory."""
         return False
 
@@ -121,7 +136,7 @@ class Engine(ABC):
         outs: Blocks,
         x: Tensor,
         *,
-        alike: int = 0,  # noqa: ARG002
+        alike: int = 0,
         async_op: bool,
         timeout_s: float,
     ) -> Ticket | None:
@@ -185,7 +200,7 @@ class Engine(ABC):
         shape: Sequence[int],
         dtype: torch.dtype,
         *,
-        timeout_s: float,  # noqa: ARG002
+        timeout_s: float,
     ) -> Tensor:
         """Return zeros on which collectives of this group run without copies, where it can.
 
@@ -193,9 +208,34 @@ class Engine(ABC):
         """
         return torch.zeros(tuple(shape), dtype=dtype)
 
-    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:  # noqa: ARG002
+    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
         """Return every rank's tensor of a `shared_buffer`; None where memory is not shared."""
         return None
+
+    # -- life: a group of torch's own backends is torch's to end -----------------------------------
+
+    def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
+        """Start to receive a message with `tag` from whoever sends one first."""
+        raise UnisonoError(f"a receive of {list(x.shape)}, tag {tag}: there is nobody to send")
+
+    def check_usable(self) -> None:
+        """Raise if the group is broken."""
+
+    def unusable(self) -> UnisonoError:
+        """Return the error of a call on a group that has broken."""
+        return UnisonoError(f"this {self.backend} group cannot be used any more: {self.cause}")
+
+    def fail(self, error: BaseException) -> None:
+        """Break the group for this rank and tell the others why."""
+
+    def cancel(self, why: str) -> None:
+        """End the wait of the call under way, from another thread."""
+
+    def abandon_after_fork(self) -> None:
+        """Make the group unusable in a forked child; nothing is told to the other ranks."""
+
+    def close(self) -> None:
+        """Leave the group. Safe to repeat."""
 
 
 class SelfEngine(Engine):
@@ -211,11 +251,11 @@ class SelfEngine(Engine):
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> None:
         """Leave `x` as it is."""
 
-    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> None:  # noqa: ARG002
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> None:
         """Copy the one block."""
         outs[0].copy_(ins[0])
 
-    def reduce_scatter(self, out: Tensor, ins: Blocks, op: str, **how: object) -> None:  # noqa: ARG002
+    def reduce_scatter(self, out: Tensor, ins: Blocks, op: str, **how: object) -> None:
         """Copy the one block."""
         out.copy_(ins[0])
 
@@ -225,6 +265,6 @@ class SelfEngine(Engine):
     def barrier(self, **how: Unpack[How]) -> None:
         """Do nothing."""
 
-    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:  # noqa: ARG002
+    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the own tuple."""
         return [tuple(values)]

@@ -4,16 +4,15 @@ Tensors travel as bytes where they are only moved, so every dtype works; reducti
 not know are done in a wider dtype or locally, in rank order. The chooser picks the algorithm.
 """
 
-# An engine takes every argument of its contract, whether it needs it or not.
-# ruff: noqa: ARG002
-
 from __future__ import annotations
 
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -23,10 +22,15 @@ from torch import Tensor
 from unisono.comm import call as calls
 from unisono.comm.arguments import bytes_of
 from unisono.comm.engines.algorithms import choose
-from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
+from unisono.comm.engines.base import Blocks, Engine, How, Messages, SourceTicket, Ticket
 from unisono.comm.health.deadlock import hopeless
 from unisono.comm.health.failures import Meaning, meaning_of
-from unisono.comm.reductions import BOOL_OPS, accumulation_dtype, reduce_in_rank_order
+from unisono.comm.reductions import (
+    BOOL_OPS,
+    accumulation_dtype,
+    reduce_among,
+    reduce_in_rank_order,
+)
 
 _SLICE_S = 0.5
 """A blocked rank looks this often whether its wait can still end."""
@@ -56,7 +60,7 @@ class TorchTicket:
     def __init__(
         self,
         works: Sequence[dist.Work | None],
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         *,
         keep: Tensor | None = None,
     ) -> None:
@@ -77,7 +81,7 @@ class TorchTicket:
         """Whether every work is complete."""
         return all(work.is_completed() for work in self._works)
 
-    def then(self, finish: Callable[[], None]) -> TorchTicket:
+    def then(self, finish: Callable[[], object]) -> TorchTicket:
         """Call `finish` too, when all works are complete."""
         self._finish.append(finish)
         return self
@@ -115,7 +119,7 @@ class MessageTicket:
         self._works = [work for work in works if work is not None]
         self._timeout_s = timeout_s
         self._is_attended = False
-        self._waiter: _Waiter | None = None
+        self._waiter: Future[None] | None = None
 
     def wait(self, timeout_s: float) -> None:
         """Wait for all messages; raise `TimeoutError` at the deadline."""
@@ -125,7 +129,7 @@ class MessageTicket:
             if self._waiter is None:
                 _wait_for(self._works, timeout_s)
             else:
-                self._waiter.finish(timeout_s)
+                self._waiter.result(timeout_s)
         finally:
             calls.set_blocked(None)
 
@@ -134,40 +138,41 @@ class MessageTicket:
         if not self._works:
             return True
         if self._waiter is None:
-            self._waiter = _Waiter(self._works, self._timeout_s)
-        return not self._waiter.is_alive()
+            self._waiter = _wait_in_thread(self._works, self._timeout_s)
+        return self._waiter.done()
 
     def __del__(self) -> None:
         """See that messages arrive which nobody has waited for."""
         is_alone = self._works and not self._is_attended and self._waiter is None
         if is_alone and not sys.is_finalizing():
-            _Waiter(self._works, None)
+            _wait_in_thread(self._works, None)
 
 
-class _Waiter(threading.Thread):
-    """Waits for messages in the place of their owner; ends with them."""
+class AnyTicket(MessageTicket):
+    """A receive from anybody, by gloo."""
 
-    def __init__(self, works: list[dist.Work], timeout_s: float | None) -> None:
-        super().__init__(name="unisono-messages", daemon=True)
-        self._works = works
-        self._timeout_s = timeout_s
-        self._error: Exception | None = None
-        self.start()
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__([work])
+        self._work = work
 
-    def run(self) -> None:
-        """Wait."""
+    @property
+    def source(self) -> int:
+        """See `SourceTicket`."""
+        return self._work._source_rank()
+
+
+def _wait_in_thread(works: list[dist.Work], timeout_s: float | None) -> Future[None]:
+    """Wait for messages in the place of their owner, in a thread that ends with them."""
+    waiter: Future[None] = Future()
+
+    def run() -> None:
         try:
-            _wait_for(self._works, self._timeout_s)
+            waiter.set_result(_wait_for(works, timeout_s))
         except Exception as error:  # raised where the owner waits, if it ever does
-            self._error = error
+            waiter.set_exception(error)
 
-    def finish(self, timeout_s: float) -> None:
-        """Return, or raise, as a wait for the messages does."""
-        self.join(timeout_s)
-        if self.is_alive():
-            raise TimeoutError
-        if self._error is not None:
-            raise self._error
+    threading.Thread(target=run, name="unisono-messages", daemon=True).start()
+    return waiter
 
 
 def _wait_for(works: list[dist.Work], timeout_s: float | None) -> None:
@@ -211,37 +216,37 @@ class TorchEngine(Engine):
         if name == "all_to_all":
             copies = self._side_by_side(x)
             ticket = self.all_to_all(copies, [x] * self.size, **how)
-            return ticket.then(lambda: reduce_in_rank_order(x, copies, op))
+            return ticket.then(partial(reduce_in_rank_order, x, copies, op))
         if name == "scatter_gather" and (not how["async_op"] or local_only):
-            return self._scatter_gather(x, op, how["timeout_s"])
 
-        def start(t: Tensor, native: Any) -> dist.Work | None:
-            return dist.all_reduce(t, native, group=self.group, async_op=True)
+            def swap(outs: Blocks, ins: Blocks) -> None:
+                self.all_to_all(outs, ins, **how).wait(how["timeout_s"])
 
-        return self._native_reduce(x, op, wide, start)
+            reduce_among(x.view(-1), op, swap, self.rank, self.size, is_whole=False)
+            return None
+        return self._native_reduce(x, op, wide, dist.AllreduceOptions(), self.group.allreduce)
 
     def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`."""
         if op == "product" and x.dtype.is_complex:
             return super().reduce_(x, dst, op, **how)
         self.last_algorithm = "native"
-
-        def start(t: Tensor, native: Any) -> dist.Work | None:
-            return dist.reduce(t, group_dst=dst, op=native, group=self.group, async_op=True)
-
-        return self._native_reduce(x, op, accumulation_dtype(x.dtype, op), start)
+        options, wide = dist.ReduceOptions(), accumulation_dtype(x.dtype, op)
+        options.rootRank = dst
+        return self._native_reduce(x, op, wide, options, self.group.reduce)
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`."""
         if x.numel() == 0:
             return None
-        work = dist.broadcast(bytes_of(x), group_src=src, group=self.group, async_op=True)
-        return TorchTicket([work])
+        return TorchTicket([self._spread(bytes_of(x), src)])
+
+    def _spread(self, block: Tensor, src: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        return self.group.broadcast([block], options)
 
     def all_gather(
         self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
         lengths = [out.numel() for out in outs]
         total = sum(lengths) * x.element_size()
         name = choose("all_gather", total, len(set(lengths)) == 1, self.size, self.backend)
@@ -252,19 +257,13 @@ class TorchEngine(Engine):
             return self.all_to_all(outs, [x] * self.size, **how)
         raw = [bytes_of(out) for out in outs]
         if name == "native":
-            return TorchTicket([dist.all_gather(raw, bytes_of(x), self.group, async_op=True)])
+            return TorchTicket([self.group.allgather([raw], [bytes_of(x)])])
         outs[self.rank].copy_(x)
-        works = [
-            dist.broadcast(block, group_src=src, group=self.group, async_op=True)
-            for src, block in enumerate(raw)
-            if len(block)
-        ]
-        return TorchTicket(works)
+        return TorchTicket([self._spread(block, q) for q, block in enumerate(raw) if len(block)])
 
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
         is_even = len({block.numel() for block in ins}) == 1
         name = choose(
             "reduce_scatter",
@@ -283,7 +282,7 @@ class TorchEngine(Engine):
             return TorchTicket([work], keep=joined)
         blocks = self._side_by_side(out)
         ticket = self.all_to_all(blocks, ins, **how)
-        return ticket.then(lambda: reduce_in_rank_order(out, blocks, op))
+        return ticket.then(partial(reduce_in_rank_order, out, blocks, op))
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> TorchTicket:
         """See `Engine`. One flat transfer of bytes, any sizes."""
@@ -294,7 +293,7 @@ class TorchEngine(Engine):
         sent = [block.nbytes for block in ins]
         target = _one_block(outs)
         recv = target if target is not None else send.new_empty(sum(received))
-        work = dist.all_to_all_single(recv, send, received, sent, self.group, async_op=True)
+        work = self.group.alltoall_base(recv, send, received, sent, dist.AllToAllOptions())
 
         def unpack() -> None:
             if target is None:
@@ -306,22 +305,21 @@ class TorchEngine(Engine):
     def exchange(
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
-        posts = [
-            (op, bytes_of(x), peer)
+        if self.backend != "nccl":
+            works = [self.group.recv([bytes_of(x)], src, tag) for src, x in recvs]
+            works += [self.group.send([bytes_of(x)], dst, tag) for dst, x in sends]
+            return MessageTicket(works, how["timeout_s"])
+        batch = [
+            dist.P2POp(op, bytes_of(x), group=self.group, tag=tag, group_peer=peer)
             for op, side in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, x in side
         ]
-        if self.backend != "nccl":
-            works = [op(x, None, self.group, tag, peer) for op, x, peer in posts]
-            return MessageTicket(works, how["timeout_s"])
-        batch = [
-            dist.P2POp(op, x, group=self.group, tag=tag, group_peer=peer) for op, x, peer in posts
-        ]
         return TorchTicket(dist.batch_isend_irecv(batch)) if batch else None
 
+    def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
+        return AnyTicket(self.group.recv_anysource([bytes_of(x)], tag))
+
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`."""
         return TorchTicket([dist.barrier(group=self.group, async_op=True)])
 
     def _native_reduce(
@@ -329,34 +327,20 @@ class TorchEngine(Engine):
         x: Tensor,
         op: str,
         wide: torch.dtype,
-        start: Callable[[Tensor, Any], dist.Work | None],
+        options: Any,
+        start: Callable[[list[Tensor], Any], dist.Work],
     ) -> TorchTicket:
         """Let the backend reduce, in a dtype that it knows and that rounds once."""
         dtype = wide if wide != x.dtype else _WIDENED.get(x.dtype, x.dtype)
-        native = _NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
+        options.reduceOp = _NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
         if dtype == x.dtype:
-            return TorchTicket([start(torch.view_as_real(x) if x.dtype.is_complex else x, native)])
+            return TorchTicket([start([torch.view_as_real(x) if x.is_complex() else x], options)])
         scratch = x.to(dtype)
-
-        def copy_back() -> None:
-            x.copy_(scratch)
-
-        return TorchTicket([start(scratch, native)], copy_back)
+        return TorchTicket([start([scratch], options)], partial(x.copy_, scratch))
 
     def _side_by_side(self, x: Tensor) -> list[Tensor]:
         """Return room for one tensor like `x` from each rank, in one piece: nothing to unpack."""
         return list(x.new_empty((self.size, *x.shape)).unbind())
-
-    def _scatter_gather(self, x: Tensor, op: str, timeout_s: float) -> Ticket | None:
-        """Reduce own share in rank order, then gather the shares. Blocks in its first half."""
-        shares = list(x.view(-1).tensor_split(self.size))
-        mine = torch.empty_like(shares[self.rank])
-        blocks = self._side_by_side(mine)
-        self.all_to_all(blocks, shares, async_op=False, timeout_s=timeout_s).wait(timeout_s)
-        reduce_in_rank_order(mine, blocks, op)
-        second = self.all_gather(shares, mine, async_op=False, timeout_s=timeout_s)
-        self.last_algorithm = "scatter_gather"
-        return second
 
 
 def _one_block(blocks: Blocks) -> Tensor | None:

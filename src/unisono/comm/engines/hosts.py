@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Unpack
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.comm.arguments import bytes_of
-from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
-from unisono.comm.engines.gloo import MessageTicket, TorchTicket
-from unisono.comm.engines.queued import JobQueue, QueuedEngine, SourceTicket, TransportEngine
-from unisono.comm.reductions import accumulation_dtype, check_op, reduce_in_rank_order
+from unisono.comm.engines.base import Blocks, Engine, How, Messages, SourceTicket, Ticket
+from unisono.comm.engines.gloo import TorchEngine
+from unisono.comm.engines.queued import JobQueue, QueuedEngine
+from unisono.comm.reductions import accumulation_dtype, reduce_among, reduce_in_rank_order
 from unisono.errors import RankFailed, RankTimeout
 
 _SMALL_BYTES = 64 * 1024
@@ -32,100 +32,39 @@ _SMALL_BYTES = 64 * 1024
 
 
 class Network:
-    """Gloo groups among ranks of one group, whose connections are made when first used.
-
-    Everything travels as bytes, so every dtype does. Errors of gloo become ours.
+    """Gloo among ranks of one group, whose connections are made when first used.
 
     Args:
         store: store of the group.
         rank: own rank in the group.
-        ranks: world ranks of the group, for messages.
         timeout_s: deadline of making a connection.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, timeout_s: float) -> None:
         self._store = store
         self._rank = rank
-        self._ranks = tuple(ranks)
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._engines: dict[tuple[int, ...], TorchEngine] = {}
         self._making = threading.Lock()
-        self.waited_ns = 0
-        """Time spent in waits so far, the transfers themselves included."""
 
-    def group(self, members: tuple[int, ...]) -> Any:
-        """Return the gloo group of these ranks; each must ask for it before they can talk."""
+    def among(self, members: tuple[int, ...]) -> TorchEngine:
+        """Return the kernels among these ranks; each must ask for them before they can talk."""
         with self._making:
-            if members not in self._groups:
+            if members not in self._engines:
                 name = "gloo/" + "_".join(map(str, members))
                 options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._timeout = self._timeout
                 options._devices = _devices()
-                self._groups[members] = dist.ProcessGroupGloo(
-                    dist.PrefixStore(name, self._store),
-                    members.index(self._rank),
-                    len(members),
-                    options,
-                )
-            return self._groups[members]
-
-    def swap(self, members: tuple[int, ...], outs: Blocks, ins: Blocks, timeout_s: float) -> None:
-        """All-to-all among `members`: `outs[i]` becomes what member `i` has for this rank."""
-        received = [out.nbytes for out in outs]
-        sent = [block.nbytes for block in ins]
-        send = torch.cat([bytes_of(block) for block in ins])
-        receive = send.new_empty(sum(received))
-        with self.translating("exchange between hosts", members, timeout_s):
-            work = self.group(members).alltoall_base(
-                receive, send, received, sent, dist.AllToAllOptions()
-            )
-            self._wait(work, timeout_s)
-        for out, block in zip(outs, receive.split(received), strict=True):
-            if out.numel():
-                bytes_of(out).copy_(block)
-
-    def spread(self, members: tuple[int, ...], x: Tensor, src: int, timeout_s: float) -> None:
-        """Broadcast `x` of `members[src]` to all `members`."""
-        if x.numel() == 0:
-            return
-        with self.translating("broadcast between hosts", members, timeout_s):
-            options = dist.BroadcastOptions()
-            options.rootRank = src
-            self._wait(self.group(members).broadcast([bytes_of(x)], options), timeout_s)
-
-    def _wait(self, work: dist.Work, timeout_s: float) -> None:
-        before = time.perf_counter_ns()
-        TorchTicket([work]).wait(timeout_s)
-        self.waited_ns += time.perf_counter_ns() - before
-
-    @contextlib.contextmanager
-    def translating(self, what: str, members: Sequence[int], timeout_s: float) -> Iterator[None]:
-        """Turn errors of gloo into ours."""
-        me, others = self._ranks[self._rank], [self._ranks[r] for r in members if r != self._rank]
-        try:
-            yield
-        except (RankFailed, RankTimeout):
-            raise
-        except TimeoutError as error:
-            raise RankTimeout(
-                f"{what} on rank {me} timed out after {timeout_s:g} s\n  with ranks {others}",
-                missing=others,
-                op=what,
-            ) from error
-        except RuntimeError as error:
-            raise RankFailed(
-                f"{what} on rank {me} broke off: one of ranks {others} has gone\n"
-                f"  gloo says: {error}",
-                rank=others[0] if len(others) == 1 else None,
-            ) from error
+                place, store = members.index(self._rank), dist.PrefixStore(name, self._store)
+                group: Any = dist.ProcessGroupGloo(store, place, len(members), options)
+                self._engines[members] = TorchEngine(group, "gloo")
+            return self._engines[members]
 
     def close(self) -> None:
         """Close all connections."""
-        for group in self._groups.values():
-            group.shutdown()
-        self._groups.clear()
+        for engine in self._engines.values():
+            engine.group.shutdown()
+        self._engines.clear()
 
 
 def _devices() -> list[Any]:
@@ -135,19 +74,6 @@ def _devices() -> list[Any]:
     if not names:
         return [gloo.create_default_device(lazy_init=True)]
     return [gloo.create_device(interface=name, lazy_init=True) for name in names]
-
-
-class AnyTicket(MessageTicket):
-    """A receive from anybody, by gloo."""
-
-    def __init__(self, work: dist.Work) -> None:
-        super().__init__([work])
-        self._work = work
-
-    @property
-    def source(self) -> int:
-        """See `SourceTicket`."""
-        return self._work._source_rank()
 
 
 class HostsEngine(QueuedEngine):
@@ -177,6 +103,7 @@ class HostsEngine(QueuedEngine):
         super().__init__(rank, ranks, jobs)
         self.local = local
         self.network = network
+        self._network_ns = 0
         self._hosts = hosts
         self._here = next(i for i, members in enumerate(hosts) if rank in members)
         self._mine = hosts[self._here]
@@ -189,64 +116,77 @@ class HostsEngine(QueuedEngine):
         """Ranks of the other hosts that this rank talks to, one a host."""
         # Connects nobody yet, but tells where this rank is to be found: one that waits for its
         # message must not have to ask for the group first.
-        network.group(self._everybody)
+        network.among(self._everybody)
+
+    @property
+    def _how(self) -> How:
+        return {"async_op": False, "timeout_s": self.timeout_s}
+
+    def _over(self, members: tuple[int, ...], verb: str, *args: object) -> None:
+        """Run a kernel among `members`, over the network."""
+        began = time.perf_counter_ns()
+        with self._translating(members, self.timeout_s):
+            ticket = getattr(self.network.among(members), verb)(*args, **self._how)
+            if ticket is not None:
+                ticket.wait(self.timeout_s)
+        self._network_ns += time.perf_counter_ns() - began
+
+    def _swap(self, members: tuple[int, ...], outs: Blocks, ins: Blocks) -> None:
+        """All-to-all among `members`: `outs[i]` becomes what member `i` has for this rank."""
+        self._over(members, "all_to_all", outs, ins)
+
+    @contextlib.contextmanager
+    def _translating(self, members: Sequence[int], timeout_s: float) -> Iterator[None]:
+        """Turn errors of gloo into ours."""
+        me, others = self.ranks[self.rank], [self.ranks[r] for r in members if r != self.rank]
+        try:
+            yield
+        except (RankFailed, RankTimeout):
+            raise
+        except TimeoutError as error:
+            raise RankTimeout(
+                f"a transfer between hosts on rank {me} timed out after {timeout_s:g} s\n"
+                f"  with ranks {others}",
+                missing=others,
+            ) from error
+        except RuntimeError as error:
+            raise RankFailed(
+                f"a transfer between hosts on rank {me} broke off: one of ranks {others} has gone\n"
+                f"  gloo says: {error}",
+                rank=others[0] if len(others) == 1 else None,
+            ) from error
 
     # -- reductions -----------------------------------------------------------------------------
 
-    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`."""
-        check_op(op, x.dtype)
-        return self._call("all_reduce", partial(self._all_reduce, x, op), how)
-
-    def _all_reduce(self, x: Tensor, op: str, timeout_s: float) -> None:
-        here: How = {"async_op": False, "timeout_s": timeout_s}
-        add, wide = _carried(op, x.dtype)
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        how, (add, wide) = self._how, _carried(op, x.dtype)
         y = x if wide == x.dtype else x.to(wide)
         flat = y.view(-1)
         if self._is_even:
             shares = list(flat.tensor_split(self.local.size))
             mine = shares[self.local.rank].clone()
-            self.local.reduce_scatter(mine, shares, add, **here)
-            self._across(mine, add, timeout_s)
-            self.local.all_gather(shares, mine, **here)
+            self.local.reduce_scatter(mine, shares, add, **how)
+            self._across(mine, add)
+            self.local.all_gather(shares, mine, **how)
         else:
-            self.local.reduce_(flat, 0, add, **here)
+            self.local.reduce_(flat, 0, add, **how)
             if self.rank in self._leaders:
-                self._across(flat, add, timeout_s)
-            self.local.broadcast_(flat, 0, **here)
+                self._across(flat, add)
+            self.local.broadcast_(flat, 0, **how)
         if op == "mean":
             y.div_(self.size)
         if y is not x:
             x.copy_(y)
 
-    def _across(self, x: Tensor, op: str, timeout_s: float) -> None:
+    def _across(self, x: Tensor, op: str) -> None:
         """Reduce `x` over the hosts, in their order."""
-        count = len(self._peers)
-        if x.nbytes <= _SMALL_BYTES:
-            blocks = [torch.empty_like(x) for _ in range(count)]
-            self.network.swap(self._peers, blocks, [x] * count, timeout_s)
-            reduce_in_rank_order(x, blocks, op)
-            return
-        shares = list(x.tensor_split(count))
-        blocks = [torch.empty_like(shares[self._here]) for _ in range(count)]
-        self.network.swap(self._peers, blocks, shares, timeout_s)
-        reduced = torch.empty_like(blocks[0])
-        reduce_in_rank_order(reduced, blocks, op)
-        self.network.swap(self._peers, shares, [reduced] * count, timeout_s)
+        swap, place = partial(self._swap, self._peers), (self._here, len(self._peers))
+        reduce_among(x, op, swap, *place, is_whole=x.nbytes <= _SMALL_BYTES)
 
-    def reduce_scatter(
-        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
-    ) -> Ticket | None:
-        """See `Engine`."""
-        check_op(op, out.dtype)
-        return self._call("reduce_scatter", partial(self._scatter_sums, out, ins, op, alike), how)
-
-    def _scatter_sums(
-        self, out: Tensor, ins: Blocks, op: str, alike: int, timeout_s: float
-    ) -> None:
+    def _reduce_scatter(self, out: Tensor, ins: Blocks, op: str, alike: int) -> None:
         if not self._is_even:
             whole = torch.cat([block.reshape(-1) for block in ins])
-            self._all_reduce(whole, op, timeout_s)
+            self._all_reduce(whole, op)
             sizes = [block.numel() for block in ins]
             out.view(-1).copy_(whole.split(sizes)[self.rank])
             return
@@ -257,12 +197,10 @@ class HostsEngine(QueuedEngine):
             for place in range(self.local.size)
         ]
         sums = torch.empty_like(columns[self.local.rank])
-        self.local.reduce_scatter(
-            sums, columns, add, alike=alike, async_op=False, timeout_s=timeout_s
-        )
+        self.local.reduce_scatter(sums, columns, add, alike=alike, **self._how)
         lengths = [ins[members[self.local.rank]].numel() for members in self._hosts]
         blocks = [torch.empty(out.numel(), dtype=wide) for _ in self._hosts]
-        self.network.swap(self._peers, blocks, sums.split(lengths), timeout_s)
+        self._swap(self._peers, blocks, sums.split(lengths))
         result = torch.empty(out.numel(), dtype=wide)
         reduce_in_rank_order(result, blocks, add)
         if op == "mean":
@@ -271,97 +209,67 @@ class HostsEngine(QueuedEngine):
 
     # -- moves ----------------------------------------------------------------------------------
 
-    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`."""
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        origin = next(i for i, members in enumerate(self._hosts) if src in members)
+        if origin == self._here:
+            self.local.broadcast_(x, self._mine.index(src), **self._how)
+        if self.rank in self._leaders:
+            self._over(self._leaders, "broadcast_", x, origin)
+        if origin != self._here:
+            self.local.broadcast_(x, 0, **self._how)
 
-        def kernel(timeout_s: float) -> None:
-            origin = next(i for i, members in enumerate(self._hosts) if src in members)
-            place = self._mine.index(src) if origin == self._here else 0
-            if origin == self._here:
-                self.local.broadcast_(x, place, async_op=False, timeout_s=timeout_s)
-            if self.rank in self._leaders:
-                self.network.spread(self._leaders, x, origin, timeout_s)
-            if origin != self._here:
-                self.local.broadcast_(x, place, async_op=False, timeout_s=timeout_s)
+    def _all_gather(self, outs: Blocks, x: Tensor, alike: int = 0) -> None:
+        """Leaders exchange the blocks of their hosts."""
+        self.local.all_gather([outs[r] for r in self._mine], x, alike=alike, **self._how)
+        host_outs = [[bytes_of(outs[r]) for r in members] for members in self._hosts]
+        sizes = [sum(len(block) for block in blocks) for blocks in host_outs]
+        sizes[self._here] = 0
+        foreign = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = list(foreign.split(sizes))
+        if self.rank in self._leaders:
+            own = torch.cat(host_outs[self._here])
+            ins = [own if host != self._here else own[:0] for host in range(len(sizes))]
+            self._swap(self._leaders, parts, ins)
+        self.local.broadcast_(foreign, 0, **self._how)
+        for host, blocks in enumerate(host_outs):
+            if host != self._here:
+                lengths = [len(block) for block in blocks]
+                for block, part in zip(blocks, parts[host].split(lengths), strict=True):
+                    block.copy_(part)
 
-        return self._call("broadcast", kernel, how)
+    def _all_to_all(self, outs: Blocks, ins: Blocks) -> None:
+        near = [[blocks[r] for r in self._mine] for blocks in (outs, ins)]
+        self.local.all_to_all(near[0], near[1], **self._how)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        far = [
+            [nothing if r in self._mine else block for r, block in enumerate(blocks)]
+            for blocks in (outs, ins)
+        ]
+        self._swap(self._everybody, far[0], far[1])
 
-    def all_gather(
-        self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
-    ) -> Ticket | None:
-        """See `Engine`. Leaders exchange the blocks of their hosts."""
-
-        def kernel(timeout_s: float) -> None:
-            here: How = {"async_op": False, "timeout_s": timeout_s}
-            self.local.all_gather([outs[r] for r in self._mine], x, alike=alike, **here)
-            host_outs = [[bytes_of(outs[r]) for r in members] for members in self._hosts]
-            sizes = [sum(len(block) for block in blocks) for blocks in host_outs]
-            sizes[self._here] = 0
-            foreign = torch.empty(sum(sizes), dtype=torch.uint8)
-            parts = list(foreign.split(sizes))
-            if self.rank in self._leaders:
-                own = torch.cat(host_outs[self._here])
-                ins = [own if host != self._here else own[:0] for host in range(len(sizes))]
-                self.network.swap(self._leaders, parts, ins, timeout_s)
-            self.local.broadcast_(foreign, 0, **here)
-            for host, blocks in enumerate(host_outs):
-                if host != self._here:
-                    lengths = [len(block) for block in blocks]
-                    for block, part in zip(blocks, parts[host].split(lengths), strict=True):
-                        block.copy_(part)
-
-        return self._call("all_gather", kernel, how)
-
-    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`."""
-
-        def kernel(timeout_s: float) -> None:
-            near = [[blocks[r] for r in self._mine] for blocks in (outs, ins)]
-            self.local.all_to_all(near[0], near[1], async_op=False, timeout_s=timeout_s)
-            nothing = torch.empty(0, dtype=torch.uint8)
-            far = [
-                [nothing if r in self._mine else block for r, block in enumerate(blocks)]
-                for blocks in (outs, ins)
-            ]
-            self.network.swap(self._everybody, far[0], far[1], timeout_s)
-
-        return self._call("all_to_all", kernel, how)
-
-    def barrier(self, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`."""
-
-        def kernel(timeout_s: float) -> None:
-            self.local.barrier(async_op=False, timeout_s=timeout_s)
-            if self.rank in self._leaders:
-                hosts = len(self._leaders)
-                blocks = torch.zeros(hosts, 1, dtype=torch.uint8).unbind()
-                self.network.swap(self._leaders, blocks, [blocks[0]] * hosts, timeout_s)
-            self.local.barrier(async_op=False, timeout_s=timeout_s)
-
-        return self._call("barrier", kernel, how)
+    def _barrier(self) -> None:
+        self.local.barrier(**self._how)
+        if self.rank in self._leaders:
+            hosts = len(self._leaders)
+            blocks = torch.zeros(hosts, 1, dtype=torch.uint8).unbind()
+            self._swap(self._leaders, blocks, [blocks[0]] * hosts)
+        self.local.barrier(**self._how)
 
     def exchange(
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
         """See `Engine`. All messages of such a group go over gloo, so that tags match anywhere."""
         self.check_usable()
-        timeout_s = how["timeout_s"]
-        with self.network.translating("exchange", self._everybody, timeout_s):
-            group = self.network.group(self._everybody)
-            works: list[dist.Work] = [
-                *(group.recv([bytes_of(x)], src, tag) for src, x in recvs),
-                *(group.send([bytes_of(x)], dst, tag) for dst, x in sends),
-            ]
-            ticket = MessageTicket(works, timeout_s)
-            if how["async_op"]:
+        with self._translating(self._everybody, how["timeout_s"]):
+            ticket = self.network.among(self._everybody).exchange(sends, recvs, tag, **how)
+            if how["async_op"] or ticket is None:
                 return ticket
-            ticket.wait(timeout_s)
+            ticket.wait(how["timeout_s"])
         return None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        """See `TransportEngine`."""
         self.check_usable()
-        return AnyTicket(self.network.group(self._everybody).recv_anysource([bytes_of(x)], tag))
+        return self.network.among(self._everybody).receive_any(x, tag)
 
     def shared_buffer(
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout_s: float
@@ -374,32 +282,20 @@ class HostsEngine(QueuedEngine):
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
         """See `Engine`: in shared memory and between hosts."""
-        return (self.local.waited_ns or 0) + self.network.waited_ns
-
-    def _call(self, name: str, kernel: Callable[[float], None], how: How) -> Ticket | None:
-        timeout_s = how["timeout_s"]
-        return self.call(name, partial(kernel, timeout_s), how["async_op"], timeout_s)
+        return (self.local.waited_ns or 0) + self._network_ns
 
     def tell_failure(self, error: BaseException) -> None:
-        """See `TransportEngine`."""
-        if isinstance(self.local, TransportEngine):
-            self.local.fail(error)
+        self.local.fail(error)
 
     def abandon_after_fork(self) -> None:
-        """See `TransportEngine`."""
         super().abandon_after_fork()
-        if isinstance(self.local, TransportEngine):
-            self.local.abandon_after_fork()
+        self.local.abandon_after_fork()
 
     def cancel(self, why: str) -> None:
-        """See `TransportEngine`."""
-        if isinstance(self.local, TransportEngine):
-            self.local.cancel(why)
+        self.local.cancel(why)
 
     def release(self) -> None:
-        """See `TransportEngine`."""
-        if isinstance(self.local, TransportEngine):
-            self.local.close()
+        self.local.close()
         self.network.close()
 
 

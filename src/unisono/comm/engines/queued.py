@@ -2,13 +2,13 @@
 
 Calls of one group run in the order in which they were issued. A blocking call runs in the caller's
 thread when nothing is queued. Asynchronous calls run in one background thread, started by the first
-of them; whoever waits for one lends a hand instead of idling. A call issued while another of the
-same group runs in this thread (from a callback of its future) runs at once: queueing it would wait
-for itself.
+of them. A call issued while another of the same group runs in this thread (from a callback of its
+future) runs at once: queueing it would wait for itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -16,37 +16,30 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from unisono.comm.engines.base import Engine, Ticket
+from unisono.comm.engines.algorithms import SMALL_BYTES, forced_algorithms
+from unisono.comm.engines.base import Blocks, Engine, How, Ticket
+from unisono.comm.reductions import check_op, reduce_among, reduce_in_rank_order
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
-_BACKGROUND_NAP_S = 2e-3
-_LOOK_S = 2e-2
-_LOOKS = 50
-"""So often the background thread looks for chores by itself before it sleeps until it is woken."""
+_CHORE_S = 1e-3
+"""Seconds between two chores of an idle background thread."""
+_CLOSE_S = 10.0
+"""Longest time to let queued calls end when a group is closed."""
 
 
-class Job:
-    """A call whose end others can wait for.
+class Job(Future[None]):
+    """A call of a queue whose end others can wait for: a `Ticket`."""
 
-    Attributes:
-        error: what it raised.
-        is_done: whether it has ended.
-    """
-
-    __slots__ = ("_call", "_callbacks", "_ended", "error", "is_done")
-
-    def __init__(self, call: Callable[[], object]) -> None:
+    def __init__(self, jobs: JobQueue, call: Callable[[], object]) -> None:
+        super().__init__()
+        self._jobs = jobs
         self._call: Callable[[], object] | None = call
-        self._ended = threading.Lock()
-        self._ended.acquire()
-        self.error: BaseException | None = None
-        self.is_done = False
-        self._callbacks: list[Callable[[], None]] = []
 
     def run(self) -> None:
         """Run the call; its exception is kept for those who wait."""
@@ -55,32 +48,17 @@ class Job:
             if call is not None:
                 call()
         except BaseException as error:
-            self.error = error
-        self.is_done = True
-        self._ended.release()
-        self._call_back()
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+    def wait(self, timeout_s: float) -> None:
+        self._jobs.serve(self)
+        self.result(min(timeout_s, threading.TIMEOUT_MAX))
 
     def then(self, callback: Callable[[], None]) -> None:
         """Call `callback()` in the thread that ran the job when it has ended; now if it has."""
-        self._callbacks.append(callback)
-        if self.is_done:
-            self._call_back()
-
-    def _call_back(self) -> None:
-        # Popped, so that it is called once where the job ends while `then` adds it.
-        while self._callbacks:
-            try:
-                callback = self._callbacks.pop()
-            except IndexError:
-                return
-            callback()
-
-    def block(self, timeout_s: float) -> bool:
-        """Block until the job has ended; return whether it has."""
-        if self._ended.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-            self._ended.release()
-            return True
-        return False
+        self.add_done_callback(lambda _: callback())
 
 
 class JobQueue:
@@ -88,89 +66,66 @@ class JobQueue:
 
     Args:
         name: name of the background thread.
+        has_thread: whether there may be one; else an asynchronous call is over when it returns.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, has_thread: bool = True) -> None:
         self.name = name
         self.in_background = False
         """Whether the call under way runs in the background thread."""
-        self.has_chores: Callable[[], bool] | None = None
-        """Tells whether `chore` has something to do; asked by the idle background thread."""
         self.chore: Callable[[], bool] | None = None
-        """Work without an order, done between calls; returns whether it got anything done."""
+        """What an idle background thread does; returns whether it is to be done again."""
+        self._has_thread = has_thread
         self._jobs: deque[Job] = deque()
         self._busy = threading.Lock()
         self._runner: int | None = None
         self._thread: threading.Thread | None = None
-        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._sleeps = True
+        self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def run(self, call: Callable[..., Any], *args: Any) -> None:
+    def run(self, call: Callable[[], object]) -> None:
         """Run `call` now, after everything issued before it; raises what it raises."""
         me = threading.get_ident()
         if self._runner == me:
-            call(*args)
-            return
-        if self._jobs or not self._busy.acquire(blocking=False):
-            job = Job(lambda: call(*args))
-            self._jobs.append(job)
-            self.finish(job, threading.TIMEOUT_MAX)
-            return
-        self._runner = me
-        try:
-            call(*args)
-        finally:
-            self._let_go()
+            call()
+        elif self._jobs or not self._busy.acquire(blocking=False):
+            job = Job(self, call)
+            self.post(job)
+            job.wait(threading.TIMEOUT_MAX)
+        else:
+            self._runner = me
+            try:
+                call()
+            finally:
+                self._runner = None
+                self._busy.release()
 
     def post(self, job: Job) -> None:
         """Queue `job`, to run when everything issued before it has run."""
-        if self._runner == threading.get_ident():
+        if self._runner == threading.get_ident() or not self._has_thread:
             job.run()
-            return
-        self._jobs.append(job)
-        self.wake()
+        else:
+            self._jobs.append(job)
+            self.wake()
 
     def wake(self) -> None:
         """Let the background thread look for work; starts it."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
-            self._thread.start()
-        self._tokens.put(True)
+        if self._has_thread:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
+                self._thread.start()
+            self._bell.put(True)
 
-    def mention(self) -> None:
-        """Let the background thread look for chores before long; they are not urgent.
-
-        A thread that is woken takes the interpreter from its caller, for longer than most chores
-        would have lasted; one that looks now and then does not.
-        """
-        if self._sleeps:
-            self.wake()
-
-    def finish(self, job: Job, timeout_s: float) -> None:
-        """Wait until `job` has ended, running queued calls here if nobody else does.
-
-        Raises:
-            TimeoutError: it has not ended in time.
-            BaseException: what the job raised.
-        """
-        while not job.is_done:
-            if self._runner == threading.get_ident():
-                self._run_next()
-            elif self._jobs and self._busy.acquire(blocking=False):
-                self._run_held(job)
-            elif job.block(timeout_s if self._thread is not None else _BACKGROUND_NAP_S):
-                break
-            elif self._thread is not None:
-                raise TimeoutError(f"a call of {self.name} did not end within {timeout_s:g} s")
-        if job.error is not None:
-            raise job.error
+    def serve(self, job: Job) -> None:
+        """In the thread that runs calls: run those that are queued up to `job`."""
+        while self._runner == threading.get_ident() and self._jobs and not job.done():
+            self._jobs.popleft().run()
 
     def close(self, timeout_s: float) -> bool:
         """End the background thread after what is queued; return whether it has ended."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        self._tokens.put(False)
+        self._bell.put(False)
         thread.join(timeout_s)
         if thread.is_alive():
             return False
@@ -184,100 +139,20 @@ class JobQueue:
         self._runner = None
         self._thread = None
 
-    def _run_held(self, until: Job) -> None:
-        """Run queued jobs up to `until` in this thread, which holds `_busy`."""
-        self._runner = threading.get_ident()
-        try:
-            while self._jobs and not until.is_done:
-                self._run_next()
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Let others run calls, and see to those that were queued by other threads meanwhile.
-
-        Whoever queued one before the lock was free sleeps; whoever comes later finds it free.
-        """
-        self._runner = None
-        self._busy.release()
-        if self._jobs and self._thread is not None:
-            self._tokens.put(True)
-
-    def _run_next(self) -> None:
-        self._jobs.popleft().run()
-
     def _loop(self) -> None:
-        me = threading.get_ident()
-        nap_s, looks = _BACKGROUND_NAP_S, 0
-        while True:
-            if self.has_chores is None:
-                rest_s = None
-            elif self.has_chores():
-                rest_s, looks = nap_s, _LOOKS
-            else:
-                self._sleeps = looks == 0
-                # Who mentions something after this look finds the thread asleep, and wakes it.
-                rest_s = 0.0 if self.has_chores() else _LOOK_S if looks else None
-                looks = max(looks - 1, 0)
-            try:
-                goes_on = self._tokens.get(timeout=rest_s)
-                looks = _LOOKS
-            except queue.Empty:
-                goes_on = True
-            self._sleeps = False
+        goes_on, rest_s = True, None
+        while goes_on:
+            with contextlib.suppress(queue.Empty):
+                goes_on = self._bell.get(timeout=rest_s)
             while self._jobs:
                 with self._busy:
-                    if not self._jobs:
-                        break
-                    self._runner = me
-                    self.in_background = True
+                    self._runner, self.in_background = threading.get_ident(), True
                     try:
-                        self._run_next()
+                        if self._jobs:  # else its caller has served it
+                            self._jobs.popleft().run()
                     finally:
-                        self.in_background = False
-                        self._runner = None
-            if not goes_on:
-                return
-            if self.chore is not None and self.has_chores is not None and self.has_chores():
-                nap_s = 1e-4 if self.chore() else _BACKGROUND_NAP_S
-
-
-_CLOSE_S = 10.0
-"""Longest time to let queued calls end when a group is closed."""
-
-
-class JobTicket:
-    """A queued call, as the verbs see it."""
-
-    def __init__(self, jobs: JobQueue, job: Job) -> None:
-        self._jobs = jobs
-        self._job = job
-
-    def wait(self, timeout_s: float) -> None:
-        """See `Ticket`."""
-        self._jobs.finish(self._job, timeout_s)
-
-    def done(self) -> bool:
-        """See `Ticket`."""
-        return self._job.is_done
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the call has raised."""
-        return self._job.error if self._job.is_done else None
-
-    def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when the call has ended; at once if it has."""
-        self._job.then(callback)
-
-
-class SourceTicket(Ticket, Protocol):
-    """A receive from anybody."""
-
-    @property
-    def source(self) -> int:
-        """Rank of the group that sent the message, once it is done."""
-        ...
+                        self._runner, self.in_background = None, False
+            rest_s = _CHORE_S if self.chore is not None and self.chore() else None
 
 
 class TransportEngine(Engine):
@@ -292,8 +167,6 @@ class TransportEngine(Engine):
         self.rank = rank
         self.size = len(ranks)
         self.ranks = tuple(ranks)
-        self.cause: BaseException | None = None
-        """Why the group cannot be used any more."""
         self.pid = os.getpid()
         self.is_closed = False
         """Whether this rank has left the group."""
@@ -303,7 +176,7 @@ class TransportEngine(Engine):
         """Let the other ranks know that this one has failed."""
 
     def fail(self, error: BaseException) -> None:
-        """Break the group for this rank and tell the others why; the first cause stays."""
+        """See `Engine`; the first cause stays."""
         if self.cause is None:
             self.cause = error
             self.tell_failure(error)
@@ -314,12 +187,11 @@ class TransportEngine(Engine):
         return rank if isinstance(rank, int) else self.ranks[self.rank]
 
     def check_usable(self) -> None:
-        """Raise if the group is broken, closed, or was left behind by a fork."""
+        """See `Engine`: it may be closed, too, or left behind by a fork."""
         if self.cause is not None:
             raise self.unusable()
 
     def unusable(self) -> UnisonoError:
-        """Return the error of a call on a group that has broken."""
         cause = self.cause
         text = (
             f"this {self.backend} group of ranks {list(self.ranks)} cannot be used any more\n"
@@ -332,7 +204,6 @@ class TransportEngine(Engine):
         return UnisonoError(text)
 
     def abandon_after_fork(self) -> None:
-        """Make the group unusable in a forked child; nothing is told to the other ranks."""
         self.cause = UnisonoError(
             f"this process was forked from rank {self.ranks[self.rank]} (process {self.pid}) "
             "after the group was made\n"
@@ -340,12 +211,8 @@ class TransportEngine(Engine):
             "or use the group in the parent only"
         )
 
-    @abstractmethod
-    def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        """Start to receive a message with `tag` from whoever sends one first."""
-
     def close(self) -> None:
-        """Leave the group: let started calls end, then give everything back. Safe to repeat."""
+        """See `Engine`: let started calls end, then give everything back."""
         if os.getpid() != self.pid or self.is_closed:
             return
         self.is_closed = True
@@ -358,13 +225,11 @@ class TransportEngine(Engine):
             self.cause = UnisonoError("the group was closed by destroy_process_group()")
         self.release()
 
-    def finish_started(self, timeout_s: float) -> bool:  # noqa: ARG002
+    @abstractmethod
+    def finish_started(self, timeout_s: float) -> bool:
         """Let started calls end; return whether they have within the time."""
-        return True
 
-    def cancel(self, why: str) -> None:
-        """End the wait of the call under way, from another thread."""
-
+    @abstractmethod
     def release(self) -> None:
         """Give everything back; nothing runs any more."""
 
@@ -381,7 +246,7 @@ os.register_at_fork(after_in_child=_abandon_after_fork)
 
 
 class QueuedEngine(TransportEngine):
-    """Runs Python kernels through a `JobQueue`.
+    """Runs blocking kernels in the group's order of calls; reductions are made of moves here.
 
     Args:
         rank: own rank in the group.
@@ -392,49 +257,95 @@ class QueuedEngine(TransportEngine):
     def __init__(self, rank: int, ranks: Sequence[int], jobs: JobQueue) -> None:
         super().__init__(rank, ranks)
         self.jobs = jobs
+        self.timeout_s = 0.0
+        """Deadline of each wait of the kernel under way."""
 
-    def call(
-        self, name: str, kernel: Callable[[], Any], async_op: bool, timeout_s: float
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
+        check_op(op, x.dtype)
+        return self.call("all_reduce", partial(self._all_reduce, x, op), **how)
+
+    def reduce_scatter(
+        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        """Run a blocking kernel in the group's order of calls.
+        check_op(op, out.dtype)
+        kernel = partial(self._reduce_scatter, out, ins, op, alike)
+        return self.call("reduce_scatter", kernel, **how)
 
-        Args:
-            name: the call, for messages.
-            kernel: does the whole of it.
-            async_op: return a ticket and let the background thread run it.
-            timeout_s: deadline of each wait in it.
-        """
-        if async_op:
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
+        return self.call("broadcast", partial(self._broadcast, x, src), **how)
+
+    def all_gather(
+        self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
+    ) -> Ticket | None:
+        return self.call("all_gather", partial(self._all_gather, outs, x, alike), **how)
+
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
+        return self.call("all_to_all", partial(self._all_to_all, outs, ins), **how)
+
+    def barrier(self, **how: Unpack[How]) -> Ticket | None:
+        return self.call("barrier", self._barrier, **how)
+
+    # -- the kernels: each does the whole of a call, and waits until `timeout_s` -------------------
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, outs: Blocks, x: Tensor, alike: int = 0) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, outs: Blocks, ins: Blocks) -> None: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        forced = forced_algorithms().get("all_reduce")
+        is_whole = self.fetches_whole(x.nbytes) if forced is None else forced == "all_to_all"
+        self.last_algorithm = "all_to_all" if is_whole else "scatter_gather"
+        if x.numel():
+            swap, place = self._all_to_all, (self.rank, self.size)
+            reduce_among(x.view(-1), op, swap, *place, is_whole=is_whole)
+
+    def fetches_whole(self, nbytes: int) -> bool:
+        """Whether ranks exchange tensors of this size whole; else each reduces a share."""
+        return nbytes <= SMALL_BYTES
+
+    def _reduce_scatter(self, out: Tensor, ins: Blocks, op: str, alike: int) -> None:
+        self.last_algorithm = "all_to_all"
+        rows = list(out.new_empty(self.size, out.numel()).unbind())
+        self._all_to_all(rows, [block.reshape(-1) for block in ins])
+        reduce_in_rank_order(out.view(-1), rows, op)
+
+    # -- how they are run -------------------------------------------------------------------------
+
+    def call(self, name: str, kernel: Callable[[], Any], **how: Unpack[How]) -> Ticket | None:
+        """Run a kernel in the group's order of calls; `name` is the call, for messages."""
+        run = partial(self._run, name, kernel, how["timeout_s"])
+        if how["async_op"]:
             self.check_usable()
-            job = Job(partial(self._run, name, kernel, timeout_s))
+            job = Job(self.jobs, run)
             self.jobs.post(job)
-            return JobTicket(self.jobs, job)
-        self.jobs.run(self._run, name, kernel, timeout_s)
+            return job
+        self.jobs.run(run)
         return None
 
-    def prepare(self, name: str, timeout_s: float) -> None:
+    def prepare(self, name: str) -> None:
         """Set up for one kernel; called in the thread that runs it."""
 
     def _run(self, name: str, kernel: Callable[[], Any], timeout_s: float) -> None:
         self.check_usable()
-        self.prepare(name, timeout_s)
+        self.timeout_s = timeout_s
+        self.prepare(name)
         try:
             kernel()
-        except Refused:
-            raise
         except BaseException as error:
             self.fail(error)
             raise
 
     def abandon_after_fork(self) -> None:
-        """See `TransportEngine`."""
         super().abandon_after_fork()
         self.jobs.forget()
 
     def finish_started(self, timeout_s: float) -> bool:
-        """See `TransportEngine`."""
         return self.jobs.close(timeout_s)
-
-
-class Refused(UnisonoError):
-    """A wish that all ranks have turned down together; the group is as good as before."""

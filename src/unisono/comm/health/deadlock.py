@@ -38,8 +38,7 @@ def hopeless() -> UnisonoError | None:
     None, without starting anything, where the world has ended or is being closed.
     """
     call = calls.waited()
-    own = [] if call is None else watchdog.standing(call.key)
-    dog = own[0] if own else watchdog.current()
+    dog = watchdog.current() if call is None else watchdog.of(call.key)
     if dog is None:
         return None
     try:
@@ -47,7 +46,9 @@ def hopeless() -> UnisonoError | None:
             return dog.poll_failure()
         if call.number == 0:
             _tell_senders(call, dog, threading.get_ident(), call.site)
-            return _sender_in_collective(call, dog) or dog.poll_failure() or _never_sent(call, dog)
+            return (
+                _sender_in_collective(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
+            )
         # A rank that fails of a mismatch posts that: all are to raise the mismatch itself. One that
         # returns early may do so because of a failure, which is then the better reason.
         return _unlike_calls(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
@@ -182,7 +183,7 @@ def _look(dog: Watchdog) -> None:
     blocked = calls.blocked()
     if blocked is not None:
         call, ident = blocked
-        if dog in (watchdog.standing(call.key) or [watchdog.current()]):
+        if dog is watchdog.of(call.key):
             _tell_senders(call, dog, ident, thread_site(ident))
 
 
@@ -193,52 +194,33 @@ watchdog.looks.append(_look)
 
 
 def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
-    """Look for ranks that have returned before they came to this call."""
-    late = {
-        item["returned"]: made
-        for item in dog.news()
-        if "returned" in item
-        and (made := item["accounts"].get(call.key)) is not None
-        and made["collectives"] < call.number
-    }
-    told = {rank: f"returned after {made['collectives']} calls" for rank, made in late.items()}
-    lines = [f"  rank {rank} {text} of {call.group}" for rank, text in sorted(told.items())]
-    lines.append(f"  rank {dog.rank} is in call {call.number}")
-    lines.append("  HINT: different numbers of batches? All ranks must make the same collectives")
-    return _in_vain(call, dog, "come", late, told, lines)
-
-
-def _never_sent(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
-    """Look for ranks that have returned before they sent a message that this call waits for."""
+    """Look for ranks that have returned before they came to this call, or sent what it awaits."""
     awaited = {rank: (tag, number) for rank, tag, number in call.awaits}
     late: dict[int, Mapping[str, int]] = {}
     told: dict[int, str] = {}
     for item in dog.news():
-        if "returned" not in item or (rank := item["returned"]) not in awaited:
+        rank, made = item.get("returned"), item.get("accounts", {}).get(call.key)
+        if made is None or rank is None:
             continue
-        made, (tag, number) = item["accounts"].get(call.key), awaited[rank]
-        if made is not None and (sent := made.get(sent_to(dog.rank, tag), 0)) < number:
-            late[rank] = made
-            told[rank] = (
-                f"returned after {sent} messages to rank {dog.rank}, "
-                f"which waits for message {number}"
-            )
-    lines = [f"  rank {rank} {text}" for rank, text in sorted(told.items())]
-    lines.append("  HINT: all ranks must make the same calls before they return")
-    return _in_vain(call, dog, "send", late, told, lines)
-
-
-def _in_vain(
-    call: Call,
-    dog: Watchdog,
-    what: str,
-    late: Mapping[int, Mapping[str, int]],
-    told: Mapping[int, str],
-    lines: list[str],
-) -> CollectiveMismatch | None:
-    """Return the error for ranks that will not do `what` any more; None if there are none."""
+        if call.number and made["collectives"] < call.number:
+            late[rank], count = made, made["collectives"]
+            told[rank] = f"returned after {count} calls of {call.group}"
+        elif rank in awaited:
+            tag, number = awaited[rank]
+            if (sent := made.get(sent_to(dog.rank, tag), 0)) < number:
+                late[rank] = made
+                told[rank] = (
+                    f"returned after {sent} messages to rank {dog.rank}, "
+                    f"which waits for message {number}"
+                )
     if not late:
         return None
     here = f"{call.describe()} at {call.site}"
-    first = f"{here} waits in vain: {name_ranks(list(late))} will not {what}"
-    return CollectiveMismatch("\n".join([first, *lines]), {**told, dog.rank: here}, returned=late)
+    will_not = f"{name_ranks(list(late))} will not {'come' if call.number else 'send'}"
+    lines = [
+        f"{here} waits in vain: {will_not}",
+        *(f"  rank {rank} {text}" for rank, text in sorted(told.items())),
+        *([f"  rank {dog.rank} is in call {call.number}"] if call.number else []),
+        "  HINT: different numbers of batches? All ranks must make the same calls, then return",
+    ]
+    return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import re
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def posted_failure(key: str = "") -> RankFailed | None:
     Args:
         key: key of the group whose ranks are meant, where it has a store of its own.
     """
-    dog = next(iter(watchdog.standing(key)), None) or watchdog.current()
+    dog = watchdog.of(key)
     try:
         failure = dog.poll_failure() if dog is not None else None
     except RuntimeError:
@@ -249,6 +250,13 @@ def not_arrived(doing: str, me: int, absent: Sequence[int], timeout_s: float) ->
         missing=absent,
         op=doing,
     )
+
+
+def text_of(error: BaseException) -> str:
+    """Return what other ranks are told of an error; one of ours says enough without its stack."""
+    if isinstance(error, UnisonoError):
+        return "".join(traceback.format_exception_only(error)).strip()
+    return "".join(traceback.format_exception(error)).strip()
 
 
 def peer_died(doing: str, me: int, rank: int, pid: int, host: str) -> RankFailed:

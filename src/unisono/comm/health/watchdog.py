@@ -73,7 +73,7 @@ class Watchdog:
         self.store = store
         self._is_over = is_over
         self._store = PrefixStore(_PREFIX, own_connection(store))
-        self._seal = signed_by or seal.of_world()
+        self.seal = signed_by or seal.of_world()
         self._store_lock = threading.Lock()
         self._stop = threading.Event()
         self._answered = 0
@@ -110,7 +110,7 @@ class Watchdog:
         text = self._signed("failed", json.dumps(record))
         with self._store_lock:
             found = bytes(self._store.compare_set("failed", "", text))  # type: ignore[arg-type]
-            if self._seal.verified(found, "failed") is None:
+            if self.seal.verified(found, "failed") is None:
                 self._set("failed", json.dumps(record))  # what was there is nobody's
 
     def poll_failure(self) -> RankFailed | None:
@@ -173,14 +173,14 @@ class Watchdog:
         return bool(self._store.check([key]))
 
     def _signed(self, key: str, text: str) -> bytes:
-        return self._seal.sign(text.encode(), key)
+        return self.seal.sign(text.encode(), key)
 
     def _set(self, key: str, text: str) -> None:
         self._store.set(key, self._signed(key, text))  # type: ignore[arg-type]
 
     def _get(self, key: str) -> str | None:
         """Return a text that is there; None if no rank of this world has written it."""
-        body = self._seal.heeded(bytes(self._store.get(key)), key)
+        body = self.seal.heeded(bytes(self._store.get(key)), key)
         return None if body is None else body.decode()
 
     def _run(self) -> None:
@@ -304,6 +304,11 @@ def standing(key: str | None = None) -> list[Watchdog]:
     return [] if dog is None else [dog]
 
 
+def of(key: str) -> Watchdog | None:
+    """Return the watchdog to which the ranks of a group answer if it runs; starts nothing."""
+    return next(iter(standing(key)), None) or current()
+
+
 def serving(key: str) -> Watchdog | None:
     """Return the watchdog to which the ranks of a group answer, started if needed."""
     return next(iter(standing(key)), None) or ensure()
@@ -313,6 +318,12 @@ def store_of(key: str) -> Store:
     """Return the store that the ranks of a group share."""
     dogs = standing(key)
     return dogs[0].store if dogs else default_store()
+
+
+def seal_of(key: str) -> seal.Seal:
+    """Return the seal by which the ranks of a group know each other. Local."""
+    dogs = standing(key)
+    return dogs[0].seal if dogs else seal.of_world()
 
 
 def stop() -> None:

@@ -178,17 +178,12 @@ class MPICommunication(Verbs, Communication):
         Collective. With `UNDEFINED` (or None) the result has rank and size None.
         """
         is_out = color is None or is_undefined(color)
-        rows = self._agree([int(not is_out), 0 if is_out or color is None else color, key])
-        if is_out:
+        part = self._comm.split(None if is_out else color, key)
+        if part is None:
             nothing = MPICommunication()
             nothing._is_null = True
             return nothing
-        members = [
-            (other_key, rank)
-            for rank, (is_in, other, other_key) in enumerate(rows)
-            if is_in and other == color
-        ]
-        return _in_new_context(self._comm.sub([rank for _, rank in sorted(members)]))
+        return _in_new_context(part)
 
     def Dup(self) -> MPICommunication:
         """Return the same ranks with messages of their own. Collective."""
@@ -239,9 +234,7 @@ class SelfCommunication(MPICommunication):
         return SelfCommunication, ()
 
 
-def _in_new_context(comm: Communicator | None) -> MPICommunication:
-    if comm is None:
-        raise MeshError.because("a communicator of other ranks", "this rank is not among them")
+def _in_new_context(comm: Communicator) -> MPICommunication:
     made = MPICommunication(comm)
     made._context = next(_contexts.setdefault(comm._entry, itertools.count(1)))
     return made

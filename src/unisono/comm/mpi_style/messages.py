@@ -33,8 +33,8 @@ from unisono.comm.call import Call
 from unisono.comm.communicator import Communicator
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import failures
-from unisono.comm.health.watchdog import store_of
-from unisono.comm.mpi_style.requests import Request, Status, drive, movers
+from unisono.comm.health.watchdog import seal_of, store_of
+from unisono.comm.mpi_style.requests import Request, Status, drive, look_after
 from unisono.comm.perform import Pending
 from unisono.errors import MeshError, PartitionError, UnisonoError
 
@@ -223,7 +223,7 @@ class Mailbox:
         self._place = f"unisono/mail/{comm.group_name}/{context}"
         if comm.size > 1:
             self._store = PrefixStore(self._place, store_of(str(comm.group_name)))
-            self._seal = seal.of(str(comm.group_name))
+            self._seal = seal_of(str(comm.group_name))
         self._next = 1
         self._expected: list[Receive] = []
         self._arrived: list[Envelope] = []
@@ -324,7 +324,7 @@ class Mailbox:
     def step(self) -> bool:
         """Read one envelope of the inbox, if there is one."""
         if not self._comm._entry.is_alive():  # the world has ended
-            movers.discard(self)
+            look_after(self, False)
             return False
         if self._store is None:
             return False
@@ -354,11 +354,8 @@ class Mailbox:
         call.done = True
 
     def _attend(self) -> None:
-        """Be looked after by every wait of this process while messages are under way."""
-        if self._expected or self._sent:
-            movers.add(self)
-        else:
-            movers.discard(self)
+        """Be looked after by every wait while messages are under way."""
+        look_after(self, bool(self._expected or self._sent))
 
     def _post(self, dst: int, envelope: Envelope) -> None:
         if dst == self._comm.rank:
@@ -436,11 +433,12 @@ def drop_mailbox(comm: Communicator, context: int) -> None:
 def _drop_ended() -> None:
     """Let go of mailboxes of groups that have ended: each holds the group it is kept for."""
     for entry in [entry for entry in _boxes if not entry.is_alive()]:
-        movers.difference_update(_boxes.pop(entry).values())
+        for box in _boxes.pop(entry).values():
+            look_after(box, False)
 
 
 def _flush() -> None:
     """Let what was sent arrive before this process ends, unless it ends with an exception."""
     if getattr(sys, "last_value", None) is None:
-        boxes = [mover for mover in movers if isinstance(mover, Mailbox)]
-        drive(lambda: not any(box.has_unsent for box in boxes if box in movers), _LEAVE_S)
+        boxes = [box for made in _boxes.values() for box in made.values()]
+        drive(lambda: not any(box.has_unsent for box in boxes), _LEAVE_S)

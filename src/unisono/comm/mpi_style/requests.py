@@ -6,13 +6,14 @@ a receive that was posted before a barrier completes inside the barrier.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from unisono.comm import perform
 from unisono.comm.health.failures import posted_failure
 from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG
-from unisono.comm.perform import Pending
 
 _FIRST_NAP_S = 50e-6
 _LAST_NAP_S = 2e-3
@@ -28,13 +29,34 @@ class Mover(Protocol):
         ...
 
 
-movers: set[Mover] = set()
-"""Those that every wait looks after."""
+_movers: set[Mover] = set()
+_owner = 0
+"""Identity of the thread that moves messages on."""
+_is_moving = False
+
+
+def look_after(mover: Mover, needed: bool) -> None:
+    """Let every wait of this thread look after a mover, or no longer."""
+    global _owner
+    _owner = threading.get_ident()
+    (_movers.add if needed else _movers.discard)(mover)
+    perform.meanwhile = _meanwhile if _movers else None
+
+
+def _meanwhile(is_ready: Callable[[], bool], timeout_s: float) -> None:
+    """Move messages on in a wait, unless it is one for a message that is being moved on."""
+    if not _is_moving and threading.get_ident() == _owner:
+        drive(is_ready, timeout_s)
 
 
 def step() -> bool:
     """Move on what can be moved; return whether anything was."""
-    moved = [mover.step() for mover in list(movers)]
+    global _is_moving
+    _is_moving = True
+    try:
+        moved = [mover.step() for mover in list(_movers)]
+    finally:
+        _is_moving = False
     return any(moved)
 
 
@@ -46,7 +68,7 @@ def drive(is_ready: Callable[[], bool], timeout_s: float) -> None:
     """
     now = time.monotonic()
     give_up, next_look, nap_s = now + timeout_s, now + _LOOK_S, _FIRST_NAP_S
-    while movers and not is_ready():
+    while _movers and not is_ready():
         if step():
             nap_s = _FIRST_NAP_S
             continue
@@ -116,16 +138,6 @@ class Request:
     def done(cls) -> Request:
         """Return a request that is complete."""
         return cls(lambda: True, None)
-
-    @classmethod
-    def of(cls, pending: Pending[Any], deliver: Callable[[Any], None], timeout_s: float) -> Request:
-        """Return the request of a collective whose result goes through `deliver`."""
-
-        def finish() -> None:
-            drive(pending.done, timeout_s)
-            deliver(pending.wait())
-
-        return cls(pending.done, finish)
 
     def Wait(self, status: Status | None = None) -> Any:
         """Return when the verb is complete; a request of `irecv` returns the object."""

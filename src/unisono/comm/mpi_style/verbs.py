@@ -18,7 +18,6 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from unisono.comm import seal
 from unisono.comm.arguments import bytes_of, check_rank, dense
 from unisono.comm.communicator import Communicator
 from unisono.comm.mpi_style import constants
@@ -40,7 +39,7 @@ from unisono.comm.mpi_style.buffers import (
 )
 from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG, SUM, InPlace, Op, as_op
 from unisono.comm.mpi_style.messages import Mailbox
-from unisono.comm.mpi_style.requests import Request, Status, drive, movers
+from unisono.comm.mpi_style.requests import Request, Status
 from unisono.comm.perform import Pending
 from unisono.comm.reductions import decode, encode, reduce_in_rank_order
 from unisono.errors import PartitionError, explain
@@ -76,7 +75,7 @@ def _named(
 ) -> Callable[Concatenate[S, P], None]:
     def verb(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         start, deliver = plan(self, name, *args, **kwargs)
-        deliver(self._result(start))
+        deliver(start(self._comm))
 
     return _described(verb, plan, name, doc, "None")
 
@@ -88,8 +87,8 @@ def _started(verb: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S,
 
     def started(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Request:
         start, deliver = plan(self, name, *args, **kwargs)
-        comm = self._comm
-        return Request.of(start(comm.start), deliver, comm.timeout_s)
+        pending: Pending[Any] = start(self._comm.start)
+        return Request(pending.done, lambda: deliver(pending.wait()))
 
     return _described(started, plan, f"I{name.lower()}", f"Start `{name}`.", "Request")
 
@@ -117,22 +116,6 @@ class Verbs(ABC):
     @property
     @abstractmethod
     def _mailbox(self) -> Mailbox: ...
-
-    def _result(self, start: Callable[[Any], Any]) -> Any:
-        """Make a collective and return its result, looking after messages meanwhile."""
-        if not movers:
-            return start(self._comm)
-        pending: Pending[Any] = start(self._comm.start)
-        drive(pending.done, self._comm.timeout_s)
-        return pending.wait()
-
-    def _agree(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the integers of all ranks; all bring equally many. Collective, blocking."""
-        comm = self._comm
-        mine = torch.tensor([list(values)], dtype=torch.int64, device=comm.device)
-        sizes = [1] * comm.size
-        whole: Tensor = self._result(lambda verbs: verbs.all_gather(mine, 0, sizes))
-        return [tuple(row) for row in whole.tolist()]
 
     def _staged(self, x: Tensor) -> Tensor:
         """Return `x` on the device on which the group works; `x` itself where it is there."""
@@ -244,7 +227,7 @@ class Verbs(ABC):
         send = recv if is_in_place else _rows(as_tensor(sendbuf, verb, "sendbuf"))
         axis = check_axis(recv_axis, send.dim(), verb, "recv_axis")
         if counts is None and not is_in_place and verb == "Allgatherv":
-            counts = [n for (n,) in self._agree([send.shape[axis]])]
+            counts = [n for (n,) in self._comm._agree([send.shape[axis]])]
         if counts is not None:
             blocks = cut(recv, axis, counts, displs, size, verb, "recvbuf")
             send = blocks.block(rank) if is_in_place else send
@@ -400,7 +383,7 @@ class Verbs(ABC):
         size = self._comm.size
         if not verb.endswith("v"):
             return (own,) * size
-        rows = self._agree([own, *(blocks.counts if blocks else [-1] * size)])
+        rows = self._comm._agree([own, *(blocks.counts if blocks else [-1] * size)])
         lengths, counts = tuple(row[0] for row in rows), rows[root][1:]
         if counts != lengths and any(n >= 0 for n in counts):
             wrong = next(r for r, (a, b) in enumerate(zip(counts, lengths, strict=True)) if a != b)
@@ -441,7 +424,7 @@ class Verbs(ABC):
         outgoing = cut(send, cut_axis, send_counts, send_displs, size, verb, "sendbuf")
         target = recv
         if recv_counts is None:
-            lengths = [n for (n,) in self._agree([send.shape[join_axis]])]
+            lengths = [n for (n,) in self._comm._agree([send.shape[join_axis]])]
             if cut_axis == join_axis:
                 lengths = [counts_displs(n, size)[0][rank] for n in lengths]
             recv_counts = lengths
@@ -488,29 +471,17 @@ class Verbs(ABC):
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Return the object of `root` on every rank."""
-        comm = self._comm
-        check_rank(root, comm.size, "root", "bcast")
-        mine = self._pickled(obj if comm.rank == root else None)
-        length = self._agree([mine.numel()])[root][0]
-        work = mine if comm.rank == root else mine.new_empty(length)
-        return self._unpickled(self._result(lambda verbs: verbs.broadcast_(work, root)), root)
+        check_rank(root, self._comm.size, "root", "bcast")
+        return self._comm.broadcast_object(obj, root)
 
     def allgather(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order, on every rank."""
-        mine = self._pickled(obj)
-        sizes = [n for (n,) in self._agree([mine.numel()])]
-        joined: Tensor = self._result(lambda verbs: verbs.all_gather(mine, 0, sizes))
-        return [self._unpickled(part, src) for src, part in enumerate(joined.split(sizes))]
+        return self._comm.all_gather_object(obj)
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Return the objects of all ranks on `root`, None on the others."""
         check_rank(root, self._comm.size, "root", "gather")
-        mine = self._pickled(obj)
-        sizes = [n for (n,) in self._agree([mine.numel()])]
-        joined: Tensor | None = self._result(lambda verbs: verbs.gather(mine, root, 0, sizes))
-        if joined is None:
-            return None
-        return [self._unpickled(part, src) for src, part in enumerate(joined.split(sizes))]
+        return self._comm.gather_object(obj, root)
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return object r of the sequence of `root` on rank r; the others may pass None."""
@@ -518,9 +489,9 @@ class Verbs(ABC):
         check_rank(root, size, "root", "scatter")
         parts: list[Tensor] = []
         if rank == root and sendobj is not None:
-            parts = [self._pickled(obj) for obj in sendobj]
+            parts = [self._comm._pickled(obj) for obj in sendobj]
         lengths = [part.numel() for part in parts] + [0] * size
-        found, *sizes = self._agree([len(parts), *lengths[:size]])[root]
+        found, *sizes = self._comm._agree([len(parts), *lengths[:size]])[root]
         if found != size:
             raise PartitionError.because(
                 f"scatter of {found} objects from rank {root}",
@@ -530,8 +501,8 @@ class Verbs(ABC):
             )
         whole = torch.cat(parts) if rank == root else None
         like = ((sizes[rank],), torch.uint8)
-        came = self._result(lambda verbs: verbs.scatter(whole, root, 0, sizes, like=like))
-        return self._unpickled(came, root)
+        came = self._comm.scatter(whole, root, 0, sizes, like=like)
+        return self._comm._unpickled(came, [sizes[rank]], root)[0]
 
     def allreduce(self, sendobj: Any, op: Op | Callable[[Any, Any], Any] = SUM) -> Any:
         """Return the objects of all ranks combined in rank order, on every rank.
@@ -541,13 +512,6 @@ class Verbs(ABC):
         if isinstance(op, Op) or not callable(op) or type(op).__module__.startswith("mpi4py"):
             op = as_op(op, "allreduce").combine
         return functools.reduce(op, self.allgather(sendobj))
-
-    def _pickled(self, obj: Any) -> Tensor:
-        raw = bytearray(seal.dump_object(self._comm, obj))
-        return torch.frombuffer(raw, dtype=torch.uint8).to(self._comm.device)
-
-    def _unpickled(self, raw: Tensor, source: int) -> Any:
-        return seal.load_object(self._comm, raw.cpu().numpy().tobytes(), source)
 
     # -- messages: made by the two ranks concerned, and of one sender taken in order --------------
 

@@ -26,17 +26,15 @@ from unisono.comm import call as calls
 from unisono.comm.arguments import check_no_overlap
 from unisono.comm.call import Call
 from unisono.comm.engines.base import Blocks, Engine, How, Ticket
-from unisono.comm.engines.queued import TransportEngine
 from unisono.comm.groups import GroupEntry
-from unisono.comm.health import failures, trace, watchdog
-from unisono.comm.perform import Performer, Transfer
+from unisono.comm.health import trace, watchdog
+from unisono.comm.perform import Pending, Performer, Started, Transfer
 from unisono.comm.reductions import PLAIN_DTYPES, check_op
 from unisono.comm.torch import staging
 from unisono.comm.torch.staging import OPS, Targets, cut_evenly, cut_rows, source
-from unisono.comm.torch.work import DoneWork, TransportWork
+from unisono.comm.torch.work import AllTickets, DoneWork, TransportWork
 from unisono.errors import UnisonoError
 
-Tickets = Sequence[Ticket | None]
 Kernels = Sequence[Callable[..., Ticket | None]]
 """Kernels of the engine with their tensors; they take `async_op` and `timeout_s`."""
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -176,7 +174,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     @property
     def failure(self) -> BaseException | None:
         """Why the group cannot be used any more."""
-        return getattr(self.unisono_engine, "cause", None)
+        return self.unisono_engine.cause
 
     @property
     def unisono_calls(self) -> int:
@@ -189,14 +187,12 @@ class TransportProcessGroup(dist.ProcessGroup):
             self._beside.shutdown()
         if dist.is_initialized() and dist.group.WORLD is self:
             watchdog.stop()
-        if isinstance(self.unisono_engine, TransportEngine):
-            self.unisono_engine.close()
+        self.unisono_engine.close()
 
     def abort(self) -> None:
         """Break the group: calls under way and later ones fail on all ranks."""
-        if isinstance(self.unisono_engine, TransportEngine):
-            self.unisono_engine.fail(UnisonoError("the group was aborted"))
-            self.unisono_engine.cancel("the group was aborted")
+        self.unisono_engine.fail(UnisonoError("the group was aborted"))
+        self.unisono_engine.cancel("the group was aborted")
 
     # -- how calls are run ----------------------------------------------------------------------
 
@@ -216,76 +212,46 @@ class TransportProcessGroup(dist.ProcessGroup):
         performer = self._calls or self._introduce()
         entry, x = performer._entry, brought[0] if brought else None
         shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
-        call = Call(name, entry.name, entry.key, 0, shape, dtype, kind, root, is_async=is_async)
+        call = Call(name, entry.name, entry.key, 0, shape, dtype, kind, root)
         if trace.recorder is not None:
             call.sent = sum(t.nbytes for t in brought)
             call.received = sum(t.nbytes for t in targets.wanted)
-        timeout_s = self._timeout_s(opts)
+
+        def run(**how: Unpack[How]) -> Ticket | None:
+            tickets = [kernel(**how) for kernel in kernels]
+            under_way = [ticket for ticket in tickets if ticket is not None]
+            return AllTickets(under_way) if len(under_way) > 1 else next(iter(under_way), None)
+
+        transfer = Transfer(call, run, targets.deliver, self._timeout_s(opts))
         if not is_async:
-
-            def run(**how: Unpack[How]) -> None:
-                for kernel in kernels:
-                    kernel(**how)
-
-            performer._perform(Transfer(call, run, targets.deliver, timeout_s))
+            performer._perform(transfer)
             return DoneWork(targets.wanted)
         _ = call.site  # whoever waits for it, in another thread, could not look it up
-        waited = self.unisono_engine.waited_ns or 0
-        performer._begin(call, is_collective=True, deadline=timeout_s)
-        with torch.no_grad(), performer._translating(call, timeout_s):
-            entry.collectives = call.number = entry.collectives + 1
-            tickets = [kernel(async_op=True, timeout_s=timeout_s) for kernel in kernels]
-        return self._under_way(call, tickets, targets, timeout_s, waited)
+        return _as_work(performer._perform(transfer, True), targets)
 
     def _message(
-        self, name: str, x: Tensor, to: tuple[int, ...] = (), source: tuple[int, ...] = ()
-    ) -> Call:
-        """Take down a message of torch.distributed; it has no number, as only two ranks make it."""
-        entry = (self._calls or self._introduce())._entry
+        self,
+        name: str,
+        x: Tensor,
+        kernel: Callable[[], Ticket | None],
+        targets: Targets,
+        *,
+        to: tuple[int, ...] = (),
+        source: tuple[int, ...] = (),
+    ) -> Work:
+        """Start a message of torch.distributed; it has no number, as only two ranks make it."""
+        performer = self._calls or self._introduce()
+        entry = performer._entry
         call = Call(name, entry.name, f"{entry.key}/messages", 0, x.shape, x.dtype)
         call.sends_to, call.receives_from = to, source
         calls.latest_call = call
-        return call
-
-    def _under_way(
-        self, call: Call, tickets: Tickets, targets: Targets, timeout_s: float, waited: int = 0
-    ) -> Work:
-        """Return the call as torch.distributed sees it; its end delivers what was received."""
-
-        def ended() -> None:
-            targets.deliver()
-            call.done = True
-            recorder = trace.recorder
-            if recorder is not None and call.t_start:
-                call.wait_ns = (self.unisono_engine.waited_ns or 0) - waited
-                call.algorithm = self.unisono_engine.last_algorithm
-                recorder.add(call, self._ranks[self.rank()])
-
-        under_way = [ticket for ticket in tickets if ticket is not None]
-        if not under_way:
-            ended()
-            return DoneWork(targets.wanted)
-
-        def report(error: TimeoutError, seconds: float) -> BaseException:
-            return failures.timed_out(call, self._ranks, seconds, error)
-
-        return TransportWork(under_way, targets.wanted, timeout_s, ended, report)
+        transfer = Transfer(call, kernel, targets.deliver)
+        return _as_work(Started(performer, transfer, kernel(), self._timeout_s(None)), targets)
 
     def _introduce(self) -> Performer:
-        """With its first call a group gets its name, and this rank begins to answer for itself.
-
-        The calls of torch have numbers of their own, apart from those of a communicator's verbs.
-        """
-        if isinstance(self.unisono_engine, TransportEngine):
-            self.unisono_engine.check_usable()
-        entry = GroupEntry(self, self._ranks, made_by_us=False)
-        entry.name = f"{entry.name}/torch"
-        entry.key = f"{entry.key}/c10d"
-        entry.turn = None
-        self._calls = performer = Performer()
-        performer._entry, performer._engine, performer._closed = entry, self.unisono_engine, False
-        performer.rank, performer.size, performer.ranks = self.rank(), self.size(), self._ranks
-        performer.device, performer.timeout_s = torch.device("cpu"), self._timeout_s(None)
+        """With its first call a group gets its name, and this rank begins to answer for itself."""
+        self.unisono_engine.check_usable()
+        self._calls = performer = _Calls(self)
         return performer
 
     def _timeout_s(self, opts: Any) -> float:
@@ -314,13 +280,8 @@ class TransportProcessGroup(dist.ProcessGroup):
         timeout_s: float = opts.timeout.total_seconds()
         if timeout_s <= 0:
             timeout_s = self._deadline_s or self.options._timeout.total_seconds()
-        transfer = Transfer(
-            call,
-            partial(engine.all_reduce_, x, op),
-            lambda: None,
-            timeout_s,
-        )
-        performer._perform(transfer)
+        kernel = partial(engine.all_reduce_, x, op)
+        performer._perform(Transfer(call, kernel, [None].pop, timeout_s))
         return DoneWork(tensors)
 
     @_by_device
@@ -439,7 +400,8 @@ class TransportProcessGroup(dist.ProcessGroup):
     def _all_gather_into(self, outs: list[Tensor], xs: list[Tensor], opts: Any) -> Work:
         staging.check_pairs(outs, xs, "all_gather")
         for out, x in zip(outs, xs, strict=True):
-            staging.check_joined(out, x, self.size(), "all_gather")
+            staging.check_one_dtype((out, x), "all_gather")
+            staging.check_same_bytes([out], [x], "all_gather", self.size())
         targets = Targets(outs)
         rows = [cut_evenly(out, self.size(), "all_gather") for out in targets.tensors]
         return self._gather_rows(rows, xs, targets, opts)
@@ -531,34 +493,64 @@ class TransportProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Blocks, dst: int, tag: int = 0) -> Work:
         """Send a tensor to a rank of the group."""
         staging.check_member(dst, self.size(), "dst", "send")
-        x, timeout_s = source(tensors[0]), self._timeout_s(None)
-        call = self._message("send", x, to=(dst,))
-        ticket = self.unisono_engine.exchange(
-            [(dst, x)], [], tag, async_op=True, timeout_s=timeout_s
-        )
-        return self._under_way(call, [ticket], Targets([x]), timeout_s)
+        x = source(tensors[0])
+        kernel = partial(self.unisono_engine.exchange, [(dst, x)], [], tag, **self._later)
+        return self._message("send", x, kernel, Targets([x]), to=(dst,))
 
     @_by_device
     def recv(self, tensors: Blocks, src: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank of the group."""
         staging.check_member(src, self.size(), "src", "recv")
-        targets, timeout_s = Targets(tensors[:1]), self._timeout_s(None)
-        call = self._message("recv", tensors[0], source=(src,))
-        ticket = self.unisono_engine.exchange(
-            [], [(src, targets.tensors[0])], tag, async_op=True, timeout_s=timeout_s
-        )
-        return self._under_way(call, [ticket], targets, timeout_s)
+        targets = Targets(tensors[:1])
+        awaited = [(src, targets.tensors[0])]
+        kernel = partial(self.unisono_engine.exchange, [], awaited, tag, **self._later)
+        return self._message("recv", tensors[0], kernel, targets, source=(src,))
 
     @_by_device
     def recv_anysource(self, tensors: Blocks, tag: int = 0) -> Work:
         """Receive a tensor from whoever sends one first."""
-        if not isinstance(self.unisono_engine, TransportEngine):
-            raise UnisonoError("a receive in a group of one rank: there is nobody to send")
         targets = Targets(tensors[:1])
         anybody = tuple(rank for rank in range(self.size()) if rank != self.rank())
-        call = self._message("recv", tensors[0], source=anybody)
-        ticket = self.unisono_engine.receive_any(targets.tensors[0], tag)
-        return self._under_way(call, [ticket], targets, self._timeout_s(None))
+        kernel = partial(self.unisono_engine.receive_any, targets.tensors[0], tag)
+        return self._message("recv", tensors[0], kernel, targets, source=anybody)
+
+    @property
+    def _later(self) -> How:
+        return {"async_op": True, "timeout_s": self._timeout_s(None)}
+
+
+class _Calls(Performer):
+    """How calls of torch.distributed on a group are run.
+
+    They have numbers of their own, apart from those of a communicator's verbs.
+    """
+
+    def __init__(self, group: TransportProcessGroup) -> None:
+        self._entry = entry = GroupEntry(group, group._ranks, made_by_us=False)
+        entry.name, entry.key = f"{entry.name}/torch", f"{entry.key}/c10d"
+        entry.turn = None
+        self._engine, self._closed = group.unisono_engine, False
+        self.rank, self.size, self.ranks = group.rank(), group.size(), group._ranks
+        self.device, self.timeout_s = torch.device("cpu"), group._timeout_s(None)
+
+    def _translated(self, call: Call, error: Exception, deadline: float) -> Exception:
+        """See `Performer`; whether the group is broken, its engine knows."""
+        before = self._entry.broken
+        told = super()._translated(call, error, deadline)
+        self._entry.broken = before
+        return told
+
+    def _unusable(self, op: str) -> UnisonoError:
+        return super()._unusable(op) if self._engine.cause is None else self._engine.unusable()
+
+
+def _as_work(pending: Pending[Any], targets: Targets) -> Work:
+    """Return a call that was started as torch.distributed sees it."""
+    ticket = pending._ticket if isinstance(pending, Started) else None
+    if ticket is None:
+        pending.wait()
+        return DoneWork(targets.wanted)
+    return TransportWork(pending, ticket, targets.wanted)
 
 
 def _listed(tensors: Blocks | Tensor) -> list[Tensor]:

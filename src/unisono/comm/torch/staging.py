@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.comm.arguments import check_sizes, dense
 from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
 
 OPS: dict[Any, str] = {
@@ -45,11 +46,7 @@ def given_timeout_s(options: Any) -> float | None:
 def source(x: Tensor) -> Tensor:
     """Return the values of `x` as an engine reads them; `x` itself where that is possible."""
     check_dense(x)
-    if x.requires_grad:
-        x = x.detach()
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return x if x.is_contiguous() else x.contiguous()
+    return dense(x.detach() if x.requires_grad else x)
 
 
 class Targets:
@@ -110,44 +107,31 @@ def check_member(rank: int, size: int, what: str, call: str) -> int:
 
 def cut_evenly(x: Tensor, parts: int, what: str) -> list[Tensor]:
     """Return `parts` equal flat pieces of a contiguous tensor."""
-    if x.numel() % parts:
-        raise PartitionError.because(
-            f"{what} of a tensor with {x.numel()} elements over {parts} ranks",
-            "the elements do not divide",
-            f"{x.numel()} % {parts} = {x.numel() % parts}",
-            "pad the tensor, or use the list form with one tensor a rank",
-        )
-    flat = x.view(-1)
-    length = x.numel() // parts
-    return [flat[i * length : (i + 1) * length] for i in range(parts)]
+    return list(x.view(-1).split_with_sizes(_equal(x.numel(), parts, what, "elements")))
 
 
 def cut_rows(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[Tensor]:
     """Return the blocks of rows of a contiguous tensor; no sizes means equal ones."""
-    wanted = row_sizes(x, sizes, parts, what)
-    return list((x if x.dim() else x.view(1)).split(wanted))
+    return list((x if x.dim() else x.view(1)).split_with_sizes(row_sizes(x, sizes, parts, what)))
 
 
 def row_sizes(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[int]:
     """Return the lengths of the blocks of rows of `x`, checked; no sizes means equal ones."""
     rows = x.shape[0] if x.dim() else 1
-    wanted = list(sizes)
-    if not wanted:
-        if rows % parts:
-            raise PartitionError.because(
-                f"{what} with {rows} rows over {parts} ranks and no split sizes",
-                "the rows do not divide",
-                f"{rows} % {parts} = {rows % parts}",
-                "pass split sizes",
-            )
-        return [rows // parts] * parts
-    if len(wanted) != parts or sum(wanted) != rows:
+    if not sizes:
+        return _equal(rows, parts, what, "rows")
+    return list(check_sizes(sizes, parts, what, total=rows, what="split sizes"))
+
+
+def _equal(count: int, parts: int, what: str, things: str) -> list[int]:
+    if count % parts:
         raise PartitionError.because(
-            f"{what} with split sizes {wanted}",
-            f"{rows} rows over {parts} ranks",
-            f"{' + '.join(map(str, wanted))} = {sum(wanted)}",
+            f"{what} of a tensor with {count} {things} over {parts} ranks",
+            f"the {things} do not divide",
+            f"{count} % {parts} = {count % parts}",
+            "pad the tensor, or use the form with one size or tensor per rank",
         )
-    return wanted
+    return [count // parts] * parts
 
 
 def check_one_each(tensors: Sequence[Tensor], size: int, what: str, call: str) -> None:
@@ -184,28 +168,18 @@ def check_one_dtype(tensors: Iterable[Tensor], what: str) -> None:
         )
 
 
-def check_joined(out: Tensor, x: Tensor, parts: int, what: str) -> None:
-    """Refuse an output that does not hold `parts` blocks like `x`."""
-    check_one_dtype((out, x), what)
-    have, want = x.nbytes * parts, out.nbytes
-    if have != want:
-        raise PartitionError.because(
-            f"{what} of {list(x.shape)} {x.dtype} from {parts} ranks "
-            f"into {list(out.shape)} {out.dtype}",
-            "the output has another size than all blocks together",
-            f"{parts} * {have // parts} bytes != {want} bytes",
-        )
-
-
-def check_same_bytes(outs: Sequence[Tensor], ins: Sequence[Tensor], what: str) -> None:
-    """Refuse blocks that must have the same number of bytes and do not."""
+def check_same_bytes(
+    outs: Sequence[Tensor], ins: Sequence[Tensor], what: str, times: int = 1
+) -> None:
+    """Refuse an output that does not hold `times` the bytes of its input."""
     for out, block in zip(outs, ins, strict=True):
         have, want = block.nbytes, out.nbytes
-        if have != want:
+        if times * have != want:
+            factor = f"{times} * " if times > 1 else ""
             raise PartitionError.because(
                 f"{what} of {list(block.shape)} {block.dtype} into {list(out.shape)} {out.dtype}",
                 "input and output of this rank have different sizes",
-                f"{have} bytes != {want} bytes",
+                f"{factor}{have} bytes != {want} bytes",
             )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from unisono.comm.engines.base import Ticket
-from unisono.comm.health import mark_as_news
+from unisono.comm.perform import Pending
 
 
 class TransportWork(Work):
@@ -22,28 +22,17 @@ class TransportWork(Work):
     of a callback that raises; a future on which an exception was set crashes them.
 
     Args:
-        tickets: what is under way, in the order in which it ends.
+        pending: the call.
+        ticket: what the engine gave for it.
         outputs: tensors the call fills; kept alive until it has ended.
-        timeout_s: deadline of `wait` where none is given.
-        finish: run once, when everything has ended well.
-        report: makes the error to raise of one for a deadline, given the seconds waited.
     """
 
-    def __init__(
-        self,
-        tickets: Sequence[Ticket],
-        outputs: Sequence[Tensor],
-        timeout_s: float,
-        finish: Callable[[], None],
-        report: Callable[[TimeoutError, float], BaseException],
-    ) -> None:
+    def __init__(self, pending: Pending[Any], ticket: Ticket, outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._tickets = tickets
+        self._pending = pending
+        self._ticket = ticket
         self._outputs = list(outputs)
-        self._timeout_s = timeout_s
-        self._finish: Callable[[], None] | None = finish
-        self._report = report
-        self._finishing = threading.Lock()
+        self._has_ended = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
@@ -51,28 +40,15 @@ class TransportWork(Work):
         """Wait for the end; raises what the call raised, `RankTimeout` after `timeout`."""
         if self._error is not None:
             raise self._error
-        if self._finish is not None:
-            given = timeout.total_seconds() if timeout is not None else 0.0
-            seconds = given if given > 0 else self._timeout_s
-            try:
-                for ticket in self._tickets:
-                    ticket.wait(seconds)
-            except TimeoutError as error:
-                told = self._report(error, seconds)
-                if self._has_ended():  # not only this wait
-                    self._error = told
-                raise told from None
-            except BaseException as error:
-                self._error = mark_as_news(error)
-                raise
-            with self._finishing:
-                if self._finish is not None:
-                    self._finish()
-                    self._finish = None
+        given = timeout.total_seconds() if timeout is not None else 0.0
+        try:
+            self._pending.wait(given if given > 0 else None)
+        except BaseException as error:
+            if not isinstance(error, TimeoutError) or self._pending.done():
+                self._error = error  # not only of this wait
+            raise
+        self._has_ended = True
         return True
-
-    def _has_ended(self) -> bool:
-        return all(ticket.done() for ticket in self._tickets)
 
     def synchronize(self) -> None:
         """Wait for the end."""
@@ -80,9 +56,8 @@ class TransportWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the call has ended, well or badly."""
-        if self._finish is not None and self._error is None and self._has_ended():
-            self.exception()
-        return self._finish is None or self._error is not None
+        self.exception()
+        return self._has_ended or self._error is not None
 
     def is_success(self) -> bool:
         """Whether the call has ended well."""
@@ -90,16 +65,14 @@ class TransportWork(Work):
 
     def exception(self) -> Any:
         """Return what the call raised."""
-        if self._finish is not None and self._error is None and self._has_ended():
-            try:
+        if not self._has_ended and self._error is None and self._pending.done():
+            with contextlib.suppress(Exception):
                 self.wait()
-            except Exception as error:
-                self._error = error
         return self._error
 
     def result(self) -> list[Tensor]:
         """Return the tensors the call fills."""
-        return self._outputs
+        return list(self._outputs)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the outputs; it fails as the call fails.
@@ -109,7 +82,7 @@ class TransportWork(Work):
         if self._future is None:
             base: torch.futures.Future[None] = torch.futures.Future()
             self._future = base.then(self._conclude)
-            then = getattr(self._tickets[-1], "then", None)
+            then = getattr(self._ticket, "then", None)
             if then is None:
                 base.set_result(None)
             else:
@@ -118,52 +91,44 @@ class TransportWork(Work):
 
     def _conclude(self, _: torch.futures.Future[None]) -> list[Tensor]:
         self.wait()
-        return self._outputs
+        return list(self._outputs)
 
-    def get_future_result(self) -> torch.futures.Future[Any]:
-        """Return the future of the outputs."""
-        return self.get_future()
+    get_future_result = get_future
 
     def _source_rank(self) -> int:
-        return getattr(self._tickets[0], "source", -1)
-
-    def source_rank(self) -> int:
         """Return who sent the message (receives from anybody)."""
-        return self._source_rank()
+        return getattr(self._ticket, "source", -1)
+
+    source_rank = _source_rank
 
 
-class DoneWork(Work):
-    """A call that has ended well before it was handed out.
+class DoneWork(TransportWork):
+    """A call that has ended well before it was handed out."""
 
-    Args:
-        outputs: tensors the call has filled.
-    """
+    _has_ended = True
+    _error = _future = _ticket = None
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._outputs = outputs
+        Work.__init__(self)
+        self._outputs = outputs  # a list, or torch's own
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         """Return at once."""
         return True
 
-    def synchronize(self) -> None:
-        """Return at once."""
 
-    def is_completed(self) -> bool:
-        """Whether the call has ended."""
-        return True
+class AllTickets:
+    """Several calls of one group, which end in their order."""
 
-    def is_success(self) -> bool:
-        """Whether the call has ended well."""
-        return True
+    def __init__(self, tickets: Sequence[Any]) -> None:
+        self._tickets = tickets
+        self.then = tickets[-1].then
 
-    def result(self) -> list[Tensor]:
-        """Return the tensors the call has filled."""
-        return list(self._outputs)
+    def wait(self, timeout_s: float) -> None:
+        """See `Ticket`."""
+        for ticket in self._tickets:
+            ticket.wait(timeout_s)
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a complete future of the outputs."""
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(list(self._outputs))
-        return future
+    def done(self) -> bool:
+        """See `Ticket`."""
+        return all(ticket.done() for ticket in self._tickets)

@@ -1,13 +1,15 @@
-"""The parent of one rank on some host: started there by `srun` or `mpiexec`, once for each rank.
+"""The parent of one rank on some host: started there by `srun`, `mpiexec` or us, one each.
 
-    python -m unisono.launch.places.agent DIRECTORY ATTEMPT
+    python -m unisono.launch.places.agent DIRECTORY ATTEMPT [PLACE]
 
 It turns what the rank says and how it ends, SIGKILL included, into files of the job's directory,
-passes signals on, and obeys the orders it finds there. It unpickles nothing of the user's.
+passes signals on, and obeys the orders it finds there. It unpickles nothing of the user's. Its
+place among the ranks is told by the starter's variables, or in JSON.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -58,7 +60,9 @@ _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 class Agent(RankMonitor):
     """Watches over one rank from its start to its end."""
 
-    def __init__(self, directory: Path, attempt: int, plan: Plan, place: Environment) -> None:
+    def __init__(
+        self, directory: Path, attempt: int, plan: Plan, place: Environment, node: str
+    ) -> None:
         super().__init__(signal.Signals[plan.stack_signal])
         self._dir = directory
         self._plan = plan
@@ -67,7 +71,7 @@ class Agent(RankMonitor):
             rank=place.rank,
             attempt=attempt,
             host=socket.gethostname(),
-            node=os.environ.get("SLURMD_NODENAME", ""),
+            node=node,
         )
         self._signals: list[int] = []
         self._is_dismissed = False
@@ -324,14 +328,20 @@ def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformEr
 def main() -> int:
     """Be the agent that the command line and the environment describe."""
     directory, attempt = Path(sys.argv[1]), int(sys.argv[2])
-    place = detect({name: value for name, value in os.environ.items() if name not in _OF_OTHERS})
+    if sys.argv[3:]:
+        told = json.loads(sys.argv[3])
+        node = told.pop("name")
+        place = Environment(kind="unisono", **told)
+    else:
+        node = os.environ.get("SLURMD_NODENAME", "")
+        place = detect({n: value for n, value in os.environ.items() if n not in _OF_OTHERS})
     try:
         job_files.check_ours(directory)
         plan = Plan.read(directory)
         plan.check_versions()
     except PlatformError as error:
         return _refuse(directory, attempt, place, error)
-    return Agent(directory, attempt, plan, place).run()
+    return Agent(directory, attempt, plan, place, node).run()
 
 
 if __name__ == "__main__":

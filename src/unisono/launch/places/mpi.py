@@ -7,30 +7,21 @@ run, so their fates, logs and deadlines are those of local ranks.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
-from unisono.errors import JobCancelled, PlatformError
-from unisono.launch import job_files
-from unisono.launch.console import STDIN_VARIABLE, Console, stdin_rank
-from unisono.launch.logs import LogFollower
-from unisono.launch.places import mailbox as files
-from unisono.launch.places.local import write_payload
-from unisono.launch.places.mailbox import Plan
-from unisono.launch.places.remote import RemoteSupervisor, own_failure, read_error, read_outcome
+from unisono.errors import PlatformError
+from unisono.launch.places.by_program import How, run_by_program
 from unisono.launch.platform import Platform
 from unisono.launch.pool.cleanup import unused_memory
 from unisono.launch.pool.monitor import Outcome
-from unisono.launch.pool.rank import Job
-from unisono.launch.stopping import announce, first_told_to
+from unisono.launch.pool.protocol import Job
 
 _VERSION_S = 30.0
 _OTHER = "MPIEXEC=/path/of/another/mpiexec, or unset MPIEXEC to have it looked for"
@@ -47,74 +38,26 @@ _FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "
 """Starts of names of variables that Open MPI has to be told to take to other hosts."""
 
 
-def run_mpi(
-    job: Job,
-    *,
-    console: Console,
-    job_dir: Path,
-    timeout_s: float | None,
-    attempt: int = 0,
-    on_start: Callable[[RemoteSupervisor], None] | None = None,
-) -> Outcome:
-    """Run `job` on ranks that `mpiexec` starts; return what they returned, or raise.
+def run_mpi(job: Job, **how: Unpack[How]) -> Outcome:
+    """Run `job` on ranks that `mpiexec` starts; see `run_by_program`.
 
-    Whatever happens, neither `mpiexec` nor a rank is left when this returns. `on_start` is given
-    the watch over the ranks before they are started.
+    Neither `mpiexec` nor memory of MPI is left when this returns.
     """
     platform = job.platform
-    size = platform.world_size
-    if stdin_rank(job.setting.environment, size) is not None:
-        raise PlatformError.because(
-            f'{STDIN_VARIABLE} with on="mpi"',
-            "ranks under mpiexec, which have no terminal",
-            None,
-            'on="cpu", where one rank can have it, or on="inline"',
-        )
     environment = clean_environment(job.setting.environment)
-    me = os.getpid()
-    plan = Plan.of(
-        platform,
-        run_id=secrets.token_hex(8),
-        timeout_s=timeout_s,
-        max_restarts=0,
-        launcher=(socket.gethostname(), me, job_files.process_start(me) or 0),
-    )
-    job_files.update_state(job_dir, {"plan": plan.as_json()})
-    write_payload(job, job_dir / files.PAYLOAD)
-    words = [sys.executable, "-m", "unisono.launch.places.agent", str(job_dir), str(attempt)]
-    follower = LogFollower(job_dir, console, range(size), tail=0)
-    supervisor = RemoteSupervisor(
-        job_dir,
-        plan,
-        attempt,
-        [*command(find_mpiexec(platform), platform, environment), *words],
-        env=environment,
-        on_tick=follower.look,
-    )
-    if on_start is not None:
-        on_start(supervisor)
+    agent = [sys.executable, "-m", "unisono.launch.places.agent"]
     segments = _segments()
-
-    def interrupt() -> None:
-        if console.shows_any:
-            announce(platform.interrupt_s)
-        supervisor.interrupt()
-
     try:
-        with first_told_to(lambda: supervisor.ask(interrupt)):
-            ending = supervisor.run()
+        return run_by_program(
+            job,
+            [*command(find_mpiexec(platform), platform, environment), *agent],
+            environment=environment,
+            **how,
+        )
     finally:
-        follower.close()
         for segment in unused_memory(_segments() - segments):
             with suppress(OSError):
                 segment.unlink()
-    if supervisor.is_interrupted:
-        raise KeyboardInterrupt from own_failure(job_dir, size, attempt)
-    if ending.state == "cancelled":
-        raise JobCancelled(f"the run in {job_dir} was cancelled")
-    if ending.state not in ("done", "requeued"):
-        raise read_error(job_dir, size, ending)
-    return read_outcome(job_dir, size, ending)
 
 
 def _segments() -> set[Path]:

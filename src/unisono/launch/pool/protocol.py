@@ -15,8 +15,10 @@ import signal
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.launch.pool.payload import ROOM, Parcel
@@ -83,6 +85,20 @@ class Message:
     """What a rank says."""
 
 
+def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
+    """Have ranks that read the payload in `path` look for modules in these directories."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        end = int.from_bytes(os.pread(fd, 8, 0), "little")
+        length = int.from_bytes(os.pread(fd, 8, end), "little")
+        body = os.pread(fd, os.fstat(fd).st_size, end + 8 + length)
+        packed = b"\0".join(map(os.fsencode, search_path))
+        os.pwrite(fd, len(packed).to_bytes(8, "little") + packed + body, end)
+        os.ftruncate(fd, end + 8 + len(packed) + len(body))
+    finally:
+        os.close(fd)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hello(Message):
     """The rank runs, and answers the stack signal from now on."""
@@ -132,6 +148,8 @@ class Failed(Message):
     """Innermost line of the user's code, as `file.py:12 in step`."""
     is_mismatch: bool = False
     """Whether it says that ranks make different calls: each of them is one half of the reason."""
+    lost: str = ""
+    """What to try, where the rank is gone and who looked after it says so in its stead."""
 
 
 @dataclass(frozen=True, kw_only=True)

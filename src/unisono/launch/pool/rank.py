@@ -32,7 +32,6 @@ from unisono.errors import CollectiveMismatch, Requeue
 from unisono.launch import console, stopping
 from unisono.launch.context import Here, enter_world
 from unisono.launch.job_files import process_start, write_private
-from unisono.launch.platform import Device
 from unisono.launch.pool.payload import dump_exception, dump_value
 from unisono.launch.pool.protocol import (
     Address,
@@ -324,7 +323,7 @@ def _meet(
     asked = platform.master_addr, platform.master_port or 0
     if platform.ipc_protocol == "file":
         return dist.FileStore(str(job_dir / f"store-{attempt}"), environment.size), None
-    if platform.kind in (Device.SLURM, Device.MPI):  # no launcher to pass an address on
+    if not platform.kind.is_here:  # no launcher to pass an address on
         path = job_dir / f"rendezvous-{attempt}.json"
         return meet(environment, path, nonce=nonce, timeout_s=timeout_s, asked=asked)
     if environment.rank == 0:

@@ -60,6 +60,7 @@ def rank_variables(place: Environment, run_id: str, job_dir: Path, attempt: int)
         "LOCAL_RANK": str(place.local_rank),
         "LOCAL_WORLD_SIZE": str(place.local_size),
         "NODE_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.nodes),
         "UNISONO_RUN_ID": run_id,
         "UNISONO_JOB_DIR": str(job_dir),
         "UNISONO_RESTART": str(attempt),

@@ -194,6 +194,8 @@ def _headline(fate: Fate, size: int) -> str:
     who = f"rank {fate.rank} of {size} on {fate.host}"
     if fate.failed is None:
         return f"{who} {ending(fate.exit_code)}"
+    if fate.failed.lost:
+        return f"{who} {fate.failed.summary}"
     if fate.failed.exit_code is not None:
         return f"{who} exited before returning, with code {fate.failed.exit_code}"
     return f"{who} raised {fate.failed.summary}"
@@ -265,6 +267,8 @@ def _hint(fate: Fate, job_dir: str | None) -> str:
             "different numbers of batches? drop_last=True, a DistributedSampler, or model.join(); "
             f"UNISONO_CHECK=1 compares every call{at}"
         )
+    if fate.failed is not None and fate.failed.lost:
+        return f"{fate.failed.lost}{at}"
     if fate.failed is not None and _TWICE in fate.failed.traceback:
         return f"the ranks have joined their world already: {_ONCE}{at}"
     if fate.failed is not None and _NEVER in fate.failed.traceback:

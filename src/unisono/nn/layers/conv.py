@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from unisono.nn.layers.conv_space import (
     space_plan,
 )
 from unisono.nn.module import Module
-from unisono.nn.parameters import Holding, Weights, check_weights, nothing
+from unisono.nn.parameters import Holding, Weights, check_weights, nothing, part
 from unisono.nn.planned import collect_products, index_in, is_plain
 from unisono.nn.state import HoldingModule
 from unisono.operators.halo import HaloExchange, HaloOnGroup
@@ -42,158 +42,11 @@ from unisono.topology.decompose import Interval, block
 from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo import Box, HaloPlan, Message, Piece
 
-__all__ = [
-    "DistributedChannelConv1d",
-    "DistributedChannelConv2d",
-    "DistributedChannelConv3d",
-    "DistributedConv1d",
-    "DistributedConv2d",
-    "DistributedConv3d",
-    "DistributedFeatureConv1d",
-    "DistributedFeatureConv2d",
-    "DistributedFeatureConv3d",
-    "DistributedGeneralConv1d",
-    "DistributedGeneralConv2d",
-    "DistributedGeneralConv3d",
-]
-
-P = TypeVar("P")
-
-
-class ConvBase(HoldingModule[P]):
-    """A convolution of a tensor `(N, C, ...)` that is split over ranks."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    dims: ClassVar[int]
-    P_x: Partition
-
-    def _settle(
-        self, in_channels: int, out_channels: int, kernel_size: Size, stride: Size,
-        padding: Size | str, padding_mode: str, dilation: Size, groups: int, bias: bool,
-        overlap: Overlap, weights: Weights,
-    ) -> None:  # fmt: skip
-        """Take the arguments that all convolutions have."""
-        name = type(self).__name__
-        self.settings: ConvSettings = conv_settings(
-            name, self.dims, in_channels, out_channels, kernel_size, stride, padding,
-            padding_mode, dilation, groups,
-        )  # fmt: skip
-        if overlap not in ("auto", True, False):
-            raise PartitionError(f'{name}(overlap={overlap!r})\n  HINT: "auto", True or False')
-        s = self.settings
-        self.in_channels, self.out_channels, self.groups = s.in_channels, s.out_channels, s.groups
-        self.kernel_size, self.stride, self.dilation = s.kernel_size, s.stride, s.dilation
-        self.padding_mode = s.padding_mode
-        self.padding = padding if isinstance(padding, str) else _as_torch(s.padding)
-        """As torch has it: a word, or one int a dim; pairs if the two sides of a dim differ."""
-        self.overlap: Overlap = overlap
-        self.weights: Weights = check_weights(weights)
-        self.use_bias = bias
-
-    def _halo_at(self, cuts: Cuts, index: Sequence[int]) -> HaloPlan:
-        s = self.settings
-        return halo.plan(
-            cuts, index, s.kernel_size, s.stride, s.padding, s.dilation, s.padding_mode
-        )
-
-    def _cuts(self, tables: Sequence[Table]) -> Cuts:
-        """Return the cuts of the input, one dtype and the right number of channels given."""
-        (table,) = tables
-        table.dtype(self.P_x)
-        cuts = table.cuts(self.P_x)
-        check_channels(type(self).__name__, self.in_channels, cuts)
-        return cuts
-
-    def _space_plan(self, cuts: Cuts) -> SpacePlan:
-        plan = self._halo_at(cuts, index_in(self.P_x))
-        exchange = HaloOnGroup(self.P_x.root, plan, self.P_x.ranks, 0.0)
-        return space_plan(self.settings, exchange, self.overlap)
-
-    def _in_space(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
-        """Return the own share of a convolution that is split in space alone."""
-        if is_plain(x):
-            return ConvInSpace.apply(self._tied(x, least=INPUTS), weight, bias, plan)
-        window = self._window(x, least=INPUTS)
-        shape = plan.output_shape(weight)
-        if 0 in shape:
-            return empty_output(window, weight, bias, shape)
-        return self.settings.convolved(window, weight, bias)
-
 
 def _as_torch(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...] | tuple[tuple[int, int], ...]:
     if any(left != right for left, right in pairs):
         return tuple(pairs)
     return tuple(left for left, _right in pairs)
-
-
-class _FeatureConv(ConvBase[SpacePlan]):
-    """A convolution whose input and output are split in batch and space, not in channels."""
-
-    def __init__(
-        self,
-        P_x: Partition,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size | str = 0,
-        padding_mode: str = "zeros",
-        dilation: Size = 1,
-        groups: int = 1,
-        bias: bool = True,
-        overlap: Overlap = "auto",
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        weights: Weights = "replicated",
-    ) -> None:
-        super().__init__()
-        check_space(type(self).__name__, P_x, self.dims)
-        self.P_x = P_x
-        self._settle(
-            in_channels, out_channels, kernel_size, stride, padding, padding_mode, dilation,
-            groups, bias, overlap, weights,
-        )  # fmt: skip
-        shape = self._shape = self.settings.weight_shape
-        self._draw_whole(P_x, shape, shape[:1] if bias else None, dtype=dtype, device=device)
-
-    def _users(self, name: str) -> Partition | None:  # noqa: ARG002
-        return self.P_x if self.P_x.active else None
-
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.settings, self.use_bias, self.weights)
-
-    def _make_plan(self, tables: Sequence[Table]) -> SpacePlan:
-        return self._space_plan(self._cuts(tables))
-
-    def _halo(self) -> HaloOnGroup | None:
-        return self._on_ranks(self._plan.exchange.halo, self.P_x.ranks)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's balanced share of the convolution."""
-        if not self._takes_part:
-            return self._outside(input)
-        weight, *bias = self._used(("weight", "bias"), (self._shape, self._shape[:1]))
-        return self._in_space(input, weight, bias[0] if bias else None, self._plan)
-
-
-class DistributedFeatureConv1d(_FeatureConv):
-    """`torch.nn.Conv1d` of a tensor `(N, C, L)` split in N and L."""
-
-    dims = 1
-
-
-class DistributedFeatureConv2d(_FeatureConv):
-    """`torch.nn.Conv2d` of a tensor `(N, C, H, W)` split in N, H and W."""
-
-    dims = 2
-
-
-class DistributedFeatureConv3d(_FeatureConv):
-    """`torch.nn.Conv3d` of a tensor `(N, C, D, H, W)` split in N, D, H and W."""
-
-    dims = 3
 
 
 @dataclass(frozen=True)
@@ -319,20 +172,13 @@ def fetch_plan(
                 sends.append(Message(reader, (piece,)))
             else:
                 recvs.append(Message(owner, (piece,)))
-    dims = settings.dims + 2
     return HaloPlan(
         rank=me,
-        index=(0,) * dims,
         own=tuple((0, n) for n in own_shape),
-        needed=(),
         window_shape=own_window,
-        output_shape=(),
-        output_start=(),
-        segments=((),) * len(own_window),
         local=local,
         sends=tuple(sorted(sends, key=lambda m: m.peer)),
         recvs=tuple(sorted(recvs, key=lambda m: m.peer)),
-        interior=((0, 0),) * dims,
     )
 
 
@@ -352,8 +198,8 @@ def _channel_piece(owner: int, shape: Sequence[int], channels: Interval, at: int
 class _GeneralPlan:
     """What one rank does: fill a window, pass it on, convolve, add up."""
 
-    window: HaloPlan | None
-    """On a rank of `P_x`."""
+    halo: HaloPlan | None
+    """Of the window, on a rank of `P_x`."""
     to_weights: FanPlan | None
     """Windows from `P_x` to `P_w`; None where channels of groups are fetched instead."""
     fetch: HaloPlan | None
@@ -364,8 +210,12 @@ class _GeneralPlan:
     """Shape of the local convolution on a rank of `P_w`."""
 
 
-class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
+class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
     """Where only space and batch are split, its plan is that of the spatial convolution."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    dims: ClassVar[int]
 
     def __init__(
         self,
@@ -388,15 +238,25 @@ class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
         weights: Weights = "replicated",
     ) -> None:
         super().__init__()
-        self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
-        self._settle(
-            in_channels, out_channels, kernel_size, stride, padding, padding_mode, dilation,
-            groups, bias, overlap, weights,
+        name = type(self).__name__
+        s = self.settings = conv_settings(
+            name, self.dims, in_channels, out_channels, kernel_size, stride, padding,
+            padding_mode, dilation, groups,
         )  # fmt: skip
-        self._grid = weight_grid(type(self).__name__, self.dims, P_x, P_y, P_w, groups)
-        self._is_spatial = (
-            P_x.ranks == P_y.ranks == P_w.ranks and self._grid.shape[1] == P_x.shape[1] == 1
-        )
+        if overlap not in ("auto", True, False):
+            raise PartitionError(f'{name}(overlap={overlap!r})\n  HINT: "auto", True or False')
+        self.in_channels, self.out_channels, self.groups = s.in_channels, s.out_channels, s.groups
+        self.kernel_size, self.stride, self.dilation = s.kernel_size, s.stride, s.dilation
+        self.padding_mode = s.padding_mode
+        self.padding = padding if isinstance(padding, str) else _as_torch(s.padding)
+        """As torch has it: a word, or one int a dim; pairs if the two sides of a dim differ."""
+        self.overlap: Overlap = overlap
+        self.weights: Weights = check_weights(weights)
+        self.use_bias = bias
+        self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
+        self._grid = weight_grid(name, self.dims, P_x, P_y, P_w, groups)
+        is_uncut = self._grid.shape[1] == self._grid.shape[2] == P_x.shape[1] == 1
+        self._is_spatial = P_x.ranks == P_y.ranks == P_w.ranks and is_uncut
         self._index: tuple[int, ...] | None = None
         """Own place in the grid: batch, output channels, input channels, space."""
         if P_w.active:
@@ -405,21 +265,38 @@ class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
             None if self._index is None else channels_at(self.settings, self._grid, self._index)
         )
         weight, own_bias = self._own_blocks()
-        self.stores_bias = own_bias is not None and 0 not in own_bias.shape
-        self.receives_bias = bias and self._index is not None and self._index[2] == 0
-        self._draw(self._control(), weight, own_bias, dtype=dtype, device=device)
+        self._names = ("weight", "bias") if self.receives_bias else ("weight",)
+        everywhere = is_uncut and weights == "replicated" and P_w.size == P_w.root.size
+        self._draw(
+            self._control(), weight, own_bias, replicated=everywhere, dtype=dtype, device=device
+        )
+
+    @property
+    def stores_bias(self) -> bool:
+        """Whether the bias is stored on this rank."""
+        return "bias" in self._holdings and 0 not in self._holdings["bias"].shape
+
+    @property
+    def receives_bias(self) -> bool:
+        """Whether this rank computes with the bias."""
+        return self.use_bias and self._index is not None and self._index[2] == 0
+
+    def _describe(self) -> tuple[object, ...]:
+        # Messages are the same either way: each rank may choose for itself.
+        return tuple(pair for pair in super()._describe() if pair != ("overlap", self.overlap))
 
     def _own_blocks(self) -> tuple[Holding, Holding | None]:
         """Return which blocks of weight and bias this rank holds."""
         shape, index = self.settings.weight_shape, self._index
         own, own_bias = nothing(shape), nothing(shape[:1])
         if index is not None and self._channels is not None:
-            (c0, c1), (k0, k1) = self._channels.outs, self._channels.depth
-            self._shape = (c1 - c0, k1 - k0, *self.settings.kernel_size)
+            outs = self._channels.outs
+            used = part(shape, {0: outs, 1: self._channels.depth})
+            self._shapes = used.shape, used.shape[:1]
             if self.weights == "replicated" or not any((index[0], *index[3:])):
-                own = Holding(shape, (c0, k0, *(0,) * self.dims), self._shape)
+                own = used
                 if index[2] == 0:
-                    own_bias = Holding(shape[:1], (c0,), (c1 - c0,))
+                    own_bias = part(shape[:1], {0: outs})
         return own, own_bias if self.use_bias else None
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
@@ -428,16 +305,16 @@ class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
         axes = (0, *range(3, self._grid.dim))
         return self._grid.sub(axes, rank=self._grid.ranks.index(self.P_w.root.rank))
 
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.P_y, self.P_w, self.settings, self.use_bias, self.weights)
-
     def _make_plan(self, tables: Sequence[Table]) -> _GeneralPlan | SpacePlan:
-        cuts = self._cuts(tables)
-        if self._is_spatial:
-            return self._space_plan(cuts)
         (table,) = tables
         dtype = table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        check_channels(type(self).__name__, self.in_channels, cuts)
         root = self.P_x.root
+        if self._is_spatial:
+            window = self._halo_at(cuts, index_in(self.P_x))
+            exchange = HaloOnGroup(root, window, self.P_x.ranks, 0.0)
+            return space_plan(self.settings, exchange, self.overlap)
         batch, outs, _ins, *space = self._grid.shape
         few_x = self.P_x.reshape((batch, 1, self.P_x.shape[1], *space))
         few_y = self.P_y.reshape((batch, outs, 1, *space))
@@ -468,6 +345,12 @@ class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
             windows.get(root.rank), to_weights, fetch, to_outputs, partials.get(root.rank, (0,))
         )
 
+    def _halo_at(self, cuts: Cuts, index: Sequence[int]) -> HaloPlan:
+        s = self.settings
+        return halo.plan(
+            cuts, index, s.kernel_size, s.stride, s.padding, s.dilation, s.padding_mode
+        )
+
     def _partial_shape(self, windows: dict[int, HaloPlan], place: int) -> tuple[int, ...]:
         index = self._grid.index_of(place)
         source = self.P_x.rank_at((index[0], 0, *index[3:]))
@@ -475,23 +358,14 @@ class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
         c0, c1 = channels_at(self.settings, self._grid, index).outs
         return (share[0], c1 - c0, *share[2:])
 
-    def _halo(self) -> HaloOnGroup | None:
-        plan = self._plan
-        window = plan.exchange.halo if isinstance(plan, SpacePlan) else plan.window
-        return None if window is None else self._on_ranks(window, self.P_x.ranks)
-
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        names = ("weight", "bias") if self.receives_bias else ("weight",)
-        weight, *bias = self._used(names, (self._shape, self._shape[:1]))
-        return weight, bias[0] if bias else None
-
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the convolution on `P_y`."""
         if not self._takes_part:
             return self._outside(input)
         plan = self._plan
         if isinstance(plan, SpacePlan):
-            return self._in_space(input, *self._weight_and_bias(), plan)
+            weight, *bias = self._used(self._names, self._shapes)
+            return self._in_space(input, weight, bias[0] if bias else None, plan)
         held = self._window(input)
         if plan.to_weights is not None:
             held = spread(held, plan.to_weights)
@@ -503,9 +377,20 @@ class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
             held = self._convolved(held, plan.partial_shape, self._channels)
         return collect_products(held, plan.to_outputs)
 
+    def _in_space(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
+        """Return the own share of a convolution that is split in space alone."""
+        if is_plain(x):
+            return ConvInSpace.apply(self._tied(x, least=INPUTS), weight, bias, plan)
+        window = self._window(x, least=INPUTS)
+        shape = plan.output_shape(weight)
+        if 0 in shape:
+            return empty_output(window, weight, bias, shape)
+        return self.settings.convolved(window, weight, bias)
+
     def _convolved(self, window: Tensor, shape: tuple[int, ...], own: Channels) -> Tensor:
         """Convolve with the own weight block; groups that a rank border cuts, one by one."""
-        weight, bias = self._weight_and_bias()
+        weight, *held = self._used(self._names, self._shapes)
+        bias = held[0] if held else None
         if 0 in shape or 0 in weight.shape:
             y = empty_output(window, weight, bias, shape)
             return y if bias is None else y + bias.reshape(1, -1, *(1,) * self.dims)
@@ -518,6 +403,54 @@ class _GeneralConv(ConvBase[_GeneralPlan | SpacePlan]):
             shift = None if bias is None else bias[rows]
             parts.append(self.settings.convolved(part, weight[rows], shift, groups=run.groups))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+class _FeatureConv(_GeneralConv):
+    """A convolution whose input and output are split in batch and space, not in channels."""
+
+    def __init__(
+        self,
+        P_x: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        padding_mode: str = "zeros",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        overlap: Overlap = "auto",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "replicated",
+    ) -> None:
+        check_space(type(self).__name__, P_x, self.dims)
+        batch, channels, *space = P_x.shape
+        super().__init__(
+            P_x, P_x, P_x.reshape((batch, channels, channels, *space)), in_channels, out_channels,
+            kernel_size, stride, padding, padding_mode, dilation, groups, bias, overlap,
+            device=device, dtype=dtype, weights=weights,
+        )  # fmt: skip
+
+
+class DistributedFeatureConv1d(_FeatureConv):
+    """`torch.nn.Conv1d` of a tensor `(N, C, L)` split in N and L."""
+
+    dims = 1
+
+
+class DistributedFeatureConv2d(_FeatureConv):
+    """`torch.nn.Conv2d` of a tensor `(N, C, H, W)` split in N, H and W."""
+
+    dims = 2
+
+
+class DistributedFeatureConv3d(_FeatureConv):
+    """`torch.nn.Conv3d` of a tensor `(N, C, D, H, W)` split in N, D, H and W."""
+
+    dims = 3
 
 
 class DistributedGeneralConv1d(_GeneralConv):

@@ -9,7 +9,7 @@ rank goes is its own affair: messages and graph are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Literal, cast
@@ -35,7 +35,7 @@ from unisono.operators.halo import (
 )
 from unisono.topology import Partition
 from unisono.topology.cover import Cover, Patch, cover
-from unisono.topology.halo import Box
+from unisono.topology.halo import Box, HaloPlan
 from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
 
 Overlap = Literal["auto"] | bool
@@ -178,6 +178,11 @@ class SpacePlan:
     padding: tuple[int, ...] | None = None
     """Zeros that the window does not hold, on both sides of each dim; None: it holds them all."""
 
+    @property
+    def halo(self) -> HaloPlan:
+        """How the window is filled."""
+        return self.exchange.halo
+
     def output_shape(self, weight: Tensor) -> tuple[int, ...]:
         """Return the shape of the own share."""
         batch, _, *space = self.exchange.halo.output_shape
@@ -192,12 +197,11 @@ def space_plan(settings: ConvSettings, exchange: HaloOnGroup, overlap: Overlap) 
     few small convolutions more.
     """
     s, halo = settings, exchange.halo
-    found = cover(halo, s.kernel_size, s.stride, s.dilation, s.padding)
-    if found is not None and overlap == "auto":
+    found = cover(halo, s.kernel_size, s.stride, s.dilation, s.padding) if overlap else None
+    if found is not None and found.patches and overlap == "auto":
         taps = math.prod(s.kernel_size) * s.out_channels // s.groups
         is_large = math.prod(halo.output_shape) * taps >= LEAST_WORK
-        pays = not found.patches or (is_large and found.patched_share <= MOST_PATCHED)
-        overlap = found.is_whole and pays
+        overlap = is_large and found.patched_share <= MOST_PATCHED
     return SpacePlan(settings, exchange, found if overlap else None)
 
 
@@ -225,8 +229,7 @@ class ConvInSpace(torch.autograd.Function):
             return *_composed(plan, grads[0], (x, weight, bias), received), None
         wanted = ctx.needs_input_grad[:3]
         if plan.cover is not None:
-            found = _found(plan, received)
-            return *_by_patches(plan, plan.cover, grads[0], x, weight, found, wanted), None
+            return *_by_patches(plan, plan.cover, grads[0], x, weight, received, wanted), None
         window = _whole_window(plan, x, received)
         return *_by_window(plan, grads[0], window, weight, wanted), None
 
@@ -247,10 +250,13 @@ def _convolved(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the own share, and what has arrived from other ranks for it."""
     if plan.cover is not None:
+        view, padding = x[_in_space(plan.cover.view)], plan.cover.padding
         pending = start_exchange(x, plan.exchange)
-        main = _main_pass(plan.settings, plan.cover, x, weight, bias)
+        y = plan.settings.convolved(view, weight, bias, padding=padding)
         received = pending.wait()
-        return _patched(plan, plan.cover, x, weight, bias, main, received), received
+        for patch, window in _patches(plan, plan.cover, received):
+            y[_in_space(patch.output)] += plan.settings.convolved(window, weight, None)
+        return y, received
     received = start_exchange(x, plan.exchange).wait()
     if 0 in plan.exchange.halo.output_shape:
         return x.new_empty(plan.output_shape(weight)), received
@@ -265,38 +271,16 @@ def _whole_window(plan: SpacePlan, x: Tensor, received: dict[int, Tensor]) -> Te
     return filled(x, plan.exchange, received)
 
 
-def _main_pass(
-    settings: ConvSettings, cover: Cover, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor | None:
-    """Return the convolution of what needs no other rank."""
-    if not cover.has_main:
-        return None
-    return settings.convolved(x[_in_space(cover.view)], weight, bias, padding=cover.padding)
-
-
-def _patched(
-    plan: SpacePlan,
-    cover: Cover,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    main: Tensor | None,
-    received: dict[int, Tensor],
-) -> Tensor:
-    """Return the main pass with what the patches add to it."""
-    if cover.is_whole and main is not None:
-        y = main
-    else:
-        y = x.new_empty(plan.output_shape(weight))
-        if main is not None:
-            y[_in_space(cover.output)] = main
-    found = _found(plan, received)
-    for patch in cover.patches:
-        window = _window(patch, x, found)
-        part = plan.settings.convolved(window, weight, None if cover.is_whole else bias)
-        target = y[_in_space(patch.output)]
-        _ = target.add_(part) if cover.is_whole else target.copy_(part)
-    return y
+def _patches(
+    plan: SpacePlan, cover: Cover, received: dict[int, Tensor]
+) -> Iterator[tuple[Patch, Tensor]]:
+    """Yield each patch with its window: a piece that has arrived, and zeros around it."""
+    messages = arrived(plan.exchange, received, plan.exchange.halo.recvs)
+    pieces = [values for _, parts in messages for values in parts]
+    for patch, values in zip(cover.patches, pieces, strict=True):
+        window = values.new_zeros(patch.window_shape)
+        place(window, patch.piece, values)
+        yield patch, window
 
 
 def _by_window(
@@ -322,46 +306,41 @@ def _by_patches(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
-    found: Sequence[Sequence[Tensor]],
+    received: dict[int, Tensor],
     wanted: Sequence[bool],
 ) -> Gradients:
     """Return the gradients; those of other ranks' points travel while the own are computed."""
     settings, exchange = plan.settings, plan.exchange
     needs_x, needs_w, needs_b = wanted
-    home = [[torch.zeros_like(part) for part in parts] for parts in found] if needs_x else []
-    kept: list[tuple[Box, Tensor]] = []
-    dx: Tensor | None = None
-    dw: Tensor | None = None
-    db: Tensor | None = None
-    for patch in cover.patches:
-        mask = (needs_x, needs_w, needs_b and not cover.is_whole)
-        window = _window(patch, x, found)
-        g, w, b = settings.gradients(dy[_in_space(patch.output)], window, weight, mask)
-        dw, db = _plus(dw, w), _plus(db, b)
+    home: list[Tensor] = []
+    parts: list[Tensor] = []
+    for patch, window in _patches(plan, cover, received):
+        part = dy[_in_space(patch.output)]
+        g, w, _ = settings.gradients(part, window, weight, (needs_x, needs_w, False))
         if g is not None:
-            kept += [(piece.source, gathered(g, piece)) for piece in patch.local]
-            for came in patch.received:
-                target = home[came.message][came.number]
-                target[came.piece.source_slices] += gathered(g, came.piece)
+            home.append(gathered(g, patch.piece).reshape(-1))
+        if w is not None:
+            parts.append(w)
     pending: Pending[dict[int, Tensor]] | None = None
     if needs_x:
-        packed = [torch.cat([part.reshape(-1) for part in parts]) for parts in home]
-        sends = list(zip(exchange.halo.recvs, packed, strict=True))
+        each = iter(home)
+        sends = [(m, torch.cat([next(each) for _ in m.pieces])) for m in exchange.halo.recvs]
         pending = post(exchange, sends, exchange.halo.sends, x.dtype)
-    if cover.has_main:
-        mask = (needs_x, needs_w, needs_b)
-        part = dy if cover.is_whole else dy[_in_space(cover.output)]
-        view = x[_in_space(cover.view)]
-        dx, w, b = settings.gradients(part, view, weight, mask, cover.padding)
-        dw, db = _plus(w, dw), _plus(b, db)
-    if needs_x:
-        dx = _on_block(dx, cover, x)
-        for box, values in kept:
-            dx[_slices(box)] += values
-        came = {} if pending is None else pending.wait()
-        for message, parts in arrived(exchange, came, exchange.halo.sends):
-            for piece, values in zip(message.pieces, parts, strict=True):
-                dx[piece.source_slices] += values
+    inside = _in_space(cover.view)
+    mask = (needs_x, needs_w, needs_b)
+    dx, dw, db = settings.gradients(dy, x[inside], weight, mask, cover.padding)
+    if dw is not None:
+        for w in parts:
+            dw += w
+    if dx is None or pending is None:
+        return None, dw, db
+    if dx.shape != x.shape:
+        whole = torch.zeros_like(x)
+        whole[inside] = dx
+        dx = whole
+    for message, values in arrived(exchange, pending.wait(), exchange.halo.sends):
+        for piece, part in zip(message.pieces, values, strict=True):
+            dx[piece.source_slices] += part
     return dx, dw, db
 
 
@@ -405,40 +384,5 @@ def empty_output(
     return tie.expand(shape)
 
 
-def _found(plan: SpacePlan, received: dict[int, Tensor]) -> list[list[Tensor]]:
-    """Return what has arrived: the pieces of each message."""
-    halo = plan.exchange.halo
-    return [parts for _, parts in arrived(plan.exchange, received, halo.recvs)]
-
-
-def _window(patch: Patch, x: Tensor, found: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the window of a patch: own points and what has arrived, zeros elsewhere."""
-    window = x.new_zeros(patch.window_shape)
-    for piece in patch.local:
-        place(window, piece, x[piece.source_slices])
-    for came in patch.received:
-        values = found[came.message][came.number]
-        place(window, came.piece, values[came.piece.source_slices])
-    return window
-
-
-def _on_block(dx: Tensor | None, cover: Cover, x: Tensor) -> Tensor:
-    """Return the gradient of the main pass on the whole own block."""
-    if dx is not None and dx.shape == x.shape:
-        return dx
-    whole = torch.zeros_like(x)
-    if dx is not None:
-        whole[_in_space(cover.view)] = dx
-    return whole
-
-
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a.add_(b)
-
-
 def _in_space(box: Box) -> tuple[slice, ...]:
-    return (slice(None), slice(None), *_slices(box))
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
+    return (slice(None), slice(None), *(slice(start, stop) for start, stop in box))

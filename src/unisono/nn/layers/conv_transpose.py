@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,25 +15,18 @@ from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.layers.conv_space import Size, check_channels, check_space, empty_output
 from unisono.nn.parameters import Weights, check_weights
-from unisono.nn.planned import block_windows, index_in
+from unisono.nn.planned import index_in
 from unisono.nn.state import HoldingModule
-from unisono.operators.halo import HaloOnGroup
-from unisono.topology import Partition, halo
+from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts
-from unisono.topology.halo import HaloPlan
+from unisono.topology.halo import Axis, HaloPlan, plan_windows
 from unisono.topology.window import (
-    Segment,
+    copied,
     per_dim,
     transposed_cover,
     transposed_length,
     transposed_window,
 )
-
-__all__ = [
-    "DistributedFeatureConvTranspose1d",
-    "DistributedFeatureConvTranspose2d",
-    "DistributedFeatureConvTranspose3d",
-]
 
 _KERNELS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -94,35 +88,25 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
         return self.P_x if self.P_x.active else None
 
-    def _describe(self) -> tuple[object, ...]:
-        sizes = (self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation)
-        counts = (self.in_channels, self.out_channels, self.groups, self.use_bias, self.weights)
-        return (self.P_x, *sizes, *counts)
-
     def _make_plan(self, tables: Sequence[Table]) -> _TransposePlan:
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
         index = index_in(self.P_x)
         check_channels(type(self).__name__, self.in_channels, cuts)
-        windows = [block_windows(split_cuts(cuts[dim][-1], self.P_x.shape[dim])) for dim in (0, 1)]
-        shares = [block(cuts[dim][-1], self.P_x.shape[dim], index[dim]) for dim in (0, 1)]
+        axes = [Axis(split_cuts(cuts[d][-1], self.P_x.shape[d]), copied) for d in (0, 1)]
         crops: list[tuple[int, int]] = []
         for i in range(self.dims):
             x, parts = cuts[i + 2][-1], self.P_x.shape[i + 2]
             k, s, p, d = self.kernel_size[i], self.stride[i], self.padding[i], self.dilation[i]
             y = transposed_length(x, k, s, p, d, self.output_padding[i])
-            windows.append(_transposed_windows(y, parts, (x, k, s, p, d)))
+            reads = partial(transposed_window, x=x, k=k, s=s, p=p, d=d)
+            axes.append(Axis(split_cuts(y, parts), reads))
             y0, y1 = block(y, parts, index[i + 2])
-            shares.append((y0, y1))
-            needed = windows[-1](index[i + 2])
-            span = needed[0].source if needed else (0, 0)
-            c0, c1 = transposed_cover(span, k, s, p, d)
+            needed = reads(y0, y1)
+            c0, c1 = transposed_cover(needed[0].source if needed else (0, 0), k, s, p, d)
             crops.append((c0 - y0, y1 - c1) if needed else (0, y1 - y0))
-        return _TransposePlan(halo.plan_windows(cuts, index, windows, shares), tuple(crops))
-
-    def _halo(self) -> HaloOnGroup | None:
-        return self._on_ranks(self._plan.halo, self.P_x.ranks)
+        return _TransposePlan(plan_windows(cuts, index, axes), tuple(crops))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the transposed convolution."""
@@ -143,13 +127,6 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
             pads = [n for crop in reversed(self._plan.crops) for n in crop]
             y = F.pad(y, pads) if any(pads) else y
         return y + bias[0].to(y.dtype).reshape(1, -1, *(1,) * self.dims) if bias else y
-
-
-def _transposed_windows(y: int, parts: int, args: tuple[int, int, int, int, int]) -> halo.WindowOf:
-    def window(i: int) -> tuple[Segment, ...]:
-        return transposed_window(*block(y, parts, i), *args)
-
-    return window
 
 
 class DistributedFeatureConvTranspose1d(_FeatureConvTranspose):

@@ -15,20 +15,18 @@ from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_choice, expect_int
 from unisono.nn.agreement import Table
 from unisono.nn.parameters import (
-    Holding,
     Weights,
     check_weights,
     held_by,
     nothing,
+    part,
     shared_generator,
 )
-from unisono.nn.planned import zero_volume
+from unisono.nn.planned import ScaledGradient, zero_volume
 from unisono.nn.state import HoldingModule
 from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 from unisono.topology.decompose import block
-
-__all__ = ["DistributedEmbedding"]
 
 
 class DistributedEmbedding(HoldingModule[None]):
@@ -99,13 +97,7 @@ class DistributedEmbedding(HoldingModule[None]):
         holding = nothing(shape)
         if P_x.active and P_x.index is not None:
             dim = 1 if split == "dim" else 0
-            start, stop = block(shape[dim], P_x.shape[-1], P_x.index[-1])
-            rows, columns = (start, stop), (0, embedding_dim)
-            if split == "dim":
-                rows, columns = (0, num_embeddings), (start, stop)
-            holding = Holding(
-                shape, (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0])
-            )
+            holding = part(shape, {dim: block(shape[dim], P_x.shape[-1], P_x.index[-1])})
         self._block = holding
         holding = held_by(self._users("weight"), self.weights, holding)
         with shared_generator(self._control()) as generator:
@@ -115,11 +107,6 @@ class DistributedEmbedding(HoldingModule[None]):
         own = table[holding.slices].clone()
         self.weight = nn.Parameter(own if device is None else own.to(device))
         self._hold("weight", holding, replicated=False)
-
-    def _describe(self) -> tuple[object, ...]:
-        flags = (self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
-        ways = (self.split, self.weights)
-        return (self.P_x, self.num_embeddings, self.embedding_dim, *flags, *ways)
 
     def _read(self, input: tuple[Any, ...]) -> Any:
         structures, gradients, problem = super()._read(input)
@@ -188,7 +175,7 @@ class DistributedEmbedding(HoldingModule[None]):
         else:
             y = F.embedding(local, weight, padding, sparse=self.sparse)
         if self.scale_grad_by_freq:
-            y = _ScaledGradient.apply(y, 1.0 / self._frequencies(input)[input].to(y).unsqueeze(-1))
+            y = ScaledGradient.apply(y, 1.0 / self._frequencies(input)[input].to(y).unsqueeze(-1))
         if self.split == "dim":
             return y
         y = torch.where(here.unsqueeze(-1), y, torch.zeros_like(y))
@@ -228,16 +215,3 @@ class DistributedEmbedding(HoldingModule[None]):
         if self.split == "dim":
             norms = self._sharing.all_reduce(norms, way)
         return norms if order == 0 or math.isinf(order) else norms.pow(1.0 / order)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, with its gradient multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.factor, None

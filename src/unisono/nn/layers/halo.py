@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -10,14 +11,11 @@ from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.layers.conv_space import Size
-from unisono.nn.planned import PlannedModule, block_windows, index_in
-from unisono.operators.halo import HaloOnGroup
+from unisono.nn.planned import PlannedModule, index_in
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import split_cuts
-from unisono.topology.halo import HaloPlan
-from unisono.topology.window import Segment, check_window, window
-
-__all__ = ["DistributedPad", "HaloExchange"]
+from unisono.topology.halo import Axis, HaloPlan
+from unisono.topology.window import check_window, copied, window
 
 _PAD_MODES = {
     "constant": "zeros",
@@ -30,8 +28,6 @@ _PAD_MODES = {
 class _Windowed(PlannedModule[HaloPlan]):
     """A layer that fills a window from the blocks under it."""
 
-    P_x: Partition
-
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
         raise TypeError(f"{type(self).__name__} has no plan for {cuts} at {index}")
 
@@ -39,9 +35,6 @@ class _Windowed(PlannedModule[HaloPlan]):
         (table,) = tables
         table.dtype(self.P_x)
         return self._plan_at(table.cuts(self.P_x), index_in(self.P_x))
-
-    def _halo(self) -> HaloOnGroup | None:
-        return self._on_ranks(self._plan, self.P_x.ranks)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the own window."""
@@ -89,10 +82,6 @@ class HaloExchange(_Windowed):
         sizes = [left + right + 1 for left, right in widths]
         return cls(P_x, sizes, 1, [(left, right) for left, right in widths], 1, padding_mode, fill)
 
-    def _describe(self) -> tuple[object, ...]:
-        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
-        return (self.P_x, *sizes, self.padding_mode, self.fill)
-
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
         return halo.plan(
             cuts, index, self.kernel_size, self.stride, self.padding, self.dilation,
@@ -135,13 +124,9 @@ class DistributedPad(_Windowed):
         self.value = value
         self.balance = balance
 
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.padding, self.mode, self.value, self.balance)
-
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
         mode = _PAD_MODES[self.mode]
-        windows: list[halo.WindowOf] = []
-        shares: list[tuple[int, int]] = []
+        axes: list[Axis] = []
         for dim, own in enumerate(cuts):
             at = 2 * (len(cuts) - 1 - dim)
             left, right = self.padding[at : at + 2] if at < len(self.padding) else (0, 0)
@@ -156,12 +141,9 @@ class DistributedPad(_Windowed):
                     "cut off less",
                 )
             after = self._cuts_after(own, left, right)
-            kept = left == right == 0
-            windows.append(
-                block_windows(after) if kept else _padded_windows(after, x, left, right, mode)
-            )
-            shares.append((after[index[dim]], after[index[dim] + 1]))
-        return halo.plan_windows(cuts, index, windows, shares, fill=self.value)
+            padded = partial(window, x=x, k=1, pl=left, pr=max(right, 0), mode=mode)
+            axes.append(Axis(after, copied if left == right == 0 else padded))
+        return halo.plan_windows(cuts, index, axes, fill=self.value)
 
     def _cuts_after(self, own: Sequence[int], left: int, right: int) -> tuple[int, ...]:
         total = own[-1] + left + right
@@ -169,12 +151,3 @@ class DistributedPad(_Windowed):
             return split_cuts(total, len(own) - 1)
         inner = (min(max(cut + left, 0), total) for cut in own[1:-1])
         return (0, *inner, total)
-
-
-def _padded_windows(
-    after: Sequence[int], x: int, left: int, right: int, mode: str
-) -> halo.WindowOf:
-    def segments(i: int) -> tuple[Segment, ...]:
-        return window(after[i], after[i + 1], x, 1, 1, left, max(right, 0), 1, mode)
-
-    return segments

@@ -1,17 +1,15 @@
 """Linear layers split over ranks: a grid of weight blocks, or one axis of ranks.
 
 `DistributedLinear` has input, weight and output on three partitions. `DistributedLinearAllGather`
-(column-parallel) and `DistributedLinearReduceScatter` (row-parallel) are the halves of a wide MLP;
-in their backward, messages travel while this rank multiplies. In shared memory, where the copying
-is ours, everything is done in turn.
+(column-parallel) and `DistributedLinearReduceScatter` (row-parallel) are the halves of a wide MLP.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,19 +21,16 @@ from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.expect import expect_int
 from unisono.nn.agreement import Cuts, Table
-from unisono.nn.parameters import Holding, Weights, check_weights, held_by, nothing, whole
+from unisono.nn.parameters import Holding, Weights, check_weights, held_by, nothing, part
 from unisono.nn.planned import balanced_in, collect_products, is_plain, recut
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.gather import BlockPlan
-from unisono.operators.halo import HaloOnGroup
 from unisono.operators.partitioned import FanPlan, fan_plan, spread
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_sizes
 from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo import HaloPlan
-
-__all__ = ["DistributedLinear", "DistributedLinearAllGather", "DistributedLinearReduceScatter"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class SubLinear:
 
 @dataclass(frozen=True)
 class _GridPlan:
-    balance: HaloPlan | None
+    halo: HaloPlan | None
     """Moves features to balanced blocks, where the input's are not; on a rank of `P_x`."""
     to_weights: FanPlan
     to_outputs: FanPlan
@@ -89,21 +84,21 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         self.use_bias = bias
         self._grid = _linear_grid(P_x, P_y, P_w)
         shape = (out_features, in_features)
-        own: Holding = nothing(shape)
-        own_bias: Holding = nothing(shape[:1])
+        own, own_bias = nothing(shape), nothing(shape[:1])
         self._shape: tuple[int, ...] | None = None
         """Of the weight block that this rank multiplies with; None outside of the grid."""
         self._adds_bias = False
         me = self._grid.root.rank
         if me in self._grid.ranks:
             index = self._grid.index_of(self._grid.ranks.index(me))
-            (c0, c1), (k0, k1) = self._blocks(index)
-            self._shape = (c1 - c0, k1 - k0)
+            outs, ins = self._blocks(index)
+            used = part(shape, {0: outs, 1: ins})
+            self._shape = used.shape
             self._adds_bias = index[2] == 0
             if weights == "replicated" or index[0] == 0:
-                own = Holding(shape, (c0, k0), self._shape)
+                own = used
                 if self._adds_bias:
-                    own_bias = Holding(shape[:1], (c0,), (c1 - c0,))
+                    own_bias = part(shape[:1], {0: outs})
         self._draw(self._control(), own, own_bias if bias else None, dtype=dtype, device=device)
 
     @property
@@ -114,10 +109,6 @@ class DistributedLinear(HoldingModule[_GridPlan]):
     def _blocks(self, index: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
         _, outs, ins = self._grid.shape
         return block(self.out_features, outs, index[1]), block(self.in_features, ins, index[2])
-
-    def _describe(self) -> tuple[object, ...]:
-        counts = (self.in_features, self.out_features, self.use_bias, self.weights)
-        return (self.P_x, self.P_y, self.P_w, *counts)
 
     def _make_plan(self, tables: Sequence[Table]) -> _GridPlan:
         (table,) = tables
@@ -168,10 +159,6 @@ class DistributedLinear(HoldingModule[_GridPlan]):
             held = F.linear(held, *self._used(names, (self._shape, self._shape[:1])))
         return collect_products(held, self._plan.to_outputs)
 
-    def _halo(self) -> HaloOnGroup | None:
-        balance = self._plan.balance
-        return None if balance is None else self._on_ranks(balance, self.P_x.ranks)
-
 
 def _linear_grid(P_x: Partition, P_y: Partition, P_w: Partition) -> Partition:
     """Return `P_w` as batch, output features, input features; refuse what does not fit."""
@@ -210,7 +197,7 @@ def _balanced_shape(cuts: Cuts, P_x: Partition, place: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _AxisPlan(BlockPlan):
-    balance: HaloPlan | None = None
+    halo: HaloPlan | None = None
     """Moves input features to balanced blocks, those of the weight; None where they are."""
 
 
@@ -252,10 +239,6 @@ class _OneAxisLinear(HoldingModule[_AxisPlan]):
         if self._P.index is None:
             return None
         return block(count, self._P.shape[-1], self._P.index[-1])
-
-    def _describe(self) -> tuple[object, ...]:
-        features = (self.in_features, self.out_features, self.use_bias, self.weights)
-        return (self.P_x, self.P_y, *features)
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
         """Return the ranks that use this rank's block of a parameter: same place on the axis."""
@@ -299,9 +282,7 @@ class DistributedLinearAllGather(_OneAxisLinear):
         own, own_bias = nothing(shape), nothing(shape[:1])
         share = self._own_share(out_features)
         if share is not None:
-            size = share[1] - share[0]
-            own = Holding(shape, (share[0], 0), (size, in_features))
-            own_bias = Holding(shape[:1], (share[0],), (size,))
+            own, own_bias = part(shape, {0: share}), part(shape[:1], {0: share})
         self._take_blocks(own, own_bias if bias else None, device, dtype)
 
     def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
@@ -355,10 +336,8 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         own, own_bias = nothing(shape), nothing(shape[:1])
         share, outs = self._own_share(in_features), self._own_share(out_features)
         if share is not None and outs is not None:
-            own = Holding(shape, (0, share[0]), (out_features, share[1] - share[0]))
-            own_bias = whole(shape[:1])
-            if self._splits_output:
-                own_bias = Holding(shape[:1], (outs[0],), (outs[1] - outs[0],))
+            own = part(shape, {1: share})
+            own_bias = part(shape[:1], {0: outs} if self._splits_output else {})
         self._take_blocks(own, own_bias if bias else None, device, dtype)
 
     @property
@@ -376,11 +355,7 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         sizes = split_sizes(length, comm.size)
         is_balanced = balanced == tuple(map(tuple, cuts))
         balance = None if is_balanced or index is None else recut(cuts, balanced, index)
-        return _AxisPlan(comm, self._dim, sizes, balance=balance)
-
-    def _halo(self) -> HaloOnGroup | None:
-        balance = self._plan.balance
-        return None if balance is None else self._on_ranks(balance, self.P_x.ranks)
+        return _AxisPlan(comm, self._dim, sizes, halo=balance)
 
     def _users(self, name: str) -> Partition | None:
         if name == "bias" and not self._splits_output:  # each rank adds the whole of it
@@ -397,12 +372,9 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
             (weight,) = self._blocks_of("weight")
             bias = self._blocks_of("bias") if self.use_bias else []
         held = self._window(input)
-        if self._plan.comm.size == 1:
-            y = F.linear(held, weight)
-        elif is_plain(input):
-            y = _Rows.apply(held, weight, self._plan)
-        else:
-            y = ReduceScatter.apply(F.linear(held, weight), self._plan)
+        y = F.linear(held, weight)
+        if self._plan.comm.size > 1:
+            y = ReduceScatter.apply(y, self._plan)
         return y + bias[0].to(y.dtype) if bias else y
 
 
@@ -441,131 +413,38 @@ def _check_width(name: str, cuts: Cuts, in_features: int) -> None:
         )
 
 
-def _travels_by_itself(plan: BlockPlan) -> bool:
-    """Whether messages move while this rank computes, without a thread of ours."""
-    return plan.comm.backend != "shm"
-
-
 class _Columns(torch.autograd.Function):
-    """Own block of the input, weight, bias -> own output features."""
+    """Own block of the input, weight, bias -> own output features.
+
+    In the backward the gradient of the input travels while that of the weight is computed. In
+    shared memory, where the copying is ours, one follows the other.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: BlockPlan
     ) -> Tensor:
-        """Join the blocks and multiply."""
+        joined = AllGather.kernel(x, plan)
         ctx.plan = plan
-        joined = plan.comm.all_gather(x, plan.dim, plan.sizes)
         ctx.save_for_backward(x, weight, bias, joined)
         return F.linear(joined, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of own block, weight and bias."""
         x, weight, bias, joined = ctx.saved_tensors
-        plan: BlockPlan = ctx.plan
-        (dy,) = grads
-        if torch.is_grad_enabled():
-
-            def again() -> Tensor:
-                return F.linear(AllGather.apply(x, replace(plan, landed=joined)), weight, bias)
-
-            return *_composed(again, (x, weight, bias), dy), None
-        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-        pending: Pending[Tensor] | None = None
-        dx: Tensor | None = None
-        if needs_x:
-            summands = dy @ weight
-            if _travels_by_itself(plan):
-                pending = plan.comm.start.reduce_scatter(summands, plan.dim, plan.sizes)
-            else:
-                dx = plan.comm.reduce_scatter(summands, plan.dim, plan.sizes)
-        dw = _outer(dy, joined, needs_w)
-        db = _matrix(dy).sum(0) if needs_b else None
-        return dx if pending is None else pending.wait(), dw, db, None
-
-
-class _Rows(torch.autograd.Function):
-    """Own input features, weight -> own block of the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: BlockPlan) -> Tensor:
-        """Multiply and sum."""
-        y = plan.comm.reduce_scatter(F.linear(x, weight), plan.dim, plan.sizes)
-        ctx.plan = plan
-        ctx.save_for_backward(x, weight)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of own input features and weight."""
-        x, weight = ctx.saved_tensors
-        plan: BlockPlan = ctx.plan
-        (dy,) = grads
-        if torch.is_grad_enabled():
-            nothing = torch.zeros_like(dy)  # of the sum itself only the gradient is wanted
-
-            def again() -> Tensor:
-                summands = F.linear(x, weight)
-                return ReduceScatter.apply(summands, replace(plan, landed=nothing))
-
-            return *_composed(again, (x, weight), dy), None
-        needs_x, needs_w = ctx.needs_input_grad[:2]
-        if not (needs_x or needs_w):
-            return None, None, None
-        if not _travels_by_itself(plan) or plan.dim != dy.dim() - 1:
-            whole = plan.comm.all_gather(dy, plan.dim, plan.sizes)
-            return _product(whole, weight, needs_x), _outer(whole, x, needs_w), None
-        return *_by_blocks(dy, x, weight, plan, needs_x, needs_w), None
-
-
-def _by_blocks(
-    dy: Tensor, x: Tensor, weight: Tensor, plan: BlockPlan, needs_x: bool, needs_w: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Multiply the own output features while those of other ranks travel, then the others."""
-    pending = _gather(dy, plan)
-    ends = list(accumulate(plan.sizes))
-    stop = ends[plan.comm.rank]
-    start = stop - plan.sizes[plan.comm.rank]
-    dx = _product(dy, weight[start:stop], needs_x)
-    dw = torch.empty_like(weight) if needs_w else None
-    if dw is not None:
-        torch.mm(_matrix(dy).T, _matrix(x), out=dw[start:stop])
-    whole = pending.wait()
-    for a, b in ((0, start), (stop, ends[-1])):
-        if a == b:
-            continue
-        part = _matrix(whole[..., a:b])
-        if dx is not None:
-            _matrix(dx).addmm_(part, weight[a:b])
-        if dw is not None:
-            torch.mm(part.T, _matrix(x), out=dw[a:b])
-    return dx, dw
-
-
-def _gather(x: Tensor, plan: BlockPlan) -> Pending[Tensor]:
-    return plan.comm.start.all_gather(x, plan.dim, plan.sizes)
-
-
-def _product(dy: Tensor, weight: Tensor, needed: bool) -> Tensor | None:
-    return dy @ weight if needed else None
-
-
-def _outer(dy: Tensor, x: Tensor, needed: bool) -> Tensor | None:
-    return _matrix(dy).T @ _matrix(x) if needed else None
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """Return all dims but the last as one."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _composed(
-    again: Callable[[], Tensor], inputs: Sequence[Tensor | None], dy: Tensor
-) -> list[Tensor | None]:
-    """Return the gradients as functions that can be differentiated again."""
-    held = [t for t in inputs if t is not None and t.requires_grad]
-    with torch.enable_grad():
-        y = again()
-    found = iter(torch.autograd.grad(y, held, dy, create_graph=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+        plan, (dy,), wanted = ctx.plan, grads, ctx.needs_input_grad
+        if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
+            y = F.linear(AllGather.apply(x, plan), weight, bias)
+            held = [t for t, needed in zip((x, weight, bias), wanted, strict=False) if needed]
+            found = iter(torch.autograd.grad(y, held, dy, create_graph=True))
+            return *[next(found) if needed else None for needed in wanted[:3]], None
+        comm, pending = plan.comm, None
+        if wanted[0]:
+            start = comm if comm.backend == "shm" else comm.start
+            pending = start.reduce_scatter(dy @ weight, plan.dim, plan.sizes)
+        count = math.prod(dy.shape[:-1])
+        rows = dy.reshape(count, dy.shape[-1])
+        dw = rows.T @ joined.reshape(count, joined.shape[-1]) if wanted[1] else None
+        db = rows.sum(0) if wanted[2] else None
+        dx = pending.wait() if isinstance(pending, Pending) else pending
+        return dx, dw, db, None

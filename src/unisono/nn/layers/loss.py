@@ -5,7 +5,7 @@ Each rank calls `backward()` once and gets the gradient of its own block, as one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -17,20 +17,9 @@ from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Table
-from unisono.nn.planned import PlannedModule, wide
+from unisono.nn.planned import PlannedModule, check_dims, wide
 from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
-
-__all__ = [
-    "DistributedBCELoss",
-    "DistributedBCEWithLogitsLoss",
-    "DistributedCrossEntropyLoss",
-    "DistributedKLDivLoss",
-    "DistributedL1Loss",
-    "DistributedMSELoss",
-    "DistributedNLLLoss",
-    "DistributedPoissonNLLLoss",
-]
 
 
 @dataclass(frozen=True)
@@ -46,6 +35,10 @@ class _LossPlan:
 class _Loss(PlannedModule[_LossPlan]):
     """A loss that is a sum over elements."""
 
+    _function: ClassVar[Callable[..., Tensor]]
+    """Torch's function of input and target."""
+    _options: ClassVar[tuple[str, ...]] = ()
+    """Attributes that it takes by name."""
     _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
 
     def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
@@ -53,13 +46,6 @@ class _Loss(PlannedModule[_LossPlan]):
         expect_choice("reduction", reduction, self._valid_reductions, error=PartitionError)
         self.P_x = P_x
         self.reduction = reduction
-
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.reduction, *self._options())
-
-    def _options(self) -> tuple[object, ...]:
-        """Return further arguments that must be equal on all ranks."""
-        return ()
 
     def _make_plan(self, tables: Sequence[Table]) -> _LossPlan:
         shape = tables[0].global_shape(self.P_x)
@@ -75,15 +61,12 @@ class _Loss(PlannedModule[_LossPlan]):
         count, batch = torch.Size(shape).numel(), shape[0] if shape else 1
         return _LossPlan(count, batch, self.P_x.comm)
 
-    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of each element."""
-        raise TypeError(f"{type(self).__name__} has no loss for {x.shape}, {target.shape}")
-
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the whole tensors; with reduction "none" that of the own block."""
         if not self._takes_part:
             return self._outside(input).sum()
-        elements = self._elements(self._tied(input), target)
+        options = {name: getattr(self, name) for name in self._options}
+        elements = self._function(self._tied(input), target, reduction="none", **options)
         if self.reduction == "none":
             return elements
         total = sum_to_replicated(summed(elements), comm=self._plan.comm)
@@ -101,19 +84,20 @@ def summed(elements: Tensor) -> Tensor:
 class DistributedL1Loss(_Loss):
     """`torch.nn.L1Loss` of split tensors."""
 
-    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.l1_loss(x, target, reduction="none")
+    _function = staticmethod(F.l1_loss)
 
 
 class DistributedMSELoss(_Loss):
     """`torch.nn.MSELoss` of split tensors."""
 
-    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(x, target, reduction="none")
+    _function = staticmethod(F.mse_loss)
 
 
 class DistributedPoissonNLLLoss(_Loss):
     """`torch.nn.PoissonNLLLoss` of split tensors."""
+
+    _function = staticmethod(F.poisson_nll_loss)
+    _options = ("log_input", "full", "eps")
 
     def __init__(
         self,
@@ -128,18 +112,12 @@ class DistributedPoissonNLLLoss(_Loss):
         self.full = full
         self.eps = eps
 
-    def _options(self) -> tuple[object, ...]:
-        return (self.log_input, self.full, self.eps)
 
-    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.poisson_nll_loss(
-            x, target, log_input=self.log_input, full=self.full, eps=self.eps, reduction="none"
-        )
+class DistributedBCELoss(_Loss):
+    """`torch.nn.BCELoss` of split tensors; `weight` fits the own block."""
 
-
-class _WeightedLoss(_Loss):
-    """A loss with a weight that is broadcast over the own block."""
-
+    _function = staticmethod(F.binary_cross_entropy)
+    _options = ("weight",)
     weight: Tensor | None
 
     def __init__(
@@ -148,20 +126,12 @@ class _WeightedLoss(_Loss):
         super().__init__(P_x, reduction)
         self.register_buffer("weight", weight)
 
-    def _options(self) -> tuple[object, ...]:
-        return (self.weight is None,)
 
-
-class DistributedBCELoss(_WeightedLoss):
-    """`torch.nn.BCELoss` of split tensors; `weight` fits the own block."""
-
-    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.binary_cross_entropy(x, target, self.weight, reduction="none")
-
-
-class DistributedBCEWithLogitsLoss(_WeightedLoss):
+class DistributedBCEWithLogitsLoss(DistributedBCELoss):
     """`torch.nn.BCEWithLogitsLoss` of split tensors; the weights fit the own block."""
 
+    _function = staticmethod(F.binary_cross_entropy_with_logits)
+    _options = ("weight", "pos_weight")
     pos_weight: Tensor | None
 
     def __init__(
@@ -174,26 +144,17 @@ class DistributedBCEWithLogitsLoss(_WeightedLoss):
         super().__init__(P_x, weight, reduction)
         self.register_buffer("pos_weight", pos_weight)
 
-    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(
-            x, target, self.weight, reduction="none", pos_weight=self.pos_weight
-        )
-
 
 class DistributedKLDivLoss(_Loss):
     """`torch.nn.KLDivLoss` of split tensors."""
 
+    _function = staticmethod(F.kl_div)
+    _options = ("log_target",)
     _valid_reductions = ("none", "mean", "sum", "batchmean")
 
     def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
         super().__init__(P_x, reduction)
         self.log_target = log_target
-
-    def _options(self) -> tuple[object, ...]:
-        return (self.log_target,)
-
-    def _elements(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.kl_div(x, target, reduction="none", log_target=self.log_target)
 
 
 @dataclass(frozen=True)
@@ -206,7 +167,7 @@ class _ClassPlan(_LossPlan):
     """Ranks that hold other classes of the same positions."""
 
 
-class DistributedNLLLoss(_WeightedLoss):
+class DistributedNLLLoss(_Loss):
     """`torch.nn.NLLLoss` of split tensors; dim 1 (the classes) may be split too.
 
     Args:
@@ -216,6 +177,8 @@ class DistributedNLLLoss(_WeightedLoss):
         reduction: "none", "mean" (over the weights of what counts) or "sum".
     """
 
+    weight: Tensor | None
+
     def __init__(
         self,
         P_x: Partition,
@@ -223,18 +186,10 @@ class DistributedNLLLoss(_WeightedLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(P_x, weight, reduction)
-        if P_x.dim < 2:
-            raise PartitionError.because(
-                f"{type(self).__name__} on {P_x!r}",
-                f"{P_x.dim} dims",
-                "needs 2 or more",
-                "Partition([2, 1]): batch, classes",
-            )
+        super().__init__(P_x, reduction)
+        check_dims(type(self).__name__, P_x, 2)
+        self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
-
-    def _options(self) -> tuple[object, ...]:
-        return (self.weight is None, self.ignore_index)
 
     def _make_plan(self, tables: Sequence[Table]) -> _ClassPlan:
         tables[0].dtype(self.P_x)
@@ -348,9 +303,6 @@ class DistributedCrossEntropyLoss(DistributedNLLLoss):
                 f"label_smoothing={label_smoothing}", None, f"not 0 <= {label_smoothing} <= 1"
             )
         self.label_smoothing = label_smoothing
-
-    def _options(self) -> tuple[object, ...]:
-        return (*super()._options(), self.label_smoothing)
 
     def _normaliser(self, x: Tensor) -> Tensor:
         x = wide(x)

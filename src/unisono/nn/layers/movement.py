@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -14,34 +14,37 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, an
 from unisono.nn.agreement import Table
-from unisono.nn.planned import PlannedModule, zero_volume
+from unisono.nn.planned import PlannedModule, ScaledGradient
 from unisono.operators import AllGather as GatherMap
 from unisono.operators import ReduceScatter as ScatterMap
 from unisono.operators import Repartition as RepartitionMap
 from unisono.operators import all_sum_reduce
 from unisono.operators.gather import BlockPlan
-from unisono.operators.linear import identity
+from unisono.operators.linear import LinearMap, identity
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
 from unisono.operators.repartition import RepartitionOnGroup
 from unisono.topology import Partition
 from unisono.topology.decompose import split_sizes
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
-from unisono.topology.overlap import OverlapPlan, repartition_plan
+from unisono.topology.overlap import repartition_plan
 from unisono.topology.window import as_int
 
-__all__ = [
-    "AllGather",
-    "AllSumReduce",
-    "Broadcast",
-    "DistributedTranspose",
-    "ReduceScatter",
-    "Repartition",
-    "SumReduce",
-]
+_SUMMED = "blocks that are summed must be equal in shape"
 
 
-class _Between(PlannedModule[FanPlan]):
-    """What `Broadcast` and `SumReduce` share: who talks to whom between two partitions."""
+class Broadcast(PlannedModule[FanPlan]):
+    """Give each rank of `P_y` the block of `P_x` that belongs to its place; gradients are summed.
+
+    Args:
+        P_x: partition of the input.
+        P_y: partition of the output; dims where `P_x` has one rank are spread over it.
+        transpose_src: read indices in `P_x` backwards; likewise `transpose_dest`.
+        preserve_batch: a rank outside of `P_y` gets shape `(B, 0)` with the batch size of its
+            input, instead of `(0,)`.
+    """
+
+    _groups_of = staticmethod(broadcast_groups)
+    _carry_out = staticmethod(spread)
 
     def __init__(
         self,
@@ -57,81 +60,37 @@ class _Between(PlannedModule[FanPlan]):
         self.transpose_src = transpose_src
         self.transpose_dest = transpose_dest
         self.preserve_batch = preserve_batch
-        self._groups()  # shapes that do not fit are refused here
-
-    def _groups(self) -> list[Group]:
-        raise TypeError("made by its subclasses")
-
-    def _describe(self) -> tuple[object, ...]:
-        flags = (self.transpose_src, self.transpose_dest, self.preserve_batch)
-        return (self.P_x, self.P_y, *flags)
-
-    def _plan_of(self, table: Table, shapes: list[tuple[int, ...]]) -> FanPlan:
-        mine = table.of(self.P_x.root.rank).shape
-        batch = mine[:1] if self.preserve_batch and mine else ()
-        return fan_plan(
-            self._groups(),
-            self.P_x.root,
-            shapes,
-            table.dtype(self.P_x),
-            empty=(*batch, 0),
-        )
-
-
-class Broadcast(_Between):
-    """Give each rank of `P_y` the block of `P_x` that belongs to its place; gradients are summed.
-
-    Args:
-        P_x: partition of the input.
-        P_y: partition of the output; dims where `P_x` has one rank are spread over it.
-        transpose_src: read indices in `P_x` backwards; likewise `transpose_dest`.
-        preserve_batch: a rank outside of `P_y` gets shape `(B, 0)` with the batch size of its
-            input, instead of `(0,)`.
-    """
-
-    def _groups(self) -> list[Group]:
-        return broadcast_groups(self.P_x, self.P_y, self.transpose_src, self.transpose_dest)
+        # Shapes that do not fit are refused here.
+        self._groups = self._groups_of(P_x, P_y, transpose_src, transpose_dest)
 
     def _make_plan(self, tables: Sequence[Table]) -> FanPlan:
         (table,) = tables
-        return self._plan_of(table, [table.of(group.root).shape for group in self._groups()])
+        root = self.P_x.root
+        mine = table.of(root.rank).shape
+        batch = mine[:1] if self.preserve_batch and mine else ()
+        shapes = [self._shape_in(table, group) for group in self._groups]
+        return fan_plan(self._groups, root, shapes, table.dtype(self.P_x), empty=(*batch, 0))
+
+    def _shape_in(self, table: Table, group: Group) -> tuple[int, ...]:
+        return table.of(group.root).shape
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's block on `P_y`."""
+        """Return this rank's block, or sum, on `P_y`."""
         if not self._takes_part:
             return self._outside(input, preserve_batch=self.preserve_batch)
-        return spread(self._tied(input), self._plan)
+        return self._carry_out(self._tied(input), self._plan)
 
 
-class SumReduce(_Between):
+class SumReduce(Broadcast):
     """Sum on each rank of `P_y` the blocks of `P_x` that belong to its place; the adjoint of
     `Broadcast`. Arguments as there.
     """
 
-    def _groups(self) -> list[Group]:
-        return reduce_groups(self.P_x, self.P_y, self.transpose_src, self.transpose_dest)
+    _groups_of = staticmethod(reduce_groups)
+    _carry_out = staticmethod(collect)
 
-    def _make_plan(self, tables: Sequence[Table]) -> FanPlan:
-        (table,) = tables
-        shapes: list[tuple[int, ...]] = []
-        for group in self._groups():
-            found = {rank: table.of(rank).shape for rank in group.peers}
-            first = found[group.peers[0]]
-            if any(shape != first for shape in found.values()):
-                raise PartitionError.because(
-                    f"sum of blocks on rank {group.root}",
-                    "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
-                    "their shapes differ",
-                    "blocks that are summed must be equal in shape",
-                )
-            shapes.append(first)
-        return self._plan_of(table, shapes)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's sum on `P_y`."""
-        if not self._takes_part:
-            return self._outside(input, preserve_batch=self.preserve_batch)
-        return collect(self._tied(input), self._plan)
+    def _shape_in(self, table: Table, group: Group) -> tuple[int, ...]:
+        return table.one_shape(group.peers, f"sum of blocks on rank {group.root}", _SUMMED)
 
 
 class AllSumReduce(PlannedModule[Communicator]):
@@ -159,16 +118,9 @@ class AllSumReduce(PlannedModule[Communicator]):
     def _make_plan(self, tables: Sequence[Table]) -> Communicator:
         (table,) = tables
         table.dtype(self.P_x)
+        asked = f"AllSumReduce over axes {list(self.axes)} of {self.P_x!r}"
         for place in range(self.P_x.size):
-            group = self.P_x.sub(self.axes, rank=place)
-            found = {rank: table.of(rank).shape for rank in group.ranks}
-            if len(set(found.values())) > 1:
-                raise PartitionError.because(
-                    f"AllSumReduce over axes {list(self.axes)} of {self.P_x!r}",
-                    "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
-                    "their shapes differ",
-                    "blocks that are summed must be equal in shape",
-                )
+            table.one_shape(self.P_x.sub(self.axes, rank=place).ranks, asked, _SUMMED)
         return self.P_x.sub(self.axes).comm
 
     def forward(self, input: Tensor) -> Tensor:
@@ -178,7 +130,26 @@ class AllSumReduce(PlannedModule[Communicator]):
         return all_sum_reduce(self._tied(input), comm=self._plan)
 
 
-class AllGather(PlannedModule[BlockPlan]):
+class _AlongAxis(PlannedModule[BlockPlan]):
+    """A movement of blocks along one axis, which is also the tensor dim."""
+
+    P_x: Partition
+    axis: int
+    _map: ClassVar[type[LinearMap]]
+
+    def _describe(self) -> tuple[object, ...]:
+        return (*super()._describe(), self.axis)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return what the movement gives this rank."""
+        if not self._takes_part:
+            return self._outside(input)
+        if self._plan.comm.size == 1:
+            return identity(input)
+        return self._map.apply(self._tied(input), self._plan)
+
+
+class AllGather(_AlongAxis):
     """Join the blocks along one axis, on every rank; gradients are summed, each rank keeps its own.
 
     Args:
@@ -187,6 +158,8 @@ class AllGather(PlannedModule[BlockPlan]):
         axes_keep: all other axes. Exactly one of the two.
         scale_backward: axis, or slice of axes: the gradient is divided by their number of ranks.
     """
+
+    _map = GatherMap
 
     def __init__(
         self,
@@ -199,11 +172,8 @@ class AllGather(PlannedModule[BlockPlan]):
         self.P_x = P_x
         self.axis = one_axis(P_x, axes_all_gather, axes_keep, "axes_all_gather")
         if scale_backward is not None and not isinstance(scale_backward, slice):
-            scale_backward = chosen_axis(P_x, scale_backward, "scale_backward")
+            scale_backward = _as_axes(P_x, scale_backward, "scale_backward")[0]
         self.scale_backward = scale_backward
-
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.axis, self.scale_backward)
 
     def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
         (table,) = tables
@@ -214,18 +184,14 @@ class AllGather(PlannedModule[BlockPlan]):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the joined tensor."""
-        if not self._takes_part:
-            return self._outside(input)
-        y = (
-            GatherMap.apply(self._tied(input), self._plan)
-            if self._plan.comm.size > 1
-            else identity(input)
-        )
-        workers = _workers(self.P_x, self.scale_backward)
-        return y if workers == 1 else _ScaleGradient.apply(y, workers)
+        y, axes = super().forward(input), self.scale_backward
+        if axes is None or not self._takes_part:
+            return y
+        chosen = self.P_x.shape[axes] if isinstance(axes, slice) else (self.P_x.shape[axes],)
+        return ScaledGradient.apply(y, 1 / prod(chosen))
 
 
-class ReduceScatter(PlannedModule[BlockPlan]):
+class ReduceScatter(_AlongAxis):
     """Sum over one axis and keep the balanced block; gradients are joined.
 
     Args:
@@ -233,6 +199,8 @@ class ReduceScatter(PlannedModule[BlockPlan]):
         axes_reduce_scatter: the axis, which is also the tensor dim; or
         axes_keep: all other axes. Exactly one of the two.
     """
+
+    _map = ScatterMap
 
     def __init__(
         self,
@@ -244,28 +212,18 @@ class ReduceScatter(PlannedModule[BlockPlan]):
         self.P_x = P_x
         self.axis = one_axis(P_x, axes_reduce_scatter, axes_keep, "axes_reduce_scatter")
 
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.axis)
-
     def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
         (table,) = tables
         table.dtype(self.P_x)
+        asked = f"ReduceScatter over axis {self.axis} of {self.P_x!r}"
         for place in range(self.P_x.size):
-            group = self.P_x.sub(self.axis, rank=place)
-            found = {rank: table.of(rank).shape for rank in group.ranks}
-            if len(set(found.values())) > 1:
+            ranks = self.P_x.sub(self.axis, rank=place).ranks
+            shape = table.one_shape(ranks, asked, "each rank of the axis brings the whole tensor")
+            if len(shape) <= self.axis:
+                dims = len(shape)
                 raise PartitionError.because(
-                    f"ReduceScatter over axis {self.axis} of {self.P_x!r}",
-                    "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
-                    "their shapes differ",
-                    "each rank of the axis brings the whole tensor",
-                )
-            lacking = next((rank for rank in group.ranks if len(found[rank]) <= self.axis), None)
-            if lacking is not None:
-                dims = len(found[lacking])
-                raise PartitionError.because(
-                    f"ReduceScatter over axis {self.axis} of {self.P_x!r}",
-                    f"rank {lacking}: {list(found[lacking])}",
+                    asked,
+                    f"rank {ranks[0]}: {list(shape)}",
                     f"no dim {self.axis} in a tensor of {dims} dims: {self.axis} >= {dims}",
                     f"a tensor of {self.P_x.dim} dims",
                 )
@@ -273,22 +231,11 @@ class ReduceScatter(PlannedModule[BlockPlan]):
         comm = self.P_x.sub(self.axis).comm
         return BlockPlan(comm, self.axis, split_sizes(whole[self.axis], comm.size))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's block of the sum."""
-        if not self._takes_part:
-            return self._outside(input)
-        if self._plan.comm.size == 1:
-            return identity(input)
-        return ScatterMap.apply(self._tied(input), self._plan)
-
 
 @dataclass(frozen=True)
-class _Moved:
-    """What one rank does in a repartition, and the dtype of the data."""
-
-    comm: Communicator
-    overlap: OverlapPlan
-    dtype: torch.dtype
+class _Moved(RepartitionOnGroup):
+    dtype: torch.dtype = torch.float32
+    """Of the data, which a rank without a block may not know."""
 
 
 class Repartition(PlannedModule[_Moved]):
@@ -314,54 +261,29 @@ class Repartition(PlannedModule[_Moved]):
         self.P_y = P_y
         self.preserve_batch = preserve_batch
 
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.P_y, self.preserve_batch)
-
     def _make_plan(self, tables: Sequence[Table]) -> _Moved:
         (table,) = tables
         cuts = table.cuts(self.P_x)
         dtype = table.dtype(self.P_x)
         root = self.P_x.root
-        P_x, P_y = self.P_x, self.P_y
+        P_x, P_y, before = self.P_x, self.P_y, table.of(root.rank).shape
         overlap = repartition_plan(cuts, P_x.ranks, P_y.shape, P_y.ranks, root.rank)
-        return _Moved(root, overlap, dtype)
+        after = overlap.dest_shape
+        if after is None:
+            after = (*before[:1], 0) if self.preserve_batch else (0,)
+        return _Moved(root, overlap, before, after, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block on `P_y`."""
         if not self._takes_part:
             return self._outside(input, preserve_batch=self.preserve_batch)
         plan = self._plan
-        overlap = plan.overlap
-        if overlap.is_identity and input.dtype == plan.dtype:
+        if plan.overlap.is_identity and input.dtype == plan.dtype:
             return identity(input)
-        after = overlap.dest_shape
-        if after is None:
-            after = zero_volume(input, preserve_batch=self.preserve_batch)
-        on_group = RepartitionOnGroup(plan.comm, overlap, tuple(input.shape), after)
-        return RepartitionMap.apply(self._tied(input.to(plan.dtype)), on_group)
+        return RepartitionMap.apply(self._tied(input.to(plan.dtype)), plan)
 
 
 DistributedTranspose = Repartition
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The identity, with its gradient divided."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, workers: int) -> Tensor:
-        ctx.workers = workers
-        return identity(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad / ctx.workers, None
-
-
-def _workers(partition: Partition, axes: int | slice | None) -> int:
-    if axes is None:
-        return 1
-    chosen = partition.shape[axes] if isinstance(axes, slice) else (partition.shape[axes],)
-    return prod(chosen)
 
 
 def reduced_axes(
@@ -379,7 +301,8 @@ def reduced_axes(
             None,
             f"give one of them, e.g. {name}=(0,)",
         )
-    chosen = _as_axes(partition, axes if axes is not None else keep, name)
+    named = cast("int | Sequence[int]", axes if axes is not None else keep)
+    chosen = _as_axes(partition, named, name)
     if axes is not None:
         return chosen
     return tuple(axis for axis in range(partition.dim) if axis not in chosen)
@@ -403,21 +326,17 @@ def one_axis(
     return chosen[0]
 
 
-def chosen_axis(partition: Partition, axis: int, name: str) -> int:
-    """Return one axis of a partition, counted from its front."""
-    if as_int(axis) is None:
+def _as_axes(partition: Partition, axes: int | Sequence[int], name: str) -> tuple[int, ...]:
+    """Return axes of a partition, counted from its front, ascending."""
+    one = as_int(axes)
+    given = (one,) if one is not None else axes
+    if not isinstance(given, Sequence) or isinstance(given, str):
         raise PartitionError.because(
-            f"{name}={axis!r} on {partition!r}",
-            an(type(axis).__name__),
+            f"{name}={axes!r} on {partition!r}",
+            an(type(axes).__name__),
             None,
-            f"an axis from 0 to {partition.dim - 1}, or a slice of them",
+            f"an axis from 0 to {partition.dim - 1}, or several of them",
         )
-    return _as_axes(partition, axis, name)[0]
-
-
-def _as_axes(partition: Partition, axes: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
-    one = None if axes is None else as_int(axes)
-    given = (one,) if one is not None else tuple(cast("Sequence[int] | None", axes) or ())
     turned = tuple(axis + partition.dim if axis < 0 else axis for axis in given)
     for axis in turned:
         if not 0 <= axis < partition.dim:

@@ -14,19 +14,9 @@ from torch.nn import functional as F
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, index_in
-from unisono.operators.halo import HaloOnGroup
 from unisono.topology import Partition, halo
 from unisono.topology.halo import HaloPlan
 from unisono.topology.window import check_pool, per_dim, pool_counts
-
-__all__ = [
-    "DistributedAvgPool1d",
-    "DistributedAvgPool2d",
-    "DistributedAvgPool3d",
-    "DistributedMaxPool1d",
-    "DistributedMaxPool2d",
-    "DistributedMaxPool3d",
-]
 
 Size = int | Sequence[int]
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -68,10 +58,6 @@ class _Pool(PlannedModule[_PoolPlan]):
         ):
             check_pool(k, p, d, dim=dim)
 
-    def _describe(self) -> tuple[object, ...]:
-        sizes = (self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
-        return (self.P_x, *sizes)
-
     def _window_fill(self, dtype: torch.dtype) -> float:
         """Return what stands on padding."""
         raise TypeError(f"{type(self).__name__} has no value for padding of {dtype}")
@@ -84,9 +70,6 @@ class _Pool(PlannedModule[_PoolPlan]):
             fill=self._window_fill(table.dtype(self.P_x)), ceil_mode=self.ceil_mode,
         )  # fmt: skip
         return _PoolPlan(plan, tuple(own[-1] for own in cuts[2:]))
-
-    def _halo(self) -> HaloOnGroup | None:
-        return self._on_ranks(self._plan.halo, self.P_x.ranks)
 
 
 class _MaxPool(_Pool):
@@ -192,9 +175,6 @@ class _AvgPool(_Pool):
             raise PartitionError.because(
                 f"{type(self).__name__}(divisor_override=0)", hint="a number other than 0, or None"
             )
-
-    def _describe(self) -> tuple[object, ...]:
-        return (*super()._describe(), self.count_include_pad, self.divisor_override)
 
     def _window_fill(self, dtype: torch.dtype) -> float:
         if not dtype.is_floating_point and dtype != torch.int64:

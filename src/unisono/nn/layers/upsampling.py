@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
-from unisono.nn.planned import PlannedModule, block_windows, index_in
-from unisono.operators.halo import HaloOnGroup
-from unisono.topology import Partition, halo
+from unisono.nn.planned import PlannedModule, index_in
+from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts
-from unisono.topology.halo import HaloPlan
+from unisono.topology.halo import Axis, HaloPlan, plan_windows
 from unisono.topology.resample import resample_length, resample_taps, resample_window
-from unisono.topology.window import Segment
-
-__all__ = ["DistributedUpsample", "Interpolate"]
+from unisono.topology.window import copied
 
 _MODES = {
     "nearest": "nearest",
@@ -96,37 +94,31 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
         self.size = _each(size, space, "size")
         self.scale_factor = _each(scale_factor, space, "scale_factor")
 
-    def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, self.size, self.scale_factor, self.mode, self.align_corners)
-
     def _make_plan(self, tables: Sequence[Table]) -> _UpsamplePlan:
         (table,) = tables
         _check_dtype(type(self).__name__, self.mode, table.dtype(self.P_x))
         double = table.dtype(self.P_x) == torch.float64
         cuts = table.cuts(self.P_x)
         index = index_in(self.P_x)
-        windows: list[halo.WindowOf] = []
-        shares: list[tuple[int, int]] = []
+        axes: list[Axis] = []
         taps: list[Taps] = []
         for dim, own in enumerate(cuts):
             x, parts, i = own[-1], self.P_x.shape[dim], index[dim]
             if dim < 2:
-                windows.append(block_windows(split_cuts(x, parts)))
-                shares.append(block(x, parts, i))
+                axes.append(Axis(split_cuts(x, parts), copied))
                 continue
             scale = None if self.scale_factor is None else self.scale_factor[dim - 2]
             size = None if self.size is None else int(self.size[dim - 2])
             y = resample_length(x, size=size, scale=scale)
             mode, aligned = _MODES[self.mode], bool(self.align_corners)
-            windows.append(_resampled(x, y, parts, mode, scale, aligned, double))
-            shares.append(block(y, parts, i))
-            first = windows[-1](i)
+            options = {"scale": scale, "align_corners": aligned, "double": double}
+            reads = partial(resample_window, x=x, y=y, mode=mode, **options)
+            axes.append(Axis(split_cuts(y, parts), reads))
+            y0, y1 = block(y, parts, i)
+            first = reads(y0, y1)
             start = first[0].source[0] if first else 0
-            taps.append(taps_of(*shares[-1], x, y, start, mode, scale, aligned, double))
-        return _UpsamplePlan(halo.plan_windows(cuts, index, windows, shares), tuple(taps))
-
-    def _halo(self) -> HaloOnGroup | None:
-        return self._on_ranks(self._plan.halo, self.P_x.ranks)
+            taps.append(taps_of(y0, y1, x, y, start, mode, scale, aligned, double))
+        return _UpsamplePlan(plan_windows(cuts, index, axes), tuple(taps))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the upsampled tensor."""
@@ -265,15 +257,3 @@ def _each(value: object, count: int, name: str) -> tuple[float, ...] | None:
             f"one number, or {count} of them",
         )
     return values  # type: ignore[return-value]
-
-
-def _resampled(
-    x: int, y: int, parts: int, mode: str, scale: float | None, align_corners: bool, double: bool
-) -> halo.WindowOf:
-    def window(i: int) -> tuple[Segment, ...]:
-        share = block(y, parts, i)
-        return resample_window(
-            *share, x, y, mode, scale=scale, align_corners=align_corners, double=double
-        )
-
-    return window

@@ -26,7 +26,7 @@ from unisono.operators import move_cut
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.topology import HaloPlan, Segment
 from unisono.topology.decompose import split_sizes
-from unisono.topology.halo import plan_windows
+from unisono.topology.halo import Axis, plan_windows
 
 Window = tuple[Segment, ...]
 """What one rank wants of a dim: runs of points, and of padding."""
@@ -102,11 +102,11 @@ def _plan(
     """Return the plan of an exchange: dim, sizes, own place and windows of each cut dim."""
     cuts: list[tuple[int, ...]] = [(0, n) for n in shape]
     index = [0] * len(shape)
-    windows: list[Callable[[int], Window]] = [lambda _, n=n: span(0, n) for n in shape]
+    axes = [Axis((0, n), span) for n in shape]
     for dim, sizes, rank, of_ranks in wanted:
         cuts[dim], index[dim] = (0, *itertools.accumulate(sizes)), rank
-        windows[dim] = of_ranks.__getitem__
-    return plan_windows(cuts, index, windows, [(0, n) for n in shape], fill=fill)
+        axes[dim] = Axis(range(len(sizes) + 1), lambda r, _, of=of_ranks: of[r])
+    return plan_windows(cuts, index, axes, fill=fill)
 
 
 # -- several arguments ----------------------------------------------------------------------------

@@ -25,6 +25,9 @@ from unisono.nn.split_tensors.tensor import (
 )
 from unisono.operators import copy, sum_to_replicated
 
+_LARGE = 1 << 15
+"""Elements from which on moments are taken in two passes."""
+
 
 class _Normalize(torch.autograd.Function):
     """`(x - mean) / sqrt(var + eps) * weight + bias`, with mean and var over dims and ranks.
@@ -133,13 +136,7 @@ def _by_kernel(
 def _statistics(x: Tensor, dims: list[int], comm: Communicator | None) -> tuple[Tensor, Tensor]:
     """Return mean and variance over dims and ranks: each rank's own, joined in one meeting."""
     count = x.new_full((), float(math.prod(x.shape[d] for d in dims)))
-    if _kernel_serves(x, dims):
-        shape = [1, -1] + [1] * (x.ndim - 2)
-        mean, squares = (t.view(shape) for t in torch.batch_norm_update_stats(x, None, None, 0.0))
-        squares = squares * count
-    else:
-        mean = x.mean(dims, True)
-        squares = (x - mean).square_().sum(dims, True)
+    mean, squares = own_moments(x, dims)
     if comm is not None:
         counts = count.expand_as(mean)
         counts, means, parts = comm.all_gather(torch.stack([counts, mean, squares])[None]).unbind(1)
@@ -147,6 +144,19 @@ def _statistics(x: Tensor, dims: list[int], comm: Communicator | None) -> tuple[
         mean = (counts * means).sum(0) / count
         squares = (parts + counts * (means - mean).square()).sum(0)
     return mean, squares / count
+
+
+def own_moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Return mean and sum of squared deviations over dims, of size 1 then. Not differentiable.
+
+    torch's kernel is one call; on large tensors two plain sums take a quarter of its time.
+    """
+    if x.numel() < _LARGE and _kernel_serves(x, dims):
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        return mean.view(shape), variance.view(shape) * (x.numel() // x.shape[1])
+    mean = x.mean(dims, True)
+    return mean, (x - mean).square_().sum(dims, True)
 
 
 def _composed(

@@ -1,9 +1,9 @@
 """The communicator of one group: transfers started without waiting, and waits that always end.
 
 MPI is never asked to block: every wait is a loop of `Test` calls with a deadline, which looks for
-dead, failed and departed peers now and then. Ranks tell each other of failures, and how far they
-have come, through the store, as with every transport; that they leave, over MPI itself, for only
-then can the communicator be freed. Memory that a failed transfer may still touch is kept for ever.
+dead, failed and departed peers now and then. Ranks tell each other of failures through the store,
+as with every transport; that they leave, over MPI itself, for only then can the communicator be
+freed. Memory that a failed transfer may still touch is kept for ever.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import contextlib
 import os
 import socket
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from unisono.comm.engines.mpi.library import Threads
+from unisono.comm.engines.shm.rendezvous import Member
 from unisono.comm.health import failures, watchdog
 from unisono.comm.health.deadlock import hopeless
 from unisono.comm.machine import is_dead
@@ -55,21 +54,6 @@ _abandoned: list[Any] = []
 def abandon(*things: object) -> None:
     """Keep requests and memory that MPI may still use, to the end of the process."""
     _abandoned.append(things)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A rank of a group, as it told about itself when the group was made."""
-
-    position: int
-    """Rank in the communicator from which the group was made."""
-    job_size: int
-    """Size of that communicator."""
-    card: list[Any]
-    """Where its process is, its id and its start time (`processes.own_card`)."""
-    host: str
-    nonce: str
-    """A random token; that of the first rank names the group."""
 
 
 class Watch:
@@ -116,10 +100,7 @@ class Watch:
         dog = self._dog()
         if dog is None or isinstance(error, RankFailed):
             return  # the others learn of it as this rank did
-        if isinstance(error, UnisonoError):  # says enough by itself
-            text = "".join(traceback.format_exception_only(error)).strip()
-        else:
-            text = "".join(traceback.format_exception(error)).strip()
+        text = failures.text_of(error)
         if len(text) > _TEXT_LIMIT:
             text = f"{text[: _TEXT_LIMIT // 2]}\n[...]\n{text[-_TEXT_LIMIT // 2 :]}"
         told = {
@@ -130,20 +111,6 @@ class Watch:
         }
         gave_up_in = self.number if isinstance(error, RankTimeout) else None
         dog.publish({"broken": self.token, "gave_up_in": gave_up_in, "told": told})
-
-    def mark(self) -> None:
-        """Tell the others, through the store, that this rank waits in the latest collective."""
-        dog = self._dog()
-        if dog is not None:
-            dog.put(f"mpi/{self.token}/{self.me}", str(self.number))
-
-    def missing(self) -> list[int]:
-        """Return the world ranks that are not known to wait in the latest collective."""
-        dog = self._dog()
-        if dog is None:
-            return []
-        marks = {rank: dog.find(f"mpi/{self.token}/{rank}") for rank in self.ranks}
-        return [r for r, mark in marks.items() if r != self.me and int(mark or -1) < self.number]
 
     def judge(self, peers: Sequence[int] | None) -> None:
         """Raise if this rank is to stop waiting, or a rank that is waited for has died."""
@@ -201,7 +168,6 @@ class Wait:
         self._sleep_from = now + _YIELD_S + nbytes * _YIELD_S_PER_BYTE
         self._nap_s = _FIRST_NAP_S
         self._look = now + min(PEERS_S, timeout_s / 2)
-        self._mark = now + min(2 * STORE_S, timeout_s / 2)
         self._store = now + STORE_S
         self._gone_since: float | None = None
 
@@ -228,12 +194,9 @@ class Wait:
     def _judge(self, now: float) -> None:
         watch, peers = self._watch, self._peers
         watch.judge(peers)
-        if now >= self._mark and peers is None:
-            self._mark = float("inf")
-            watch.mark()
         if now >= self._deadline:
             watch.judge_news()
-            absent = watch.missing() if peers is None else [watch.ranks[peer] for peer in peers]
+            absent = [watch.ranks[peer] for peer in peers or ()]
             raise failures.not_arrived(watch.doing, watch.me, absent, self._timeout_s)
         gone = watch.departed(peers)
         if gone and self._gone_since is None:
@@ -359,17 +322,21 @@ class Channel:
             delivered = self.mpi.Request.Testall(self._goodbyes)
         return delivered and len(self.watch.gone) == self.size - 1
 
-    @contextlib.contextmanager
-    def kernel(self) -> Iterator[None]:
+    def run(self, kernel: Callable[[], object]) -> None:
         """Run one kernel: errors of MPI become ours, and what is left open is kept alive."""
         try:
-            yield
+            kernel()
         except BaseException as error:
             abandon(self._open, self._held)
             self._open, self._held, self._nbytes = [], [], 0
             if isinstance(error, self.mpi.Exception):
                 raise self.translated(error) from error
             raise
+
+    def barrier(self) -> None:
+        """Return when every rank has come."""
+        self.start(self.comm.Ibarrier)
+        self.finish()
 
     def translated(self, error: Any) -> UnisonoError:
         """Return our error for one of MPI."""

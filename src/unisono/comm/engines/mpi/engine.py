@@ -1,4 +1,8 @@
-"""The engine of a group whose ranks talk over an MPI communicator: its calls and its messages.
+"""The engine of a group whose ranks talk over an MPI communicator: its moves and its messages.
+
+What only moves travels as bytes, so every dtype does, from where it lies. MPI promises no order of
+additions. Where its order could show in the bits of a sum, ranks exchange their blocks and add them
+in rank order themselves (`QueuedEngine`); elsewhere its own all-reduce serves.
 
 Messages between pairs of ranks are posted at once, in any order with collectives. MPI matches them
 by source and tag, in the order in which they were posted. They move on whenever this process is
@@ -8,50 +12,45 @@ inside MPI; the group's background thread looks after them when nobody waits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from unisono.comm.engines.base import Ticket
-from unisono.comm.engines.mpi import kernels
+from unisono.comm.arguments import bytes_of
+from unisono.comm.engines import base
+from unisono.comm.engines.algorithms import forced_algorithms
+from unisono.comm.engines.base import Blocks, How, SourceTicket, Ticket
 from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel, Wait, abandon
-from unisono.comm.engines.queued import Job, JobQueue, QueuedEngine, SourceTicket
-from unisono.comm.messages import EXCHANGE_TAG
-from unisono.comm.reductions import check_op
+from unisono.comm.engines.queued import JobQueue, QueuedEngine
+from unisono.comm.perform import EXCHANGE_TAG
+from unisono.comm.reductions import BOOL_OPS, accumulation_dtype
 from unisono.comm.torch.staging import wrong_message
 from unisono.errors import UnisonoError
 
-Kernel = Callable[..., str | None]
-"""Does a whole collective over a channel; a reduction returns how it was done."""
-
+COPIES_BYTES = 256 * 1024
+"""Up to this many bytes over all ranks, every rank fetches all tensors and reduces them itself."""
+SMALL_BYTES = 4 * 1024
+"""Tensors up to this size are fetched whole by any number of ranks."""
+_OPS: dict[str, str] = {
+    "sum": "SUM",
+    "sum64": "SUM",
+    "mean": "SUM",
+    "product": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "and": "BAND",
+    "or": "BOR",
+    "xor": "BXOR",
+}
 _RESERVED_TAGS = 2
 """The largest tags a group keeps for itself: goodbyes, and `exchange` where tags are few."""
-
-
-class How(TypedDict):
-    """How a kernel is run: whether it is only started, and until when."""
-
-    async_op: bool
-    timeout_s: float
-
-
-class InlineJobs(JobQueue):
-    """Runs everything in the caller's thread: the process may use MPI in one thread only.
-
-    An asynchronous call is over when it returns.
-    """
-
-    def post(self, job: Job) -> None:
-        """Run `job` now; its exception is kept for those who wait."""
-        self.run(job.run)
-
-    def wake(self) -> None:
-        """Start no thread: messages move on while somebody waits."""
 
 
 class Transfer:
@@ -86,41 +85,29 @@ class Messages:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-        self._under_way: list[Transfer] = []
+        self.under_way: list[Transfer] = []
+        """Those that have not ended."""
 
-    @property
-    def under_way(self) -> int:
-        """How many messages have not ended."""
-        return len(self._under_way)
-
-    def post_send(self, dst: int, tag: int, x: Tensor) -> Transfer:
-        """Start to send `x` to rank `dst`."""
-        return self._post(Transfer(x, dst, tag, False), self._channel.comm.Isend, dst)
-
-    def post_recv(self, src: int | None, tag: int, x: Tensor) -> Transfer:
-        """Start to receive `x` from rank `src`, or from anybody."""
-        channel = self._channel
-        if src is None and x.nbytes > channel.chunk_bytes:
+    def post(self, peer: int | None, tag: int, x: Tensor, *, is_receive: bool) -> Transfer:
+        """Start to send `x` to a rank, or to receive it from one (None: from anybody)."""
+        channel, mpi = self._channel, self._channel.mpi
+        if peer is None and x.nbytes > channel.chunk_bytes:
             raise UnisonoError.because(
                 "a receive from anybody",
                 f"{x.nbytes} bytes, which travel in several messages",
                 f"{x.nbytes} > {channel.chunk_bytes}",
                 "name the source",
             )
-        source = channel.mpi.ANY_SOURCE if src is None else src
-        return self._post(Transfer(x, src, tag, True), channel.comm.Irecv, source)
-
-    def _post(self, transfer: Transfer, call: Any, peer: int) -> Transfer:
-        channel, x = self._channel, transfer.tensor
-        wire_tag = self._wire_tag(transfer.tag)
-        pieces = list(channel.pieces(x.nbytes)) or [(0, 0)]
+        transfer, wire_tag = Transfer(x, peer, tag, is_receive), self._wire_tag(tag)
+        call = channel.comm.Irecv if is_receive else channel.comm.Isend
         with self._lock:
-            for begin, length in pieces:
-                memory = channel.mpi.buffer.fromaddress(x.data_ptr() + begin, length)
+            for begin, length in list(channel.pieces(x.nbytes)) or [(0, 0)]:
+                memory = mpi.buffer.fromaddress(x.data_ptr() + begin, length)
                 with channel.threads.lock:
-                    request = call([memory, channel.mpi.BYTE], peer, wire_tag)
+                    other = mpi.ANY_SOURCE if peer is None else peer
+                    request = call([memory, mpi.BYTE], other, wire_tag)
                 transfer.requests.append((request, length))
-            self._under_way.append(transfer)
+            self.under_way.append(transfer)
         return transfer
 
     def _wire_tag(self, tag: int) -> int:
@@ -134,17 +121,15 @@ class Messages:
         )
 
     def progress(self) -> bool:
-        """Let messages move on; return whether one has ended."""
-        if not self._under_way or not self._lock.acquire(blocking=False):
-            return False
-        try:
-            before = len(self._under_way)
-            for transfer in self._under_way:
-                self._advance(transfer)
-            self._under_way = [t for t in self._under_way if not t.is_done]
-            return len(self._under_way) < before
-        finally:
-            self._lock.release()
+        """Let messages move on; return whether some are still under way."""
+        if self.under_way and self._lock.acquire(blocking=False):
+            try:
+                for transfer in self.under_way:
+                    self._advance(transfer)
+                self.under_way = [t for t in self.under_way if not t.is_done]
+            finally:
+                self._lock.release()
+        return bool(self.under_way)
 
     def _advance(self, transfer: Transfer) -> None:
         mpi = self._channel.mpi
@@ -196,14 +181,14 @@ class Messages:
         """Let go of messages that never ended: what is not received yet, never will be."""
         channel = self._channel
         with self._lock:
-            for transfer in self._under_way:
+            for transfer in self.under_way:
                 for request, _ in transfer.requests if transfer.is_receive else []:
                     # What cannot be cancelled stays as it is, and so does its memory.
                     with channel.threads.lock, contextlib.suppress(channel.mpi.Exception):
                         request.Cancel()
                         request.Test()
                 abandon(transfer)
-            self._under_way = []
+            self.under_way = []
 
 
 class MessageTicket:
@@ -244,8 +229,7 @@ class MpiEngine(QueuedEngine):
     def __init__(
         self, channel: Channel, name: str, store: Store, leave: Callable[[MpiEngine], None]
     ) -> None:
-        kind = JobQueue if channel.threads.has_background else InlineJobs
-        jobs = kind(f"unisono-mpi-{name or 'group'}")
+        jobs = JobQueue(f"unisono-mpi-{name or 'group'}", has_thread=channel.threads.has_background)
         super().__init__(channel.rank, channel.watch.ranks, jobs)
         self.channel = channel
         self.messages = Messages(channel)
@@ -253,113 +237,131 @@ class MpiEngine(QueuedEngine):
         self.is_broken = False
         """Whether something went wrong, so that transfers may be open for ever."""
         self._leave = leave
-        jobs.chore = self.messages.progress
-        jobs.has_chores = lambda: self.messages.under_way > 0 and self.cause is None
+        jobs.chore = lambda: self.cause is None and self.messages.progress()
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
-        """Replace `x` on every rank by the reduction over all ranks."""
-        check_op(op, x.dtype)
-        return self._start("all_reduce", kernels.all_reduce, (x, op), **how)
+    def fetches_whole(self, nbytes: int) -> bool:
+        return nbytes <= SMALL_BYTES or nbytes * self.size <= COPIES_BYTES
 
-    def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
-        """Replace `x` on `dst` by the reduction; leaves `x` as it is on the other ranks."""
-        check_op(op, x.dtype)
-        return self._start("reduce", kernels.all_reduce, (x, op, dst), **how)
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        forced = forced_algorithms().get("all_reduce")
+        is_float = x.dtype.is_floating_point or x.dtype.is_complex
+        is_exact = not is_float or (
+            self.size == 2 and x.dtype.itemsize >= 4 and op in ("sum", "mean")
+        )
+        if not x.numel() or (forced != "native" and (forced is not None or not is_exact)):
+            super()._all_reduce(x, op)
+            return
+        channel, mpi = self.channel, self.channel.mpi
+        is_half = x.dtype in (torch.float16, torch.bfloat16) and op != "sum64"
+        wide = torch.float32 if is_half else accumulation_dtype(x.dtype, op)
+        is_bool = x.dtype == torch.bool
+        operation = getattr(mpi, f"L{BOOL_OPS.get(op, op)}".upper() if is_bool else _OPS[op])
+        total = x if wide == x.dtype else x.to(wide)
+        for part in total.view(-1).split(max(1, channel.chunk_bytes // total.element_size())):
+            channel.hold([part])
+            channel.start(channel.comm.Iallreduce, mpi.IN_PLACE, part.detach().numpy(), operation)
+        channel.finish()
+        if op == "mean":
+            total.div_(self.size)
+        if total is not x:
+            x.copy_(total)
 
-    def reduce_scatter(
-        self, out: Tensor, ins: Sequence[Tensor], op: str, *, alike: int = 0, **how: Unpack[How]
-    ) -> Ticket | None:
-        """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`."""
-        del alike  # ranks do not compare their calls
-        check_op(op, out.dtype)
-        return self._start("reduce_scatter", kernels.reduce_scatter, (out, ins, op), **how)
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        channel = self.channel
+        for begin, length in channel.pieces(x.nbytes):
+            part = [channel.memory(x, begin, length), channel.mpi.BYTE]
+            channel.start(channel.comm.Ibcast, part, src)
+        channel.finish()
 
-    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
-        """Replace `x` on every rank by `x` of `src`."""
-        return self._start("broadcast", kernels.broadcast, (x, src), **how)
+    def _all_gather(self, outs: Blocks, x: Tensor, alike: int = 0) -> None:
+        """MPI passes blocks on among many ranks if they lie behind each other in memory."""
+        channel, sizes = self.channel, [out.nbytes for out in outs]
+        if not _is_one_stretch(outs):
+            self._all_to_all(outs, [x] * self.size)
+            return
+        if x.numel() and x.data_ptr() == outs[self.rank].data_ptr():
+            x = x.clone()  # MPI wants all ranks, or none, to work in place
+        first = next((out for out in outs if out.numel()), outs[0])
+        places = list(itertools.accumulate(sizes[:-1], initial=0))
+        channel.hold(outs)
+        received = [channel.memory(first, 0, sum(sizes)), (sizes, places), channel.mpi.BYTE]
+        channel.start(channel.comm.Iallgatherv, [channel.memory(x), channel.mpi.BYTE], received)
+        channel.finish()
 
-    def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, **how: Unpack[How]
-    ) -> Ticket | None:
-        """Fill `outs[q]` with `x` of rank `q`."""
-        del alike
-        return self._start("all_gather", kernels.all_gather, (outs, x), **how)
+    def _all_to_all(self, outs: Blocks, ins: Blocks) -> None:
+        channel = self.channel
+        own, own_out = ins[self.rank], outs[self.rank]
+        if own_out.numel() and own_out.data_ptr() != own.data_ptr():
+            bytes_of(own_out).copy_(bytes_of(own))
+        sent, received = self._addressed(ins), self._addressed(outs)
+        channel.start(channel.comm.Ialltoallw, sent, received)
+        for kind in (*sent[2], *received[2]):
+            if kind != channel.mpi.BYTE:
+                kind.Free()  # MPI keeps it until the transfer has ended
+        channel.finish()
 
-    def all_to_all(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor], **how: Unpack[How]
-    ) -> Ticket | None:
-        """Fill `outs[q]` with `ins[r]` of rank `q`."""
-        return self._start("all_to_all", kernels.all_to_all, (outs, ins), **how)
+    def _addressed(self, blocks: Blocks) -> list[Any]:
+        """Return blocks as MPI takes them from anywhere: datatypes that hold addresses and lengths.
 
-    def gather(
-        self, outs: Sequence[Tensor] | None, x: Tensor, dst: int, **how: Unpack[How]
-    ) -> Ticket | None:
-        """Fill `outs[q]` of `dst` with `x` of rank `q`; `outs` is None on the other ranks."""
-        return self._start("gather", kernels.gather, (outs, x, dst), **how)
+        The own block is left out.
+        """
+        channel, mpi = self.channel, self.channel.mpi
+        counts, kinds = [0] * self.size, [mpi.BYTE] * self.size
+        for peer, block in enumerate(blocks):
+            pieces = list(channel.pieces(block.nbytes))
+            if pieces and peer != self.rank:
+                lengths = [length for _, length in pieces]
+                begins = [block.data_ptr() + begin for begin, _ in pieces]
+                counts[peer], kinds[peer] = 1, mpi.BYTE.Create_hindexed(lengths, begins).Commit()
+        channel.hold(blocks)
+        return [mpi.BOTTOM, (counts, [0] * self.size), kinds]
 
-    def scatter(
-        self, out: Tensor, ins: Sequence[Tensor] | None, src: int, **how: Unpack[How]
-    ) -> Ticket | None:
-        """Fill `out` of rank `r` with `ins[r]` of `src`; `ins` is None on the other ranks."""
-        return self._start("scatter", kernels.scatter, (out, ins, src), **how)
+    def _barrier(self) -> None:
+        self.channel.barrier()
 
-    def barrier(self, **how: Unpack[How]) -> Ticket | None:
-        """Complete when every rank of the group has called it."""
-        return self._start("barrier", kernels.barrier, (), **how)
-
-    def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
-        """Return the tuples of all ranks, in rank order."""
-        rows: list[tuple[int, ...]] = []
-        how: How = {"async_op": False, "timeout_s": timeout_s}
-        self._start("all_gather_ints", kernels.all_gather_ints, (values, rows), **how)
-        return rows
-
-    def _start(
-        self, name: str, kernel: Kernel, arguments: tuple[Any, ...], **how: Unpack[How]
-    ) -> Ticket | None:
+    def call(self, name: str, kernel: Callable[[], Any], **how: Unpack[How]) -> Ticket | None:
+        """See `QueuedEngine`; only in threads that may use MPI."""
         self.channel.threads.check(name)
-        return self.call(name, partial(self._guarded, kernel, arguments), **how)
+        return super().call(name, partial(self.channel.run, kernel), **how)
 
-    def _guarded(self, kernel: Kernel, arguments: tuple[Any, ...]) -> None:
-        with self.channel.kernel():
-            self.last_algorithm = kernel(self.channel, *arguments) or "native"
+    def prepare(self, name: str) -> None:
+        channel = self.channel
+        channel.timeout_s = self.timeout_s
+        channel.behind = self.jobs.in_background
+        channel.watch.doing = name
+        channel.watch.number += 1
+        self.last_algorithm = "native"
 
     # -- messages -------------------------------------------------------------------------------
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        tag: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
+        self, sends: base.Messages, recvs: base.Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
-        """Send to and receive from the listed peers at once. Not queued behind collectives."""
-        self._check_messages()
-        transfers = [self.messages.post_recv(src, tag, x) for src, x in recvs]
-        transfers += [self.messages.post_send(dst, tag, x) for dst, x in sends]
-        if async_op:
-            return self._under_way(transfers)
-        self.finish_messages(transfers, timeout_s)
-        return None
+        """See `Engine`. Not queued behind collectives."""
+        ticket = self._post(sends, recvs, tag)
+        if not how["async_op"]:
+            ticket.wait(how["timeout_s"])
+            return None
+        self.jobs.wake()
+        return ticket
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        """Start to receive a message with `tag` from whoever sends one first."""
-        self._check_messages()
-        return self._under_way([self.messages.post_recv(None, tag, x)])
+        ticket = self._post([], [(None, x)], tag)
+        self.jobs.wake()
+        return ticket
 
-    def _check_messages(self) -> None:
+    def _post(
+        self, sends: base.Messages, recvs: Sequence[tuple[int | None, Tensor]], tag: int
+    ) -> MessageTicket:
+        """Start messages; woken, the background thread moves them on while nobody waits."""
         self.check_usable()
         self.channel.threads.check("send or recv")
-
-    def _under_way(self, transfers: Sequence[Transfer]) -> MessageTicket:
-        """Return a ticket of messages, which move on while nobody waits for them."""
+        post = self.messages.post
+        transfers = [post(src, tag, x, is_receive=True) for src, x in recvs]
+        transfers += [post(dst, tag, x, is_receive=False) for dst, x in sends]
         self.messages.progress()
-        if self.messages.under_way:
-            self.jobs.wake()
         return MessageTicket(self, transfers)
 
     def finish_messages(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
@@ -378,28 +380,24 @@ class MpiEngine(QueuedEngine):
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        """Time this rank has spent waiting for others so far."""
         return self.channel.waited_ns
 
-    def prepare(self, name: str, timeout_s: float) -> None:
-        """Set up for one kernel; called in the thread that runs it."""
-        channel = self.channel
-        channel.timeout_s = timeout_s
-        channel.behind = self.jobs.in_background
-        channel.watch.doing = name
-        channel.watch.number += 1
-
     def tell_failure(self, error: BaseException) -> None:
-        """Let the other ranks know that this one has failed."""
         self.is_broken = True
         self.channel.watch.tell(error, self.culprit(error))
 
     def cancel(self, why: str) -> None:
-        """End the wait of the call under way, from another thread."""
         self.channel.watch.cancelled = why
 
     def release(self) -> None:
-        """Give everything back; nothing runs any more."""
         if not self.channel.mpi.Is_finalized():
             self.messages.release()
             self._leave(self)
+
+
+def _is_one_stretch(blocks: Blocks) -> bool:
+    """Whether the blocks lie behind each other in memory, short enough to be counted by MPI."""
+    present = [block for block in blocks if block.numel()]
+    ends = [block.data_ptr() + block.nbytes for block in present]
+    follows = all(end == block.data_ptr() for end, block in zip(ends, present[1:], strict=False))
+    return follows and sum(block.nbytes for block in present) <= MAX_BYTES

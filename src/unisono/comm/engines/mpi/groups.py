@@ -23,25 +23,22 @@ import time
 import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from unisono.comm import call as calls
 from unisono.comm import groups, seal
 from unisono.comm.arguments import environment_timeout_s
-from unisono.comm.call import Call
 from unisono.comm.engines.base import Engine, SelfEngine
-from unisono.comm.engines.mpi.channel import Channel, Member, Watch
+from unisono.comm.engines.mpi.channel import Channel, Watch
 from unisono.comm.engines.mpi.engine import MpiEngine
 from unisono.comm.engines.mpi.library import Threads, load, unavailable
 from unisono.comm.engines.shm.rendezvous import Rendezvous
 from unisono.comm.groups import DEFAULT_TIMEOUT_S, GroupEntry
-from unisono.comm.health import failures, watchdog
+from unisono.comm.health import watchdog
 from unisono.comm.lifecycle import say_returned
-from unisono.comm.machine import first_reachable, host_id, own_addresses, own_card
+from unisono.comm.machine import first_reachable, host_id, own_addresses
 from unisono.comm.torch import private
 from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
 from unisono.environment import Environment
@@ -134,16 +131,10 @@ def _meet(
     """Return the channel of a new group. Collective over it."""
     threads = Threads(mpi)
     threads.check("a new group")
-    me = Member(base.rank, base.size, own_card(), socket.gethostname(), secrets.token_hex(8))
     rendezvous = Rendezvous(dist.PrefixStore("mpi", store), rank, ranks, timeout_s, backend=BACKEND)
-    try:
-        texts = rendezvous.share("member", json.dumps(asdict(me)))
-    except BaseException:
-        rendezvous.clean()  # who comes later must not take this rank for present
-        raise
-    members = [Member(**json.loads(text)) for text in texts]
-    positions = [member.position for member in members]
-    sizes = sorted({member.job_size for member in members})
+    members = rendezvous.introduce(base.rank, base.size)
+    positions = [member.facts[0] for member in members]
+    sizes = sorted({member.facts[1] for member in members})
     if len(sizes) > 1 or len(set(positions)) < len(positions):
         raise MeshError.because(
             f"an MPI group of ranks {list(ranks)}",
@@ -158,9 +149,7 @@ def _meet(
         comm.Set_errhandler(mpi.ERRORS_RETURN)
     channel = Channel(mpi, comm, threads, Watch(ranks, rank, members, name))
     channel.timeout_s = timeout_s
-    with channel.kernel():
-        channel.start(comm.Ibarrier)
-        channel.finish()
+    channel.run(channel.barrier)
     rendezvous.clean()
     return channel
 
@@ -412,7 +401,6 @@ class Standalone:
         self._made: dict[tuple[int, ...], GroupEntry] = {}
         self._generation: dict[tuple[int, ...], int] = {}
         signer = seal.Seal(self._store, self._rank)
-        seal.stand(self._prefix, signer)
         self._dog = watchdog.Watchdog(
             self._rank, ranks, self._store, lambda: self._is_over, signed_by=signer
         )
@@ -432,28 +420,17 @@ class Standalone:
     ) -> GroupEntry:
         nth = self._generation[ranks] = self._generation.get(ranks, 0) + 1
         name = f"{self._prefix}-{'_'.join(map(str, ranks))}-{nth}"
-        call = Call(failures.NEW_GROUP, BACKEND, name, nth, kind=f"ranks {list(ranks)}")
-        calls.latest_call = call
         watchdog.stand(name, self._dog)
+        place, timeout = ranks.index(self._rank), timedelta(seconds=wait_s)
+        store = dist.PrefixStore(name, self._store)
         try:
-            group = MpiProcessGroup(
-                dist.PrefixStore(name, self._store),
-                ranks.index(self._rank),
-                len(ranks),
-                timedelta(seconds=wait_s),
-                ranks,
-                name,
-                base=base,
-                is_own=is_own,
-            )
-        except RankTimeout as error:
-            told = failures.timed_out(call, ranks, wait_s, error)
-            watchdog.dismiss(name)
-            raise told from None
+            with groups.being_made(name, ranks, BACKEND, wait_s):
+                group = MpiProcessGroup(
+                    store, place, len(ranks), timeout, ranks, name, base=base, is_own=is_own
+                )
         except BaseException:
             watchdog.dismiss(name)
             raise
-        call.done = True
         group.set_timeout(timedelta(seconds=self._deadline_s))
         group._set_group_name(name)
         private.register_group(name, group)
@@ -465,8 +442,6 @@ class Standalone:
         self._made.pop(entry.ranks, None)
         self._is_over = not self._made
         watchdog.dismiss(entry.key)
-        if self._is_over:
-            seal.stand(self._prefix, None)
         private.unregister_group(entry.key)
         if entry.group is not None:
             entry.group.shutdown()

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from unisono.comm.engines.base import Ticket
-from unisono.comm.engines.queued import Refused, SourceTicket, TransportEngine
+from unisono.comm.engines.base import Blocks, How, Messages, SourceTicket, Ticket
+from unisono.comm.engines.queued import TransportEngine
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.segment import Segment
 from unisono.comm.engines.shm.segment import Ticket as SegmentTicket
 from unisono.comm.engines.shm.watch import FAILED, GAVE_UP, Watch
+from unisono.comm.health.failures import text_of
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
 from unisono.comm.torch.staging import wrong_message
 from unisono.cores import usable_cores
@@ -57,7 +57,7 @@ _LEAST_RUN, _MOST_DIMS = 256, 8
 """Slices of a tensor that messages take from where they lie: bytes of a run, and dims around it."""
 
 
-def _listed(blocks: Sequence[Tensor] | None) -> list[tuple[int, int]] | None:
+def _listed(blocks: Blocks | None) -> list[tuple[int, int]] | None:
     if blocks is None:
         return None
     return [(block.data_ptr(), block.nbytes) for block in blocks]
@@ -141,25 +141,24 @@ class ShmEngine(TransportEngine):
         """See `Engine`; leaves `x` as it is on the other ranks."""
         return self.all_reduce_(x, op, async_op=async_op, timeout_s=timeout_s, root=dst)
 
-    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
-        """See `Engine`."""
-        self.check_usable()
-        nbytes, dtype = x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
-        started = self._core.broadcast(
-            x if async_op else None, timeout_s, x.data_ptr(), nbytes, dtype, src
-        )
-        return self._keep(started)
+    def _collective(
+        self, call: Callable[..., Any], tensors: object, how: How, *args: object
+    ) -> Ticket | None:
+        """Make a call of the core; of one that is only started the tensors are kept alive."""
+        if self.cause is not None:
+            raise self.unusable()
+        started = call(tensors if how["async_op"] else None, how["timeout_s"], *args)
+        return None if started is None else self._keep(started)
+
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
+        what = x.data_ptr(), x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
+        return self._collective(self._core.broadcast, x, how, *what, src)
 
     def all_gather(
-        self, outs: Sequence[Tensor], x: Tensor, *, alike: int = 0, async_op: bool, timeout_s: float
+        self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
-        self.check_usable()
-        dtype = DTYPE_NUMBERS.get(x.dtype, -1)
-        started = self._core.all_gather(
-            (outs, x) if async_op else None, timeout_s, _listed(outs), x.data_ptr(), dtype, alike
-        )
-        return self._keep(started)
+        what = _listed(outs), x.data_ptr(), DTYPE_NUMBERS.get(x.dtype, -1)
+        return self._collective(self._core.all_gather, (outs, x), how, *what, alike)
 
     def all_gather_rows(
         self,
@@ -187,117 +186,47 @@ class ShmEngine(TransportEngine):
         return None if started is None else self._keep(started)
 
     def reduce_scatter(
-        self,
-        out: Tensor,
-        ins: Sequence[Tensor],
-        op: str,
-        *,
-        alike: int = 0,
-        async_op: bool,
-        timeout_s: float,
+        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
-        self.check_usable()
-        started = self._core.reduce_scatter(
-            (out, ins) if async_op else None,
-            timeout_s,
-            out.data_ptr(),
-            _listed(ins),
-            DTYPE_NUMBERS[out.dtype],
-            _OP_NUMBERS[op],
-            alike,
-        )
-        return self._keep(started)
+        what = out.data_ptr(), _listed(ins), DTYPE_NUMBERS[out.dtype], _OP_NUMBERS[op]
+        return self._collective(self._core.reduce_scatter, (out, ins), how, *what, alike)
 
-    def all_to_all(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor], *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
-        """See `Engine`."""
-        self.check_usable()
-        dtype = DTYPE_NUMBERS.get(ins[0].dtype, -1)
-        started = self._core.all_to_all(
-            (outs, ins) if async_op else None, timeout_s, _listed(outs), _listed(ins), dtype
-        )
-        return self._keep(started)
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
+        what = _listed(outs), _listed(ins), DTYPE_NUMBERS.get(ins[0].dtype, -1)
+        return self._collective(self._core.all_to_all, (outs, ins), how, *what)
 
-    def gather(
-        self,
-        outs: Sequence[Tensor] | None,
-        x: Tensor,
-        dst: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
-    ) -> Ticket | None:
-        """See `Engine`."""
-        self.check_usable()
-        nbytes, dtype = x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
-        started = self._core.gather(
-            (outs, x) if async_op else None,
-            timeout_s,
-            _listed(outs),
-            x.data_ptr(),
-            nbytes,
-            dtype,
-            dst,
-        )
-        return self._keep(started)
+    def gather(self, outs: Blocks | None, x: Tensor, dst: int, **how: Unpack[How]) -> Ticket | None:
+        what = _listed(outs), x.data_ptr(), x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1)
+        return self._collective(self._core.gather, (outs, x), how, *what, dst)
 
     def scatter(
-        self,
-        out: Tensor,
-        ins: Sequence[Tensor] | None,
-        src: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
+        self, out: Tensor, ins: Blocks | None, src: int, **how: Unpack[How]
     ) -> Ticket | None:
-        """See `Engine`."""
-        self.check_usable()
-        nbytes, dtype = out.nbytes, DTYPE_NUMBERS.get(out.dtype, -1)
-        started = self._core.scatter(
-            (out, ins) if async_op else None,
-            timeout_s,
-            out.data_ptr(),
-            nbytes,
-            _listed(ins),
-            dtype,
-            src,
-        )
-        return self._keep(started)
+        what = out.data_ptr(), out.nbytes, _listed(ins), DTYPE_NUMBERS.get(out.dtype, -1)
+        return self._collective(self._core.scatter, (out, ins), how, *what, src)
 
-    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
-        """See `Engine`."""
-        self.check_usable()
-        return self._keep(self._core.barrier(() if async_op else None, timeout_s))
+    def barrier(self, **how: Unpack[How]) -> Ticket | None:
+        return self._collective(self._core.barrier, (), how)
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
-        """See `Engine`."""
         if self.cause is not None:
             raise self.unusable()
         return self._core.ints(timeout_s, values)
 
     def _keep(self, ticket: Any) -> Any:
         """Return the ticket of a started call; its tensors live on if nobody else keeps it."""
-        if ticket is not None:
-            kept = self._kept
-            while kept and kept[0].done():  # they end in about this order
-                kept.popleft()
-            if len(kept) > _MOST_KEPT:  # behind a message that nobody sends
-                kept = self._kept = deque(other for other in kept if not other.done())
-            kept.append(ticket)
+        kept = self._kept
+        while kept and kept[0].done():  # they end in about this order
+            kept.popleft()
+        if len(kept) > _MOST_KEPT:  # behind a message that nobody sends
+            kept = self._kept = deque(other for other in kept if not other.done())
+        kept.append(ticket)
         return ticket
 
     # -- messages -------------------------------------------------------------------------------
 
     def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        tag: int,
-        *,
-        async_op: bool,
-        timeout_s: float,
+        self, sends: Messages, recvs: Messages, tag: int, *, async_op: bool, timeout_s: float
     ) -> Ticket | None:
         """See `Engine`. Messages do not queue behind collectives."""
         if self.cause is not None:
@@ -327,7 +256,6 @@ class ShmEngine(TransportEngine):
         )
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        """See `TransportEngine`."""
         ticket: Any = self.exchange([], [(-1, x)], tag, async_op=True, timeout_s=0.0)
         return ticket
 
@@ -363,7 +291,7 @@ class ShmEngine(TransportEngine):
             answer = self._core.texts(timeout_s, text.encode())[0].decode(errors="replace")
             word, _, text = answer.partition(" ")
             if word == "no":
-                raise Refused(text)
+                raise UnisonoError(text)
             problem = ""
             try:
                 segment = segment or Segment.open(SegmentTicket.parse(text))
@@ -377,7 +305,7 @@ class ShmEngine(TransportEngine):
                 segment.seal()
         problems = [raw.decode(errors="replace") for raw in told if raw]
         if problems or segment is None:
-            raise Refused.because(asked, "ranks that cannot map it: " + "; ".join(problems))
+            raise UnisonoError.because(asked, "ranks that cannot map it: " + "; ".join(problems))
         # Only now, when every rank has taken the memory of its own region.
         core.load().populate(segment.address, total)
         place = self._core.add_buffer(segment.address + _FIRST, stride, nbytes)
@@ -406,7 +334,6 @@ class ShmEngine(TransportEngine):
         return segment, f"ok {segment.ticket}"
 
     def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
-        """See `Engine`."""
         nbytes = buffer.nbytes
         for shared in list(self._buffers.values()):
             memory = shared.memory()
@@ -427,7 +354,6 @@ class ShmEngine(TransportEngine):
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        """See `Engine`."""
         return self._core.waited_ns
 
     def _report(
@@ -505,23 +431,16 @@ class ShmEngine(TransportEngine):
         return CollectiveMismatch("\n".join([problem, *lines, hint]), calls=calls)
 
     def tell_failure(self, error: BaseException) -> None:
-        """See `TransportEngine`."""
-        if isinstance(error, UnisonoError):  # says enough by itself
-            lines = traceback.format_exception_only(error)
-        else:
-            lines = traceback.format_exception(error)
-        raw = "".join(lines).strip().encode(errors="replace")
+        raw = text_of(error).encode(errors="replace")
         # The end of a traceback says most, and the beginning of a report.
         gave_up = isinstance(error, RankTimeout)
         text = raw[:_TEXT_BYTES] if gave_up else raw[-_TEXT_BYTES:]
         self._core.fail(GAVE_UP if gave_up else FAILED, self.culprit(error), text)
 
     def cancel(self, why: str) -> None:
-        """See `TransportEngine`."""
         self.watch.cancelled = why
 
     def finish_started(self, timeout_s: float) -> bool:
-        """See `TransportEngine`."""
         end = time.monotonic() + timeout_s
         for ticket in self._kept:
             is_call = hasattr(ticket, "ended")  # messages do not end by themselves

@@ -15,8 +15,9 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,7 +29,7 @@ from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.engine import ShmEngine
 from unisono.comm.engines.shm.segment import KINDS, NONCE_BYTES, Segment, Ticket
 from unisono.comm.health import mark_as_news
-from unisono.comm.machine import host_id, is_dead, pid_namespace, process_start
+from unisono.comm.machine import host_id, is_card_dead, own_card, pid_namespace
 from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
@@ -46,13 +47,15 @@ MIN_SLOT_BYTES = 4096
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank tells about itself."""
+    """A rank of a group, as it tells about itself when the group is made."""
 
+    card: list[Any]
+    """Where its process is, its id and its start time (`machine.own_card`)."""
     host: str
-    pid: int
-    started: int
     nonce: str
-    hostname: str
+    """A random word; that of the first rank names the group."""
+    facts: list[Any]
+    """What else the ranks of its transport want to know."""
 
 
 @dataclass(frozen=True)
@@ -120,18 +123,13 @@ class Rendezvous:
         self._size = len(self._ranks)
         self._timeout_s = timeout_s
         self._backend = backend
-        self._members: dict[int, Member] = {}
+        self._members: list[Member] = []
         self._own_keys: list[str] = []
 
     def meet(self) -> Meeting:
         """Find out who shares memory with whom. Collective over the group."""
-        pid = os.getpid()
-        me = Member(
-            memory_id(), pid, process_start(pid) or 0, secrets.token_hex(8), socket.gethostname()
-        )
-        texts = self.share("member", json.dumps(me.__dict__))
-        self._members = {r: Member(**json.loads(text)) for r, text in enumerate(texts)}
-        hosts = _by_host([self._members[r].host for r in range(self._size)])
+        members = self.introduce(memory_id())
+        hosts = _by_host([member.facts[0] for member in members])
         attempt = 0
         while True:
             kind = KINDS[min(attempt, len(KINDS) - 1)]
@@ -143,8 +141,19 @@ class Rendezvous:
             if kind == KINDS[-1]:
                 hosts = _isolate(hosts, refused)
             attempt += 1
-        processes = [(self._members[r].pid, self._members[r].started) for r in local]
-        return Meeting(hosts, local, tuple(processes), self._members[0].nonce, segment)
+        processes = [(members[r].card[1], members[r].card[2]) for r in local]
+        return Meeting(hosts, local, tuple(processes), members[0].nonce, segment)
+
+    def introduce(self, *facts: object) -> list[Member]:
+        """Return what all ranks of the group tell about themselves."""
+        me = Member(own_card(), socket.gethostname(), secrets.token_hex(8), list(facts))
+        try:
+            texts = self.share("member", json.dumps(asdict(me)))
+        except BaseException:
+            self.clean()  # who comes later must not take this rank for present
+            raise
+        self._members = [Member(**json.loads(text)) for text in texts]
+        return self._members
 
     def _attempt(
         self, attempt: int, kind: str, local: tuple[int, ...]
@@ -216,15 +225,8 @@ class Rendezvous:
         self._store.set(key, text)
         self._own_keys.append(key)
 
-    def _await(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
+    def _await(self, keys: list[str], ranks: Sequence[int]) -> None:
         """Wait until the keys are there, or a rank that should write one is dead."""
-        try:
-            self._wait_for(list(keys), ranks)
-        except (RankFailed, RankTimeout) as error:
-            mark_as_news(error)
-            raise
-
-    def _wait_for(self, keys: list[str], ranks: Sequence[int]) -> None:
         began = time.monotonic()
         look, nap_s = began + _PEERS_S, 1e-4
         while True:
@@ -233,10 +235,11 @@ class Rendezvous:
                     return
             except RuntimeError as error:
                 self._look_for_dead(range(self._size))
-                raise RankFailed(
+                lost = RankFailed(
                     f"rank {self._ranks[self._rank]} lost the store while its group was made\n"
                     f"  found: {error}",
-                ) from error
+                )
+                raise mark_as_news(lost) from error
             now = time.monotonic()
             if now >= look:
                 look = now + _PEERS_S
@@ -245,25 +248,26 @@ class Rendezvous:
                 self._look_for_dead(missing)
                 if now > began + self._timeout_s and missing:
                     absent = [self._ranks[r] for r in missing]
-                    raise RankTimeout(
+                    late = RankTimeout(
                         f"a {self._backend} group of ranks {list(self._ranks)} was not made within "
                         f"{self._timeout_s:g} s\n  not arrived: rank {compress_ranks(absent)}",
                         missing=absent,
                         op="new_group",
                     )
+                    raise mark_as_news(late)
             time.sleep(nap_s)
             nap_s = min(nap_s * 1.5, 5e-3)
 
     def _look_for_dead(self, suspects: Sequence[int]) -> None:
-        for rank, member in self._members.items():
-            is_here = member.host == self._members[self._rank].host
-            if is_here and rank in suspects and is_dead(member.pid, member.started):
-                raise RankFailed(
-                    f"rank {self._ranks[rank]} (process {member.pid} on {member.hostname}) "
+        for rank, member in enumerate(self._members):
+            if rank in suspects and is_card_dead(member.card):
+                dead = RankFailed(
+                    f"rank {self._ranks[rank]} (process {member.card[1]} on {member.host}) "
                     "died while the group was made",
                     rank=self._ranks[rank],
-                    host=member.hostname,
+                    host=member.host,
                 )
+                raise mark_as_news(dead)
 
 
 def create(size: int, kind: str) -> Segment:
@@ -389,7 +393,7 @@ def _make_engine(
     if len(meeting.hosts) == 1:
         engine: Engine = local
     else:
-        network = Network(dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, ranks, timeout_s)
+        network = Network(dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, timeout_s)
         jobs = JobQueue(f"unisono-shm-{name}")
         engine = HostsEngine(local, meeting.hosts, rank, ranks, network, jobs)
         if rank == 0:
