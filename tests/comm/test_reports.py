@@ -82,6 +82,17 @@ def test_check_mode_on_one_rank_only_is_explained_on_both():
     time.sleep(2.0)
 
 
+@pytest.mark.ranks(3, backend=["gloo", "shm"])
+def test_check_mode_follows_ranks_that_sent_different_numbers_of_messages():
+    comm = world()
+    with check():
+        if comm.rank == 0:
+            comm.send(torch.ones(2), 1, timeout_s=20)
+        elif comm.rank == 1:
+            comm.recv(((2,), torch.float32), 0, timeout_s=20)
+        assert comm.all_reduce(torch.ones(2), timeout_s=20).tolist() == [3.0, 3.0]
+
+
 @on_shm
 def test_unequal_requires_grad_is_listed_for_each_rank():
     comm = world()

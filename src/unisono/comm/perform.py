@@ -219,6 +219,8 @@ class Performer:
         call.seq, call.is_async = entry.calls + 1, started
         calls.latest_call = call
         recorder = None
+        if transfer.is_collective and self.size > 1:
+            call.number = entry.collectives + 1
         if not transfer.is_quiet:
             entry.calls = call.seq
             recorder = trace.recorder
@@ -231,7 +233,7 @@ class Performer:
                 if not turn.acquire(blocking=False):
                     raise self._second_thread(call)
                 entry.inside = threading.get_ident()
-            entry.collectives = call.number = entry.collectives + 1
+            entry.collectives = call.number
         waited = engine.waited_ns if recorder is not None else None
         grad_mode = torch.is_grad_enabled()
         private.set_grad_enabled(False)
