@@ -169,6 +169,8 @@ def verb(prepare: Callable[Concatenate[V, P], Transfer[T]]) -> Callable[Concaten
     def performed(self: V, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._perform(prepare(self, *args, **kwargs))
 
+    # Stacks of a rank that waits name the verb.
+    performed.__code__ = performed.__code__.replace(co_name=prepare.__name__)
     return performed
 
 
