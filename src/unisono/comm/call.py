@@ -72,6 +72,8 @@ class Call:
     """Whether it has ended on this rank."""
     number: int = 0
     """How many collectives of its group this rank had begun with it; 0 for a message."""
+    check: int = 0
+    """Number of its comparison with the other ranks' calls."""
     _site: str | None = field(default=None, repr=False)
 
     @property

@@ -85,6 +85,8 @@ class GroupEntry:
         """Identity of the thread that took it last."""
         self.collectives = 0
         """Collectives of the group that this rank has begun."""
+        self.checked = 0
+        """Calls of the group that this rank has compared with the others' (check mode)."""
         self.counted: dict[str, int] = {}
         """What else users of the group count."""
         self.sent: dict[tuple[int, int], int] = {}

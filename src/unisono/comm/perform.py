@@ -170,7 +170,8 @@ def verb(prepare: Callable[Concatenate[V, P], Transfer[T]]) -> Callable[Concaten
         return self._perform(prepare(self, *args, **kwargs))
 
     # Stacks of a rank that waits name the verb.
-    performed.__code__ = performed.__code__.replace(co_name=prepare.__name__)
+    named: Any = performed
+    named.__code__ = named.__code__.replace(co_name=prepare.__name__)
     return performed
 
 
@@ -221,8 +222,6 @@ class Performer:
         call.seq, call.is_async = entry.calls + 1, started
         calls.latest_call = call
         recorder = None
-        if transfer.is_collective and self.size > 1:
-            call.number = entry.collectives + 1
         if not transfer.is_quiet:
             entry.calls = call.seq
             recorder = trace.recorder
@@ -235,7 +234,7 @@ class Performer:
                 if not turn.acquire(blocking=False):
                     raise self._second_thread(call)
                 entry.inside = threading.get_ident()
-            entry.collectives = call.number
+            entry.collectives = call.number = entry.collectives + 1
         waited = engine.waited_ns if recorder is not None else None
         grad_mode = torch.is_grad_enabled()
         private.set_grad_enabled(False)
@@ -285,6 +284,9 @@ class Performer:
                 _ = call.site
         if check.active and is_collective and self.size > 1:
             call.is_checked = True
+            # Counted apart: ranks may have sent different numbers of messages, and a call that
+            # was refused here is no collective.
+            self._entry.checked = call.check = self._entry.checked + 1
             with self._translating(call, deadline):
                 check.verify(call, self.rank, self.ranks, deadline)
 

@@ -65,6 +65,7 @@ class Pair:
     def step(self):
         self.optimizer.step()
         self.twin_optimizer.step()
+        self.losses = None  # plain torch refuses a backward through what was updated since
 
     def zero_grad(self, set_to_none=False):
         self.optimizer.zero_grad(set_to_none=set_to_none)

@@ -170,8 +170,7 @@ def _share(
     call: Call, what: str, mine: Fingerprint, rank: int, size: int, timeout_s: float
 ) -> list[Fingerprint]:
     """Exchange `mine` through the store of the call's group; the last reader removes the round."""
-    # By the number of collectives: ranks may have sent different numbers of messages.
-    key = f"{call.key}/{call.number}{what}"
+    key = f"{call.key}/{call.check}{what}"
     store: Store = PrefixStore("unisono/check", store_of(call.key))
     store.set(f"{key}/{rank}", json.dumps(mine))
     keys = [f"{key}/{r}" for r in range(size)]

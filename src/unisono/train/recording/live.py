@@ -44,7 +44,9 @@ QUIET_STEPS = 5.0
 """The same, in steps: slow steps are no reason to worry."""
 START_S = 60.0
 """So long a rank may load data and build its model before it first logs."""
-_VERB = re.compile(r'comm/perform\.py", line \d+ in (?P<verb>(?!wait\b)[a-z]\w+)')
+_VERB = re.compile(
+    r'comm/(?:perform|collectives|messages)\.py", line \d+ in (?P<verb>(?!wait\b)[a-z]\w+)'
+)
 _TORCH = re.compile(r'torch/distributed/\S+\.py", line \d+ in (?P<verb>[a-z]\w+)')
 
 
