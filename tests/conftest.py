@@ -180,6 +180,13 @@ def warm_python(interpreter: Interpreter) -> str:
     return interpreter.python
 
 
+@pytest.fixture
+def forked_python(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`warm_python`, and what its processes start by `sys.executable` are forks, too."""
+    monkeypatch.setenv("WARM_PYTHON", warm_python)
+    return warm_python
+
+
 @pytest.fixture(scope="session")
 def mpiexec() -> str:
     """The program that starts ranks of MPI, that of the mpich wheel first; skips without it."""

@@ -36,7 +36,8 @@ def ask(path: str, request: dict[str, object]) -> socket.socket:
     listed = os.listdir("/proc/self/fd")  # noqa: PTH208  pathlib takes longer than all of this
     targets = [fd for fd in map(int, listed) if _is_open(fd)]  # the listing itself is closed
     spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
-    request |= {"cwd": os.getcwd(), "env": dict(os.environ), "targets": targets}  # noqa: PTH109
+    here = os.getcwd()  # noqa: PTH109
+    request |= {"cwd": here, "env": dict(os.environ), "targets": targets, "pid": os.getpid()}
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(path)
     socket.send_fds(line, [json.dumps(request).encode()], [*targets, *spaces])

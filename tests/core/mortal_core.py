@@ -49,7 +49,8 @@ def message(engine: ShmEngine, how: dict[str, Any], n: int) -> object:
 KERNELS: dict[str, Kernel] = {
     "barrier": lambda e, how: e.barrier(**how),
     "small all_reduce": lambda e, how: e.all_reduce_(torch.ones(10), "sum", **how),
-    "large all_reduce": lambda e, how: e.all_reduce_(torch.ones(4 * N), "sum", **how),
+    # More chunks than the four halves of its slots.
+    "large all_reduce": lambda e, how: e.all_reduce_(torch.ones(2 * N), "sum", **how),
     "placed all_reduce": lambda e, how: e.all_reduce_(placed_rows(e, how)[0], "sum", **how),
     "reduce": lambda e, how: e.reduce_(torch.ones(N), 0, "sum", **how),
     "broadcast": lambda e, how: e.broadcast_(torch.ones(2 * N), 1, **how),

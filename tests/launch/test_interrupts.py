@@ -91,7 +91,7 @@ def wait_until(condition, seconds: float) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
+def test_no_rank_and_no_directory_outlives_its_launcher(forked_python, tmp_path, has_ended):
     cases = [
         (signal.SIGINT, RUN, False),
         (signal.SIGTERM, RUN, True),
@@ -107,7 +107,7 @@ def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
             script = SCRIPT % (is_apart, call.format(str(folder)))
             launchers.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", script],
+                    [forked_python, "-c", script],
                     env={**os.environ, "TMPDIR": str(folder)},
                     stderr=subprocess.PIPE,
                     text=True,
@@ -134,14 +134,14 @@ def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
 
 
 @pytest.fixture
-def saving(tmp_path, monkeypatch):
+def saving(forked_python, tmp_path):
     """Start a run of one of the functions above; wait until all of its ranks are up."""
     started = []
 
     def start(function, on="cpu", command=None):
         script = tmp_path / "saving.py"
         script.write_text(SAVING)
-        words = command or [sys.executable, str(script), str(tmp_path), function, on]
+        words = command or [forked_python, str(script), str(tmp_path), function, on]
         process = subprocess.Popen(
             words,
             cwd=tmp_path,
@@ -204,10 +204,10 @@ def test_what_goes_wrong_while_ranks_save_is_told_and_kept(saving, tmp_path):
     assert "cannot save" in (kept / "rank-0.log").read_text()
 
 
-def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(tmp_path, has_ended):
+def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(forked_python, tmp_path, has_ended):
     script = SAVING.replace("interrupt_s=20", "interrupt_s=1")
     (tmp_path / "saving.py").write_text(script)
-    words = [sys.executable, str(tmp_path / "saving.py"), str(tmp_path), "refuses", "cpu"]
+    words = [forked_python, str(tmp_path / "saving.py"), str(tmp_path), "refuses", "cpu"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as launcher:
         assert wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
         launcher.send_signal(signal.SIGINT)
@@ -216,13 +216,15 @@ def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(tmp_path, has_ended):
     assert all(map(has_ended, pids_in(tmp_path)))
 
 
-def test_ctrl_c_on_the_command_line_lets_ranks_save_and_ends_with_code_130(saving, tmp_path):
+def test_ctrl_c_on_the_command_line_lets_ranks_save_and_ends_with_code_130(
+    saving, forked_python, tmp_path
+):
     script = tmp_path / "script.py"
     script.write_text(
         SAVING.partition("platform =")[0].replace("sys.argv[1]", repr(str(tmp_path)))
         + "catches()\n"
     )
-    command = [sys.executable, "-m", "unisono", "run", "--ranks", "2", str(script)]
+    command = [forked_python, "-m", "unisono", "run", "--ranks", "2", str(script)]
     launcher = saving("", command=command)
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=60)

@@ -221,9 +221,11 @@ unisono.run(wait, %r, on="mpi", ranks=2)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_of_an_mpi_world_outlives_its_launcher(program, number, tmp_path, has_ended):
+def test_no_rank_of_an_mpi_world_outlives_its_launcher(
+    program, forked_python, number, tmp_path, has_ended
+):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    words = [sys.executable, "-c", INTERRUPTED % str(tmp_path)]
+    words = [forked_python, "-c", INTERRUPTED % str(tmp_path)]
     launcher = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: len(list(tmp_path.glob("pids-?"))) == 2, 60)

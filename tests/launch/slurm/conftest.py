@@ -47,8 +47,12 @@ def namespaced_cluster():
 
 
 @pytest.fixture
-def use(monkeypatch, tmp_path):
-    """Return a function that makes a cluster the one of this process; `sacct` must not be used."""
+def use(monkeypatch, tmp_path, forked_python):
+    """Return a function that makes a cluster the one of this process; `sacct` must not be used.
+
+    What jobs start are forks of the warm interpreter: loading torch is no part of a test.
+    """
+    monkeypatch.setattr(sys, "executable", forked_python)
     called = tmp_path / "sacct-was-called"
     stub = tmp_path / "stubs" / "sacct"
     stub.parent.mkdir()
