@@ -113,6 +113,7 @@ def listen(request: dict[str, Any], door_fd: int, leash_fd: int) -> None:
 def be_script(request: dict[str, Any], control_fd: int) -> None:
     """Become `python WORDS` in the directory and with the variables of the request."""
     settle(request)
+    sys.executable = os.environ.get("WARM_PYTHON", sys.executable)
     hand_over(socket.socket(fileno=control_fd), request["server_pid"])
     runpy.run_path(str(LEAN))  # for pools of ranks that it starts
     live(functools.partial(run, request["words"]), unload=request["unload"])
@@ -132,6 +133,7 @@ def be_python(request: dict[str, Any], fds: list[int]) -> None:
     for fd in high:
         os.close(fd)
     settle(request)
+    sys.path[:0] = request["more_path"]
     os.getppid = functools.partial(parent_of, request["pid"], os.getpid(), os.getppid)
     sys.executable = os.environ.get("WARM_PYTHON", sys.executable)
     if request["unbuffered"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -92,11 +93,11 @@ def test_the_ring_buffer_drops_the_oldest(monkeypatch):
     assert [e.sent for e in t.events] == [8, 12, 16]
 
 
-def test_a_process_that_never_closes_its_world_still_leaves_its_trace(warm_python, tmp_path):
+def test_a_process_that_never_closes_its_world_still_leaves_its_trace(tmp_path):
     path = tmp_path / "whole.json"
     script = "import torch; from unisono.comm import world; world().all_reduce(torch.ones(4))"
     environment = {**os.environ, "UNISONO_TRACE": str(path)}
-    subprocess.run([warm_python, "-c", script], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
     assert [e["op"] for e in load(path)] == ["all_reduce"]
 
 

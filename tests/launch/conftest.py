@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +15,14 @@ def watched(hygiene, tmp_path, tmp_path_factory, monkeypatch):
     """Keep the directories of failed runs below `tmp_path`, and the links to jobs beside it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+
+
+@pytest.fixture(autouse=True)
+def spawned_ranks_are_forks(request, monkeypatch):
+    """Let ranks of the case "spawn" be forks of the warm interpreter, not of an empty one."""
+    cases = getattr(request.node, "callspec", None)
+    if cases is not None and cases.params.get("spawn_method") == "spawn":
+        monkeypatch.setattr(sys, "executable", request.getfixturevalue("forked_python"))
 
 
 @pytest.fixture

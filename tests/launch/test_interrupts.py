@@ -134,18 +134,19 @@ def test_no_rank_and_no_directory_outlives_its_launcher(forked_python, tmp_path,
 
 
 @pytest.fixture
-def saving(forked_python, tmp_path):
+def saving(request, forked_python, tmp_path):
     """Start a run of one of the functions above; wait until all of its ranks are up."""
     started = []
 
     def start(function, on="cpu", command=None):
         script = tmp_path / "saving.py"
         script.write_text(SAVING)
+        mpi = {"MPIEXEC": request.getfixturevalue("mpiexec")} if on == "mpi" else {}
         words = command or [forked_python, str(script), str(tmp_path), function, on]
         process = subprocess.Popen(
             words,
             cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            env={**os.environ, "TMPDIR": str(tmp_path), **mpi},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

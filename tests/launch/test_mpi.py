@@ -224,7 +224,7 @@ unisono.run(wait, %r, on="mpi", ranks=2)
 def test_no_rank_of_an_mpi_world_outlives_its_launcher(
     program, forked_python, number, tmp_path, has_ended
 ):
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "TMPDIR": str(tmp_path), "MPIEXEC": program}
     words = [forked_python, "-c", INTERRUPTED % str(tmp_path)]
     launcher = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
     try:

@@ -47,12 +47,8 @@ def namespaced_cluster():
 
 
 @pytest.fixture
-def use(monkeypatch, tmp_path, forked_python):
-    """Return a function that makes a cluster the one of this process; `sacct` must not be used.
-
-    What jobs start are forks of the warm interpreter: loading torch is no part of a test.
-    """
-    monkeypatch.setattr(sys, "executable", forked_python)
+def use(monkeypatch, tmp_path):
+    """Return a function that makes a cluster the one of this process; `sacct` must not be used."""
     called = tmp_path / "sacct-was-called"
     stub = tmp_path / "stubs" / "sacct"
     stub.parent.mkdir()
@@ -68,6 +64,12 @@ def use(monkeypatch, tmp_path, forked_python):
 
     yield use
     assert not called.exists()
+
+
+@pytest.fixture
+def forked_jobs(monkeypatch, forked_python):
+    """Let jobs start forks of the warm interpreter, where SLURM need not end anything of them."""
+    monkeypatch.setattr(sys, "executable", forked_python)
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ def long_jobs(slurm_cluster, tmp_path_factory):
         slurm_cluster.call("scancel", "--quiet", job.id)
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_function_runs_on_two_nodes_and_all_results_come_back(cluster, tmp_path, long_jobs):
     def work(x):
         comm = unisono.world()
@@ -141,6 +142,7 @@ def test_a_function_runs_on_two_nodes_and_all_results_come_back(cluster, tmp_pat
     assert (job.status(), job.attempt) == ("done", 0)
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_two_ranks_of_one_node_with_plain_sbatch_a_gpu_and_a_last_word(cluster, tmp_path):
     marker = tmp_path / "finished"
 
@@ -173,6 +175,7 @@ def test_ranks_of_a_gpu_job_compute_on_their_gpu(cluster):
     assert list(results) == [("cuda:0", [1.0, 1.0])]
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_the_traceback_of_a_rank_that_raises_comes_back_while_another_waits(cluster, capfd):
     def fragile():
         comm = unisono.world()
