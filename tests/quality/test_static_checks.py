@@ -18,7 +18,6 @@ def passes(*command: str) -> None:
     program = shutil.which(command[0], path=str(Path(sys.executable).parent))
     assert program is not None, f"{command[0]} is not installed: pip install -e '.[test]'"
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env["NODE_OPTIONS"] = "--max-semi-space-size=128"  # pyright collects garbage half as often
     done = subprocess.run(
         [program, *command[1:]], cwd=ROOT, capture_output=True, text=True, env=env, check=False
     )
