@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def answered(folder, rank=None):
-    """Say that this rank has the answer that it waited for, by its number where there is no world."""
+    """Say that this rank, named where there is no world, has the answer that it waited for."""
     (folder / f"answered-{dist.get_rank() if rank is None else rank}").touch()
 
 

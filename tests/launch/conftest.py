@@ -18,7 +18,7 @@ def watched(hygiene, tmp_path, tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def spawned_ranks_are_forks(request, monkeypatch):
+def spawned_ranks_are_forks(watched, request, monkeypatch):
     """Let ranks of the case "spawn" be forks of the warm interpreter, not of an empty one."""
     cases = getattr(request.node, "callspec", None)
     if cases is not None and cases.params.get("spawn_method") == "spawn":
