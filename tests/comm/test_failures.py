@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.answers import answered, wait_until_answered
+from tests.waiting import answered, wait_until_answered
 
 from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world

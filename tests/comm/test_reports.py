@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.answers import answered, wait_until_answered
+from tests.waiting import answered, wait_until_answered
 
 from unisono.comm import check, close_world, post_failure, posted_failure, trace, world
 from unisono.comm.call import thread_stacks

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
-from pathlib import Path
 
 import pytest
+from tests.waiting import is_running, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +28,4 @@ def spawned_ranks_are_forks(watched, request, monkeypatch):
 def has_ended():
     """Return a function that tells whether a process ends within twenty seconds."""
 
-    def is_running(pid: int) -> bool:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state != "Z"  # ended, and its parent has not looked yet
-
-    def has_ended(pid: int) -> bool:
-        end = time.monotonic() + 20.0
-        while is_running(pid):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.02)
-        return True
-
-    return has_ended
+    return lambda pid: wait_until(lambda: not is_running(pid), 20.0)

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from tests.waiting import wait_until
 
 import unisono
 from unisono.errors import RankFailed
@@ -81,15 +82,6 @@ print("went on")
 QUIET = unisono.Logs(console="none")
 
 
-def wait_until(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_no_rank_and_no_directory_outlives_its_launcher(forked_python, tmp_path, has_ended):
     cases = [
@@ -115,16 +107,14 @@ def test_no_rank_and_no_directory_outlives_its_launcher(forked_python, tmp_path,
             )
         for number, (order, call, _) in enumerate(cases):
             folder, launcher = tmp_path / str(number), launchers[number]
-            ready = wait_until(lambda folder=folder: len(list(folder.glob("pids-?"))) == 2, 90)
-            assert ready, "the ranks did not start"
+            wait_until(lambda folder=folder: len(list(folder.glob("pids-?"))) == 2, 90)
             launcher.send_signal(order)
             _, errors = launcher.communicate(timeout=30)
             files = folder.glob("pids-?")
             pids = [int(pid) for file in files for pid in file.read_text().split()]
             assert all(map(has_ended, pids)), "ranks or their children live"
             assert launcher.returncode == -order, errors
-            empty = wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
-            assert empty, f"{order!r} leaves a directory behind"
+            wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
             if order == signal.SIGINT or (order == signal.SIGTERM and call is RUN):
                 assert len(list(folder.glob("finally-?"))) == 2
     finally:
@@ -152,7 +142,7 @@ def saving(request, forked_python, tmp_path):
             text=True,
         )
         started.append(process)
-        assert wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
+        wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
         return process
 
     yield start
@@ -184,7 +174,7 @@ def test_the_first_ctrl_c_lets_ranks_save_and_end(saving, tmp_path, has_ended, f
 def test_the_second_ctrl_c_kills(saving, tmp_path, has_ended, on):
     launcher = saving("refuses", on)
     launcher.send_signal(signal.SIGINT)
-    assert wait_until(lambda: len(list(tmp_path.glob("asked-?"))) == 2, 10)
+    wait_until(lambda: len(list(tmp_path.glob("asked-?"))) == 2, 10)
     begin = time.monotonic()
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=30)
@@ -210,7 +200,7 @@ def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(forked_python, tmp_pa
     (tmp_path / "saving.py").write_text(script)
     words = [forked_python, str(tmp_path / "saving.py"), str(tmp_path), "refuses", "cpu"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as launcher:
-        assert wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
+        wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
         launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == -signal.SIGINT, errors

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout, RemoteError
@@ -43,13 +44,6 @@ def forked_ranks(program, warm_python, monkeypatch):
     monkeypatch.setenv("MPIEXEC", program)
     monkeypatch.setenv("WARM_PYTHON", warm_python)
     monkeypatch.setattr(sys, "executable", warm_python)
-
-
-def wait_until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.mark.mpi

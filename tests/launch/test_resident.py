@@ -7,9 +7,9 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from tests.waiting import is_running, wait_until
 
 from unisono.errors import RankFailed
 from unisono.launch.resident import ResidentRanks
@@ -74,14 +74,4 @@ if __name__ == "__main__":
         pids = [int(word) for word in caller.stdout.readline().split()]
         caller.send_signal(signal.SIGKILL)
     assert len(pids) == 2
-    end = time.monotonic() + 30
-    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not any(is_running(pid) for pid in pids)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 30.0)

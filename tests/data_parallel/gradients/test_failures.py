@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from parallel_models import batch, built, loss_of, mlp
-from tests.answers import answered, wait_until_answered
+from tests.waiting import answered, wait_until_answered
 
 import unisono
 from unisono.comm import world
