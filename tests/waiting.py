@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 
-def wait_until(condition, seconds=60.0):
+def wait_until(condition, seconds=90.0):
     """Return True when `condition()` holds; it must within so many seconds."""
     end = time.monotonic() + seconds
     while not condition():
