@@ -45,6 +45,7 @@ _LONG = (
     "launch/test_warm.py",
     "split_tensors/test_networks.py",
     "exact/test_exact.py",
+    "/slurm/",
 )
 
 
