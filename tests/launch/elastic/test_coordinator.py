@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -20,7 +20,7 @@ from unisono.launch.elastic.coordinator import Coordinator, Member, mark_of
 from unisono.launch.elastic.follower import Follower
 
 STEPS = 2
-SPOILT = (-1, -1)
+SPOILT: tuple[int, int] = (-1, -1)
 
 
 class Broken(AssertionError):
@@ -338,7 +338,7 @@ class Careless(Coordinator):
 class Restless(Follower):
     """Says that it stands still, and goes on."""
 
-    def due(self, marks: Callable[[], list[int]]) -> str:
+    def due(self, marks: Callable[[], Sequence[int]]) -> str:
         found = super().due(marks)
         self.is_held = self.is_held and not self.order
         return found
@@ -347,7 +347,7 @@ class Restless(Follower):
 class Impatient(Follower):
     """Applies a step that not all have finished."""
 
-    def due(self, marks: Callable[[], list[int]]) -> str:
+    def due(self, marks: Callable[[], Sequence[int]]) -> str:
         return super().due(lambda: [max(marks())])
 
 
