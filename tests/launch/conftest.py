@@ -20,8 +20,14 @@ def watched(hygiene, tmp_path, tmp_path_factory, monkeypatch):
 def spawned_ranks_are_forks(watched, request, monkeypatch):
     """Let ranks of the case "spawn" be forks of the warm interpreter, not of an empty one."""
     cases = getattr(request.node, "callspec", None)
-    if cases is not None and cases.params.get("spawn_method") == "spawn":
+    is_case = cases is not None and cases.params.get("spawn_method") == "spawn"
+    if is_case and "real_interpreters" not in request.fixturenames:
         monkeypatch.setattr(sys, "executable", request.getfixturevalue("forked_python"))
+
+
+@pytest.fixture
+def real_interpreters():
+    """For tests that look at the whole stack of a rank, of which a fork has more."""
 
 
 @pytest.fixture
