@@ -141,6 +141,11 @@ class Workload:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
+    def held_bytes(self) -> int:
+        """What a rank with all parameters holds beside activations."""
+        return self.parameter_bytes + self.sent_bytes + self.state_bytes
+
+    @property
     def whole(self) -> Share:
         """The share of a rank that is its own team."""
         a, b = self.forward, self.backward

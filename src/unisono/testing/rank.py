@@ -34,6 +34,7 @@ from unisono.errors import an
 from unisono.launch.pool.payload import dump_value
 from unisono.launch.pool.protocol import Hello, Ready, Returned, drop_descriptor, send_message
 from unisono.launch.pool.stacks import chain_of
+from unisono.testing.internals import comparisons_explained
 from unisono.testing.leaks import HOST_KINDS, KINDS, Holdings
 from unisono.testing.report import STACK_SIGNAL, Raised
 
@@ -144,7 +145,7 @@ class Rank:
         torch.manual_seed(0)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_warnings_filtered(self._filters))
-            stack.enter_context(show_comparisons(verbosity))
+            stack.enter_context(comparisons_explained(verbosity))
             if self._kept is None or self._kept[0] != call:
                 self._kept = call, cloudpickle.loads(call)
             function, args, kwargs = self._kept[1]
@@ -230,18 +231,6 @@ _OUTCOMES = {
     "hypothesis.errors.UnsatisfiedAssumption": "assume",
 }
 """By name: neither pytest nor hypothesis need be there."""
-
-
-@contextlib.contextmanager
-def show_comparisons(verbosity: int) -> Iterator[None]:
-    """Make failing comparisons explain themselves, where there is pytest: the pool needs none."""
-    try:
-        from unisono.testing.internals import comparisons_explained
-    except ImportError:
-        yield
-        return
-    with comparisons_explained(verbosity):
-        yield
 
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "SIGHUP")

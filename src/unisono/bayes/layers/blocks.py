@@ -13,7 +13,6 @@ from unisono.bayes.layers.base import (
     backward_through,
     check_layers,
     fixed_input,
-    flat_input,
     forward_through,
     plan_through,
 )
@@ -44,9 +43,10 @@ class LayerBlock(BaseLayer):
         """As its first layers say."""
         return fixed_input(self.layers)
 
-    def flat_input(self) -> int | None:
+    @property
+    def piece(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As its first layers say."""
-        return flat_input(self.layers)
+        return fixed_input(self.layers, flat=True)
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """From layer to layer."""

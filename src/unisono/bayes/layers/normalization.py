@@ -26,7 +26,8 @@ class _Norm(BaseLayer):
     def __init__(self, features: int, eps: float, bias: bool, gains: tuple[float, float]) -> None:
         super().__init__()
         check_sizes(self, features=features)
-        self.num_features, self.eps, self.bias = features, eps, bias
+        self.num_features = self.piece = features
+        self.eps, self.bias = eps, bias
         self.gain_weight, self.gain_bias = gains
         self.init_weight_bias()
 
@@ -36,10 +37,6 @@ class _Norm(BaseLayer):
         mean_b = torch.zeros(n) if self.bias else None
         var_b = torch.full((n,), self.gain_bias**2 / n) if self.bias else None
         self._own(torch.ones(n), torch.full((n,), self.gain_weight**2 / n), mean_b, var_b)
-
-    def flat_input(self) -> int | None:
-        """One number for each gain, unless more are told."""
-        return self.fixed_input() or self.num_features
 
     def _scaled(
         self, x: Moments, centred: Tensor, inverse: Tensor, dims: tuple[int, ...]

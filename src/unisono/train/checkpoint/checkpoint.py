@@ -340,17 +340,20 @@ class Checkpoint:
         if saved is None:
             return None
         asked = f"Checkpoint.restore() of step {saved.step}, saved on {saved.manifest.ranks} ranks"
-        parts = _together(self.comm, asked, lambda: parts_to_restore(saved, objects, partial))
         same = saved.manifest.ranks == self.comm.size
-        as_rank = self.comm.rank if same else 0
-        reading = _together(self.comm, asked, lambda: Reading(saved, as_rank))
-        _together(self.comm, asked, lambda: reading.check_fits(parts))
-        trees = _together(self.comm, asked, lambda: reading.trees({**parts, _VALUES: None}))
-        before = _together(self.comm, asked, lambda: _remembered(parts))
+
+        def prepare() -> tuple[dict[str, Part], dict[str, Any], dict[str, Any]]:
+            parts = parts_to_restore(saved, objects, partial)
+            reading = Reading(saved, as_rank=self.comm.rank if same else 0)
+            reading.check_fits(parts)
+            return parts, reading.trees({**parts, _VALUES: None}), _remembered(parts)
+
+        parts, trees, before = _together(self.comm, asked, prepare)
         problem: BaseException | None = None
         try:
             for name, part in parts.items():
-                part.apply(trees[name], same_ranks=same)
+                if same or not part.of_rank:
+                    part.take(trees[name])
             if random_states:
                 self._restore_random(saved)
         except Exception as error:
@@ -432,7 +435,7 @@ def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str
     refused: list[str] = []
     for name, part in parts.items():
         try:
-            part.apply(before[name], same_ranks=True)
+            part.take(before[name])
         except Exception:
             refused.append(name)
     set_random_states(before[_RANDOM])

@@ -15,8 +15,9 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -312,12 +313,8 @@ class Run:
             "sums": self.recorder.sums(),
             "averaging": self.costs.rows(),
             "events": [
-                {
-                    **{name: getattr(event, name) for name in _EVENT_FIELDS},
-                    "t_start": event.t_start - self._zero_ns,
-                    "t_end": event.t_end - self._zero_ns,
-                }
-                for event in self.recorder.events
+                asdict(e) | {"t_start": e.t_start - self._zero_ns, "t_end": e.t_end - self._zero_ns}
+                for e in self.recorder.events
             ],
             "spans": [[n, a - self._zero_ns, b - self._zero_ns] for n, a, b in self._spans],
             "mark_count": self._mark_count,
@@ -326,12 +323,6 @@ class Run:
             "config": {name: _plain(value) for name, value in self._config.items()},
             "to": sorted(self._to),
         }
-
-
-_EVENT_FIELDS = (
-    *("op", "algorithm", "group", "rank", "seq", "sent", "received", "dtype"),
-    *("wait_ns", "is_async", "site"),
-)
 
 
 def _place() -> tuple[int, int]:
@@ -510,7 +501,7 @@ def _recording(
         raise made or UnisonoError(f"record({name!r}) found no directory")
     directory = Path(made[0])
     try:
-        with _opened(directory, made[1]) as run:
+        with opened(directory, made[1]) as run:
             run.note_config(config, to)
             yield run
         comm.barrier()  # the parts of all ranks are there
@@ -519,14 +510,8 @@ def _recording(
             conclude(directory)
 
 
-def call_recorded(directory: str, started_ns: int, function: Callable[[], object]) -> object:
-    """In a rank: call `function` with a record open whose report the launcher writes."""
-    with _opened(Path(directory), started_ns):
-        return function()
-
-
 @contextmanager
-def _opened(directory: Path, started_ns: int) -> Iterator[Run]:
+def opened(directory: Path, started_ns: int) -> Iterator[Run]:
     """Let everything inside be written down by a `Run`, which is closed however it ends."""
     global _active
     run = _active = Run(directory, started_ns, tracing.recorder)
