@@ -62,6 +62,17 @@ class _Norm(BaseLayer):
         self._remember(unit, inverse, x.slope, dims, shape)
         return Moments(mean, var)
 
+    def _checked_shape(self, shape: Sequence[int], kinds: dict[int, str]) -> list[int]:
+        """Return the shape to normalise over; refuse one that is not of these numbers of dims."""
+        if len(shape) not in kinds:
+            raise PartitionError.because(
+                f"{self.get_layer_name()}({list(shape)})",
+                f"{len(shape)} dims",
+                f"a shape has {', or '.join(kinds.values())}",
+                f"{self.get_layer_name()}([{math.prod(shape)}])",
+            )
+        return list(shape)
+
     def _check_pieces(self, shape: Shape) -> None:
         """Refuse a sample that is not a whole number of pieces of `num_features`."""
         size, group = math.prod(shape), self.num_features
@@ -196,14 +207,8 @@ class LayerNorm(_Norm):
     def __init__(
         self, normalized_shape: Sequence[int], eps: float = 1e-4, bias: bool = True
     ) -> None:
-        self.normalized_shape = list(normalized_shape)
-        if len(self.normalized_shape) not in (1, 3):
-            raise PartitionError.because(
-                f"LayerNorm({self.normalized_shape})",
-                f"{len(self.normalized_shape)} dims",
-                "a shape has 1 dim, [features], or 3, [channels, width, height]",
-                f"LayerNorm([{math.prod(self.normalized_shape)}])",
-            )
+        kinds = {1: "1 dim, [features]", 3: "3, [channels, width, height]"}
+        self.normalized_shape = self._checked_shape(normalized_shape, kinds)
         for size in self.normalized_shape[1:]:
             check_sizes(self, side=size)
         super().__init__(self.normalized_shape[0], eps, bias, (1.0, 1.0))
@@ -269,14 +274,7 @@ class RMSNorm(_Norm):
     """
 
     def __init__(self, normalized_shape: Sequence[int], eps: float = 1e-6) -> None:
-        self.normalized_shape = list(normalized_shape)
-        if len(self.normalized_shape) != 1:
-            raise PartitionError.because(
-                f"RMSNorm({self.normalized_shape})",
-                f"{len(self.normalized_shape)} dims",
-                f"{len(self.normalized_shape)} != 1",
-                f"RMSNorm([{math.prod(self.normalized_shape)}])",
-            )
+        self.normalized_shape = self._checked_shape(normalized_shape, {1: "1 dim, [features]"})
         super().__init__(self.normalized_shape[0], eps, False, (1.0, 1.0))
 
     def plan(self, shape: Shape | None) -> Shape | None:

@@ -248,7 +248,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """One request. Everything without the right token and host gets the same refusal."""
 
-    server: _Server
+    server: Any
     timeout = 2.0
     server_version = "unisono"
     sys_version = ""
