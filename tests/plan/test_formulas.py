@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.errors import PlatformError
+from unisono.nn.paper import Sent
 from unisono.plan.calibration import TYPICAL, fit_link
 from unisono.plan.cluster import (
     Cluster,
@@ -43,7 +44,6 @@ from unisono.plan.workload import (
     GraphLoad,
     Layer,
     Pace,
-    Sending,
     SentBucket,
     Share,
     Workload,
@@ -70,7 +70,7 @@ def space(grid, samples):
         return Share(refusal=f"32 points for {max(grid)} ranks")
     sides = [32 // parts for parts in grid]
     cut = [d for d, parts in enumerate(grid) if parts > 1]
-    halos = [Sending("exchange", 2 * 4 * samples * 8 * sides[1 - d], 2) for d in cut]
+    halos = [Sent("forward", "", "exchange", 2 * 4 * samples * 8 * sides[1 - d], 2) for d in cut]
     points = sides[0] * sides[1] / 32**2
     return Share(passes=Pace(fixed_s=1e-3, sample_s=3e-3 * points), sent=halos)
 

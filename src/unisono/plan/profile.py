@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -28,7 +28,6 @@ from unisono.plan.workload import (
     GraphCut,
     GraphLoad,
     Layer,
-    Sending,
     SentBucket,
     Share,
     Workload,
@@ -258,7 +257,7 @@ def _space_shares(subject: Subject) -> Callable[[tuple[int, ...], int], Share]:
             return Share(
                 refusal=f"forward on tensors without data: {type(error).__name__}: {error}"
             )
-        return replace(measured(shape, busiest), sent=_sendings(own.sent))
+        return replace(measured(shape, busiest), sent=own.sent)
 
     return asked
 
@@ -276,8 +275,9 @@ def _atom_shares(subject: Subject, model: Potential) -> Callable[[int], Share]:
         notes = Notes()
         with notes.taken():
             part().backward()
-        gradients = Sending("all_reduce", sum(map(_nbytes, _trained(model))), ranks)
-        return replace(_share(model, [1], [part]), sent=(*_sendings(notes.sent), gradients))
+        nbytes = sum(map(_nbytes, _trained(model)))
+        gradients = Sent("backward", "", "all_reduce", nbytes, ranks)
+        return replace(_share(model, [1], [part]), sent=(*notes.sent, gradients))
 
     return asked
 
@@ -304,10 +304,6 @@ def _share(
         passes=fit_pace(sizes, [seconds for seconds, _ in times]),
         activation_bytes=kept / sizes[-1],
     )
-
-
-def _sendings(sent: Iterable[Sent]) -> tuple[Sending, ...]:
-    return tuple(Sending(one.verb, one.bytes, one.ranks) for one in sent)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
+from unisono.nn.paper import Sent
 from unisono.plan.cluster import (
     Cluster,
     Link,
@@ -24,7 +25,7 @@ from unisono.plan.cluster import (
     exchange,
 )
 from unisono.plan.prediction import Cost, Impossible, Prediction, remaining, waiting
-from unisono.plan.workload import Sending, Share, Workload
+from unisono.plan.workload import Share, Workload
 from unisono.topology.decompose import factorisations
 
 GLOBAL_SKIP, BATCHES_TO_WAIT = 4, 1
@@ -201,13 +202,13 @@ def _shared(
     )
 
 
-def _seconds(one: Sending, link: Link) -> float:
+def _seconds(one: Sent, link: Link) -> float:
     """Return how long a call takes, from the bytes that one rank sends."""
     if one.verb in ("exchange", "all_to_all"):
-        return exchange(one.nbytes, one.ranks - (one.verb == "all_to_all"), link)
+        return exchange(one.bytes, one.ranks - (one.verb == "all_to_all"), link)
     if one.verb == "all_reduce":
-        return all_reduce(one.nbytes, one.ranks, link)
-    return all_gather(one.nbytes * one.ranks, one.ranks, link)
+        return all_reduce(one.bytes, one.ranks, link)
+    return all_gather(one.bytes * one.ranks, one.ranks, link)
 
 
 @_way("tensor (features)")

@@ -163,8 +163,9 @@ class _Part:
 
 def _total(sides: Sequence[Side], space: Space) -> tuple[complex, float]:
     """Return an inner product over all ranks, and the product of the norms."""
-    inner, *squares = map(sum, zip(*(sides[:1] if space == "R" else sides), strict=True))
-    return inner, (squares[0] * squares[1]) ** 0.5
+    counted = sides[:1] if space == "R" else sides
+    squares = sum(side[1] for side in counted) * sum(side[2] for side in counted)
+    return complex(sum(side[0] for side in counted)), squares**0.5
 
 
 def _side(a: Tensor, b: Tensor) -> Side:

@@ -136,7 +136,7 @@ class Rank:
         Args:
             call: `(function, args, kwargs)`, pickled by cloudpickle.
             drawn: more of `kwargs`, pickled; with them, the call is kept for the next example.
-            remake: names of keyword arguments that are pytest fixtures to be made here.
+            remake: names of keyword arguments that are to be a monkeypatch of this rank.
             keep: whether the returned value is sent back.
             verbosity: verbosity of pytest's comparison of unequal values.
         """
@@ -154,7 +154,9 @@ class Rank:
             else:
                 self._kept = None
             for name in remake:
-                kwargs[name] = stack.enter_context(_FIXTURES[name]())
+                import pytest  # only a test of it asks for fixtures
+
+                kwargs[name] = stack.enter_context(pytest.MonkeyPatch.context())
             value = function(*args, **kwargs)
         try:
             dump_value(value if keep else None, self._result)
@@ -191,16 +193,6 @@ def _warnings_filtered(filters: bytes) -> Iterator[None]:
         # On a rank, assume() is called outside hypothesis itself, but not by mistake.
         warnings.filterwarnings("ignore", "Using `(assume|reject)` outside")
         yield
-
-
-def _monkeypatch() -> contextlib.AbstractContextManager[Any]:
-    import pytest
-
-    return pytest.MonkeyPatch.context()
-
-
-_FIXTURES = {"monkeypatch": _monkeypatch}
-"""Fixtures that act on the process they live in, so each rank makes its own."""
 
 
 def describe_exception(error: BaseException) -> Raised:
