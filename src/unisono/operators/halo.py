@@ -56,7 +56,7 @@ class HaloExchange(LinearMap):
         window, coming = _empty_window(x, halo), {}
         for message in halo.recvs:
             if not message.is_box:
-                return filled(x, plan, start_exchange(x, plan).wait())
+                return filled(x, plan, exchanged(x, plan))
             coming[ranks[message.peer]] = window[message.pieces[0].dest_slices]
         pending = plan.comm._post(outgoing(x, plan), coming)
         _place_own(window, x, plan)
@@ -210,6 +210,13 @@ def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
         plan: the exchange.
     """
     return plan.comm._post(outgoing(x, plan), incoming(plan, plan.halo.recvs, x.dtype))
+
+
+def exchanged(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
+    """Exchange the messages of a plan at once; return what comes from each rank, flat."""
+    received = incoming(plan, plan.halo.recvs, x.dtype)
+    plan.comm._move(outgoing(x, plan), received)
+    return received
 
 
 def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:

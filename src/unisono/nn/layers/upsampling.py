@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -36,6 +36,29 @@ class Taps:
     points: tuple[tuple[int, ...], ...]
     """For each tap, its position in the window for every output."""
     weights: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The same as tensors, one pair a tap."""
+        with torch.inference_mode(False):  # kept, and used where gradients are wanted
+            return tuple(
+                (
+                    torch.tensor(points, dtype=torch.long, device="cpu"),
+                    torch.tensor(weights, dtype=torch.float64, device="cpu"),
+                )
+                for points, weights in zip(self.points, self.weights, strict=True)
+            )
+
+    def resampled(self, x: Tensor, dim: int) -> Tensor:
+        """Return the weighted sums of points of a window along a dim."""
+        shape = [-1 if d == dim else 1 for d in range(x.dim())]
+        parts: list[Tensor] = []
+        for points, weights in self._tensors:
+            part = x.index_select(dim, points.to(x.device))
+            if len(self.points) > 1:
+                part = part * weights.to(x.device, x.dtype).view(shape)
+            parts.append(part)
+        return reduce(torch.add, parts)
 
 
 @dataclass(frozen=True)
@@ -193,6 +216,7 @@ class Interpolate(torch.nn.Module):
         return resampled(x, self._taps_double)
 
 
+@lru_cache(1024)
 def taps_of(
     y0: int,
     y1: int,
@@ -218,19 +242,9 @@ def taps_of(
 
 def resampled(window: Tensor, taps: Sequence[Taps]) -> Tensor:
     """Return the weighted sums of taps, one spatial dim after the other."""
-    y = window
-    for i, own in enumerate(taps):
-        dim = i + 2
-        shape = [1] * y.dim()
-        shape[dim] = -1
-        total: Tensor | None = None
-        for points, weights in zip(own.points, own.weights, strict=True):
-            part = y.index_select(dim, torch.tensor(points, dtype=torch.long, device=y.device))
-            if len(own.points) > 1:
-                part = part * torch.tensor(weights, dtype=y.dtype, device=y.device).view(shape)
-            total = part if total is None else total + part
-        y = y if total is None else total
-    return y
+    for dim, own in enumerate(taps, 2):
+        window = own.resampled(window, dim)
+    return window
 
 
 def _check_dtype(name: str, mode: str, dtype: torch.dtype) -> None:
