@@ -333,7 +333,8 @@ def _layer_norm(
         raise NoRule("the cut lies inside merged dims")
     layout = {d - x.ndim: cut for d, cut in x.cuts.items()}
     w, b = (None if t is None else fitted(t, layout, x.run) for t in (weight, bias))
-    over = Over(range(first, x.ndim), math.prod(normalized_shape), x.run.ranks_of(inside.values()))
+    dims, count = tuple(range(first, x.ndim)), math.prod(normalized_shape)
+    over = Over(dims, count, x.run.ranks_of(inside.values()))
     y, _, _ = Normalize.apply(x.local, w, b, over, eps)
     return like(x, y)
 

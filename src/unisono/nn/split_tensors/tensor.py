@@ -558,50 +558,11 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
 # -- from a torch function to its rule ------------------------------------------------------------
 
 _VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "permute",
-        "transpose",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "view_as",
-        "reshape_as",
-        "__getitem__",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "tensor_split",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "unbind",
-        "narrow",
-        "select",
-        "t",
-        "diagonal",
-        "ravel",
-        "broadcast_to",
-        "as_strided",
-        "view_as_real",
-        "view_as_complex",
-        "adjoint",
-        "T.get",
-        "mT.get",
-        "H.get",
-        "mH.get",
-        "real.get",
-        "imag.get",
-        "data.get",
-    ]
+    """view reshape flatten unflatten permute transpose movedim moveaxis swapaxes swapdims
+    unsqueeze squeeze expand expand_as view_as reshape_as __getitem__ chunk split
+    split_with_sizes tensor_split hsplit vsplit dsplit unbind narrow select t diagonal ravel
+    broadcast_to as_strided view_as_real view_as_complex adjoint T.get mT.get H.get mH.get
+    real.get imag.get data.get""".split()  # noqa: SIM905
 )
 """Functions whose result shows the memory of their argument."""
 

@@ -21,6 +21,7 @@ from unisono.nn.layers.conv_space import (
     space_plan,
 )
 from unisono.nn.layers.conv_transpose import TransposePlan, transposed_plan
+from unisono.nn.layers.pooling import Pool
 from unisono.nn.layers.upsampling import Taps, taps_of
 from unisono.nn.planned import is_plain
 from unisono.nn.split_tensors.blocks import balanced, span, window
@@ -388,7 +389,7 @@ def _pooled(
     if count == 1 or not is_plain(window):
         y = func(window, *settings[: 5 if count == 1 else 6])
     else:
-        y = _Pool.apply(window, f"{'max' if of_means is None else 'avg'}_pool{count}d", settings)
+        y, _ = Pool.apply(window, f"{'max' if of_means is None else 'avg'}_pool{count}d", settings)
     return like(x, y[0] if is_single else y, cuts)
 
 
@@ -419,31 +420,6 @@ def _pool_plan(
     left = tuple(0 if is_cut else p for p, is_cut in zip(pads, mine, strict=True))
     comm, ranks = grid or (cuts[0][1].comm, None)
     return HaloOnGroup(comm, plan, ranks, fill), later, left
-
-
-class _Pool(torch.autograd.Function):
-    """Pooling that keeps which points are largest, or nothing, where torch keeps the windows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, settings: tuple[Any, ...]) -> Tensor:
-        """Return the result of torch's function of that name."""
-        if name.startswith("max"):
-            y, *kept = getattr(F, name)(x, *settings, return_indices=True)
-        else:
-            y, kept = getattr(F, name)(x, *settings), []
-        ctx.given = name, settings, x.shape
-        ctx.save_for_backward(*kept)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the windows."""
-        name, settings, shape = ctx.given
-        kept = ctx.saved_tensors
-        aten = torch.ops.aten
-        undo = getattr(aten, f"{name}_with_indices_backward" if kept else f"{name}_backward")
-        # Of the windows only the shape is read.
-        return undo(grads[0], grads[0].new_empty(shape), *settings, *kept), None, None
 
 
 # -- padding --------------------------------------------------------------------------------------
