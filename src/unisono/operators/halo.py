@@ -270,7 +270,7 @@ def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
             for dim, start, length in cutout:
                 part = part.narrow(dim, start, length)
             parts.append(part)
-        found[rank] = parts[0] if len(parts) == 1 else joined(parts)
+        found[rank] = joined(parts)
     return found
 
 
@@ -284,8 +284,8 @@ def incoming(plan: HaloOnGroup, recvs: Sequence[Message], dtype: torch.dtype) ->
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return all values in one row."""
-    return torch.cat([part.reshape(-1) for part in parts])
+    """Return all values of a message in one row; of a single part, as it lies."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
 
 
 def post(

@@ -30,6 +30,7 @@ from unisono.operators.halo import (
     exchanged,
     filled,
     gathered,
+    joined,
     place,
     post,
     start_exchange,
@@ -329,13 +330,13 @@ def _by_patches(
         part = dy[_in_space(patch.output)]
         g, w, _ = settings.gradients(part, window, weight, (needs_x, needs_w, False))
         if g is not None:
-            home.append(gathered(g, patch.piece).reshape(-1))
+            home.append(gathered(g, patch.piece))
         if w is not None:
             parts.append(w)
     pending: Pending[dict[int, Tensor]] | None = None
     if needs_x:
         each = iter(home)
-        sends = [(m, torch.cat([next(each) for _ in m.pieces])) for m in exchange.halo.recvs]
+        sends = [(m, joined([next(each) for _ in m.pieces])) for m in exchange.halo.recvs]
         pending = post(exchange, sends, exchange.halo.sends, x.dtype)
     inside = _in_space(cover.view)
     mask = (needs_x, needs_w, needs_b)

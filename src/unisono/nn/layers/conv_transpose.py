@@ -82,8 +82,10 @@ def transposed_plan(settings: ConvSettings, cuts: Cuts, index: Sequence[int]) ->
         needed = reads(y0, y1)
         c0, c1 = transposed_cover(needed[0].source if needed else (0, 0), k, s, pads[i], d)
         low, high = (y0 - c0, c1 - y1) if needed else (0, y0 - y1)
-        # The kernel leaves out as much on both sides, and may go on a little at the end.
-        pads[i], more[i] = max(0, min(low, high)), 0
+        # The kernel leaves out as much on both sides, and may go on a little at the end: to the
+        # end of the share, or to a multiple of the stride, for which it is twice as fast.
+        pads[i] = max(0, min(low, high))
+        more[i] = -(c1 - c0 - 2 * pads[i]) % s
         if low >= 0 and 0 <= low - high < max(s, d):
             pads[i], more[i] = low, low - high
         crops.append((pads[i] - low, pads[i] - more[i] - high))
