@@ -18,7 +18,7 @@ from unisono.topology.halo import Axis, HaloPlan, plan_windows
 from unisono.topology.resample import resample_length, resample_taps, resample_window
 from unisono.topology.window import copied
 
-_MODES = {
+MODES = {
     "nearest": "nearest",
     "nearest-exact": "nearest-exact",
     "linear": "linear",
@@ -26,6 +26,7 @@ _MODES = {
     "trilinear": "linear",
     "bicubic": "cubic",
 }
+"""torch's modes -> the kernel in each dim."""
 _DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}
 
 
@@ -96,8 +97,8 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
                 "exactly one of size and scale_factor",
                 "scale_factor=2",
             )
-        if mode not in _MODES or _DIMS.get(mode, space) != space:
-            fitting = [name for name in _MODES if _DIMS.get(name, space) == space]
+        if mode not in MODES or _DIMS.get(mode, space) != space:
+            fitting = [name for name in MODES if _DIMS.get(name, space) == space]
             raise PartitionError.because(
                 f"DistributedUpsample(mode={mode!r})",
                 f"{space} spatial dims: {', '.join(map(repr, fitting))}",
@@ -133,7 +134,7 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
             scale = None if self.scale_factor is None else self.scale_factor[dim - 2]
             size = None if self.size is None else int(self.size[dim - 2])
             y = resample_length(x, size=size, scale=scale)
-            mode, aligned = _MODES[self.mode], bool(self.align_corners)
+            mode, aligned = MODES[self.mode], bool(self.align_corners)
             options = {"scale": scale, "align_corners": aligned, "double": double}
             reads = partial(resample_window, x=x, y=y, mode=mode, **options)
             axes.append(Axis(split_cuts(y, parts), reads))
@@ -183,7 +184,7 @@ class Interpolate(torch.nn.Module):
             tuple(
                 taps_of(
                     y_local_start[at], y_local_stop[at], x_global_shape[at], y_global_shape[at],
-                    x_local_start[at], _MODES.get(mode, mode),
+                    x_local_start[at], MODES.get(mode, mode),
                     None if scales is None else scales[at - 2], align_corners, double,
                 )
                 for at in dims

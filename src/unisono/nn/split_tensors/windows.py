@@ -21,8 +21,9 @@ from unisono.nn.layers.conv_space import (
     space_plan,
 )
 from unisono.nn.layers.conv_transpose import TransposePlan, transposed_plan
+from unisono.nn.layers.halo import PAD_MODES
 from unisono.nn.layers.pooling import Pool
-from unisono.nn.layers.upsampling import Taps, taps_of
+from unisono.nn.layers.upsampling import MODES, Taps, taps_of
 from unisono.nn.planned import is_plain
 from unisono.nn.split_tensors.blocks import balanced, span, window
 from unisono.nn.split_tensors.tensor import (
@@ -52,14 +53,6 @@ from unisono.topology.window import (
     transposed_window,
 )
 from unisono.topology.window import window as window_segments
-
-_PAD_MODES = {
-    "constant": "zeros",
-    "reflect": "reflect",
-    "replicate": "replicate",
-    "circular": "circular",
-}
-
 
 # -- convolution ----------------------------------------------------------------------------------
 
@@ -436,7 +429,7 @@ def _pad(
     x, widths = input, list(pad)
     if func.__name__ == "constant_pad_nd":
         mode, value = "constant", mode if not isinstance(mode, str) else value
-    if mode not in _PAD_MODES:
+    if mode not in PAD_MODES:
         raise NoRule(f"mode {mode!r}")
     cuts, wanted = dict(x.cuts), {}
     for dim in x.cuts:
@@ -451,7 +444,7 @@ def _pad(
         wanted[dim] = (
             cut,
             [
-                window_segments(a, b, cut.length, 1, 1, low, high, 1, _PAD_MODES[mode])
+                window_segments(a, b, cut.length, 1, 1, low, high, 1, PAD_MODES[mode])
                 for a, b in pairwise(out.bounds)
             ],
         )
@@ -483,9 +476,9 @@ def _interpolate(
             x.local, size, scale_factor, mode, align_corners, recompute_scale_factor, **options
         )
         return like(x, local)
-    kind = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
-    if antialias or kind not in ("nearest", "nearest-exact", "linear", "cubic"):
+    if antialias or mode not in MODES:
         raise NoRule(f"mode {mode!r}" if not antialias else "antialias")
+    kind = MODES[mode]
     scales: list[float | None] = [None] * count
     if size is not None:
         sizes = list(per_dim(size, count, "size"))
