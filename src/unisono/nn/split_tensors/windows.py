@@ -405,11 +405,11 @@ def _pool_plan(
     mine = [len(own) > 2 for own in bounds[2:]]
     if not any(mine):
         return None, later, pads
-    of_cut = [
+    k, s, p, d = (
         [number if is_cut else other for number, is_cut in zip(each, mine, strict=True)]
         for each, other in ((kernel, 1), (steps, 1), (pads, 0), (spread, 1))
-    ]
-    plan = halo.plan(bounds, index, *of_cut, fill=fill, ceil_mode=ceil_mode)
+    )
+    plan = halo.plan(bounds, index, k, s, p, d, fill=fill, ceil_mode=ceil_mode)
     left = tuple(0 if is_cut else p for p, is_cut in zip(pads, mine, strict=True))
     comm, ranks = grid or (cuts[0][1].comm, None)
     return HaloOnGroup(comm, plan, ranks, fill), later, left
