@@ -163,9 +163,11 @@ class Hub:
 
     @property
     def step(self) -> int:
-        """The step that members are at."""
-        marks = self._marks().values() if self.coordinator.phase == "running" else ()
-        return max(self.coordinator.step, min(marks, default=0) % mark_of(1, 0) // 2)
+        """The step that the first of the members is at."""
+        begun = mark_of(self.coordinator.epoch, 0)
+        return max(
+            [self.coordinator.step, *((mark - begun) // 2 for mark in self._marks().values())]
+        )
 
     def late(self, limit_s: float) -> dict[int, float]:
         """Return those for whom others have waited longer than that, and for how long."""
@@ -311,6 +313,7 @@ class Hub:
         else:
             seat.connection.sendall(welcome)
             self.coordinator.target += self._adds_guests
+        self.coordinator.reached = self.step
         self.coordinator.joined(
             seat.number, rank=seat.rank, shards=message["shards"], step=message["step"]
         )

@@ -80,9 +80,9 @@ class Link:
                 return due
 
     def is_disturbed(self) -> bool:
-        """Whether an order has come, so that work under way may be in vain."""
+        """Whether an order has come that makes work under way vain."""
         self._listen(blocks=False)
-        return bool(self.follower.orders)
+        return self.follower.is_in_vain()
 
     def show(self, what: str, word: int) -> None:
         """Let others see that `what` is done, and a word about this step besides."""
