@@ -177,16 +177,15 @@ class Hub:
         quiet_s = now - self._last_news
         return dict.fromkeys(self.coordinator.late(marks), quiet_s) if quiet_s > limit_s else {}
 
-    def dismiss(self, number: int) -> None:
-        """Tell a member of another host that it is not wanted any more."""
+    def dismiss(self, number: int, *, is_late: bool = False) -> None:
+        """Let go of a member of another host that is not wanted any more, or keeps others waiting.
+
+        From then on it can write nothing.
+        """
         if (seat := self.seats.get(number)) is not None and not seat.is_near:
             with suppress(OSError):
-                send_line(seat.connection, {"kind": "over", "step": 0})
-            self._drop(seat)
-
-    def expel(self, number: int) -> None:
-        """Let go of a member of another host for whom others wait; it can write no more."""
-        if (seat := self.seats.get(number)) is not None and not seat.is_near:
+                if not is_late:
+                    send_line(seat.connection, {"kind": "over", "step": 0})
             self._drop(seat)
 
     def fileno(self) -> int:

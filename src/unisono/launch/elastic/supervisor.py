@@ -251,7 +251,7 @@ class ElasticSupervisor(Supervisor):
         for number, quiet_s in self.hub.late(self._stall_s).items():
             if (seat := self.hub.seats.get(number)) is not None:
                 self._say(f"rank {seat.rank} on {seat.host} is ended: quiet for {quiet_s:.0f} s")
-                self.hub.expel(number)
+                self.hub.dismiss(number, is_late=True)
                 for rank in self._ranks:
                     if seat.is_near and rank.pid == seat.pid:
                         rank.signal_group(signal.SIGKILL)
