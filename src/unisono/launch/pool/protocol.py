@@ -166,7 +166,7 @@ class Standing(Message):
     group: str
     """Group of that call, as all its ranks name it."""
     number: int
-    """How many calls this rank has made in it."""
+    """How many collectives this rank has begun in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
