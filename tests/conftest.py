@@ -67,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
         def schedule(self) -> None:
             super().schedule()
-            for scope in [scope for scope in self.workqueue if scope.endswith(_LONG)]:
+            for scope in reversed([scope for scope in self.workqueue if scope.endswith(_LONG)]):
                 self.workqueue.move_to_end(scope, last=False)
 
     return Files(config, log)
