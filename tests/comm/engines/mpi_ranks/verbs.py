@@ -191,11 +191,11 @@ def check_trace_and_check_mode_see_the_calls_of_torch():
 def check_a_rank_that_waits_sleeps():
     dist.barrier()
     if dist.get_rank() == 0:
-        time.sleep(1.5)
+        time.sleep(1.0)
     before = time.process_time()
     dist.barrier()
     if dist.get_rank():
-        assert time.process_time() - before < 0.45
+        assert time.process_time() - before < 0.3
 
 
 def check_the_verbs_of_mpi_take_communicators_and_constants_of_mpi4py():
