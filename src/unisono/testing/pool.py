@@ -410,7 +410,8 @@ class RankWorld:
         while pending and (left := deadline - time.monotonic()) > 0:
             monitor.step(left)
             pending = [rank for rank in pending if rank.rank not in replies]
-            died |= {r.rank: r.exit_code for r in pending if r.exit_code is not None}
+            ended = {rank.rank: rank.known.exit_code for rank in pending}
+            died |= {number: code for number, code in ended.items() if code is not None}
             pending = [rank for rank in pending if rank.rank not in died]
             raised = {n: reply for n, reply in replies.items() if isinstance(reply, Raised)}
             if not waited and (died or raised):  # the others have so much longer

@@ -16,7 +16,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import traceback
 import warnings
@@ -49,7 +48,7 @@ def answer_pool(own: dict[str, Any], report_fd: int, control_fd: int, result_fd:
         stream.reconfigure(encoding="utf-8", errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     stacks = os.open(own["stacks"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     rank = Rank(own["rank"], stacks, result_fd)
-    send_message(report_fd, Hello(host=socket.gethostname()))
+    send_message(report_fd, Hello())
     orders = os.fdopen(control_fd, "rb", closefd=False)
     while orders.read(8):  # the length of the order, which ends by itself
         method, arguments = pickle.load(orders)

@@ -29,15 +29,9 @@ from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import (
     Failed,
-    Finishing,
-    Hello,
-    Lingering,
     Message,
     MessageReader,
-    Ready,
-    Requeued,
-    Returned,
-    Standing,
+    RankState,
     read_available,
 )
 
@@ -365,12 +359,11 @@ class Pipes:
 
 
 class RankProcess:
-    """A rank that was started, with everything it has said so far.
+    """A rank that was started.
 
     Attributes:
         is_running: whether its end has not been noted yet.
-        is_done: whether its function has come to a good end: it returned, or asked to be requeued.
-        is_bad: whether it failed, or ended without a result.
+        known: what it has said so far, and how it ended.
     """
 
     def __init__(self, rank: int, process: ForkedProcess | SpawnedProcess, pipes: Pipes) -> None:
@@ -380,19 +373,7 @@ class RankProcess:
         self.log = pipes.log
         self.stack_path = pipes.stack_path
         self.is_running = True
-        self.hello: Hello | None = None
-        self.is_ready = False
-        self.returned: Returned | None = None
-        self.is_requeued = False
-        self.is_done = False
-        self.lingering: tuple[str, ...] = ()
-        self.finishing_s = 0.0
-        self.standing: Standing | None = None
-        self.failed: Failed | None = None
-        self.failed_at = 0.0
-        self.is_bad = False
-        self.exit_code: int | None = None
-        self.peak_mb: float | None = None
+        self.known = RankState(rank=rank, host=socket.gethostname())
         self._reader = MessageReader()
 
     @property
@@ -408,7 +389,7 @@ class RankProcess:
 
     def value(self) -> Parcel | None:
         """Return what its function returned, if it has; good also after `close`."""
-        if self.returned is None:
+        if self.known.state != "returned":
             return None
         return Parcel(os.dup(self.pipes.result), is_owner=True)
 
@@ -419,33 +400,17 @@ class RankProcess:
             return None
         messages: list[Message] = self._reader.feed(data or b"")
         for message in messages:
-            match message:
-                case Hello():
-                    self.hello = message
-                case Ready():
-                    self.is_ready = True
-                case Returned():
-                    self.returned, self.is_done = message, True
-                case Requeued():
-                    self.is_requeued = self.is_done = True
-                case Standing():
-                    self.standing = message
-                case Lingering():
-                    self.lingering = message.threads
-                case Finishing():
-                    self.finishing_s = message.seconds
-                case Failed():
-                    self.failed, self.failed_at, self.is_bad = message, time.monotonic(), True
-                    self.log.write(FAILED + message.traceback.encode(errors="replace"))
-                case _:
-                    pass
+            self.known.take(message)
+            if isinstance(message, Failed):
+                self.log.write(FAILED + message.traceback.encode(errors="replace"))
         return messages
 
     def collect(self) -> None:
         """Wait for the end of the process, end its group, and keep its status."""
-        self.exit_code, self.peak_mb = self.process.wait()
+        self.known.exit_code, self.known.peak_mb = self.process.wait()
         self.is_running = False
-        self.is_bad = self.is_bad or not self.is_done
+        if not self.known.is_over:
+            self.known.note("died")
 
     def order(self, **order: object) -> None:
         """Send the rank an order, which is short, so that the pipe takes it whole.

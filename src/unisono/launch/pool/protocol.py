@@ -15,8 +15,10 @@ import signal
 import struct
 import sys
 import threading
+import time
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,8 +83,10 @@ def read_payload(payload_fd: int) -> tuple[list[str], Job]:
     return search_path, replace(job, call=Parcel(payload_fd, ROOM, is_owner=True))
 
 
-class Message:
-    """What a rank says."""
+def write_payload(job: Job, path: Path) -> None:
+    """Write all that a rank is told to a private file, for ranks that share no descriptors."""
+    fd = payload_file(job)
+    Parcel(fd=fd).save(path, end=os.fstat(fd).st_size)
 
 
 def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
@@ -99,12 +103,13 @@ def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
         os.close(fd)
 
 
+class Message:
+    """What a rank says."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hello(Message):
     """The rank runs, and answers the stack signal from now on."""
-
-    host: str
-    """Name of its host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +196,120 @@ class Preempt(Message):
 
     rank: int
     """Who shall get it."""
+
+
+GOOD = ("returned", "requeued")
+"""States of a rank whose function came to a good end."""
+BAD = ("failed", "died")
+"""States of a rank that ends the others."""
+
+
+@dataclass(kw_only=True)
+class RankState:
+    """What is known of one rank: what it has said, where it stood, and how it ended."""
+
+    rank: int
+    """Its place in the world."""
+    attempt: int = 0
+    """Which attempt this is about."""
+    host: str = ""
+    """Where it runs."""
+    node: str = ""
+    """What the scheduler calls that host."""
+    state: str = "starting"
+    """`starting`, `running`, `ready`, `returned`, `requeued`, `failed`, `died`, `stopped`."""
+    pid: int = 0
+    """Its process."""
+    pid_start: int | None = None
+    """When that process started, to tell it from a later one of the same number."""
+    failed: Failed | None = None
+    """Its own report, if it made one."""
+    exit_code: int | None = None
+    """How its process ended, negative for a signal; None as long as it runs."""
+    peak_mb: float | None = None
+    """Largest memory it used, once it ended."""
+    stack: str = ""
+    """Where it stood when it was stopped."""
+    standing: Standing | None = None
+    """Where it stood among collectives then."""
+    warning: str = ""
+    """What was strange about its end, although its result counts."""
+    finishing_s: float = 0.0
+    """How long it may take to finish a save before it ends."""
+    at: dict[str, float] = field(default_factory=dict)
+    """When it came into each state, by the clock of its host."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether its function returned, or asked to be requeued."""
+        return self.state in GOOD
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it failed, or ended without a result."""
+        return self.state in BAD
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has come to an end, of its own or because it was stopped."""
+        return self.state in (*GOOD, *BAD, "stopped")
+
+    @property
+    def place(self) -> str:
+        """Its host, as users know it."""
+        return self.node or self.host or "a host unknown"
+
+    def note(self, state: str) -> None:
+        """Note that it has come into a state."""
+        self.state = state
+        self.at.setdefault(state, time.time())
+
+    def take(self, message: Message) -> None:
+        """Note what the rank says; once it has come to an end, that does not change any more."""
+        match message:
+            case Standing():
+                self.standing = message
+            case Lingering():
+                names = ", ".join(message.threads)
+                self.warning = (
+                    f"left with threads still running: {names} (join them, or daemon=True)"
+                )
+            case Finishing():
+                self.finishing_s = message.seconds
+            case _ if self.is_over:
+                pass
+            case Hello():
+                self.note("running")
+            case Ready():
+                self.note("ready")
+            case Returned():
+                self.note("returned")
+            case Requeued():
+                self.note("requeued")
+            case Failed():
+                self.failed = message
+                self.note("failed")
+            case _:
+                pass
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same as plain data."""
+        entry = asdict(self)
+        if self.failed is not None and self.failed.pickled is not None:
+            entry["failed"]["pickled"] = b64encode(self.failed.pickled).decode()
+        return entry
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> RankState:
+        """Undo `as_json`."""
+        failed, standing = entry["failed"], entry["standing"]
+        if failed and failed["pickled"] is not None:
+            failed["pickled"] = b64decode(failed["pickled"])
+        told = {
+            "failed": failed and Failed(**failed),
+            "standing": standing and Standing(**standing),
+        }
+        return cls(**{**entry, **told})
 
 
 def _unlock_after_fork() -> None:

@@ -16,7 +16,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -212,7 +211,7 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
     # An agent starts ranks with these blocked, so that none is lost before now.
     heeded = {signal.SIGTERM, number, *(signal.Signals[n] for n in job.platform.stop_signals)}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)
-    send_message(report_fd, Hello(host=socket.gethostname()))
+    send_message(report_fd, Hello())
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     console.settle(int(os.environ["RANK"]))
