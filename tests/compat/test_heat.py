@@ -7,6 +7,7 @@ import importlib
 import re
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -352,3 +353,24 @@ def test_layers_are_reset_by_their_own_function():
         kind._reset_parameters(layer)
         kind._reset_parameters(plain)
         assert not torch.equal(layer.weight, before)
+
+
+def test_an_index_of_records_is_whole_whenever_it_is_read(tmp_path):
+    record = struct.pack("<Q", 8) + bytes(4 + 8 + 4)
+    for name in ("train", "val"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-0").write_bytes(record * 5000)
+    folders = [str(tmp_path / name) for name in ("train", "idx", "val", "val-idx")]
+    ht.utils.data._utils.dali_tfrecord2idx(*folders)
+    index = tmp_path / "idx" / "part-0.idx"
+    whole = index.read_text()
+    assert whole.splitlines()[:2] == ["0 24", "24 24"]
+    assert len(whole.splitlines()) == 5000
+    with ThreadPoolExecutor(2) as others:
+        writing = [
+            others.submit(ht.utils.data._utils.dali_tfrecord2idx, *folders) for _ in range(20)
+        ]
+        while not all(written.done() for written in writing):
+            assert index.read_text() == whole
+    assert all(written.exception() is None for written in writing)
+    assert [path.name for path in index.parent.iterdir()] == ["part-0.idx"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 
 import unisono
 from unisono.errors import PlatformError, RankFailed
+from unisono.launch.places import ray as ray_place
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 QUIET = unisono.Logs(console="none")
@@ -62,10 +66,6 @@ print(json.dumps([list_named_actors(all_namespaces=True), groups, ray.available_
 
 def assert_nothing_left(address):
     """No actor lives, no placement group is there, all CPUs are free."""
-    import json
-    import subprocess
-    import sys
-
     end = time.monotonic() + 15
     while True:
         words = [sys.executable, "-c", QUESTION, address]
@@ -147,3 +147,48 @@ def test_a_cluster_that_is_not_there_is_named():
     platform = unisono.Platform(device="ray", ranks=2, ray_init={"address": "127.0.0.1:1"})
     with pytest.raises(PlatformError, match=r"at 127\.0\.0\.1:1\s+found: ConnectionRefusedError"):
         unisono.run(lambda: None, on=platform, logs=QUIET)
+
+
+def test_ctrl_c_ends_ranks_on_a_local_ray_that_the_run_has_started(tmp_path):
+    pytest.importorskip("ray")
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    words = [sys.executable, script]
+    pipe, errors = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(words, stdout=pipe, stderr=errors, text=True) as program:
+        assert program.stdout is not None
+        next(line for line in program.stdout if "has begun" in line)
+        begin = time.monotonic()
+        program.send_signal(signal.SIGINT)
+        rest = program.stdout.read()
+    assert program.returncode == -signal.SIGINT, rest
+    assert "saved" in rest
+    assert time.monotonic() - begin < 10.0, rest  # 2 s on an idle machine
+
+
+TRAIN = """
+import time
+import unisono
+
+def train():
+    comm = unisono.world()
+    comm.barrier()
+    print("has begun", flush=True)
+    try:
+        while True:
+            comm.barrier()
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        print("saved", flush=True)
+        raise
+
+if __name__ == "__main__":
+    place = unisono.Platform(device="ray", ranks=2, ray_init={"address": "local"})
+    unisono.run(train, on=place)
+"""
+
+
+def test_the_address_of_a_dead_cluster_is_not_believed(tmp_path):
+    pytest.importorskip("ray")
+    (tmp_path / "ray_current_cluster").write_text("127.0.0.1:1")
+    assert ray_place._running_here(str(tmp_path)) != "127.0.0.1:1"

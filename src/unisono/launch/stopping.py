@@ -78,6 +78,7 @@ def interruptible() -> Iterator[None]:
     global _is_working
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # from a shell's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # from a worker of Ray
     _is_working = True
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -238,6 +239,8 @@ class _Collate:
 def dali_tfrecord2idx(train_dir: str, train_idx_dir: str, val_dir: str, val_idx_dir: str) -> None:
     """Write an index beside every TFRecord file: offset and length of each record, one per line.
 
+    All ranks may do so at once: a reader finds a whole index, whoever wrote it.
+
     Args:
         train_dir: directory of the files to train on; their indices go to `train_idx_dir`.
         train_idx_dir: made if it is missing.
@@ -247,7 +250,10 @@ def dali_tfrecord2idx(train_dir: str, train_idx_dir: str, val_dir: str, val_idx_
     for source, target in ((train_dir, train_idx_dir), (val_dir, val_idx_dir)):
         Path(target).mkdir(parents=True, exist_ok=True)
         for file in sorted(path for path in Path(source).iterdir() if path.is_file()):
-            (Path(target) / f"{file.name}.idx").write_text("".join(_records(file)))
+            index = Path(target) / f"{file.name}.idx"
+            draft = index.with_name(f".{index.name}.{secrets.token_hex(4)}")
+            draft.write_text("".join(_records(file)))
+            draft.replace(index)
 
 
 def _records(file: Path) -> Iterator[str]:

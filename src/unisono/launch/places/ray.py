@@ -12,9 +12,10 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,40 +136,41 @@ class Cluster:
 
         Where there is none, one is started here that ends with the run.
         """
-        quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
-        ray, address = self._ray, init.get("address") or os.environ.get("RAY_ADDRESS")
+        asked = init.get("address") or os.environ.get("RAY_ADDRESS")
+        init = {"log_to_driver": False, "logging_level": logging.WARNING, **init}
         try:
-            if address is not None:
+            address = asked or _running_here(init.get("_temp_dir")) or "local"
+            if address == "auto" and not (address := _running_here(init.get("_temp_dir"))):
+                raise ConnectionError("no cluster runs on this host")
+            if address != "local":
                 _knock(address)
-                ray.init(**{**quiet, **init})
-                return
-            with suppress(ConnectionError):
-                ray.init(**{**quiet, **init, "address": "auto"})
+                self._ray.init(**{**init, "address": address})
                 return
         except (OSError, RuntimeError, ValueError) as error:
             raise PlatformError.because(
-                f'on="ray" with the cluster at {address}',
+                f'on="ray" with the cluster at {asked or "this host"}',
                 f"{type(error).__name__}: {str(error).splitlines()[0]}",
                 None,
                 'ray status; RAY_ADDRESS, or ray_init={"address": "host:6379"}, names a cluster',
             ) from error
         cpus = max(os.cpu_count() or 1, self._wanted.size * self._wanted.need["CPU"])
-        ray.init(**{**quiet, "num_cpus": cpus, "include_dashboard": False, **init})
+        own = {"num_cpus": cpus, "include_dashboard": False}
+        self._ray.init(**{**own, **init, "address": "local"})
         self._tell("no Ray cluster is running here; a local one was started for this run")
 
     def _tell(self, line: str) -> None:
         with (self._dir / NOTICE).open("a", encoding="utf-8") as file:
             file.write(f"unisono: {line}\n")
 
-    def reserve(self, orders: Orders) -> list[tuple[int, str]] | None:
+    def reserve(self) -> list[tuple[int, str]]:
         """Make a placement group, and return bundle and node of every rank, in order of the nodes.
 
-        Waits while others use what the cluster has; None if an order to stop came meanwhile.
+        Waits while others use what the cluster has.
         """
         from ray.util import placement_group_table
         from ray.util.placement_group import placement_group
 
-        wanted, launcher = self._wanted, os.getppid()
+        wanted = self._wanted
         totals = [node["Resources"] for node in self._alive()]
         if not wanted.has_room(totals):
             raise wanted.refusal(totals, "has")
@@ -178,9 +180,6 @@ class Cluster:
         began, is_told = time.monotonic(), False
         while not self._group.wait(_ASK_S):
             waited_s = time.monotonic() - began
-            is_over = any("stop" in order or "interrupt" in order for order in orders.new())
-            if is_over or os.getppid() != launcher:
-                return None
             if waited_s > _SHARE_OF_START * self._plan["start_timeout_s"]:
                 raise wanted.refusal([self._ray.available_resources()], "has free")
             if waited_s > 2.0 and not is_told:
@@ -232,6 +231,20 @@ class Cluster:
 
     def _alive(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
+
+
+def _running_here(temporary: str | None) -> str | None:
+    """Return the address of the cluster of this host, if one runs.
+
+    A cluster that was killed leaves its address in a file, at which Ray would knock for minutes.
+    """
+    from ray._private.services import canonicalize_bootstrap_address  # as ray.init; none is public
+
+    with suppress(OSError):
+        if address := canonicalize_bootstrap_address("auto", temporary):
+            _knock(address)
+            return address
+    return None
 
 
 def _knock(address: str) -> None:
@@ -289,21 +302,42 @@ def _words(error: Exception) -> str:
 def main(directory: Path, attempt: int) -> int:
     """Be the driver of one attempt."""
     entry = job_files.read_state(directory)
+    cluster = None
     try:
-        cluster = Cluster(directory, entry)
-    except PlatformError as error:
-        refuse(directory, error)
-        return 1
-    try:
-        places = cluster.reserve(Orders(directory, attempt))
-        if places is not None:
-            follow_all(directory, attempt, cluster.start(places, attempt, entry["cwd"]))
+        with _ends_when_told(Orders(directory, attempt)):
+            cluster = Cluster(directory, entry)
+            places = cluster.reserve()
+        follow_all(directory, attempt, cluster.start(places, attempt, entry["cwd"]))
     except PlatformError as error:
         refuse(directory, error)
         return 1
     finally:
-        cluster.leave()
+        if cluster is not None:
+            cluster.leave()
     return 0
+
+
+@contextmanager
+def _ends_when_told(orders: Orders) -> Iterator[None]:
+    """End this process inside the block on an order to stop, or when who started it has gone.
+
+    Ray hears nothing while it starts or joins a cluster. What it has begun ends with the process.
+    """
+    launcher, is_over = os.getppid(), threading.Event()
+
+    def listen() -> None:
+        while not is_over.wait(_ASK_S):
+            is_told = any("stop" in order or "interrupt" in order for order in orders.new())
+            if is_told or os.getppid() != launcher:
+                os._exit(0)
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 if __name__ == "__main__":
