@@ -86,6 +86,7 @@ class Attempts(ABC):
 
     Attributes:
         progress: how far it has got.
+        states: how the ranks of the latest attempt ended.
     """
 
     def __init__(self, plan: Plan, job_dir: Path, progress: Progress) -> None:
@@ -93,6 +94,7 @@ class Attempts(ABC):
         self._plan = plan
         self._job_dir = job_dir
         self._supervisor: Supervisor | None = None
+        self.states: list[RankState] = []
 
     @abstractmethod
     def ranks(self) -> Ranks:
@@ -103,8 +105,8 @@ class Attempts(ABC):
         """Whether somebody wants the series to end."""
 
     @abstractmethod
-    def note(self) -> None:
-        """Tell others how far it has got."""
+    def note(self, state: str) -> None:
+        """Note how it stands now, and tell others."""
 
     def is_taken_away(self, *, is_requeue: bool) -> bool:
         """Whether somebody else has decided what comes next."""
@@ -127,12 +129,13 @@ class Attempts(ABC):
         progress, plan = self.progress, self._plan
         while True:
             progress.attempt += 1
-            self._note("running")
+            self.note("running")
             ranks = self.ranks()
             self._supervisor = Supervisor(ranks, plan, progress.attempt, self.on_interrupt)
             if self.is_cancelled():
                 self._supervisor.cancel()
             ending = self._supervisor.run()
+            self.states = ranks.states
             if ranks.mistake:
                 return self._end(ending, ranks.mistake)
             if ending.state in ("done", "cancelled"):
@@ -148,7 +151,7 @@ class Attempts(ABC):
                         f"  {progress.requeues} requeues > max_requeues={plan.max_requeues}\n"
                         "HINT: Platform(max_requeues=...) if that is as it should be",
                     )
-                self._note("requeued")
+                self.note("requeued")
                 try:
                     if not self.requeue():
                         return ending
@@ -162,7 +165,7 @@ class Attempts(ABC):
     def _may_try_again(self, ending: Ending) -> bool:
         """Note why an attempt failed, and wait for the time of the next one, if there is one."""
         progress, plan = self.progress, self._plan
-        line = verdict.headline(self._states, ending)
+        line = verdict.headline(self.states, ending)
         progress.causes.append(f"attempt {ending.attempt}: {line}")
         failures = len(progress.causes)
         if failures > plan.max_restarts or not ending.was_ready:
@@ -170,23 +173,15 @@ class Attempts(ABC):
         limit = 1 + plan.max_restarts + progress.requeues
         begin = f"attempt {progress.attempt + 2} of {limit} begins in {pause_s(failures):.0f} s"
         progress.announced.append(f"unisono: {line}; {begin}")
-        self._note("running")
+        self.note("running")
         end = time.monotonic() + pause_s(failures)
         while time.monotonic() < end and not self.is_cancelled():
             time.sleep(0.05)
         return True
 
-    @property
-    def _states(self) -> Sequence[RankState]:
-        return self._supervisor.ranks.states if self._supervisor is not None else ()
-
-    def _note(self, state: str) -> None:
-        self.progress.state = state
-        self.note()
-
     def _end(self, ending: Ending, message: str = "") -> Ending:
         self.progress.ending, self.progress.message = ending, message
-        self.note()
+        self.note(self.progress.state)
         return ending
 
 
@@ -214,7 +209,7 @@ class Run(Attempts):
         request: Request,
         call: Parcel,
         job_dir: Path,
-        on_state: Callable[[str], None] = lambda _state: None,
+        on_state: Callable[[str], None] | None = None,
     ) -> None:
         platform = request.platform
         plan = Plan.of(platform, timeout_s=request.timeout_s, max_restarts=request.max_restarts)
@@ -251,14 +246,12 @@ class Run(Attempts):
         supervisor = self._supervisor
         if supervisor is None or ending.state == "cancelled":
             if supervisor is not None and supervisor.is_interrupted:
-                raise KeyboardInterrupt from own_failure(
-                    self._states, self._job_dir, ending.attempt
-                )
+                raise KeyboardInterrupt from own_failure(self.states, self._job_dir, ending.attempt)
             raise JobCancelled(f"the run of {request.name} was cancelled")
         try:
             return results_of(
                 self.progress,
-                self._states,
+                self.states,
                 supervisor.ranks.value,
                 place=request.place,
                 threads=self._plan.cpus_per_rank,
@@ -314,10 +307,11 @@ class Run(Attempts):
         """Whether somebody wants the run to end."""
         return self._cancelled.is_set()
 
-    def note(self) -> None:
-        """Tell others how far it has got."""
-        if self.progress.ending is None:
-            self._on_state(self.progress.state)
+    def note(self, state: str) -> None:
+        """Note how it stands now, and tell others."""
+        self.progress.state = state
+        if self.progress.ending is None and self._on_state is not None:
+            self._on_state(state)
         for line in self.progress.announced[self._announced :]:
             self._announced += 1
             if self.request.logs.console != "none":
@@ -369,8 +363,13 @@ def results_of(
             error.add_note("\n".join(progress.causes))
         raise error
     values: list[Any] = []
-    returned = [state for state in states if state.is_good]  # of an elastic job, some may have died
-    for state in returned:
+    hosts: list[str] = []
+    logs: dict[int, str] = {}
+    for state in states:
+        if not state.is_good:  # of an elastic job, some may have died
+            continue
+        logs[len(values)] = tail(job_dir / f"rank-{state.rank}.log")
+        hosts.append(state.place)
         if state.warning or state.exit_code:
             how = state.warning or verdict.how_ended(state.exit_code)
             warn(f"rank {state.rank} returned its result, then {how}")
@@ -390,14 +389,14 @@ def results_of(
             ) from error
     return Results(
         values,
-        hosts=[state.place for state in returned],
+        hosts=hosts,
         platform=place,
         wall_s=ending.wall_s,
         start_s=ending.start_s,
         restarts=ending.attempt,
         threads=threads,
         dir=job_dir if is_kept else None,
-        logs={rank: tail(job_dir / f"rank-{rank}.log") for rank in range(len(values))},
+        logs=logs,
     )
 
 

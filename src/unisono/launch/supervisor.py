@@ -10,14 +10,18 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from operator import attrgetter
 
 from unisono.launch.places.mailbox import Plan
 from unisono.launch.pool.payload import Parcel
-from unisono.launch.pool.protocol import GOOD, RankState
+from unisono.launch.pool.protocol import RankState
 from unisono.launch.pool.verdict import Ending
 from unisono.launch.stopping import first_told_to
 
+_IS_READY, _IS_GOOD, _IS_BAD, _IS_OVER = map(
+    attrgetter, ("is_ready", "is_good", "is_bad", "is_over")
+)
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before all are stopped."""
 
@@ -25,6 +29,8 @@ COLLECT_S = 0.25
 class Ranks(ABC):
     """The ranks of one attempt, as whoever started them knows and reaches them."""
 
+    states: list[RankState]
+    """What is known of each."""
     has_left = False
     """Whether nobody is there any more who could tell how ranks stand."""
     exit_code: int | None = None
@@ -34,18 +40,13 @@ class Ranks(ABC):
     remark = ""
     """What the error of a rank should add."""
 
-    @property
-    @abstractmethod
-    def states(self) -> Sequence[RankState]:
-        """What is known of each."""
-
     @abstractmethod
     def start(self) -> None:
         """Start them."""
 
     @abstractmethod
-    def wait(self, timeout_s: float | None) -> None:
-        """Wait for news at most so long, and take all that has come."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for news at most so long, and take all that has come; say whether there was any."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -82,11 +83,11 @@ class Ranks(ABC):
 
     def is_good(self) -> bool:
         """Whether they have come to a good end."""
-        return all(state.is_good for state in self.states)
+        return all(map(_IS_GOOD, self.states))
 
     def is_bad(self) -> bool:
         """Whether something has happened to one that ends all."""
-        return any(state.is_bad for state in self.states)
+        return any(map(_IS_BAD, self.states))
 
 
 class Supervisor:
@@ -116,11 +117,8 @@ class Supervisor:
         self._bad_since: float | None = None
         self._interrupted_until: float | None = None
         self._reason = ""
-
-    @property
-    def is_interrupted(self) -> bool:
+        self.is_interrupted = False
         """Whether the ranks were asked to end."""
-        return self._interrupted_until is not None
 
     def ask(self, question: Callable[[], None]) -> None:
         """Have `question` called by the thread that supervises, soon. From any thread."""
@@ -133,6 +131,7 @@ class Supervisor:
             return
         self.ranks.wait(0)  # the last may be ready by now
         self._look()
+        self.is_interrupted = True
         self._interrupted_until = time.monotonic()
         if self._ready_at is not None:  # else no function runs that could save anything
             self._on_interrupt()
@@ -177,8 +176,7 @@ class Supervisor:
 
     def _look(self) -> None:
         """Note what has become true of all ranks together."""
-        states = self.ranks.states
-        if self._ready_at is None and all("ready" in state.at for state in states):
+        if self._ready_at is None and all(map(_IS_READY, self.ranks.states)):
             self._ready_at = time.monotonic()
         if self._bad_since is None and self.ranks.is_bad():
             # By our own clock: that of the rank's host may be minutes ahead.
@@ -201,7 +199,7 @@ class Supervisor:
         else:
             end = self._ready_at + plan.timeout_s
         is_urgent = self._interrupted_until is not None or self._bad_since is not None
-        if is_urgent and all(state.is_over for state in self.ranks.states):
+        if is_urgent and all(map(_IS_OVER, self.ranks.states)):
             return 0.0
         return max(0.0, end - time.monotonic())
 
@@ -215,20 +213,24 @@ class Supervisor:
                 deadline = f"not done within timeout_s={plan.timeout_s:g}"
         elif self.is_interrupted or self._reason == "cancelled":
             word = "cancelled"
-        elif any(state.is_bad for state in states) and self.ranks.is_bad():
+        elif any(map(_IS_BAD, states)) and self.ranks.is_bad():
             word = "failed"
         elif self.ranks.is_good():
-            word = "requeued" if any(state.state == "requeued" for state in states) else "done"
+            word = "done"
         else:
             word = "lost"
-        ready = max((state.at["ready"] for state in states if "ready" in state.at), default=0.0)
-        ends = [state.at[name] for state in states for name in GOOD if name in state.at]
+        ready = last = 0.0
+        for state in states:
+            ready = max(ready, state.at.get("ready", 0.0))
+            last = max(last, state.at.get("returned", 0.0))
+            if word == "done" and state.state == "requeued":
+                word = "requeued"
         return Ending(
             state=word,
             attempt=self._attempt,
             was_ready=self._ready_at is not None,
             start_s=(self._ready_at or time.monotonic()) - self._began,
-            wall_s=max(0.0, max(ends, default=0.0) - ready),
+            wall_s=max(0.0, last - ready),
             exit_code=self.ranks.exit_code,
             deadline=deadline,
         )

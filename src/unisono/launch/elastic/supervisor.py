@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from unisono.launch.elastic.settings import RESIZE, Elastic, Invitation
 from unisono.launch.job_files import check_ours
 from unisono.launch.places.local import LocalRanks
 from unisono.launch.pool.client import RankProcess
-from unisono.launch.pool.protocol import Job, RankState, Returned, read_available
+from unisono.launch.pool.protocol import Job, read_available
 from unisono.launch.supervisor import COLLECT_S
 
 LOOK_S = 0.1
@@ -72,11 +71,6 @@ class ElasticRanks(LocalRanks):
         self._condemned: set[int] = set()
         self.listen(self.hub.fileno(), self.hub.turn)
 
-    @property
-    def states(self) -> Sequence[RankState]:
-        """What is known of each; whoever was sent away has ended as told, and is not to blame."""
-        return [rank.known for rank in self._ranks if rank not in self._retired]
-
     def close(self, *, at_once: bool | None = None) -> None:
         """Leave neither a rank nor the coordinator behind."""
         try:
@@ -84,9 +78,9 @@ class ElasticRanks(LocalRanks):
         finally:
             self.hub.close()
 
-    def heard(self, rank: RankProcess, message: Any) -> None:
+    def heard(self, rank: RankProcess, news: Any) -> None:
         """Pass on what is for other ranks."""
-        if isinstance(message, Returned):
+        if news.get("state") == "returned":
             self.hub.turn()  # it may have told us so before
             if rank.pid not in self.hub.leavers and self._elastic.host is None:
                 raise PlatformError.because(
@@ -96,7 +90,7 @@ class ElasticRanks(LocalRanks):
                     "for step in unisono.train.elastic(model, optimizer, data, ...) in the "
                     "function; elastic=False for all other trainings",
                 )
-        super().heard(rank, message)
+        super().heard(rank, news)
 
     def resize(self, ranks: int) -> None:
         """Have another number of ranks from the next step on; only in the supervising thread."""
@@ -115,14 +109,14 @@ class ElasticRanks(LocalRanks):
                 path.unlink()
                 self.resize(ranks)
 
-    def wait(self, timeout_s: float | None) -> None:
+    def wait(self, timeout_s: float | None) -> bool:
         """Wait for news, take all that has come, and look after those who died or stand still."""
         if not self._is_growing:
-            self.step(timeout_s)
-            return
-        self.step(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
+            return super().wait(timeout_s)
+        is_news = super().wait(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
         self._look_after()
         self._is_growing = self._is_growing and not self.is_bad()
+        return is_news
 
     def is_good(self) -> bool:
         """Whether all have returned, and whoever was sent away has left."""
@@ -223,6 +217,7 @@ class ElasticRanks(LocalRanks):
             is_wanted = rank.pid not in pids and not self._is_late_newcomer(rank)
             if not is_wanted and rank.known.failed is None and rank not in self._retired:
                 self._retired.add(rank)
+                self.states.remove(rank.known)  # it ends as it was told, and is not to blame
                 rank.order(stop=True)
                 rank.signal_group(signal.SIGTERM)
 

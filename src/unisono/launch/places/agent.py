@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
@@ -27,16 +28,7 @@ from unisono.launch.places.elastic import address_for
 from unisono.launch.places.mailbox import CANCEL, PAYLOAD, Orders, Plan
 from unisono.launch.pool.client import RankProcess, spawn_rank
 from unisono.launch.pool.monitor import RankMonitor
-from unisono.launch.pool.protocol import (
-    Failed,
-    Lingering,
-    Message,
-    Preempt,
-    RankState,
-    Returned,
-    Standing,
-    read_available,
-)
+from unisono.launch.pool.protocol import Failed, RankState, read_available
 from unisono.launch.pool.surroundings import MISLEADING, common_variables, rank_variables
 from unisono.launch.supervisor import COLLECT_S
 
@@ -139,7 +131,7 @@ class Agent(RankMonitor):
 
     def _listen_for(self, seconds: float) -> None:
         """Take what comes from the rank, and what it or we are told."""
-        self.step(seconds)
+        self.wait(seconds)
         self._heed_signals()
         self._heed_orders()
         self._look_for_launcher()
@@ -201,23 +193,18 @@ class Agent(RankMonitor):
         mailbox.write_state(self._dir, rank.known)
         return rank
 
-    def heard(self, rank: RankProcess, message: Message) -> None:
+    def heard(self, rank: RankProcess, news: Any) -> None:
         """Leave what the rank says in files for others."""
-        match message:
-            case Returned():
-                if (value := rank.value()) is not None:
-                    value.save(mailbox.result_path(self._dir, rank.rank))
-            case Preempt():
-                self._orders.give(preempt=message.rank)
-            case Standing() | Lingering():
-                return
-            case Failed() if self._plan.elastic is not None and (
-                LOST in message.summary or OVER in message.summary
-            ):
-                return  # which is no failure there
-            case _:
-                pass
-        mailbox.write_state(self._dir, rank.known)
+        if (value := rank.value()) is not None and "state" in news:
+            value.save(mailbox.result_path(self._dir, rank.rank))
+        if "preempt" in news:
+            self._orders.give(preempt=news["preempt"])
+        failed = rank.known.failed
+        is_loss = failed is not None and (LOST in failed.summary or OVER in failed.summary)
+        if is_loss and self._plan.elastic is not None:
+            return  # which is no failure there
+        if "state" in news or "finishing_s" in news:
+            mailbox.write_state(self._dir, rank.known)
 
     def _heed_signals(self) -> None:
         """Pass signals on. TERM after a failure elsewhere is the starter ending the world."""
@@ -277,7 +264,7 @@ def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformEr
         is_consequence=False,
     )
     state = RankState(rank=place.rank, attempt=attempt, host=socket.gethostname())
-    state.take(failed)
+    state.take({"state": "failed", "failed": failed})
     mailbox.write_state(directory, state)
     return 1
 

@@ -17,10 +17,7 @@ from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import (
-    Address,
     Job,
-    Preempt,
-    RankState,
     payload_file,
     read_available,
 )
@@ -62,16 +59,11 @@ class LocalRanks(RankMonitor, Ranks):
         os.set_blocking(self._wake_write, False)
         self.listen(self._wake_read, self._drain)
 
-    @property
-    def states(self) -> Sequence[RankState]:
-        """What is known of each."""
-        return [rank.known for rank in self._ranks]
-
     def start(self) -> None:
         """Start all; one may read our standard input."""
         self.start_some(range(self._plan.ranks))
-        reader = self._stdin_rank
-        self._at_end.enter_context(lent_to(None if reader is None else self._ranks[reader].pid))
+        if self._stdin_rank is not None:
+            self._at_end.enter_context(lent_to(self._ranks[self._stdin_rank].pid))
 
     def start_some(self, numbers: Sequence[int]) -> None:
         """Start these ranks, and watch them."""
@@ -102,10 +94,6 @@ class LocalRanks(RankMonitor, Ranks):
                     stdin_fd=0 if number == self._stdin_rank else subprocess.DEVNULL,
                 )
             )
-
-    def wait(self, timeout_s: float | None) -> None:
-        """Wait for news at most so long, and take all that has come."""
-        self.step(timeout_s)
 
     def wake(self) -> None:
         """Have `wait` return soon, from any thread."""
@@ -144,27 +132,21 @@ class LocalRanks(RankMonitor, Ranks):
         finally:
             for stream in self._streams.values():
                 stream.close()
-            if at_once is None:
-                found = ((rank.rank, rank.value()) for rank in self._ranks)
-                self._values = {rank: value for rank, value in found if value is not None}
+            for rank in self._ranks if at_once is None else ():
+                if (value := rank.value()) is not None:
+                    self._values[rank.rank] = value
             super().close()
             wake_write, self._wake_write = self._wake_write, -1
             os.close(wake_write)
             os.close(self._wake_read)
 
-    def heard(self, rank: RankProcess, message: Any) -> None:
+    def heard(self, rank: RankProcess, news: Any) -> None:
         """Pass on what is for other ranks."""
-        match message:
-            case Address():
-                for other in self._ranks:
-                    if other is not rank:
-                        other.order(master=[message.addr, message.port])
-            case Preempt():
-                for other in self._ranks:
-                    if other.rank == message.rank:
-                        other.signal(signal.SIGTERM)
-            case _:
-                pass
+        for other in self._ranks:
+            if "address" in news and other is not rank:
+                other.order(master=news["address"])
+            if news.get("preempt") == other.rank:
+                other.signal(signal.SIGTERM)
 
     def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
         """Show on the console what a rank has printed."""

@@ -97,10 +97,14 @@ class Plan:
         elastic: dict[str, Any] | None = None,
     ) -> Plan:
         """Return the plan of a checked platform."""
-        same = ("ranks_per_node", "cpus_per_rank", "start_timeout_s", "grace_s", "interrupt_s")
-        same = (*same, "max_requeues", "stack_signal")
         return cls(
-            **{name: getattr(platform, name) for name in same},
+            ranks_per_node=platform.ranks_per_node,
+            cpus_per_rank=platform.cpus_per_rank,
+            start_timeout_s=platform.start_timeout_s,
+            grace_s=platform.grace_s,
+            interrupt_s=platform.interrupt_s,
+            max_requeues=platform.max_requeues,
+            stack_signal=platform.stack_signal,
             run_id=secrets.token_hex(8),
             ranks=platform.world_size,
             nodes=platform.n_nodes,

@@ -271,9 +271,10 @@ def report_lost(
         state = mailbox.read_state(directory, rank, attempt)
         state = state or RankState(rank=rank, attempt=attempt, host=host, node=host)
         if not state.is_over:
-            state.take(
-                Failed(summary=what, traceback=what, pickled=None, is_consequence=False, lost=hint)
+            failed = Failed(
+                summary=what, traceback=what, pickled=None, is_consequence=False, lost=hint
             )
+            state.take({"state": "failed", "failed": failed})
             mailbox.write_state(directory, state)
 
 

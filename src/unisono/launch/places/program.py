@@ -64,14 +64,9 @@ class ProgramRanks(Ranks):
         self._env = env
         self._on_look = on_look
         self._orders = Orders(directory, attempt)
-        self._states = [RankState(rank=rank, attempt=attempt) for rank in range(plan.ranks)]
+        self.states = [RankState(rank=rank, attempt=attempt) for rank in range(plan.ranks)]
         self._began = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def states(self) -> Sequence[RankState]:
-        """What is known of each."""
-        return self._states
 
     def start(self) -> None:
         """Start the program."""
@@ -92,15 +87,17 @@ class ProgramRanks(Ranks):
         finally:
             os.close(output)
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Wait for news at most so long, and take all that has come."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for news at most so long, and take all that has come; say whether there was any."""
         pause = mailbox.pause_s(time.monotonic() - self._began, self._plan.ranks)
         self._wait_for_program(pause if timeout_s is None else min(pause, timeout_s))
         self._on_look()
-        for rank, known in enumerate(self._states):
+        before = list(self.states)
+        for rank, known in enumerate(before):
             if not known.is_good and not known.is_bad:
                 found = mailbox.read_state(self._dir, rank, self._attempt)
-                self._states[rank] = found or known
+                self.states[rank] = found or known
+        return self.states != before
 
     def wake(self) -> None:
         """Do nothing: `wait` returns soon by itself."""
@@ -144,7 +141,7 @@ class ProgramRanks(Ranks):
                         os.killpg(self._process.pid, number)
                     self._wait_for_program(2.0)
             self._end_ranks_here()
-            self._states = read_states(self._dir, self._plan.ranks, self._attempt)
+            self.states = read_states(self._dir, self._plan.ranks, self._attempt)
 
     def _wait_for_end(self) -> None:
         """Wait for the end of the program; longer where a rank finishes a save."""

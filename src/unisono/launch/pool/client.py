@@ -23,17 +23,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from unisono.launch.logs import FAILED, RankLog
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
-from unisono.launch.pool.protocol import (
-    Failed,
-    Message,
-    MessageReader,
-    RankState,
-    read_available,
-)
+from unisono.launch.pool.protocol import MessageReader, RankState, read_available
 
 ANSWER_S = 120.0
 """Longest wait for the warm server, which may have to load torch first."""
@@ -393,16 +388,17 @@ class RankProcess:
             return None
         return Parcel(os.dup(self.pipes.result), is_owner=True)
 
-    def receive(self) -> list[Message] | None:
+    def receive(self) -> list[Any] | None:
         """Note and return the messages that have come; None when the rank can send no more."""
         data = read_available(self.pipes.report)
         if data == b"":
             return None
-        messages: list[Message] = self._reader.feed(data or b"")
-        for message in messages:
-            self.known.take(message)
-            if isinstance(message, Failed):
-                self.log.write(FAILED + message.traceback.encode(errors="replace"))
+        messages = self._reader.feed(data or b"")
+        for news in messages:
+            if isinstance(news, dict):
+                self.known.take(news)
+                if "failed" in news:
+                    self.log.write(FAILED + news["failed"].traceback.encode(errors="replace"))
         return messages
 
     def collect(self) -> None:

@@ -12,10 +12,11 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 from unisono.launch.pool.client import RankProcess
-from unisono.launch.pool.protocol import read_available
+from unisono.launch.pool.protocol import RankState, read_available
 from unisono.launch.pool.stacks import StackDumps
 
 STACKS_S = 0.5
@@ -27,6 +28,9 @@ LEAVE_S = 10.0
 DRAIN_S = 1.0
 """Longest time to read what ended ranks have left in their pipes."""
 
+_is_running = attrgetter("is_running")
+_finishing_s = attrgetter("known.finishing_s")
+
 
 class RankMonitor:
     """Reads what ranks say and print, and notes how they end; subclasses may do more.
@@ -37,20 +41,23 @@ class RankMonitor:
 
     def __init__(self, stack_signal: int) -> None:
         self._ranks: list[RankProcess] = []
+        self.states: list[RankState] = []
+        """What is known of each rank."""
         self._stack_signal = stack_signal
         self._selector = selectors.DefaultSelector()
 
     def watch(self, rank: RankProcess) -> None:
         """Begin to listen to a rank that was just started."""
         self._ranks.append(rank)
+        self.states.append(rank.known)
         self.listen(rank.pipes.report, self.read_report, rank)
         for number, fd in enumerate(rank.pipes.outputs):
             self.listen(fd, self._read_output, rank, number, fd)
         if rank.process.end_fd is not None:
             self.listen(rank.process.end_fd, self._note_end, rank)
 
-    def heard(self, rank: RankProcess, message: Any) -> None:
-        """Do what a message of a rank asks for; it is noted already."""
+    def heard(self, rank: RankProcess, news: Any) -> None:
+        """Do what news of a rank ask for; they are noted already."""
 
     def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
         """Show what a rank has printed on its stdout (0) or stderr (1); it is in its log."""
@@ -60,7 +67,7 @@ class RankMonitor:
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ, (callback, args))
 
-    def step(self, timeout_s: float | None) -> bool:
+    def wait(self, timeout_s: float | None) -> bool:
         """Wait for news at most `timeout_s`, take all that has come, say whether there was any."""
         events = self._selector.select(timeout_s)
         for key, _ in events:
@@ -73,7 +80,7 @@ class RankMonitor:
         """Go on until `condition` holds, at most `limit_s`."""
         end = time.monotonic() + limit_s
         while not condition() and (left := end - time.monotonic()) > 0:
-            self.step(min(left, 0.02))
+            self.wait(min(left, 0.02))
 
     def read_report(self, rank: RankProcess) -> bool:
         """Take the messages of a rank that have come; say whether there may be more."""
@@ -96,10 +103,11 @@ class RankMonitor:
     def wait_for_end(self, ranks: Sequence[RankProcess], limit_s: float) -> None:
         """Wait until these ranks have ended; longer for those that finish a save."""
         begin = time.monotonic()
-        while waits := [limit_s + rank.known.finishing_s for rank in ranks if rank.is_running]:
-            if (left := begin + max(waits) - time.monotonic()) <= 0:
+        while running := list(filter(_is_running, ranks)):
+            longest = max(running, key=_finishing_s).known.finishing_s
+            if (left := begin + limit_s + longest - time.monotonic()) <= 0:
                 break
-            self.step(left)
+            self.wait(left)
 
     def finish(self) -> None:
         """Let all ranks leave, which have returned; what is strange about it is noted."""
@@ -131,7 +139,7 @@ class RankMonitor:
 
         None kills them at once. What they have left in their pipes is read.
         """
-        running = [rank for rank in self._ranks if rank.is_running]
+        running = list(filter(_is_running, self._ranks))
         try:
             if running and grace_s is not None:
                 for rank in running:
@@ -145,12 +153,14 @@ class RankMonitor:
                 if rank.is_running:
                     rank.collect()
             end = time.monotonic() + DRAIN_S
-            while time.monotonic() < end and self.step(0):
+            while time.monotonic() < end and self.wait(0):
                 pass
 
     def drop(self, rank: RankProcess) -> None:
         """Listen no more to a rank that has ended, and let its descriptors go."""
         self._ranks.remove(rank)
+        with suppress(ValueError):
+            self.states.remove(rank.known)
         for fd in rank.fds:
             with suppress(KeyError):
                 self._selector.unregister(fd)

@@ -1,8 +1,9 @@
-"""What launcher and rank say to each other: the job, messages of the rank, orders of the launcher.
+"""What launcher and rank say to each other: the job, news of the rank, orders of the launcher.
 
-The job is in a file that all ranks read. A rank answers with pickled records on its own pipe;
-orders come as one JSON object a line. Both pipes are inherited by exactly one process, so only our
-own children are ever unpickled.
+The job is in a file that all ranks read. A rank tells on its own pipe, pickled, what has changed of
+its `RankState`; and, for others, `address` (where rank 0 hosts the store) and `preempt` (who shall
+get a stop signal, to rehearse one). Orders come as one JSON object a line. Both pipes are inherited
+by exactly one process, so only our own children are ever unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,7 @@ def payload_file(job: Job) -> int:
     A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting. It
     begins with the place of what comes after the call: our search path, and the rest of the job.
     """
-    fd, end = job.call.file()
+    fd, end = job.call.fd, job.call.end
     search_path = b"\0".join(map(os.fsencode, sys.path))
     body = pickle.dumps(replace(job, call=Parcel(-1)), protocol=pickle.HIGHEST_PROTOCOL)
     os.pwrite(fd, end.to_bytes(8, "little"), 0)
@@ -85,8 +86,7 @@ def read_payload(payload_fd: int) -> tuple[list[str], Job]:
 
 def write_payload(job: Job, path: Path) -> None:
     """Write all that a rank is told to a private file, for ranks that share no descriptors."""
-    fd = payload_file(job)
-    Parcel(fd=fd).save(path, end=os.fstat(fd).st_size)
+    Parcel(payload_file(job)).save(path)
 
 
 def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
@@ -103,41 +103,9 @@ def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
         os.close(fd)
 
 
-class Message:
-    """What a rank says."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Hello(Message):
-    """The rank runs, and answers the stack signal from now on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Address(Message):
-    """Rank 0 hosts the store here."""
-
-    addr: str
-    """Numeric address."""
-    port: int
-    """Port that the system gave it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready(Message):
-    """The rank is in its world and about to call the function."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Returned(Message):
-    """The function returned; what it returned is in the rank's result file."""
-
-    wall_s: float
-    """Seconds it took."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed(Message):
-    """The function, or the start of the rank, raised."""
+class Failed:
+    """What a rank tells of its function, or of its own start, that raised."""
 
     summary: str
     """Type and text of the exception in one line."""
@@ -158,13 +126,8 @@ class Failed(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requeued(Message):
-    """The function has saved what it needs and asks for another attempt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing(Message):
-    """Where the rank stands among collectives; the answer to a question of the launcher."""
+class Standing:
+    """Where a rank stands among collectives; the answer to a question of the launcher."""
 
     call: str
     """Its latest collective, and whether that is over."""
@@ -174,30 +137,8 @@ class Standing(Message):
     """How many calls this rank has made in it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lingering(Message):
-    """The rank leaves although threads of the function, no daemons, still run."""
-
-    threads: tuple[str, ...]
-    """Their names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finishing(Message):
-    """The rank is about to leave, but first finishes what must not be lost, such as a save."""
-
-    seconds: float
-    """Longest time it takes for that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preempt(Message):
-    """The function asks for a stop signal, to rehearse one."""
-
-    rank: int
-    """Who shall get it."""
-
-
+_TOLD = frozenset(("failed", "standing", "warning", "finishing_s"))
+"""What a rank says of itself, beside its state."""
 GOOD = ("returned", "requeued")
 """States of a rank whose function came to a good end."""
 BAD = ("failed", "died")
@@ -240,6 +181,11 @@ class RankState:
     """When it came into each state, by the clock of its host."""
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it has been ready to call the function."""
+        return "ready" in self.at
+
+    @property
     def is_good(self) -> bool:
         """Whether its function returned, or asked to be requeued."""
         return self.state in GOOD
@@ -264,33 +210,14 @@ class RankState:
         self.state = state
         self.at.setdefault(state, time.time())
 
-    def take(self, message: Message) -> None:
-        """Note what the rank says; once it has come to an end, that does not change any more."""
-        match message:
-            case Standing():
-                self.standing = message
-            case Lingering():
-                names = ", ".join(message.threads)
-                self.warning = (
-                    f"left with threads still running: {names} (join them, or daemon=True)"
-                )
-            case Finishing():
-                self.finishing_s = message.seconds
-            case _ if self.is_over:
-                pass
-            case Hello():
-                self.note("running")
-            case Ready():
-                self.note("ready")
-            case Returned():
-                self.note("returned")
-            case Requeued():
-                self.note("requeued")
-            case Failed():
-                self.failed = message
-                self.note("failed")
-            case _:
-                pass
+    def take(self, news: Mapping[str, Any]) -> None:
+        """Note what the rank says of itself; its end, once it has come, changes no more."""
+        if "state" in news:
+            if self.is_over:
+                return
+            self.note(news["state"])
+        for name in news.keys() & _TOLD:
+            setattr(self, name, news[name])
 
     def as_json(self) -> dict[str, Any]:
         """Return the same as plain data."""
@@ -328,6 +255,11 @@ def send_message(fd: int, message: object) -> None:
             view = memoryview(part)
             while view:
                 view = view[os.write(fd, view) :]
+
+
+def tell(fd: int, **news: Any) -> None:
+    """Tell the launcher what has changed about this rank; blocks until it has taken it."""
+    send_message(fd, news)
 
 
 class MessageReader:

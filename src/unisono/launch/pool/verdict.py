@@ -86,7 +86,7 @@ def _late(states: Sequence[RankState], ending: Ending) -> list[int]:
     """Return the ranks that others have waited for."""
     late = [state.rank for state in states if not state.is_good]
     if ending.state == "timeout" and not ending.was_ready:
-        return [state.rank for state in states if "ready" not in state.at] or late
+        return [state.rank for state in states if not state.is_ready] or late
     return late
 
 

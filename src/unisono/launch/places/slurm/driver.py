@@ -63,8 +63,9 @@ class Driver(Attempts):
         """Whether somebody wants the job to end."""
         return (self._job_dir / CANCEL).exists()
 
-    def note(self) -> None:
+    def note(self, state: str) -> None:
         """Keep how far it has got, for a requeued job and for whoever waits."""
+        self.progress.state = state
         self.progress.write(self._job_dir)
 
     def is_taken_away(self, *, is_requeue: bool) -> bool:
