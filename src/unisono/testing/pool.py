@@ -26,7 +26,7 @@ from unisono.errors import PlatformError, RankFailed
 from unisono.expect import expect_int
 from unisono.launch.logs import text_from
 from unisono.launch.pool.cleanup import make_temporary_directory
-from unisono.launch.pool.client import ANSWER_S, Pipes, RankProcess, ServerGone, WarmServer
+from unisono.launch.pool.client import ANSWER_S, RankProcess, ServerGone, WarmServer
 from unisono.launch.pool.monitor import RankMonitor
 from unisono.launch.pool.protocol import send_message
 from unisono.launch.pool.stacks import readable_threads
@@ -241,12 +241,11 @@ class RankPool:
     def _start(self, number: int, warm: _Warm) -> RankProcess:
         main = "unisono.testing.rank:answer_pool"
         try:
-            with Pipes(number, warm.directory) as pipes:
-                own = {"rank": number, "stacks": str(pipes.stack_path)}
-                process = warm.server.fork(
-                    main, own, pipes.theirs, streams=pipes.streams, linger_s=_LINGER_S
+            with RankProcess(number, warm.directory) as rank:
+                own = {"rank": number, "stacks": str(rank.stack_path)}
+                rank.process = process = warm.server.fork(
+                    main, own, rank.theirs, streams=rank.streams, linger_s=_LINGER_S
                 )
-            rank = RankProcess(number, process, pipes)
             why = process.confirm(ANSWER_S)
         except ServerGone as error:
             told = warm.server.last_words()
@@ -400,7 +399,7 @@ class RankWorld:
         replies = monitor.replies = {}
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # a dead rank is found below
-                send_message(rank.pipes.control, (method, arguments))
+                send_message(rank.control, (method, arguments))
         begin = time.monotonic()
         deadline = begin + timeout_s
         died: dict[int, int] = {}

@@ -192,7 +192,7 @@ class ElasticRanks(LocalRanks):
         if rank.is_running:
             rank.signal_group(signal.SIGKILL)
             self._note_end(rank)
-        for number, fd in enumerate(rank.pipes.outputs):
+        for number, fd in enumerate(rank.outputs):
             while data := read_available(fd):
                 rank.log.write(data)
                 self.printed(rank, number, data)

@@ -105,7 +105,7 @@ class Agent(RankMonitor):
         if rank.is_running:
             rank.signal_group(signal.SIGKILL)
             rank.collect()
-        for fd in rank.pipes.outputs:
+        for fd in rank.outputs:
             while data := read_available(fd):
                 rank.log.write(data)
         self.drop(rank)

@@ -50,8 +50,8 @@ class RankMonitor:
         """Begin to listen to a rank that was just started."""
         self._ranks.append(rank)
         self.states.append(rank.known)
-        self.listen(rank.pipes.report, self.read_report, rank)
-        for number, fd in enumerate(rank.pipes.outputs):
+        self.listen(rank.report, self.read_report, rank)
+        for number, fd in enumerate(rank.outputs):
             self.listen(fd, self._read_output, rank, number, fd)
         if rank.process.end_fd is not None:
             self.listen(rank.process.end_fd, self._note_end, rank)
