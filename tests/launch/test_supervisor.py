@@ -170,9 +170,6 @@ class PlayedSeries(Attempts):
         self.progress.state = state
         self.noted.append(state)
 
-    def on_interrupt(self):
-        pass
-
 
 BAD, GOOD, AGAIN = (
     (READY, ("failed", "died")),

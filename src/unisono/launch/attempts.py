@@ -35,7 +35,6 @@ from unisono.launch.pool.surroundings import Surroundings, common_variables
 from unisono.launch.pool.verdict import Ending
 from unisono.launch.request import Request
 from unisono.launch.results import Results
-from unisono.launch.stopping import announce
 from unisono.launch.supervisor import Ranks, Supervisor
 
 LONGEST_PAUSE_S = 30.0
@@ -89,6 +88,9 @@ class Attempts(ABC):
         states: how the ranks of the latest attempt ended.
     """
 
+    announces = False
+    """Whether to say what the first Ctrl-C has begun."""
+
     def __init__(self, plan: Plan, job_dir: Path, progress: Progress) -> None:
         self.progress = progress
         self._plan = plan
@@ -120,10 +122,6 @@ class Attempts(ABC):
         """
         return True
 
-    @abstractmethod
-    def on_interrupt(self) -> None:
-        """Do what is to be done before the ranks are told of the first Ctrl-C."""
-
     def run(self) -> Ending:
         """Go on until there is an end, which is in `progress`, or others go on from here."""
         progress, plan = self.progress, self._plan
@@ -131,7 +129,8 @@ class Attempts(ABC):
             progress.attempt += 1
             self.note("running")
             ranks = self.ranks()
-            self._supervisor = Supervisor(ranks, plan, progress.attempt, self.on_interrupt)
+            number, announces = progress.attempt, self.announces
+            self._supervisor = Supervisor(ranks, plan, number, announces=announces)
             if self.is_cancelled():
                 self._supervisor.cancel()
             ending = self._supervisor.run()
@@ -224,6 +223,7 @@ class Run(Attempts):
             prefix=logs.prefix and plan.ranks > 1,
             raw_rank=stdin_rank(os.environ, plan.ranks),
         )
+        self.announces = self._console.shows_any
         if request.elastic is not None:  # MKL takes the same way through a sum at any address
             more = {"MKL_CBWR": "AUTO", **(more or {})}
         variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=more)
@@ -316,11 +316,6 @@ class Run(Attempts):
             self._announced += 1
             if self.request.logs.console != "none":
                 print(line, file=sys.stderr, flush=True)
-
-    def on_interrupt(self) -> None:
-        """Say what the first Ctrl-C has begun."""
-        if self._console.shows_any:
-            announce(self._plan.interrupt_s)
 
 
 def own_failure(

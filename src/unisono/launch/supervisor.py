@@ -17,7 +17,7 @@ from unisono.launch.places.mailbox import Plan
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import RankState
 from unisono.launch.pool.verdict import Ending
-from unisono.launch.stopping import first_told_to
+from unisono.launch.stopping import announce, first_told_to
 
 _IS_READY, _IS_GOOD, _IS_BAD, _IS_OVER = map(
     attrgetter, ("is_ready", "is_good", "is_bad", "is_over")
@@ -97,20 +97,14 @@ class Supervisor:
         ranks: whom.
         plan: the deadlines.
         attempt: number of the attempt.
-        on_interrupt: called at the first Ctrl-C, before the ranks are told.
+        announces: whether to say what the first Ctrl-C has begun.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        plan: Plan,
-        attempt: int,
-        on_interrupt: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, ranks: Ranks, plan: Plan, attempt: int, *, announces: bool = False) -> None:
         self.ranks = ranks
         self._plan = plan
         self._attempt = attempt
-        self._on_interrupt = on_interrupt
+        self._announces = announces
         self._questions: deque[Callable[[], None]] = deque()
         self._began = time.monotonic()
         self._ready_at: float | None = None
@@ -134,7 +128,8 @@ class Supervisor:
         self.is_interrupted = True
         self._interrupted_until = time.monotonic()
         if self._ready_at is not None:  # else no function runs that could save anything
-            self._on_interrupt()
+            if self._announces:
+                announce(self._plan.interrupt_s)
             self._interrupted_until += self._plan.interrupt_s
             self.ranks.interrupt(self._plan.interrupt_s)
 

@@ -92,9 +92,6 @@ class Driver(Attempts):
             ) from error
         return False
 
-    def on_interrupt(self) -> None:
-        """Do nothing: whoever waits for the job has said it."""
-
 
 def drive(directory: str, *, in_allocation: bool = False, is_tied: bool = False) -> int:
     """Be the driver of the job in `directory`."""
