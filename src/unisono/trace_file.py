@@ -78,7 +78,9 @@ def chrome_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {"ph": "X", "cat": "collective", "name": e["op"], "ts": start, **where}
             | {"dur": max((e["t_end"] - e["t_start"]) / 1e3, 0.001), "args": e}
         )
-        call = (e["group"], e["seq"])
+        call = (e["group"], e["number"])
+        if not e["number"]:
+            continue
         flow = {"cat": "join", "name": "same call", "id": f"{call[0]}#{call[1]}", "ts": start}
         out.append(flow | where | ({"ph": "f", "bp": "e"} if call in first else {"ph": "s"}))
         first.add(call)

@@ -24,8 +24,12 @@ def test_a_deadline_names_the_missing_rank_and_shows_its_stack():
         time.sleep(4.5)
 
     if comm.rank == 1:
+        for _ in range(3):  # it has made more calls than the others, but not this one
+            comm.send(torch.ones(1), 2)
         absent_minded()
         return
+    for _ in range(3 if comm.rank == 2 else 0):
+        comm.recv(torch.ones(1), 1)
     with pytest.raises(RankTimeout) as caught:
         comm.all_reduce(torch.ones(2), timeout_s=1.0)
     assert caught.value.missing == (1,)
@@ -146,7 +150,7 @@ def test_a_message_and_a_collective_that_wait_for_each_other_are_told_apart():
     with pytest.raises(CollectiveMismatch, match="wait for each other in different calls") as got:
         own()
     assert time.monotonic() - started < 5
-    assert "recv(from 1) #1 on ranks 0,1" in got.value.calls[0]
+    assert "recv(from 1) on ranks 0,1" in got.value.calls[0]
     assert "all_reduce(sum)" in got.value.calls[1]
 
 

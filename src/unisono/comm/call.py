@@ -30,8 +30,6 @@ class Call:
     """Name of the group, for people."""
     key: str
     """Name of the group, unique in the world."""
-    seq: int
-    """Number of the call in its group, from 1; 0 where calls have none."""
     shape: tuple[int, ...] | None = None
     """Shape of the tensor this rank brought, None if it brought none."""
     dtype: torch.dtype | None = None
@@ -71,9 +69,7 @@ class Call:
     done: bool = False
     """Whether it has ended on this rank."""
     number: int = 0
-    """How many collectives of its group this rank had begun with it; 0 for a message."""
-    check: int = 0
-    """Number of its comparison with the other ranks' calls."""
+    """Number of the collective in its group, from 1; 0 for messages, which not all ranks make."""
     _site: str | None = field(default=None, repr=False)
 
     @property
@@ -96,7 +92,7 @@ class Call:
             )
             if word
         )
-        number = f" #{self.seq}" if self.seq else ""
+        number = f" #{self.number}" if self.number else ""
         text = f"{self.op}({inner}){number} on {self.group}"
         if self.dtype is not None and self.shape is not None:
             text += f", {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"

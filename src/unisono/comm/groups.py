@@ -85,16 +85,12 @@ class GroupEntry:
         """Identity of the thread that took it last."""
         self.collectives = 0
         """Collectives of the group that this rank has begun."""
-        self.checked = 0
-        """Calls of the group that this rank has compared with the others' (check mode)."""
         self.counted: dict[str, int] = {}
         """What else users of the group count."""
         self.sent: dict[tuple[int, int], int] = {}
         """Messages that this rank has begun to send, by world rank and tag."""
         self.awaited: dict[tuple[int, int], int] = {}
         """Messages that it has begun to receive."""
-        self.calls = 0
-        """Calls of the group that this rank has made, messages included."""
         self._engines: dict[str, Engine] = {}
         self.name = self._name()
         """Name for traces and reports, the same on all members."""
@@ -437,8 +433,7 @@ def is_broken() -> bool:
 @contextlib.contextmanager
 def being_made(name: str, ranks: tuple[int, ...], backend: str, wait_s: float) -> Iterator[None]:
     """Make the group `name` inside: what goes wrong is told as with every call."""
-    nth = int(name.rpartition("-")[2]) + 1
-    call = Call(failures.NEW_GROUP, backend, name, nth, kind=f"ranks {list(ranks)}")
+    call = Call(failures.NEW_GROUP, backend, name, kind=f"ranks {list(ranks)}")
     calls.latest_call = call
     try:
         yield

@@ -219,26 +219,23 @@ class Performer:
         is_alive = group is None or group in private.known_groups or entry.is_alive()
         if self._closed or entry.broken is not None or not is_alive:
             raise self._unusable(call.op)
-        call.seq, call.is_async = entry.calls + 1, started
+        call.is_async = started
         calls.latest_call = call
-        recorder = None
-        if not transfer.is_quiet:
-            entry.calls = call.seq
-            recorder = trace.recorder
-            if recorder is not None or check.active:
-                self._observe(call, transfer.is_collective, deadline)
         turn = None
-        if transfer.is_collective and self.size > 1:
-            turn = entry.turn
-            if turn is not None:
+        if transfer.is_collective:
+            if self.size > 1 and (turn := entry.turn) is not None:
                 if not turn.acquire(blocking=False):
                     raise self._second_thread(call)
                 entry.inside = threading.get_ident()
             entry.collectives = call.number = entry.collectives + 1
+        recorder = None if transfer.is_quiet else trace.recorder
+        is_checked = check.active and not transfer.is_quiet
         waited = engine.waited_ns if recorder is not None else None
         grad_mode = torch.is_grad_enabled()
         private.set_grad_enabled(False)
         try:
+            if recorder is not None or is_checked:
+                self._observe(call, deadline)
             if transfer.finish is None:
                 if private.transforms_active():
                     # What ranks tell each other is no part of a transform around the call.
@@ -271,24 +268,20 @@ class Performer:
             if turn is not None:
                 turn.release()
         call.done = True
-        if not transfer.is_quiet and (recorder is not None or check.active):
+        if recorder is not None or is_checked:
             self._observe_end(transfer, deadline)
         return result
 
-    def _observe(self, call: Call, is_collective: bool, deadline: float) -> None:
+    def _observe(self, call: Call, deadline: float) -> None:
         """Note a call for the trace; compare it with the other ranks' in check mode."""
         recorder = trace.recorder
         if recorder is not None:
             call.t_start = time.perf_counter_ns()
             if recorder.call_sites:
                 _ = call.site
-        if check.active and is_collective and self.size > 1:
+        if check.active and call.number and self.size > 1:
             call.is_checked = True
-            # Counted apart: ranks may have sent different numbers of messages, and a call that
-            # was refused here is no collective.
-            self._entry.checked = call.check = self._entry.checked + 1
-            with self._translating(call, deadline):
-                check.verify(call, self.rank, self.ranks, deadline)
+            check.verify(call, self.rank, self.ranks, deadline)
 
     def _observe_end(self, transfer: Transfer[Any], deadline: float) -> None:
         """Take down a call that has ended; compare its result in check mode."""
@@ -304,15 +297,13 @@ class Performer:
         """Return the record of a call on `x`, which must be no tensor of a torch.func transform."""
         entry = self._entry
         if x is None:
-            return Call(op, entry.name, entry.key, 0, **facts)
+            return Call(op, entry.name, entry.key, **facts)
         if private.transforms_active():
             refuse_transformed(x, op)
         needs_grad = x.requires_grad
         if needs_grad and x.grad_fn is not None and torch.is_grad_enabled():
             _warn_of_cut(op)
-        return Call(
-            op, entry.name, entry.key, 0, x.shape, x.dtype, requires_grad=needs_grad, **facts
-        )
+        return Call(op, entry.name, entry.key, x.shape, x.dtype, requires_grad=needs_grad, **facts)
 
     def _messages(
         self,
@@ -330,7 +321,7 @@ class Performer:
             for x in sends.values():
                 refuse_transformed(x, op)
         entry, ranks = self._entry, self.ranks
-        call = Call(op, entry.name, entry.key, 0)
+        call = Call(op, entry.name, entry.key)
         call.sends_to, call.receives_from = tuple(sends), tuple(recvs)
         # Counted, so that a message which will never be sent is told from a late one; those of
         # higher tags are announced before they are waited for.
@@ -427,7 +418,7 @@ class Performer:
             kernel: called with `args` and `timeout_s`.
             *args: of the kernel.
         """
-        call = Call(op, self._entry.name, self._entry.key, 0, root=root)
+        call = Call(op, self._entry.name, self._entry.key, root=root)
         return self._perform(Transfer(call, partial(kernel, *args), None, timeout_s, is_quiet=True))
 
     def _unusable(self, op: str) -> UnisonoError:

@@ -121,8 +121,9 @@ def _part(rank, ranks, steps, step_s, trouble, status):
     size = {"sent": 400, "received": 400, "dtype": "float32", "site": "/home/me/train.py:31"}
     begins = [step * step_s + 0.6 * step_s for step in range(steps)]
     ends = [(step + 0.9) * step_s for step in range(steps)]
+    waits = {"wait_ns": int(0.2e9 * step_s)}
     events = [
-        {**call, **size, "seq": i, "t_start": ns(a), "t_end": ns(b), "wait_ns": int(0.2e9 * step_s)}
+        {**call, **size, **waits, "number": i, "t_start": ns(a), "t_end": ns(b)}
         for i, (a, b) in enumerate(zip(begins, ends, strict=True))
     ]
     sums = {

@@ -170,7 +170,7 @@ def _share(
     call: Call, what: str, mine: Fingerprint, rank: int, size: int, timeout_s: float
 ) -> list[Fingerprint]:
     """Exchange `mine` through the store of the call's group; the last reader removes the round."""
-    key = f"{call.key}/{call.check}{what}"
+    key = f"{call.key}/{call.number}{what}"
     store: Store = PrefixStore("unisono/check", store_of(call.key))
     store.set(f"{key}/{rank}", json.dumps(mine))
     keys = [f"{key}/{r}" for r in range(size)]
@@ -191,10 +191,10 @@ def _share(
 def _mismatch(rule: _Rule, prints: list[Fingerprint], ranks: tuple[int, ...]) -> CollectiveMismatch:
     texts = [f"{p['text']}{f', {rule.shows}={rule.key(p)}' if rule.shows else ''}" for p in prints]
     facts = [{k: v for k, v in p.items() if k not in ("text", "site")} for p in prints]
-    without_seq = [json.dumps(fact, sort_keys=True) for fact in facts]
-    majority, count = Counter(without_seq).most_common(1)[0]
+    without_site = [json.dumps(fact, sort_keys=True) for fact in facts]
+    majority, count = Counter(without_site).most_common(1)[0]
     lines = [f"ranks disagree about one collective: {rule.problem}"]
-    for world_rank, text, signature, p in zip(ranks, texts, without_seq, prints, strict=True):
+    for world_rank, text, signature, p in zip(ranks, texts, without_site, prints, strict=True):
         odd = "  <- differs" if signature != majority and count > 1 else ""
         lines.append(f"  rank {world_rank} | {text} | {p['site']}{odd}")
     lines.append(f"  HINT: {rule.hint}")

@@ -165,18 +165,18 @@ def _missing(
     answers: Mapping[int, Mapping[str, Any]],
     cause: BaseException | None,
 ) -> list[int]:
-    """Return the world ranks that `call` waited for: those the transport names, else a guess."""
+    """Return the world ranks that `call` waited for: whom the transport names, else who is late."""
     if isinstance(cause, RankTimeout) and cause.missing:
         return list(cause.missing)
     peers = {*call.sends_to, *call.receives_from}
     if peers:
         return sorted(ranks[peer] for peer in peers)
+    if call.number == 0:  # a group that is being made
+        return [r for r in others if r not in answers or answers[r]["group"] != call.key]
     return [
         rank
         for rank in others
-        if rank not in answers
-        or answers[rank]["group"] != call.key
-        or answers[rank]["seq"] < call.seq
+        if rank not in answers or answers[rank]["begun"].get(call.key, 0) < call.number
     ]
 
 

@@ -40,7 +40,10 @@ MAX_EVENTS = 100_000
 """Events kept; older ones are dropped first."""
 
 
-_OF_CALL = ("op", "algorithm", "group", "seq", "sent", "received", "t_start", "wait_ns", "is_async")
+_OF_CALL = (
+    *("op", "algorithm", "group", "number", "sent", "received"),
+    *("t_start", "wait_ns", "is_async"),
+)
 """Fields of an event that are those of its call."""
 
 
@@ -52,7 +55,7 @@ class Event:
     algorithm: str
     group: str
     rank: int
-    seq: int
+    number: int
     sent: int
     received: int
     dtype: str

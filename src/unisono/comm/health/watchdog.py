@@ -36,7 +36,7 @@ ANSWER_S = 3.0
 looks: list[Callable[[Watchdog], None]] = []
 """What other parts look for in the store, at every look of the watchdog."""
 
-_TOLD = ("seq", "done", "op", "sends_to", "receives_from", "is_checked")
+_TOLD = ("done", "op", "sends_to", "receives_from", "is_checked")
 """Fields of the latest call that are told to other ranks."""
 _NAME = "unisono-watchdog"
 _PREFIX = "unisono/watch"
@@ -229,14 +229,17 @@ def own_connection(store: Store) -> Store:
 
 def describe_self() -> dict[str, Any]:
     """Return what this process tells others about itself."""
+    from unisono.comm.groups import collectives_begun  # which imports this module
+
     latest = calls.latest_call
-    call = latest or calls.Call("", "", "", 0, done=True)
+    call = latest or calls.Call("", "", "", done=True)
     return {
         "stacks": thread_stacks(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "call": None if latest is None else latest.describe(),
         "group": call.key,
+        "begun": collectives_begun(),
         **{name: getattr(call, name) for name in _TOLD},
     }
 

@@ -272,7 +272,7 @@ class Mailbox:
                 self._sent[serial] = _Sent(None, 0)
         self._post(dst, envelope)
         self._attend()
-        call = Call("send", comm.name, str(comm.group_name), 0, sends_to=(dst,))
+        call = Call("send", comm.name, str(comm.group_name), sends_to=(dst,))
 
         def has_room() -> bool:
             return sum(sent.nbytes for sent in self._sent.values()) <= BUFFERED_BYTES
@@ -301,7 +301,7 @@ class Mailbox:
             self._expected.append(receive)
             self._attend()
         others = tuple(r for r in range(comm.size) if r != comm.rank and source in (None, r))
-        call = Call("recv", comm.name, str(comm.group_name), 0, receives_from=others)
+        call = Call("recv", comm.name, str(comm.group_name), receives_from=others)
 
         def finish() -> object:
             try:

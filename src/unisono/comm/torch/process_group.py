@@ -212,7 +212,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         performer = self._calls or self._introduce()
         entry, x = performer._entry, brought[0] if brought else None
         shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
-        call = Call(name, entry.name, entry.key, 0, shape, dtype, kind, root)
+        call = Call(name, entry.name, entry.key, shape, dtype, kind, root)
         if trace.recorder is not None:
             call.sent = sum(t.nbytes for t in brought)
             call.received = sum(t.nbytes for t in targets.wanted)
@@ -242,7 +242,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Start a message of torch.distributed; it has no number, as only two ranks make it."""
         performer = self._calls or self._introduce()
         entry = performer._entry
-        call = Call(name, entry.name, f"{entry.key}/messages", 0, x.shape, x.dtype)
+        call = Call(name, entry.name, f"{entry.key}/messages", x.shape, x.dtype)
         call.sends_to, call.receives_from = to, source
         calls.latest_call = call
         transfer = Transfer(call, kernel, targets.deliver)
@@ -275,7 +275,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         # One plain tensor that the caller waits for: the shortest way, for small ones.
         check_op(op, x.dtype)
         engine, entry = self.unisono_engine, performer._entry
-        call = Call("all_reduce", entry.name, entry.key, 0, x.shape, x.dtype, op)
+        call = Call("all_reduce", entry.name, entry.key, x.shape, x.dtype, op)
         call.sent = call.received = x.nbytes
         timeout_s: float = opts.timeout.total_seconds()
         if timeout_s <= 0:

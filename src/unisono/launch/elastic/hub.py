@@ -24,13 +24,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.elastic.coordinator import Coordinator
+from unisono.launch.elastic.coordinator import LINE, Coordinator, mark_of
 from unisono.launch.pool.payload import nameless_file
 
 QUIET_S = 3
 """A host of which nothing comes for so many seconds, not even from its kernel, is gone."""
 _HELLO_S = 5.0
 _CHUNK = 1 << 20
+_MARKS_S, _NAP_S = 0.02, 3e-4
+"""Longest time until a member of another host is told marks, and between two looks at them."""
 BOARD, STATE = 0, 1
 """Numbers of the two files."""
 
@@ -52,6 +54,11 @@ def notice_loss(connection: socket.socket) -> None:
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def read_mark(board: int, place: int) -> int:
+    """Return the mark of the member at a place."""
+    return int.from_bytes(os.pread(board, 8, place * LINE), sys.byteorder)
 
 
 class Seat:
@@ -108,11 +115,11 @@ class Hub:
         self._adds_guests = adds_guests
         self.seats: dict[int, Seat] = {}
         self.recovered_s: list[float] = []
-        """From each death to the commit of the step that it hit."""
+        """From each death to the end of the step that it hit."""
         self.joined_s: list[float] = []
         """From each arrival to the first step as a member."""
-        self.last_news = time.monotonic()
-        """When a member last said something."""
+        self._last_news = time.monotonic()
+        self._latest_marks: dict[int, int] = {}
         self.leavers: set[int] = set()
         """Processes on this host whose loop has ended."""
         self._secret = secret
@@ -154,11 +161,25 @@ class Hub:
         """How many members of other hosts there are."""
         return sum(not seat.is_near for seat in self.seats.values())
 
+    @property
+    def step(self) -> int:
+        """The step that members are at."""
+        marks = self._marks().values() if self.coordinator.phase == "running" else ()
+        return max(self.coordinator.step, min(marks, default=0) % mark_of(1, 0) // 2)
+
+    def late(self, limit_s: float) -> dict[int, float]:
+        """Return those for whom others have waited longer than that, and for how long."""
+        marks, now = self._marks(), time.monotonic()
+        if marks != self._latest_marks:
+            self._latest_marks, self._last_news = marks, now
+        quiet_s = now - self._last_news
+        return dict.fromkeys(self.coordinator.late(marks), quiet_s) if quiet_s > limit_s else {}
+
     def dismiss(self, number: int) -> None:
         """Tell a member of another host that it is not wanted any more."""
         if (seat := self.seats.get(number)) is not None and not seat.is_near:
             with suppress(OSError):
-                send_line(seat.connection, {"kind": "over"})
+                send_line(seat.connection, {"kind": "over", "step": 0})
             self._drop(seat)
 
     def expel(self, number: int) -> None:
@@ -209,10 +230,6 @@ class Hub:
         lines: dict[int, bytes] = {}
         for number, order in coordinator.take_orders():
             lines[number] = lines.get(number, b"") + json.dumps(order).encode() + b"\n"
-            if order["kind"] == "commit" and self._died_at:
-                now = time.monotonic()
-                self.recovered_s += [now - at for at in self._died_at]
-                self._died_at.clear()
         for number, data in lines.items():
             if (seat := self.seats.get(number)) is not None:
                 # A pipe that is full belongs to somebody who has stopped reading for good.
@@ -249,10 +266,13 @@ class Hub:
             self._drop(seat)
 
     def _take(self, seat: Seat, message: dict[str, Any]) -> None:
-        self.last_news = time.monotonic()
+        self._last_news = now = time.monotonic()
         if seat.number is not None:
             if message["kind"] == "left" and seat.is_near:
                 self.leavers.add(seat.pid)
+            elif message["kind"] == "going" and self._is_current(message["epoch"]):
+                self.recovered_s += [now - at for at in self._died_at]
+                self._died_at.clear()
             self.coordinator.told(seat.number, message)
             self.deliver()
         elif not hmac.compare_digest(str(message.get("proof")), self._expected(seat.nonce)):
@@ -261,6 +281,10 @@ class Hub:
             self._carry(seat, int(message["number"]))
         else:
             self._seat(seat, message)
+
+    def _is_current(self, epoch: int) -> bool:
+        """Whether a message does not tell of the time before a death."""
+        return epoch == self.coordinator.epoch and self.coordinator.phase == "running"
 
     def _expected(self, nonce: str) -> str:
         """Return what only somebody with the secret can answer, see `seal.prove`."""
@@ -310,6 +334,7 @@ class Hub:
             thread.join()
         if seat.is_near and not has_left:
             self._fence(seat.rank, seat.pid)
+        mark = self._marks().get(number, 0)  # the last: nothing writes any more
         if was_member and not has_left:
             self._died_at.append(time.monotonic())
         if not has_left and self.coordinator.phase != "over":
@@ -317,8 +342,12 @@ class Hub:
         if not seat.is_near and not has_left:
             self.coordinator.target -= self._adds_guests
         if not has_left:
-            self.coordinator.died(number)
+            self.coordinator.died(number, mark)
             self.deliver()
+
+    def _marks(self) -> dict[int, int]:
+        members = self.coordinator.members.items()
+        return {number: read_mark(self._files[BOARD], member.place) for number, member in members}
 
     # The memory, for members of other hosts.
 
@@ -341,7 +370,7 @@ def _serve_memory(connection: socket.socket, files: tuple[int, int]) -> None:
     with connection, stream, suppress(OSError, ValueError):
         while line := stream.readline():
             order = json.loads(line)
-            fd, begin, size = files[order["file"]], order["begin"], order["size"]
+            fd, begin, size = files[order["file"]], order.get("begin", 0), order.get("size", 0)
             if order["kind"] == "write":
                 if order["file"] == STATE and begin == 0:
                     os.ftruncate(fd, order["end"])
@@ -352,6 +381,14 @@ def _serve_memory(connection: socket.socket, files: tuple[int, int]) -> None:
                     os.pwrite(fd, data, begin)
                     begin, size = begin + len(data), size - len(data)
                 connection.sendall(b"\n")  # before this it must not say that it has written
+            elif order["kind"] == "marks":
+                end = time.monotonic() + _MARKS_S
+                while True:
+                    marks = [read_mark(fd, place) for place in range(order["count"])]
+                    if min(marks) >= order["mark"] or time.monotonic() > end:
+                        break
+                    time.sleep(_NAP_S)
+                connection.sendall(json.dumps(marks).encode() + b"\n")
             else:
                 while size:
                     data = os.pread(fd, min(size, _CHUNK), begin)

@@ -246,12 +246,8 @@ class ElasticRanks(LocalRanks):
             if rank.is_running and not rank.known.is_good and is_stopped(rank.pid):
                 self._say(f"rank {rank.rank} is ended: it was stopped by a signal")
                 rank.signal_group(signal.SIGKILL)
-        coordinator = self.coordinator
-        quiet_s = time.monotonic() - self.hub.last_news
-        is_late = quiet_s > self._stall_s and not coordinator.waits_for_user
-        for number in coordinator.late:
-            seat = self.hub.seats.get(number)
-            if seat is not None and is_late:
+        for number, quiet_s in self.hub.late(self._stall_s).items():
+            if (seat := self.hub.seats.get(number)) is not None:
                 self._say(f"rank {seat.rank} on {seat.host} is ended: quiet for {quiet_s:.0f} s")
                 self.hub.expel(number)
                 for rank in self._ranks:
@@ -280,15 +276,15 @@ class ElasticRanks(LocalRanks):
         self._kills_left -= 1
         seat = self.hub.seats[victim]
         number = signal.SIGSTOP if self._random.random() < 0.2 else signal.SIGKILL
-        self._say(f"chaos: {number.name} to rank {seat.rank} at step {self.coordinator.step}")
+        self._say(f"chaos: {number.name} to rank {seat.rank} at step {self.hub.step}")
         with suppress(ProcessLookupError, PermissionError):
             os.kill(seat.pid, number)
 
     def _note_event(self, what: str, rank: int) -> None:
         """Keep what happened to a member, for people and for the live page."""
-        members = write_event(self._job_dir, self.hub, what, rank)
+        event = write_event(self._job_dir, self.hub, what, rank)
         if what == "died":
-            self._say(f"rank {rank} died at step {self.coordinator.step}; {members} go on")
+            self._say(f"rank {rank} died at step {event['step']}; {event['members']} go on")
 
     def _say(self, text: str) -> None:
         if self._console.shows_any:
@@ -303,14 +299,13 @@ def address_of_job() -> str:
     return machine.of_job(candidates()) or candidates()[0]
 
 
-def write_event(job_dir: Path, hub: Hub, what: str, rank: int) -> int:
-    """Keep what happened to a member of a job; return how many members there are."""
-    coordinator = hub.coordinator
-    members = sum(number in hub.seats for number in coordinator.members)
-    event = {"what": what, "rank": rank, "step": coordinator.step, "members": members}
+def write_event(job_dir: Path, hub: Hub, what: str, rank: int) -> dict[str, Any]:
+    """Keep what happened to a member of a job; return what was written."""
+    members = sum(number in hub.seats for number in hub.coordinator.members)
+    event = {"what": what, "rank": rank, "step": hub.step, "members": members, "at": time.time()}
     with suppress(OSError), (job_dir / EVENTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**event, "at": time.time()}) + "\n")
-    return members
+        file.write(json.dumps(event) + "\n")
+    return event
 
 
 def read_events(job_dir: Path) -> list[dict[str, Any]]:

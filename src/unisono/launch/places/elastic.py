@@ -75,10 +75,8 @@ class ElasticProgramRanks(ProgramRanks):
             next_look = time.monotonic() + LOOK_S
             for number in list(coordinator.retired):
                 hub.dismiss(number)
-            quiet_s = time.monotonic() - hub.last_news
-            if quiet_s > self._stall_s and not coordinator.waits_for_user:
-                for number in coordinator.late:
-                    hub.expel(number)
+            for number in hub.late(self._stall_s):
+                hub.expel(number)
             self.mistake = self.mistake or coordinator.error or ""
             if coordinator.phase == "over" and self._leavers is None:
                 self._leavers = {member.rank for member in coordinator.members.values()}

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -296,7 +297,8 @@ def _words(error: Exception) -> str:
     """Return what Ray says of an error, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     known = [line for line in lines if "cause" in line.lower() or "reason" in line.lower()]
-    return f"{type(error).__name__}: {(known or lines or ['no word'])[0]}"
+    words = (known or lines or ["no word"])[0]
+    return f"{type(error).__name__}: {textwrap.shorten(words, 200)}"
 
 
 def main(directory: Path, attempt: int) -> int:

@@ -134,7 +134,7 @@ class Standing:
     group: str
     """Group of that call, as all its ranks name it."""
     number: int
-    """How many calls this rank has made in it."""
+    """How many collectives this rank has begun in it."""
 
 
 _TOLD = frozenset(("failed", "standing", "warning", "finishing_s"))

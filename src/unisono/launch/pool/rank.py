@@ -332,11 +332,13 @@ def _meet(
 def _tell_standing(report_fd: int) -> None:
     """Tell the launcher which collective was the last; nothing before there was one."""
     calls = sys.modules.get("unisono.comm.call")
+    groups = sys.modules.get("unisono.comm.groups")
     call = calls.latest_call if calls is not None else None
-    if call is not None:
+    if call is not None and groups is not None:
+        begun = groups.collectives_begun().get(call.key, 0)
         words = f"{call.describe()} ({'done' if call.done else 'under way'})"
         with contextlib.suppress(OSError):
-            tell(report_fd, standing=Standing(call=words, group=str(call.key), number=call.seq))
+            tell(report_fd, standing=Standing(call=words, group=str(call.key), number=begun))
 
 
 def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:

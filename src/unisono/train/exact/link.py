@@ -8,119 +8,151 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import platform
 import socket
-from collections import deque
-from typing import Any, Protocol
+import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.comm import seal
 from unisono.errors import PlatformError, RankFailed
-from unisono.launch.elastic.coordinator import LOST, Coordinator
+from unisono.launch.elastic.coordinator import LINE, LOST, MOST, Coordinator
+from unisono.launch.elastic.follower import Follower
 from unisono.launch.elastic.hub import BOARD, STATE, notice_loss, send_line
 from unisono.launch.pool.protocol import drop_descriptor
 
 VARIABLE = "UNISONO_ELASTIC"
 """Where the coordinator of a job is: `@name` on this host, `host:port` elsewhere."""
 HELLO_S = 30.0
+_AWAKE_S = 2e-3
+"""So long a member waits for others without sleep: to wake up takes about as long."""
+_NAP_S = 5e-3
+_WORDS = LINE // 8
+_IS_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Whether other cores see writes of one core in the order in which it made them."""
 
 
-class Link(Protocol):
-    """What a member needs of the others."""
+class Link:
+    """What a member needs of the others; this one is for a world of one.
+
+    Attributes:
+        follower: knows what is next.
+    """
+
+    def __init__(self) -> None:
+        self.follower = Follower()
+        self._board = torch.empty(0, dtype=torch.uint8)
+        self._lines = memoryview(b"")
+        self._coordinator = Coordinator(1)
 
     def join(self, card: dict[str, Any]) -> None:
         """Come in; `card` says what this member is and where its state stands."""
+        self._take_board(torch.empty(card["bytes"], dtype=torch.uint8))
+        self._coordinator.joined(0, rank=0, shards=card["shards"], step=card["step"])
+        self._listen(blocks=False)
 
     def tell(self, kind: str, **rest: Any) -> None:
         """Tell the coordinator something."""
+        self._coordinator.told(0, {"kind": kind, **rest})
+        self._listen(blocks=False)
 
     def order(self) -> dict[str, Any]:
         """Wait for the next order. The coordinator ends whoever keeps others waiting too long."""
-        ...
+        while not self.follower.orders:
+            self._listen(blocks=True)
+        return self.follower.orders.pop(0)
+
+    def next(self) -> str:
+        """Wait until there is something to do, and return what; see `Follower.due`."""
+        follower, began = self.follower, time.perf_counter()
+        while True:
+            due = follower.due(self._marks)
+            if due == "held":
+                self.tell("held", mark=follower.mark)
+            elif due == "mismatch":
+                self.tell("mismatch", why=follower.mistake)
+            elif due == "wait":
+                self._pause(time.perf_counter() - began)
+            else:
+                _keep_order()
+                return due
+
+    def is_disturbed(self) -> bool:
+        """Whether an order has come, so that work under way may be in vain."""
+        self._listen(blocks=False)
+        return bool(self.follower.orders)
+
+    def show(self, what: str, word: int) -> None:
+        """Let others see that `what` is done, and a word about this step besides."""
+        at = self.follower.order["place"] * _WORDS
+        self._set(at + 1 + self.follower.step % 2, word)
+        self.follower.has_done(what)
+        _keep_order()
+        self._set(at, self.follower.mark)
+
+    def words(self) -> list[int]:
+        """Return what all members have said about this step."""
+        count = len(self.follower.order["ranks"])
+        self.view(0, count * LINE)
+        return [self._lines[n * _WORDS + 1 + self.follower.step % 2] for n in range(count)]
 
     def room(self, begin: int, end: int) -> Tensor:
         """Return bytes of the board to write to."""
-        ...
+        return self._board[begin:end]
 
     def publish(self, begin: int, end: int) -> None:
         """Let others see what was written there."""
 
     def view(self, begin: int, end: int) -> Tensor:
         """Return bytes of the board as others have written them."""
-        ...
+        return self._board[begin:end]
 
     def put_state(self, data: bytes) -> None:
         """Leave a state for newcomers."""
 
     def get_state(self, size: int) -> bytes:
         """Return the state that a member has left."""
-        ...
+        return bytes(size)
 
     def close(self) -> None:
         """Let go."""
 
+    def _take_board(self, board: Tensor) -> None:
+        self._board, self._lines = board, board[: MOST * LINE].numpy().data.cast("q")
 
-class AloneLink:
-    """A world of one, with a coordinator of its own."""
+    def _set(self, place: int, word: int) -> None:
+        self._lines[place] = word
+        self.publish(8 * place, 8 * place + 8)
 
-    def __init__(self) -> None:
-        self._coordinator = Coordinator(1)
-        self._orders: deque[dict[str, Any]] = deque()
-        self._board = torch.empty(0, dtype=torch.uint8)
+    def _marks(self) -> list[int]:
+        """Return the marks of all members, by their places."""
+        return [self._lines[n * _WORDS] for n in range(len(self.follower.order["ranks"]))]
 
-    def join(self, card: dict[str, Any]) -> None:
-        """Come in."""
-        self._board = torch.empty(card["bytes"], dtype=torch.uint8)
-        self._coordinator.joined(0, rank=0, shards=card["shards"], step=card["step"])
-        self._take()
+    def _listen(self, *, blocks: bool) -> None:
+        """Take orders that have come; `blocks` waits for one."""
+        orders = self._coordinator.take_orders()
+        if blocks and not orders:
+            raise _lost()
+        self.follower.orders += [order for _, order in orders]
 
-    def tell(self, kind: str, **rest: Any) -> None:
-        """Tell the coordinator something."""
-        self._coordinator.told(0, {"kind": kind, **rest})
-        self._take()
-
-    def order(self) -> dict[str, Any]:
-        """Return the next order."""
-        return self._orders.popleft()
-
-    def room(self, begin: int, end: int) -> Tensor:
-        """Return bytes of the board."""
-        return self._board[begin:end]
-
-    def publish(self, begin: int, end: int) -> None:
-        """Nobody else looks."""
-
-    view = room
-
-    def put_state(self, data: bytes) -> None:
-        """Nobody comes."""
-
-    def get_state(self, size: int) -> bytes:
-        """Nobody has left one."""
-        return bytes(size)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _take(self) -> None:
-        self._orders += [order for _, order in self._coordinator.take_orders()]
+    def _pause(self, waited_s: float) -> None:
+        """Wait a moment for marks and orders."""
 
 
-class NearLink:
+class NearLink(Link):
     """A member on the host of its launcher: a socket for words, memory for the rest."""
 
     def __init__(self, address: str) -> None:
+        super().__init__()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect("\0" + address[1:] if address.startswith("@") else address)
-        self._start()
-        self._memory: mmap.mmap | None = None
-        self._board = torch.empty(0, dtype=torch.uint8)
         self._state = -1
+        self._start()
 
     def _start(self) -> None:
         self._rest = b""
-        self._orders: deque[dict[str, Any]] = deque()
         self._connection.settimeout(HELLO_S)
         self._nonce = str(self.order()["nonce"])
         self._is_open = True
@@ -135,8 +167,8 @@ class NearLink:
         self._welcome(self.order())
         if len(fds) == 2:
             board, self._state = fds
-            self._memory = mmap.mmap(board, card["bytes"])
-            self._board = torch.frombuffer(self._memory, dtype=torch.uint8)
+            memory = mmap.mmap(board, card["bytes"])
+            self._take_board(torch.frombuffer(memory, dtype=torch.uint8))
             os.close(board)
 
     def _welcome(self, answer: dict[str, Any]) -> int:
@@ -157,32 +189,27 @@ class NearLink:
         except OSError:
             raise _lost() from None
 
-    def order(self) -> dict[str, Any]:
-        """Wait for the next order."""
-        while not self._orders:
-            try:
-                data = self._connection.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                raise _lost()
-            self._feed(data)
-        return self._orders.popleft()
+    def _listen(self, *, blocks: bool) -> None:
+        try:
+            data = self._connection.recv(1 << 16, 0 if blocks else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            raise _lost()
+        self._feed(data)
 
     def _feed(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self._orders += [json.loads(line) for line in lines]
+        self.follower.orders += [json.loads(line) for line in lines]
 
-    def room(self, begin: int, end: int) -> Tensor:
-        """Return bytes of the board to write to."""
-        return self._board[begin:end]
-
-    def publish(self, begin: int, end: int) -> None:
-        """Others see the same memory."""
-
-    def view(self, begin: int, end: int) -> Tensor:
-        """Return bytes of the board as others have written them."""
-        return self._board[begin:end]
+    def _pause(self, waited_s: float) -> None:
+        if waited_s < _AWAKE_S:
+            os.sched_yield()
+        elif not self.follower.is_held:
+            time.sleep(min(waited_s / 8, _NAP_S))
+        self._listen(blocks=self.follower.is_held)
 
     def put_state(self, data: bytes) -> None:
         """Leave a state for newcomers."""
@@ -216,6 +243,7 @@ class FarLink(NearLink):
     """A member on another host: a copy of the board here, and what is needed travels."""
 
     def __init__(self, address: str) -> None:
+        Link.__init__(self)
         host, _, port = address.rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._connection = socket.create_connection(self._address, HELLO_S)
@@ -233,7 +261,7 @@ class FarLink(NearLink):
         hello = {"kind": "carry", "number": number, "proof": seal.prove(nonce)}
         send_line(self._carrier, hello)
         self._carrier.settimeout(None)
-        self._board = torch.empty(card["bytes"], dtype=torch.uint8)
+        self._take_board(torch.empty(card["bytes"], dtype=torch.uint8))
 
     def publish(self, begin: int, end: int) -> None:
         """Send what was written there."""
@@ -267,6 +295,24 @@ class FarLink(NearLink):
         if self._is_open:
             drop_descriptor(self._carrier.fileno())
 
+    def _marks(self) -> list[int]:
+        """Ask for the marks; the answer comes once all are as far as ours, or after a moment."""
+        follower = self.follower
+        wish = {
+            "kind": "marks",
+            "file": BOARD,
+            "count": len(follower.order["ranks"]),
+            "mark": follower.mark,
+        }
+        try:
+            send_line(self._carrier, wish)
+            answer = self._stream.readline()
+        except OSError:
+            raise _lost() from None
+        if not answer:
+            raise _lost()
+        return json.loads(answer)
+
     def _write(self, file: int, data: memoryview, begin: int) -> None:
         order = {"kind": "write", "file": file, "begin": begin, "size": len(data)}
         try:
@@ -298,7 +344,7 @@ def open_link() -> Link:
     global _has_joined
     address = os.environ.get(VARIABLE)
     if address is None:
-        return AloneLink()
+        return Link()
     if _has_joined:
         raise PlatformError.because(
             "a second elastic training in one elastic job",
@@ -313,3 +359,9 @@ def open_link() -> Link:
 
 def _lost() -> RankFailed:
     return RankFailed(LOST)
+
+
+def _keep_order() -> None:
+    """Have what was written or read before this happen before what comes after."""
+    if not _IS_ORDERED:
+        os.sched_yield()  # passes a full barrier in the scheduler

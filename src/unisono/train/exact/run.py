@@ -10,6 +10,7 @@ import platform
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from unisono.train.exact.data import Loader, Shards
 from unisono.train.exact.link import VARIABLE, Link, open_link
 from unisono.train.exact.shards import (
     Layout,
-    half,
     nodes_in,
     seed_generators,
     seed_of,
@@ -128,6 +128,10 @@ def elastic(
     )
 
 
+class _InVain(Exception):
+    """Somebody has died or joined: the step will be begun again."""
+
+
 class Step:
     """One step of the loop; call it once with what computes the loss of a shard.
 
@@ -209,6 +213,7 @@ class ElasticRun:
         self._extra: dict[str, Any] = {}
         self._link: Link | None = None
         self._is_logger = self._is_stopping = False
+        self._epoch = 0
         named = dict(model.named_parameters())
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self._parameters = list(trained.values())
@@ -352,41 +357,31 @@ class ElasticRun:
         """Follow orders until the step has happened."""
         if (link := self._link) is None:
             raise UnisonoError("a step of an elastic training outside of its loop")
-        is_first, taken = True, self._since_last_step()
+        link.follower.step = step.number
+        word = self._since_last_step() << 1
         with undisturbed(self._threads):
-            while True:
-                order = link.order()
-                kind = order["kind"]
-                if kind == "compute":
-                    if is_first:
-                        self._loader.expect(step.number, order["runs"])
-                        is_first = False
-                    self._compute(link, step, closure, order["runs"])
-                    stop = stopping.is_wanted()
-                    runs = order["runs"]
-                    link.tell("done", step=step.number, runs=runs, stop=stop, taken=taken)
-                elif kind == "reduce":
-                    self._reduce(link, order)
-                    link.tell("reduced", step=step.number, pieces=order["pieces"])
-                elif kind == "donate":
+            while (due := link.next()) != "commit":
+                if due == "compute":
+                    with suppress(_InVain):
+                        self._compute(link, step, closure)
+                        link.show(due, word | stopping.is_wanted())
+                elif due == "reduce":
+                    self._reduce(link, step.number)
+                    link.show(due, word | stopping.is_wanted())
+                elif due == "donate":
                     data = io.BytesIO()
                     torch.save({"state": self.state_dict(), "changed": self._changed}, data)
                     link.put_state(data.getvalue())
                     link.tell("donated", step=step.number, bytes=data.tell())
-                elif kind == "over":
+                else:
                     raise RankFailed(OVER)
-                elif kind == "commit":
-                    break
-            self._apply(link, step, order["runs"])
+            self._apply(link, step)
         self._changed, self._versions = "", [tensor._version for tensor in self._watched]
-        step.members = self.members = order["members"]
-        step.is_logger = self._is_logger = order["logger"]
-        self._is_stopping = order["stop"]
         self.number += 1
         if step.is_logger:
             _record(step, self.shards.batch_size)
 
-    def _since_last_step(self) -> str:
+    def _since_last_step(self) -> int:
         """Return what is equal on members whose programs did the same since the last step.
 
         It tells the settings of the optimizer, and the bits of the model where the program has
@@ -401,41 +396,37 @@ class ElasticRun:
             sorted((name, value) for name, value in group.items() if name != "params")
             for group in self.optimizer.param_groups
         ]
-        return hashlib.sha256(f"{settings} {self._changed}".encode()).hexdigest()[:16]
+        return seed_of(settings, self._changed) >> 1
 
     # Compute.
 
-    def _compute(self, link: Link, step: Step, closure: Closure, runs: Any) -> None:
-        """Leave the sums of some shards on the board."""
-        for begin, end in runs:
-            for first, count in nodes_in((begin, end), 0, self._layout.shards):
-                at = self._layout.row(step.number, first)
-                row = link.room(at, at + self._layout.bytes)
-                self._node(link, step, closure, first, count, row, 0)
-                link.publish(at, at + self._layout.bytes)
+    def _compute(self, link: Link, step: Step, closure: Closure) -> None:
+        """Leave the sums of this member's shards on the board."""
+        order, layout = link.follower.order, self._layout
+        run = order["runs"][order["place"]]
+        self._loader.expect(step.number, [run])
+        for node in nodes_in(run, 0, layout.shards):
+            at = layout.row(step.number, node[0])
+            free = [*self._scratch, link.room(at, at + layout.bytes)]
 
-    def _node(
-        self,
-        link: Link,
-        step: Step,
-        closure: Closure,
-        first: int,
-        count: int,
-        out: Tensor,
-        depth: int,
-    ) -> None:
-        """Compute the sum of a node of the tree into `out`."""
-        if count == 1:
-            self._shard(link, step, closure, first, out)
-            return
-        if depth == len(self._scratch):
-            self._scratch.append(torch.empty(self._layout.bytes, dtype=torch.uint8))
-        cut, other = half(count), self._scratch[depth]
-        self._node(link, step, closure, first, cut, out, depth + 1)
-        self._node(link, step, closure, first + cut, count - cut, other, depth + 1)
-        self._layout.add(out, other)
+            def leaf(shard: int, count: int, free: list[Tensor] = free) -> Tensor | None:
+                if count > 1:
+                    return None
+                if link.is_disturbed():
+                    raise _InVain
+                if not free:
+                    self._scratch.append(torch.empty(layout.bytes, dtype=torch.uint8))
+                    free.append(self._scratch[-1])
+                return self._shard(link, step, closure, shard, free.pop())
 
-    def _shard(self, link: Link, step: Step, closure: Closure, shard: int, out: Tensor) -> None:
+            def add(left: Tensor, right: Tensor, free: list[Tensor] = free) -> Tensor:
+                free.append(right)
+                return layout.add(left, right)  # so that all comes to where the first one is
+
+            tree_sum(*node, leaf, add)
+            link.publish(at, at + layout.bytes)
+
+    def _shard(self, link: Link, step: Step, closure: Closure, shard: int, out: Tensor) -> Tensor:
         """Compute gradient, buffers and loss of one shard, from the state before the step."""
         batch = self._loader.fetch(step.number, shard)
         seed_generators(seed_of(self.shards.seed, "model", step.number, shard))
@@ -471,6 +462,7 @@ class ElasticRun:
                 buffer.copy_(old)
         note = {"step": step.number, "loss": loss.item(), "log": logged, "used": f"{used:x}"}
         self._write_note(link, shard, note)
+        return out
 
     def _views_of(self, vector: Tensor) -> list[Tensor]:
         address = vector.data_ptr()
@@ -495,26 +487,29 @@ class ElasticRun:
 
     # Reduce and commit.
 
-    def _reduce(self, link: Link, order: dict[str, Any]) -> None:
-        """Add up some pieces of all shards, and leave them as a part of the result."""
-        layout, cut = self._layout, order["cut"]
+    def _reduce(self, link: Link, step: int) -> None:
+        """Add up this member's piece of all shards, and leave it as a part of the result."""
+        layout, order = self._layout, link.follower.order
+        piece, cut = order["place"], len(order["ranks"])
 
         def out(begin: int, end: int) -> Tensor:
             return link.room(layout.result + begin, layout.result + end)
 
-        for piece in order["pieces"]:
-            layout.reduce(order["step"], order["runs"], piece, cut, link.view, out)
-            for section in layout.sections:
-                begin, end = section.bounds(piece, cut)
-                link.publish(layout.result + begin, layout.result + end)
+        layout.reduce(step, order["runs"], piece, cut, link.view, out)
+        for section in layout.sections:
+            begin, end = section.bounds(piece, cut)
+            link.publish(layout.result + begin, layout.result + end)
 
-    def _apply(self, link: Link, step: Step, runs: Any) -> None:
+    def _apply(self, link: Link, step: Step) -> None:
         """The step has happened: change the model as every member does."""
-        layout = self._layout
-        if runs is None:
-            self._result.copy_(link.view(layout.result, layout.result + layout.bytes))
+        layout, order = self._layout, link.follower.order
+        self._agree(link, step, order)
+        if link.follower.adds_up_alone:
+            layout.reduce(
+                step.number, order["runs"], 0, 1, link.view, lambda a, b: self._result[a:b]
+            )
         else:
-            layout.reduce(step.number, runs, 0, 1, link.view, lambda a, b: self._result[a:b])
+            self._result.copy_(link.view(layout.result, layout.result + layout.bytes))
         room = layout.note_bytes
         begin = layout.notes(step.number)
         raw = bytes(link.view(begin, begin + layout.shards * room).numpy())
@@ -554,6 +549,28 @@ class ElasticRun:
             self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
+
+    def _agree(self, link: Link, step: Step, order: dict[str, Any]) -> None:
+        """Take over what all members say of the step; end if their programs have parted."""
+        ways: dict[int, list[int]] = {}
+        words = link.words()
+        for rank, word in zip(order["ranks"], words, strict=True):
+            ways.setdefault(word >> 1, []).append(rank)
+        if len(ways) > 1:
+            parted = " and ".join(f"ranks {ranks}" for ranks in ways.values())
+            why = (
+                f"{parted} came to step {step.number} with other parameters, buffers or settings "
+                "of the optimizer: their programs changed them between steps, and not alike"
+            )
+            link.tell("mismatch", why=why)
+            while True:  # the launcher ends all
+                link.order()
+        self._is_stopping = any(word & 1 for word in words)
+        step.members = self.members = len(words)
+        step.is_logger = self._is_logger = order["logger"]
+        if order["epoch"] != self._epoch:
+            self._epoch = order["epoch"]
+            link.tell("going", epoch=self._epoch)
 
     def _mean(self, values: list[float]) -> float:
         """Return the mean over the batch of what each shard has, added up in the tree."""

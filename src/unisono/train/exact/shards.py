@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import UnisonoError
-from unisono.launch.elastic.coordinator import Run, split
+from unisono.launch.elastic.coordinator import LINE, MOST, Run, split
 
 _ALIGN = 64
 """Bytes; sums of anything less aligned may take another way through the machine."""
@@ -148,7 +148,8 @@ class Layout:
         self.bytes = at
         """Of one vector."""
         self.note_bytes = NOTE_BYTES + _ALIGN * (len(parameters) // 200)
-        self.result = 2 * shards * at
+        self._rows = MOST * LINE
+        self.result = self._rows + 2 * shards * at
         """First byte of the result on the board."""
         self._notes = self.result + at
         self.board_bytes = self._notes + 2 * shards * self.note_bytes
@@ -159,7 +160,7 @@ class Layout:
         Two steps have theirs apart: a member may write to those of the next step while another one
         still reads.
         """
-        return (step % 2 * self.shards + shard) * self.bytes
+        return self._rows + (step % 2 * self.shards + shard) * self.bytes
 
     def notes(self, step: int) -> int:
         """Return the first byte of the notes of a step, which are apart like its sums."""

@@ -329,7 +329,7 @@ class Run:
 
 
 _EVENT_FIELDS = (
-    *("op", "algorithm", "group", "rank", "seq", "sent", "received", "dtype"),
+    *("op", "algorithm", "group", "rank", "number", "sent", "received", "dtype"),
     *("wait_ns", "is_async", "site"),
 )
 

@@ -110,7 +110,9 @@ class Watch:
             "text": text,
         }
         gave_up_in = self.number if isinstance(error, RankTimeout) else None
-        dog.publish({"broken": self.token, "gave_up_in": gave_up_in, "told": told})
+        mismatch = [str(error), error.calls] if isinstance(error, CollectiveMismatch) else None
+        news = {"broken": self.token, "gave_up_in": gave_up_in, "mismatch": mismatch, "told": told}
+        dog.publish(news)
 
     def judge(self, peers: Sequence[int] | None) -> None:
         """Raise if this rank is to stop waiting, or a rank that is waited for has died."""
@@ -128,6 +130,9 @@ class Watch:
         for item in dog.news() if dog is not None else []:
             if item.get("broken") != self.token or item["told"]["teller"] == self.me:
                 continue
+            if item["mismatch"] is not None:  # is seen by one rank first, and true of all
+                text, made = item["mismatch"]
+                raise CollectiveMismatch(text, {int(rank): call for rank, call in made.items()})
             if item["gave_up_in"] is None:
                 raise failures.peer_failed(self.doing, self.me, **item["told"])
             # Ranks that wait in one collective have their own deadlines for it.
@@ -208,7 +213,7 @@ class Wait:
             self._store = now + STORE_S
             reason = hopeless()
             if reason is not None:
-                raise reason  # first: a rank that fails of a mismatch tells of that as its failure
+                raise reason
             watch.judge_news()
 
 
