@@ -121,17 +121,20 @@ class RankMonitor:
     def note_places(self, *, is_deadline: bool) -> None:
         """Note where ranks stand that have not come to an end, and that they were stopped there.
 
-        At a deadline those are of interest, too, that wait for others to return.
+        At a deadline those are of interest, too, that wait for others to return; and the latest
+        collective of each. That is asked for after the stacks: a thread that answers while they are
+        written could bring the interpreter down.
         """
         asked = [r for r in self._ranks if r.is_running and (is_deadline or not r.known.is_over)]
         for rank in asked:
-            rank.order(where=True)
             if not rank.known.is_over:
                 rank.known.note("stopped")
         stacks = self.raw_stacks(asked, STACKS_S)
         for rank in asked:
             rank.known.stack = stacks.get(rank.rank, "")
         if is_deadline:
+            for rank in asked:
+                rank.order(where=True)
             self.step_until(lambda: all(rank.known.standing for rank in asked), STANDING_S)
 
     def end_all(self, grace_s: float | None) -> None:
