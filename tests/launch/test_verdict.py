@@ -101,6 +101,15 @@ def test_the_message_has_headline_traceback_the_others_and_a_hint():
     assert (copy.rank, str(copy)) == (1, str(error))
 
 
+def test_what_a_rank_says_after_it_was_stopped_does_not_make_it_the_cause_but_tells_its_place():
+    late = known(0)
+    late.note("stopped")
+    late.take({"state": "failed", "failed": report("lost", consequence=True, site="a.py:3 in f")})
+    error = failure([late, known(1, failed=report())])
+    assert (error.rank, late.state) == (1, "stopped")
+    assert (error.waiting, error.consequences) == ({0: "a.py:3 in f"}, {0: "lost"})
+
+
 def test_remote_frames_are_shown_once_when_the_exception_could_not_travel():
     error = failure([known(0, failed=report())])
     assert "Traceback" not in str(error)

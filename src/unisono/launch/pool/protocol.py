@@ -211,10 +211,8 @@ class RankState:
         self.at.setdefault(state, time.time())
 
     def take(self, news: Mapping[str, Any]) -> None:
-        """Note what the rank says of itself; its end, once it has come, changes no more."""
-        if "state" in news:
-            if self.is_over:
-                return
+        """Note what the rank says of itself; once it has come to an end, its state stays."""
+        if "state" in news and not self.is_over:
             self.note(news["state"])
         for name in news.keys() & _TOLD:
             setattr(self, name, news[name])

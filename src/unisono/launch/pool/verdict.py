@@ -120,7 +120,7 @@ def failure(
     consequences = {
         state.rank: state.failed.summary if state.failed else how_ended(state.exit_code)
         for state in others
-        if state.is_bad
+        if state.is_bad or state.failed
     }
     waiting = {
         state.rank: state.failed.site
