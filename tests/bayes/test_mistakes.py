@@ -189,7 +189,7 @@ CASES = {
         lambda: bayes.Utils().get_errors(
             np.ones(22), np.ones(22), [1], bayes.Utils().get_hierarchical_softmax(10), 10, 2
         ),
-        ["1 != 2", "HINT: 2 labels"],
+        ["2 != 1", "HINT: 2 labels"],
     ),
     "to_torch norm": (
         lambda: Sequential(Linear(2, 3), bayes.LayerNorm([3])).to_torch(),

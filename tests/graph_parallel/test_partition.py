@@ -145,7 +145,7 @@ def test_bad_partitions_are_refused_with_the_first_bad_entry():
         GraphPartition.from_owner([0, 5, 0], 2)
     assert GraphPartition.from_owner([1, 0, 1], 2).sizes == (1, 2)
     for value in (float("nan"), float("inf")):
-        with pytest.raises(PartitionError, match="node 1 is at"):
+        with pytest.raises(PartitionError, match="point 1 is at"):
             GraphPartition.morton(torch.tensor([[0.0, 0], [1.0, value]]), 2)
     with pytest.raises(PartitionError, match="no positions"):
         GraphPartition.balanced(edges, 5, 2, order="morton")

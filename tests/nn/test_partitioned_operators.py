@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.operators.examples import PARTITION_CASES, example
 
 from unisono.comm import world
 from unisono.errors import PartitionError
@@ -91,7 +92,7 @@ def test_every_row_of_the_table_is_an_adjoint_pair(dtype):
 
     for lengths in ([2, 0, 3, 1], [0, 1, 0, 0]):
         for pair in functional.TABLE:
-            case = pair.example(comm, lengths[: comm.size], make)
+            case = example(pair, comm, lengths[: comm.size], make, PARTITION_CASES)
             check_adjoint(
                 case.forward, case.adjoint, case.x, case.y,
                 comm=comm, domain=pair.domain, range=pair.range,

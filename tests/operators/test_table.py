@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example as tried
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.operators.examples import example
 
 from unisono.comm import world
 from unisono.errors import UnisonoError
@@ -36,13 +38,13 @@ def make_for(comm, dtype=torch.float64, seed=0):
 @pytest.mark.ranks(RANKS, timeout=60, backend=["gloo", "shm"])
 @settings(max_examples=2, deadline=None)
 @given(lengths=LENGTHS)
-@example(lengths=UNEVEN)
+@tried(lengths=UNEVEN)
 def test_dot_product_of_each_operator_and_its_adjoint(lengths):
     comm = world()
     # What holds for complex numbers holds for real ones; their kernels have one turn.
     dtypes = [torch.float64] * (lengths == UNEVEN) + [torch.complex128]
     for pair, dtype in itertools.product(TABLE, dtypes):
-        case = pair.example(comm, lengths[: comm.size], make_for(comm, dtype))
+        case = example(pair, comm, lengths[: comm.size], make_for(comm, dtype))
         check_adjoint(
             case.forward,
             case.adjoint,
@@ -57,7 +59,7 @@ def test_dot_product_of_each_operator_and_its_adjoint(lengths):
 @pytest.mark.ranks(RANKS, timeout=60, backend=["gloo", "shm"])
 @settings(max_examples=2, deadline=None)
 @given(lengths=LENGTHS)
-@example(lengths=UNEVEN)
+@tried(lengths=UNEVEN)
 def test_second_derivative_of_each_operator_is_that_of_the_linear_map(lengths):
     """For L(x) = <F(x)^2, w> over all ranks: grad = F*(2 w F x), and its derivative along v is
     F*(2 w F v). A backward that is not itself differentiable gives zero or raises."""
@@ -68,7 +70,7 @@ def test_second_derivative_of_each_operator_is_that_of_the_linear_map(lengths):
 def check_second_derivative(pair, lengths):
     comm = world()
     make = make_for(comm)
-    case = pair.example(comm, lengths[: comm.size], make)
+    case = example(pair, comm, lengths[: comm.size], make)
     x = case.x.clone().requires_grad_()
     replicated = pair.range == "R"
     w = make(*case.y.shape, same=replicated)
@@ -95,7 +97,7 @@ def check_finite_differences(pair):
     comm = world()
     lengths = [2, 1, 0, 3][: comm.size]
     make = make_for(comm)
-    case = pair.example(comm, lengths, make)
+    case = example(pair, comm, lengths, make)
     weights = make(*case.y.shape, same=pair.range == "R")
 
     def loss(x):
@@ -147,7 +149,7 @@ def test_operators_leave_inputs_and_incoming_gradients_alone(dtype):
 
 def check_nothing_is_changed(pair, dtype):
     comm = world()
-    case = pair.example(comm, [3, 2, 0][: comm.size], make_for(comm, dtype))
+    case = example(pair, comm, [3, 2, 0][: comm.size], make_for(comm, dtype))
     x = case.x.t().contiguous().t() if case.x.dim() > 1 else case.x
     x = x.clone(memory_format=torch.preserve_format).requires_grad_()
     before = x.detach().clone()
@@ -168,7 +170,7 @@ def check_nothing_is_changed(pair, dtype):
 def test_vmap_is_refused_before_anything_is_sent():
     comm = world()
     for pair in TABLE:
-        case = pair.example(comm, [2, 1], make_for(comm))
+        case = example(pair, comm, [2, 1], make_for(comm))
         batch = torch.stack([case.x, case.x])
         with pytest.raises(UnisonoError, match="a collective cannot be vmapped"):
             torch.func.vmap(case.forward)(batch)

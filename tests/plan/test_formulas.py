@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.errors import PlatformError
+from unisono.nn.paper import Sent
 from unisono.plan.calibration import TYPICAL, fit_link
 from unisono.plan.cluster import (
     Cluster,
@@ -22,13 +23,7 @@ from unisono.plan.cluster import (
     broadcast,
     contention,
 )
-from unisono.plan.prediction import (
-    Impossible,
-    Prediction,
-    remaining,
-    waiting_after_backward,
-    waiting_in_next_forward,
-)
+from unisono.plan.prediction import Impossible, Prediction, remaining, waiting
 from unisono.plan.quantities import read_rate, read_time, write_bytes, write_rate, write_time
 from unisono.plan.ways import (
     bayes,
@@ -49,7 +44,6 @@ from unisono.plan.workload import (
     GraphLoad,
     Layer,
     Pace,
-    Sending,
     SentBucket,
     Share,
     Workload,
@@ -76,7 +70,7 @@ def space(grid, samples):
         return Share(refusal=f"32 points for {max(grid)} ranks")
     sides = [32 // parts for parts in grid]
     cut = [d for d, parts in enumerate(grid) if parts > 1]
-    halos = [Sending("exchange", 2 * 4 * samples * 8 * sides[1 - d], 2) for d in cut]
+    halos = [Sent("forward", "", "exchange", 2 * 4 * samples * 8 * sides[1 - d], 2) for d in cut]
     points = sides[0] * sides[1] / 32**2
     return Share(passes=Pace(fixed_s=1e-3, sample_s=3e-3 * points), sent=halos)
 
@@ -189,18 +183,19 @@ def test_ranks_that_share_cores_take_turns(ranks, cores):
 def test_waiting_lies_between_nothing_and_all_messages(durations, overlap, backward):
     count = len(durations)
     ready = [backward * (i + 1) / count for i in range(count)]
-    late = waiting_after_backward(ready, durations, backward, overlap)
+    at_once = [0.0] * count
+    late = waiting(ready, durations, at_once, backward, overlap)
     needed = [backward * (count - 1 - i) / count for i in range(count)]
-    deferred = waiting_in_next_forward(ready, durations, needed, backward, overlap)
+    deferred = waiting(ready, durations, needed, backward, overlap)
     total = math.fsum(durations)
     assert -1e-9 <= deferred <= late + 1e-9 <= total + 2e-9
-    assert waiting_after_backward(ready, durations, backward, 0.0) == pytest.approx(total)
+    assert waiting(ready, durations, at_once, backward, 0.0) == pytest.approx(total)
     assert late >= durations[-1] - 1e-9  # the last bucket is full when backward ends
 
 
 def test_remaining_is_what_overlap_leaves():
     assert remaining(10, 2, 0.5) == 6
-    assert waiting_after_backward([], [], 1.0, 1.0) == 0
+    assert waiting([], [], [], 1.0, 1.0) == 0
 
 
 def every_way(workload, cluster, batch=8.0):

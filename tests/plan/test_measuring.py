@@ -338,7 +338,7 @@ def test_planner_and_report_give_one_answer(name, few_rounds):
     assert said.passes.seconds(4) > 0
     assert said.activation_bytes > 0
     own = plan_report(make(), batch.shape, [1, 1, 1, 2]).ranks[0]  # along the longer side
-    assert [(one.verb, one.nbytes) for one in said.sent] == [(s.verb, s.bytes) for s in own.sent]
+    assert [(one.verb, one.bytes) for one in said.sent] == [(s.verb, s.bytes) for s in own.sent]
     assert isinstance(found, Prediction)
     assert found.communication_s > 0
 
@@ -383,4 +383,4 @@ def test_what_a_potential_sends_on_paper_is_what_ranks_send():
     sent = [(one.op, one.sent) for one in told.events if one.op != "all_gather_ints"]
     load = part.stats(subject.model.edges(pos)).edges_per_rank
     if comm.rank == load.index(max(load)):
-        assert [(one.verb, one.nbytes) for one in share.sent[:-1]] == sent
+        assert [(one.verb, one.bytes) for one in share.sent[:-1]] == sent

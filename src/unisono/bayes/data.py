@@ -241,13 +241,7 @@ class Utils:
         """Return 1 where the prediction is wrong `[batch]`, and probabilities, flat."""
         found, prob = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
         known = _checked_labels(labels, num_classes)
-        if len(known) != len(found):
-            raise PartitionError.because(
-                f"get_errors with {len(known)} labels",
-                f"{len(found)} predictions",
-                f"{len(known)} != {len(found)}",
-                f"{len(found)} labels, one for each sample",
-            )
+        check_one_each("get_errors", found, known)
         return (found != known).astype(np.int32), prob
 
     def load_mnist_images(
@@ -310,6 +304,18 @@ class Utils:
         """Return the upper triangle, row by row, of `sigma^2 I`, once for each of the batch."""
         matrix = np.eye(num_data, dtype=np.float32) * np.float32(sigma**2)
         return np.tile(matrix[np.triu_indices(num_data)], batch_size)
+
+
+def check_one_each(asked: str, predictions: Array, labels: Array) -> None:
+    """Refuse labels that are not one for each prediction."""
+    found, known = len(predictions), len(labels)
+    if found != known:
+        raise PartitionError.because(
+            f"{asked} of {found} predictions",
+            f"{known} labels",
+            f"{found} != {known}",
+            f"{found} labels, one for each prediction",
+        )
 
 
 def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:

@@ -63,7 +63,7 @@ def save_torch(net: Sequential, path: str | Path) -> None:
         "format": FORMAT,
         "state": {key: value for key, value in state.items() if not key.endswith(RUNNING)},
         "running": {key: value for key, value in state.items() if key.endswith(RUNNING)},
-        "lstm": net.carried_lstm_states(),
+        "lstm": net.recurrent_state()["lstm"],
         "layers": net.infos(),
         "dtype": str(net._dtype).removeprefix("torch."),
     }
@@ -98,8 +98,7 @@ def load_torch(net: Sequential, path: str | Path) -> None:
             "the same layers in the same order",
         )
     net.load_state_dict({**content["state"], **content["running"]})
-    net.reset_lstm_states()
-    net.set_lstm_states(content["lstm"])
+    net.set_recurrent_state(content)
 
 
 def _sizes(state: Mapping[str, Sequence[Tensor]]) -> dict[str, str]:

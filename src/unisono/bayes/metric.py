@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from unisono.bayes.data import Utils, tree_of
+from unisono.bayes.data import Utils, check_one_each, tree_of
 from unisono.errors import MissingExtra, PartitionError
 from unisono.expect import expect_choice, expect_int
 
@@ -163,13 +163,7 @@ def crps(mean: ArrayLike, std: ArrayLike, y: ArrayLike) -> float:
 def classification_error(prediction: ArrayLike, label: ArrayLike) -> float:
     """Return the share of wrong labels."""
     found, known = np.asarray(prediction).reshape(-1), np.asarray(label).reshape(-1)
-    if len(found) != len(known):
-        raise PartitionError.because(
-            f"classification_error of {len(found)} predictions",
-            f"{len(known)} labels",
-            f"{len(found)} != {len(known)}",
-            f"{len(found)} labels, one for each prediction",
-        )
+    check_one_each("classification_error", found, known)
     return float((found != known).mean())
 
 

@@ -23,7 +23,6 @@ from unisono.bayes.layers.base import (
     check_layers,
     checked_device,
     fixed_input,
-    flat_input,
     forward_through,
     plan_through,
 )
@@ -269,7 +268,7 @@ class Sequential:
         """Return the number of samples and the shape of one."""
         told = self._told_input
         if told is None and mean.dim() < 4:
-            told = (fixed_input if mean.dim() > 1 else flat_input)(self.layers)
+            told = fixed_input(self.layers, flat=mean.dim() <= 1)
         own = tuple(mean.shape[1:]) if mean.dim() > 1 else (1,)
         if mean.dim() and (told is None or (mean.dim() > 1 and math.prod(own) == told)):
             return mean.shape[0], own if len(own) == 3 else (math.prod(own),)
@@ -720,11 +719,6 @@ class Sequential:
         states = {n: layer.state for n, layer in self._recurrent().items()}
         return {n: state.lists() for n, state in states.items() if state is not None}
 
-    def carried_lstm_states(self) -> dict[Place, FlatState]:
-        """Return the states that the next call starts from; layers that start at zero have none."""
-        states = {n: layer.carried for n, layer in self._recurrent().items()}
-        return {n: state.lists() for n, state in states.items() if state is not None}
-
     def set_lstm_states(self, states: Mapping[Any, FlatState]) -> None:
         """Let the next call start from these states, as `get_lstm_states` gives them."""
         layers = self._recurrent()
@@ -739,15 +733,24 @@ class Sequential:
         for n, state in read.items():
             layers[n].set_state(state)
 
-    def lstm_histories(self) -> dict[Place, dict[str, Tensor]]:
-        """Return what SLSTM layers remember for the smoother, by layer index."""
-        return {n: layer.history_tensors() for n, layer in self._smoothable().items()}
+    def recurrent_state(self) -> dict[str, Any]:
+        """Return what recurrent layers go on from, and what SLSTM layers keep for the smoother.
 
-    def set_lstm_histories(self, histories: Mapping[Any, dict[str, Tensor]]) -> None:
-        """Let SLSTM layers remember what `lstm_histories` gave."""
+        States are those that the next call starts from; layers that start at zero have none.
+        """
+        states = {n: layer.carried for n, layer in self._recurrent().items()}
+        return {
+            "lstm": {n: state.lists() for n, state in states.items() if state is not None},
+            "history": {n: layer.history_tensors() for n, layer in self._smoothable().items()},
+        }
+
+    def set_recurrent_state(self, state: Mapping[str, Any]) -> None:
+        """Let recurrent layers go on from what `recurrent_state` gave."""
+        self.reset_lstm_states()
+        self.set_lstm_states(state["lstm"])
         for n, layer in self._smoothable().items():
-            if n in histories:
-                layer.set_history(histories[n])
+            if n in state.get("history", {}):
+                layer.set_history(state["history"][n])
 
     @torch.no_grad()
     def smoother(self) -> tuple[NDArray[Any], NDArray[Any]]:

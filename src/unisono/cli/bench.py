@@ -7,16 +7,14 @@ installed package, which carries them along, nothing is written.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import unisono
 from unisono.cli.outcome import FAILED, OK
-from unisono.errors import PlatformError
+from unisono.cli.targets import carried, unknown_name
 
 _JUDGED = {"ratio", "target", "verdict"}
 
@@ -69,13 +67,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def find_scripts() -> dict[str, Path]:
     """Return every benchmark by its name, as `comm` or `data_parallel/step`."""
-    package = Path(unisono.__file__).parent
-    homes = (package / "_benchmarks", package.parents[1] / "benchmarks")
-    home = next((path for path in homes if (path / "harness.py").is_file()), None)
-    if home is None:
-        raise PlatformError.because(
-            "unisono bench", f"no benchmarks in {homes[0]} or {homes[1]}", hint="reinstall unisono"
-        )
+    home = carried("benchmarks", "harness.py")
     return {
         path.relative_to(home).with_suffix("").as_posix(): path
         for path in sorted(home.rglob("*.py"))
@@ -90,12 +82,7 @@ def choose(names: list[str], known: list[str]) -> list[str]:
         wanted = name.removesuffix(".py").removeprefix("benchmarks/")
         found = [k for k in known if k == wanted or k.startswith(f"{wanted}/")]
         if not found:
-            near = difflib.get_close_matches(wanted, known, n=1)
-            raise PlatformError.because(
-                f"unisono bench {name}",
-                f"benchmarks: {', '.join(known)}",
-                hint=f"unisono bench {near[0] if near else known[0]}",
-            )
+            raise unknown_name("bench", "benchmarks", wanted, known)
         chosen += [k for k in found if k not in chosen]
     return chosen
 

@@ -7,7 +7,6 @@ of a cluster.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import shutil
 import subprocess
@@ -15,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import unisono
 from unisono.cli.outcome import FAILED, OK
+from unisono.cli.targets import carried, unknown_name
 from unisono.errors import MissingExtra, PlatformError
 
 
@@ -68,12 +67,7 @@ def execute(args: argparse.Namespace) -> int:
         print("\nunisono demo NAME runs one")
         return OK
     if args.name not in DEMOS:
-        near = difflib.get_close_matches(args.name, DEMOS, n=1)
-        raise PlatformError.because(
-            f"unisono demo {args.name}",
-            f"demos: {', '.join(DEMOS)}",
-            hint=f"unisono demo {near[0] if near else DIGITS}",
-        )
+        raise unknown_name("demo", "demos", args.name, list(DEMOS))
     for option in ("ranks", "epochs"):
         value = getattr(args, option)
         if value is not None and value < 1:
@@ -109,14 +103,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def example_path(script: str) -> Path:
     """Return where an example lies: in a checkout, or in the installed package."""
-    package = Path(unisono.__file__).parent
-    homes = (package / "_examples", package.parents[1] / "examples")
-    for home in homes:
-        if (home / script).is_file():
-            return home / script
-    raise PlatformError.because(
-        "unisono demo", f"no {script} in {homes[0]} or {homes[1]}", hint="reinstall unisono"
-    )
+    return carried("examples", script) / script
 
 
 def _show_batch_script(ranks: int) -> int:

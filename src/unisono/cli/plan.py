@@ -13,7 +13,7 @@ from unisono.cli.outcome import OK
 from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
-    from unisono.plan import Calibration, Cluster, Workload
+    from unisono.plan import Calibration, Cluster
 
 _EXAMPLES = """\
 examples:
@@ -78,7 +78,7 @@ def execute(args: argparse.Namespace) -> int:
             return OK
         _refuse("", "no --model", "unisono plan --model cnn")
     from unisono.plan import compare, load_subject, profile, read_calibration
-    from unisono.plan.report import assumptions, table
+    from unisono.plan.report import assumptions, draw_scaling, table
 
     calibration = read_calibration(args.calibration)
     subject = load_subject(args.model)
@@ -94,7 +94,9 @@ def execute(args: argparse.Namespace) -> int:
         print(table(found))
         print("\nassumptions:\n" + "\n".join(f"  {line}" for line in said))
     if args.plot:
-        _plot(args, workload, cluster, batch, said)
+        limits = {"largest": args.max_ranks, "team": args.team}
+        draw_scaling(args.plot, workload, cluster, batch, said, **limits)
+        print(f"unisono: wrote {args.plot}", file=sys.stderr)
     return OK
 
 
@@ -203,31 +205,3 @@ def _calibrate(args: argparse.Namespace) -> None:
     found.write(path)
     print(found.describe())
     print(f"unisono: wrote {path}", file=sys.stderr)
-
-
-def _plot(
-    args: argparse.Namespace, workload: Workload, cluster: Cluster, batch: float, said: list[str]
-) -> None:
-    from unisono.plan import scaling
-    from unisono.plan.report import draw_scaling
-    from unisono.plan.ways import rank_counts
-
-    counts = rank_counts(cluster.ranks_per_node, args.max_ranks)
-    whole = batch * cluster.ranks
-    curves = {
-        strong: scaling(
-            workload, cluster, whole if strong else batch, counts, strong=strong, team=args.team
-        )
-        for strong in (True, False)
-    }
-    draw_scaling(
-        args.plot,
-        title=f"{workload.name}: predicted scaling to {max(counts):,} ranks",
-        strong=curves[True],
-        weak=curves[False],
-        strong_batch=whole,
-        weak_batch=batch,
-        assumptions=said,
-        marked=cluster.ranks,
-    )
-    print(f"unisono: wrote {args.plot}", file=sys.stderr)

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,16 +197,10 @@ def _execute(args: argparse.Namespace) -> int:
             f"{_count(request.platform.cpus_per_rank, 'thread')} each",
             file=sys.stderr,
         )
-        if args.watch:
-            from unisono.train.recording import launching
+        if args.watch and directory is not None:
+            from unisono.train.recording.launching import watched
 
-            if request.place == "inline" or directory is None:
-                raise PlatformError.because(
-                    "unisono run --watch",
-                    "a run in this very process, which is busy with it",
-                    hint="--on cpu --ranks 1",
-                )
-            results = launching.watched(request, directory)
+            results = watched(request, directory)
         else:
             results = execute_request(request)
     if not is_script:
@@ -473,28 +467,21 @@ def _supervise(job: Job) -> int:
     return 0 if job.status() == "done" else 1
 
 
-@contextlib.contextmanager
-def _recording(args: argparse.Namespace, request: Request) -> Iterator[tuple[Request, Path | None]]:
-    """Yield the request with recording ranks if that is asked for; write the report at the end."""
+def _recording(
+    args: argparse.Namespace, request: Request
+) -> contextlib.AbstractContextManager[tuple[Request, Path | None]]:
+    """Return a block in which ranks record, if that is asked for."""
     if args.record is None:
-        yield request, None
-        return
-    from unisono.train.recording import launching
+        return contextlib.nullcontext((request, None))
+    from unisono.train.recording.launching import recorded
     from unisono.train.recording.report import check_trackers
 
-    kept: Any = {"has_command": not args.no_command, "to": check_trackers(args.to or ())}
     target = args.module or args.target
-    name = args.record or Path(target.replace(":", ".")).name.removesuffix(".py")
-    if request.joins_world:
-        yield launching.in_world(request, name, **kept), None
-        return
-    request, directory = launching.into_directory(request, name, **kept)
-    if args.detach:  # to a scheduler: nobody here waits for the end
-        yield request, directory
-        where = launching.near(directory)
-        print(f"unisono: unisono report {where} when it has ended", file=sys.stderr)
-        return
-    try:
-        yield request, directory
-    finally:
-        launching.write_report(directory)
+    return recorded(
+        request,
+        args.record or Path(target.replace(":", ".")).name.removesuffix(".py"),
+        watch=args.watch,
+        detach=args.detach,
+        has_command=not args.no_command,
+        to=check_trackers(args.to or ()),
+    )

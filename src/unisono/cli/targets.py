@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import PlatformError, an
+import unisono
+from unisono.errors import PlatformError, UnisonoError, an
 
 _CALLED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -187,6 +188,28 @@ def check_script(path: str) -> str:
             f"scripts there: {', '.join(scripts[:8])}" if scripts else "the path of a script",
         )
     return str(script.absolute())
+
+
+def unknown_name(command: str, kind: str, word: str, names: Sequence[str]) -> UnisonoError:
+    """Return the error of a word behind a command that names nothing."""
+    near = difflib.get_close_matches(word, names, n=1)
+    return PlatformError.because(
+        f"unisono {command} {word}",
+        f"{kind}: {', '.join(names)}",
+        hint=f"unisono {command} {near[0] if near else names[0]}",
+    )
+
+
+def carried(folder: str, file: str) -> Path:
+    """Return the folder with `file`: that of a checkout, or the one that the package carries."""
+    package = Path(unisono.__file__).parent
+    homes = (package / f"_{folder}", package.parents[1] / folder)
+    for home in homes:
+        if (home / file).is_file():
+            return home
+    raise PlatformError.because(
+        f"unisono's {folder}", f"no {file} in {homes[0]} or {homes[1]}", hint="reinstall unisono"
+    )
 
 
 def nearest_first(word: str, names: Sequence[str]) -> list[str]:

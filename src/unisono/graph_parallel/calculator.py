@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -123,12 +122,7 @@ class Calculator(AseCalculator):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _checked(self, atoms: Any, properties: Sequence[str]) -> System:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -217,12 +216,7 @@ class use_groups:
     def __enter__(self) -> GraphGroups:
         return self.groups
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _installed
         if _installed is self._mine:  # a clean-up inside has ended the former ones too
             _installed = self._mine.before

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import PartitionError
+from unisono.graph_parallel.partition import finite_points, integer_list
 
 TARGETS = 4096
 """So many at a time: what has to be held meanwhile stays small."""
@@ -205,22 +206,14 @@ def _cells(
 
 
 def _checked(pos: Tensor, cutoff: float, targets: Tensor | None) -> tuple[Tensor, Tensor]:
-    if pos.dim() != 2 or pos.shape[1] < 1 or not pos.is_floating_point():
-        raise PartitionError.because(
-            "radius_graph",
-            f"positions of shape {list(pos.shape)}, {pos.dtype}",
-            None,
-            "[N, D], floating point: a row for each point; pos[:, None] on a line",
-        )
+    hint = "[N, D], floating point: a row for each point; pos[:, None] on a line"
+    points = finite_points(pos, "radius_graph", hint)
     if not cutoff > 0:
         raise PartitionError.because(f"radius_graph(cutoff={cutoff})", None, None, "cutoff > 0")
-    points = pos.detach().cpu().double()
-    if not bool(points.isfinite().all()):
-        node = int((~points.isfinite()).any(1).nonzero()[0])
-        raise PartitionError.because("radius_graph", f"point {node} is at {points[node].tolist()}")
     if targets is None:
         return points, torch.arange(len(points))
-    wanted = _whole_numbers(targets, "targets", "the numbers of points: mask.nonzero()[:, 0]")
+    hint = "the numbers of points: mask.nonzero()[:, 0]"
+    wanted = integer_list(targets, "targets", "radius_graph(targets=...)", hint)
     if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(points):
         raise PartitionError.because(
             "radius_graph(targets=...)",
@@ -234,7 +227,7 @@ def _graphs(batch: Tensor | None, points: int) -> Tensor:
     if batch is None:
         return torch.zeros(points, dtype=torch.int64)
     hint = "the number of its graph for each point, from 0 on"
-    graphs = _whole_numbers(batch, "batch", hint)
+    graphs = integer_list(batch, "batch", "radius_graph(batch=...)", hint)
     if len(graphs) != points:
         raise PartitionError.because(
             "radius_graph(batch=...)",
@@ -247,23 +240,3 @@ def _graphs(batch: Tensor | None, points: int) -> Tensor:
         found = f"point {point} is in graph {int(graphs[point])}"
         raise PartitionError.because("radius_graph(batch=...)", found, None, hint)
     return graphs
-
-
-def _whole_numbers(given: object, name: str, hint: str) -> Tensor:
-    """Return a list of integers as int64 on the CPU; masks and fractions are refused."""
-    asked = f"radius_graph({name}=...)"
-    try:
-        numbers = torch.as_tensor(given).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise PartitionError.because(asked, f"{given!r:.80}", None, hint) from None
-    if numbers.dim() == 1 and numbers.numel() == 0:
-        return numbers.long()  # an empty list is one of floats to torch
-    is_whole = not (numbers.is_floating_point() or numbers.is_complex())
-    if numbers.dim() != 1 or not is_whole or numbers.dtype == torch.bool:
-        raise PartitionError.because(
-            asked,
-            f"{name} of shape {list(numbers.shape)}, {numbers.dtype}",
-            "a list of integers has 1 dim and an integer dtype",
-            hint,
-        )
-    return numbers.long()

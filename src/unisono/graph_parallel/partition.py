@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
@@ -119,18 +120,8 @@ class GraphPartition:
         [1, 0, 2]
         """
         asked = f"GraphPartition.from_owner(parts={parts})"
-        try:
-            owner = torch.as_tensor(owner)
-        except (TypeError, ValueError, RuntimeError):
-            raise PartitionError.because(
-                asked, f"owner={owner!r:.80}", None, "an integer for each node: [0, 0, 1]"
-            ) from None
-        if owner.dim() != 1 or owner.is_floating_point() or owner.dtype == torch.bool:
-            raise PartitionError.because(
-                asked, f"owner of shape {list(owner.shape)}, {owner.dtype}", None, "[N], int64"
-            )
+        owner = integer_list(owner, "owner", asked, "an integer for each node: [0, 0, 1]").clone()
         _check_counts(owner.numel(), parts, "from_owner")
-        owner = owner.detach().cpu().long().clone()
         outside = ((owner < 0) | (owner >= parts)).nonzero()
         if outside.numel():
             node = int(outside[0])
@@ -200,6 +191,38 @@ def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
         )
 
 
+def integer_list(given: object, name: str, asked: str, hint: str) -> Tensor:
+    """Return a list of integers as int64 on the CPU; masks and fractions are refused."""
+    try:
+        numbers = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise PartitionError.because(asked, f"{name}={given!r:.80}", None, hint) from None
+    if numbers.dim() == 1 and numbers.numel() == 0:
+        return numbers.long()  # an empty list is one of floats to torch
+    is_whole = not (numbers.is_floating_point() or numbers.is_complex())
+    if numbers.dim() != 1 or not is_whole or numbers.dtype == torch.bool:
+        raise PartitionError.because(
+            asked,
+            f"{name} of shape {list(numbers.shape)}, {numbers.dtype}",
+            "a list of integers has 1 dim and an integer dtype",
+            hint,
+        )
+    return numbers.long()
+
+
+def finite_points(pos: Tensor, asked: str, hint: str, most_dims: float = math.inf) -> Tensor:
+    """Return positions `[N, D]` as float64 on the CPU; raise unless they are finite points."""
+    if pos.dim() != 2 or not 1 <= pos.shape[1] <= most_dims or not pos.is_floating_point():
+        found = f"positions of shape {list(pos.shape)}, {pos.dtype}"
+        raise PartitionError.because(asked, found, None, hint)
+    points = pos.detach().cpu().double()
+    if not points.isfinite().all():
+        node = int((~points.isfinite()).any(1).nonzero()[0])
+        found = f"point {node} is at {points[node].tolist()}"
+        raise PartitionError.because(asked, found, None, "finite positions")
+    return points
+
+
 def _check_counts(num_nodes: int, parts: int, verb: str) -> None:
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (num_nodes, parts))
     if not whole or parts < 1 or num_nodes < 0:
@@ -234,25 +257,14 @@ def morton_order(pos: Tensor, batch: Tensor | None = None) -> Tensor:
     Returns:
         `[N]`, node numbers; near nodes in space are mostly near in it.
     """
-    if pos.dim() != 2 or not 1 <= pos.shape[1] <= 3 or not pos.is_floating_point():
-        raise PartitionError.because(
-            "a Morton order",
-            f"positions of shape {list(pos.shape)}, {pos.dtype}",
-            None,
-            "floating-point positions [N, 1], [N, 2] or [N, 3]",
-        )
+    hint = "floating-point positions [N, 1], [N, 2] or [N, 3]"
+    points = finite_points(pos, "a Morton order", hint, most_dims=3)
     if batch is not None and (batch.shape != pos.shape[:1] or batch.is_floating_point()):
         raise PartitionError.because(
             "a Morton order with a batch",
             f"batch of shape {list(batch.shape)}, {batch.dtype}; {pos.shape[0]} nodes",
             None,
             "one integer per node",
-        )
-    points = pos.detach().cpu().double()
-    if not points.isfinite().all():
-        node = int((~points.isfinite()).any(1).nonzero()[0])
-        raise PartitionError.because(
-            "a Morton order", f"node {node} is at {points[node].tolist()}", None, "finite positions"
         )
     if points.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64)

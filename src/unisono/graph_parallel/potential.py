@@ -38,10 +38,25 @@ class Prediction:
 
 
 class SplitPotential(nn.Module):
-    """A potential whose atoms a row of ranks shares; made by `split_potential`.
+    """A model as a potential whose atoms a row of ranks shares.
 
-    `partition` may be replaced between calls, when atoms have moved. In `eval()` mode forces and
-    stress carry no graph of their own, unless `pos.requires_grad`.
+    After `loss.backward()` each rank holds a term of the gradients of parameters: wrap the
+    potential in `GraphParallel`, or call `sync_gradients(potential)`. `partition` may be replaced
+    between calls, when atoms have moved. In `eval()` mode forces and stress carry no graph of their
+    own, unless `pos.requires_grad`.
+
+    Args:
+        model: a MACE, a SchNet of torch_geometric, or any with an `adapter`; alike on all ranks.
+        partition: owner of every atom, such as `GraphPartition.morton(pos, ranks)`.
+        adapter: how the model is called on a piece; default the one known for its class.
+        comm: the ranks; default the current row.
+
+    >>> springs = Adapter(lambda k, piece: k(piece.vectors.square()), lambda k: 2.0)
+    >>> chain = torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 0, 0]])
+    >>> part = GraphPartition.contiguous(3, 1)
+    >>> stretch = split_potential(nn.Linear(3, 1), part, adapter=springs)
+    >>> stretch(chain, torch.ones(3, dtype=torch.int64)).forces.shape
+    torch.Size([3, 3])
     """
 
     def __init__(
@@ -141,32 +156,8 @@ class SplitPotential(nn.Module):
                     )
 
 
-def split_potential(
-    model: nn.Module,
-    partition: GraphPartition,
-    *,
-    adapter: Adapter | None = None,
-    comm: Communicator | None = None,
-) -> SplitPotential:
-    """Return `model` as a potential whose atoms a row of ranks shares.
-
-    After `loss.backward()` each rank holds a term of the gradients of parameters: wrap the result
-    in `GraphParallel`, or call `sync_gradients(potential)`.
-
-    Args:
-        model: a MACE, a SchNet of torch_geometric, or any with an `adapter`; alike on all ranks.
-        partition: owner of every atom, such as `GraphPartition.morton(pos, ranks)`.
-        adapter: how the model is called on a piece; default the one known for its class.
-        comm: the ranks; default the current row.
-
-    >>> springs = Adapter(lambda k, piece: k(piece.vectors.square()), lambda k: 2.0)
-    >>> chain = torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 0, 0]])
-    >>> part = GraphPartition.contiguous(3, 1)
-    >>> stretch = split_potential(nn.Linear(3, 1), part, adapter=springs)
-    >>> stretch(chain, torch.ones(3, dtype=torch.int64)).forces.shape
-    torch.Size([3, 3])
-    """
-    return SplitPotential(model, partition, adapter=adapter, comm=comm)
+split_potential = SplitPotential
+"""The same, as what is done to a model."""
 
 
 def check_elements(numbers: Iterable[int], adapter: Adapter, model: nn.Module) -> None:

@@ -1,13 +1,14 @@
 """A fetch of rows in two halves, both differentiable: start it, work meanwhile, take what came.
 
-Four linear maps in two pairs. Forward, `Depart` sends rows and `Arrive` waits for them; backward,
-`DepartBack` sends gradients home and `ArriveBack` waits and adds. Autograd runs backwards in
-reverse order of creation, so work recorded between the two halves also lies between them there.
-What is between the halves is a token without elements: nobody can read rows that are under way.
+Forward, `Depart` sends rows and `Arrive` waits for them; backward, the same two maps send gradients
+home and wait for them. Autograd runs backwards in reverse order of creation, so work recorded
+between the two halves also lies between them there. What is between the halves is a token without
+elements: nobody can read rows that are under way.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -21,30 +22,38 @@ from unisono.topology import RowPlan
 
 
 class Transfer:
-    """Rows under way, in one direction, and the answering transfer of the backward."""
+    """Rows under way: to those who need them, or, as gradients, home to their owners.
 
-    __slots__ = ("answer", "comm", "pending", "rows", "tangent")
+    Args:
+        comm: the ranks.
+        rows: which own rows go where.
+        home: whether they are on the way back.
+    """
 
-    def __init__(self, comm: Communicator, rows: RowPlan) -> None:
+    __slots__ = ("answer", "comm", "home", "pending", "rows", "tangent")
+
+    def __init__(self, comm: Communicator, rows: RowPlan, *, home: bool = False) -> None:
         self.comm = comm
         self.rows = rows
+        self.home = home
         self.pending: Pending[Tensor] | None = None
         self.answer: Transfer | None = None
+        """The transfer of the backward."""
         self.tangent: Transfer | None = None
 
-    def fresh(self) -> Transfer:
+    def again(self, *, back: bool = False) -> Transfer:
         """Return a transfer of the same rows that has not begun."""
-        return Transfer(self.comm, self.rows)
+        return Transfer(self.comm, self.rows, home=self.home != back)
 
-    def send(self, x: Tensor, *, home: bool) -> Tensor:
+    def send(self, x: Tensor) -> Tensor:
         """Begin to move the rows of `x`; return the token."""
-        rows = self.rows
-        sizes = (rows.recv_sizes, rows.send_sizes) if home else (rows.send_sizes, rows.recv_sizes)
-        self.pending = self.comm.start.all_to_all(x, *sizes)
+        sizes = self.rows.send_sizes, self.rows.recv_sizes
+        moved = x if self.home else rows_of(x, self.rows)
+        self.pending = self.comm.start.all_to_all(moved, *(sizes[::-1] if self.home else sizes))
         return x.new_empty(0)
 
     def received(self) -> Tensor:
-        """Wait for the rows and return them."""
+        """Wait for the rows and return them; at home, what came back for each row is added up."""
         if self.pending is None:
             raise UnisonoError.because(
                 "wait() on a transfer of rows",
@@ -53,99 +62,60 @@ class Transfer:
                 "handle = plan.start(x); rows = handle.wait()",
             )
         pending, self.pending = self.pending, None
-        return pending.wait()
+        found = pending.wait()
+        if not self.home:
+            return found
+        total = torch.zeros(
+            (self.rows.num_rows, *found.shape[1:]), dtype=found.dtype, device=found.device
+        )
+        return total.index_add_(0, self.rows.send_index, found)
 
 
-class Departure:
-    """The plan of a first half."""
+@dataclass(frozen=True)
+class Half:
+    """The plan of a half of a transfer."""
 
-    __slots__ = ("transfer",)
-
-    def __init__(self, transfer: Transfer) -> None:
-        self.transfer = transfer
-
-    @property
-    def adjoint(self) -> Arrival:
-        """The second half of the answer, which the backward of the second half has begun."""
-        return Arrival(self.transfer.answer or self.transfer.fresh())
-
-    @property
-    def tangent(self) -> Departure:
-        """The same for a tangent, which travels by itself."""
-        self.transfer.tangent = self.transfer.fresh()
-        return Departure(self.transfer.tangent)
-
-
-class Arrival:
-    """The plan of a second half."""
-
-    __slots__ = ("transfer",)
-
-    def __init__(self, transfer: Transfer) -> None:
-        self.transfer = transfer
+    transfer: Transfer
+    is_second: bool
 
     @property
-    def adjoint(self) -> Departure:
-        """The first half of a new answer: each backward pass makes its own."""
-        self.transfer.answer = self.transfer.fresh()
-        return Departure(self.transfer.answer)
+    def adjoint(self) -> Half:
+        """The other half of the answer, which the backward of the second half begins."""
+        if self.is_second:
+            self.transfer.answer = self.transfer.again(back=True)
+        return Half(self.transfer.answer or self.transfer.again(back=True), not self.is_second)
 
     @property
-    def tangent(self) -> Arrival:
-        """The same for a tangent."""
-        return Arrival(self.transfer.tangent or self.transfer.fresh())
+    def tangent(self) -> Half:
+        """The same half for a tangent, which travels by itself."""
+        if not self.is_second:
+            self.transfer.tangent = self.transfer.again()
+        return Half(self.transfer.tangent or self.transfer.again(), self.is_second)
 
 
 class Depart(LinearMap):
-    """Own rows -> token; the rows that others need are under way."""
+    """Rows -> token; they are under way."""
 
     adjoint: ClassVar[type[LinearMap]]
 
     @staticmethod
-    def kernel(x: Tensor, plan: Departure) -> Tensor:
+    def kernel(x: Tensor, plan: Half) -> Tensor:
         """See `LinearMap`."""
-        return plan.transfer.send(rows_of(x, plan.transfer.rows), home=False)
+        return plan.transfer.send(x)
 
 
 class Arrive(LinearMap):
-    """Token -> the fetched rows."""
-
-    adjoint: ClassVar[type[LinearMap]]
-
-    @staticmethod
-    def kernel(x: Tensor, plan: Arrival) -> Tensor:  # noqa: ARG004
-        """See `LinearMap`."""
-        return plan.transfer.received()
-
-
-class DepartBack(LinearMap):
-    """Gradients of fetched rows -> token; they are on their way home."""
-
-    adjoint = Arrive
-
-    @staticmethod
-    def kernel(x: Tensor, plan: Departure) -> Tensor:
-        """See `LinearMap`."""
-        return plan.transfer.send(x, home=True)
-
-
-class ArriveBack(LinearMap):
-    """Token -> for each own row the sum of what came back for it."""
+    """Token -> the rows that came."""
 
     adjoint = Depart
 
     @staticmethod
-    def kernel(x: Tensor, plan: Arrival) -> Tensor:  # noqa: ARG004
+    def kernel(x: Tensor, plan: Half) -> Tensor:  # noqa: ARG004
         """See `LinearMap`."""
-        returned, rows = plan.transfer.received(), plan.transfer.rows
-        total = torch.zeros(
-            (rows.num_rows, *returned.shape[1:]), dtype=returned.dtype, device=returned.device
-        )
-        return total.index_add_(0, rows.send_index, returned)
+        return plan.transfer.received()
 
 
-Depart.adjoint = ArriveBack
-Arrive.adjoint = DepartBack
+Depart.adjoint = Arrive
 
 
 class RowsUnderWay:
@@ -160,10 +130,10 @@ class RowsUnderWay:
         """Return the halo rows `[num_halo, ...]`; call it once."""
         if self._transfer is None:
             return self._token
-        return Arrive.apply(self._token, Arrival(self._transfer))
+        return Arrive.apply(self._token, Half(self._transfer, is_second=True))
 
 
 def start_rows(x: Tensor, rows: RowPlan, comm: Communicator) -> RowsUnderWay:
     """Begin to fetch rows. Collective over `comm`; so is the backward."""
     transfer = Transfer(comm, rows)
-    return RowsUnderWay(Depart.apply(x, Departure(transfer)), transfer)
+    return RowsUnderWay(Depart.apply(x, Half(transfer, is_second=False)), transfer)

@@ -39,7 +39,7 @@ from unisono.operators.reduce import (
 )
 from unisono.operators.repartition import Repartition, repartition
 from unisono.operators.rows import AddRows, AllGatherRows, add_rows, all_gather_rows
-from unisono.operators.table import TABLE, Example, Pair, table_text
+from unisono.operators.table import TABLE, Pair, table_text
 
 __all__ = [
     "TABLE",
@@ -51,7 +51,6 @@ __all__ = [
     "Broadcast",
     "ConcatReplicated",
     "Copy",
-    "Example",
     "Gather",
     "HaloAdd",
     "HaloExchange",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +19,14 @@ from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import check_call
-from unisono.topology.halo import HaloPlan, Message, Piece
+from unisono.topology.halo import Box, HaloPlan, Message, Piece
+
+_MOST_KEPT = 1 << 14
+"""Elements of a constant that is kept for the next window."""
+
+
+Cutout = tuple[tuple[int, int, int], ...]
+"""A box in a tensor: dim, start and length where it is not all of a dim."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,15 @@ class HaloOnGroup:
 
     tangent = adjoint
 
+    @cached_property
+    def sends(self) -> tuple[tuple[int, tuple[Cutout, ...]], ...]:
+        """Rank of `comm` for each message that goes out, and its pieces of the own block."""
+        ranks, shape = self.ranks or range(self.comm.size), self.halo.block_shape
+        return tuple(
+            (ranks[message.peer], tuple(_cutout(piece.source, shape) for piece in message.pieces))
+            for message in self.halo.sends
+        )
+
 
 class HaloExchange(LinearMap):
     """Own block -> own window: the points under it from their owners, the constant elsewhere."""
@@ -56,7 +73,7 @@ class HaloExchange(LinearMap):
         window, coming = _empty_window(x, halo), {}
         for message in halo.recvs:
             if not message.is_box:
-                return filled(x, plan, start_exchange(x, plan).wait())
+                return filled(x, plan, exchanged(x, plan))
             coming[ranks[message.peer]] = window[message.pieces[0].dest_slices]
         pending = plan.comm._post(outgoing(x, plan), coming)
         _place_own(window, x, plan)
@@ -186,20 +203,44 @@ def filled(x: Tensor, plan: HaloOnGroup, received: dict[int, Tensor]) -> Tensor:
             for piece, part in zip(message.pieces, values, strict=True):
                 place(window, piece, part)
         return window
-    (dim, runs), shape, ranks = strip, list(x.shape), plan.ranks
-    row = math.prod(shape[:dim] + shape[dim + 1 :])
+    (dim, runs), ranks = strip, plan.ranks
     parts: list[Tensor] = []
-    for owner, start, length in runs:
+    for owner, start, length, shape in runs:
         if owner == halo.rank:
-            parts.append(x if length == x.shape[dim] else x.narrow(dim, start, length))
-            continue
-        shape[dim] = length
-        if owner < 0:
-            parts.append(x.new_full(shape, plan.fill))
+            parts.append(x if shape == halo.block_shape else x.narrow(dim, start, length))
+        elif owner < 0:
+            parts.append(_constant(shape, plan.fill, x.dtype, x.device))
         else:
             flat = received[owner if ranks is None else ranks[owner]]
-            parts.append(flat[start : start + row * length].view(shape))
+            if flat.numel() != length:
+                flat = flat.narrow(0, start, length)
+            parts.append(flat.view(shape))
     return torch.cat(parts, dim)
+
+
+def _constant(
+    shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a constant that nobody changes; a small one is kept."""
+    if math.prod(shape) > _MOST_KEPT:
+        return torch.full(shape, value, dtype=dtype, device=device)
+    return _kept_constant(shape, value, dtype, device)
+
+
+@lru_cache(256)
+def _kept_constant(
+    shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+
+def _cutout(box: Box, shape: Sequence[int]) -> Cutout:
+    return tuple(
+        (dim, start, stop - start)
+        for dim, ((start, stop), n) in enumerate(zip(box, shape, strict=True))
+        if stop - start != n
+    )
 
 
 def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
@@ -212,15 +253,24 @@ def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
     return plan.comm._post(outgoing(x, plan), incoming(plan, plan.halo.recvs, x.dtype))
 
 
+def exchanged(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
+    """Exchange the messages of a plan at once; return what comes from each rank, flat."""
+    received = incoming(plan, plan.halo.recvs, x.dtype)
+    plan.comm._move(outgoing(x, plan), received)
+    return received
+
+
 def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
     """Return what goes to each rank: a slice of `x` where that is all."""
-    ranks = plan.ranks or range(plan.comm.size)
     found: dict[int, Tensor] = {}
-    for message in plan.halo.sends:
+    for rank, pieces in plan.sends:
         parts: list[Tensor] = []
-        for piece in message.pieces:
-            parts.append(x[piece.source_slices])
-        found[ranks[message.peer]] = parts[0] if len(parts) == 1 else joined(parts)
+        for cutout in pieces:
+            part = x
+            for dim, start, length in cutout:
+                part = part.narrow(dim, start, length)
+            parts.append(part)
+        found[rank] = joined(parts)
     return found
 
 
@@ -234,8 +284,8 @@ def incoming(plan: HaloOnGroup, recvs: Sequence[Message], dtype: torch.dtype) ->
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return all values in one row."""
-    return torch.cat([part.reshape(-1) for part in parts])
+    """Return all values of a message in one row; of a single part, as it lies."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
 
 
 def post(

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from unisono.plan.cluster import Cluster
-from unisono.plan.workload import Workload
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +18,10 @@ class Prediction:
     """Ranks in all."""
     samples: float
     """Samples of all ranks."""
-    step_s: float
-    """The whole step."""
     compute_s: float
     """Forward, backward and update of a rank."""
+    waiting_s: float
+    """What of the communication is not hidden."""
     communication_s: float
     """All messages of a rank, whether it waits for them or not."""
     memory_bytes: float
@@ -37,9 +34,9 @@ class Prediction:
     """What to know."""
 
     @property
-    def waiting_s(self) -> float:
-        """What of the communication is not hidden."""
-        return self.step_s - self.compute_s
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.waiting_s
 
     @property
     def communication_share(self) -> float:
@@ -62,7 +59,7 @@ class Prediction:
     def as_dict(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
         return asdict(self) | {
-            "waiting_s": self.waiting_s,
+            "step_s": self.step_s,
             "communication_share": self.communication_share,
             "samples_per_s": self.samples_per_s,
             "efficiency": self.efficiency,
@@ -81,32 +78,15 @@ class Impossible:
         return asdict(self)
 
 
-def predicted(
-    way: str,
-    workload: Workload,
-    cluster: Cluster,
-    batch: float,
-    *,
-    compute_s: float,
-    waiting_s: float,
-    communication_s: float,
-    memory_bytes: float,
-    algorithm: str = "-",
-    note: str = "",
-) -> Prediction:
-    """Return the prediction of a way with `batch` samples for each rank."""
-    return Prediction(
-        way=way,
-        ranks=cluster.ranks,
-        samples=batch * cluster.ranks,
-        step_s=compute_s + waiting_s,
-        compute_s=compute_s,
-        communication_s=communication_s,
-        memory_bytes=memory_bytes,
-        alone_s=workload.compute(batch) / cluster.rank_speed,
-        algorithm=algorithm,
-        note=note,
-    )
+class Cost(NamedTuple):
+    """What a way makes a rank do in a step; the fields are those of a `Prediction`."""
+
+    compute_s: float
+    waiting_s: float
+    communication_s: float
+    memory_bytes: float
+    algorithm: str = "-"
+    note: str = ""
 
 
 # -- waiting for messages that travel while a rank computes --------------------------------------
@@ -126,34 +106,19 @@ def arrivals(ready: Sequence[float], durations: Sequence[float]) -> list[float]:
     return times
 
 
-def waiting_after_backward(
-    ready: Sequence[float], durations: Sequence[float], backward_s: float, overlap: float
-) -> float:
-    """Return the wait between backward and an update that needs all messages.
-
-    Args:
-        ready: when each can start, counted from the beginning of backward.
-        durations: of each, on its own.
-        backward_s: end of backward.
-        overlap: share of a message's time that costs the computing rank nothing.
-    """
-    ideal = max(0.0, max(arrivals(ready, durations), default=0.0) - backward_s)
-    return remaining(math.fsum(durations), ideal, overlap)
-
-
-def waiting_in_next_forward(
+def waiting(
     ready: Sequence[float],
     durations: Sequence[float],
     needed: Sequence[float],
     backward_s: float,
     overlap: float,
 ) -> float:
-    """Return the wait when each message is needed only in the next forward.
+    """Return how long a rank waits for messages that are sent during backward.
 
     Args:
         ready: when each can start, counted from the beginning of backward.
         durations: of each, on its own.
-        needed: when each is used, counted from the beginning of the next forward.
+        needed: when each is used, counted from the end of backward; 0: by the update.
         backward_s: end of backward.
         overlap: share of a message's time that costs the computing rank nothing.
     """

@@ -6,8 +6,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
@@ -28,7 +28,6 @@ from unisono.plan.workload import (
     GraphCut,
     GraphLoad,
     Layer,
-    Sending,
     SentBucket,
     Share,
     Workload,
@@ -61,7 +60,7 @@ def profile(subject: Subject, *, team: int = 1) -> Workload:
     with one_thread():
         times = _measure([step_of(subject, samples) for samples in sizes])
         is_whole = isinstance(subject.model, (Sequential, Potential))  # nothing looks inside
-        layers = [] if is_whole else _measured_layers(subject, _ROUNDS)
+        layers = [] if is_whole else _measured_layers(subject)
     forward, backward, update = zip(*times, strict=True)
     common: dict[str, Any] = {
         "name": subject.name,
@@ -109,34 +108,38 @@ def step_of(subject: Subject, samples: int | None = None) -> Step:
     if isinstance(model, Sequential):
         return _bayesian_step(model, batch)
     optimizer = subject.optimizer(model.parameters())
+    losses: list[Tensor] = []
 
-    def step() -> list[float]:
-        marks = [time.perf_counter()]
-        loss = subject.loss(model(*batch))
-        marks.append(time.perf_counter())
-        loss.backward()
-        marks.append(time.perf_counter())
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
-        marks.append(time.perf_counter())
-        return [b - a for a, b in itertools.pairwise(marks)]
 
-    return step
+    return _timed(
+        lambda: losses.append(subject.loss(model(*batch))),
+        lambda: losses.pop().backward(),
+        update,
+    )
 
 
 def _bayesian_step(model: Sequential, batch: Sequence[Tensor]) -> Step:
     updater = OutputUpdater(model.device)
     target = torch.zeros_like(cast("Tensor", model(*batch)[0]))
 
-    def step() -> list[float]:
-        marks = [time.perf_counter()]
-        model(*batch)
-        marks.append(time.perf_counter())
+    def backward() -> None:
         updater.update(model.output_z_buffer, target, _NOISE, model.input_delta_z_buffer)
         model.backward()
-        marks.append(time.perf_counter())
-        model.step()
-        marks.append(time.perf_counter())
+
+    return _timed(lambda: model(*batch), backward, model.step)
+
+
+def _timed(*parts: Callable[[], object]) -> Step:
+    """Return a function that does the parts of a step and returns the seconds of each."""
+
+    def step() -> list[float]:
+        marks = [time.perf_counter()]
+        for part in parts:
+            part()
+            marks.append(time.perf_counter())
         return [b - a for a, b in itertools.pairwise(marks)]
 
     return step
@@ -254,7 +257,7 @@ def _space_shares(subject: Subject) -> Callable[[tuple[int, ...], int], Share]:
             return Share(
                 refusal=f"forward on tensors without data: {type(error).__name__}: {error}"
             )
-        return replace(measured(shape, busiest), sent=_sendings(own.sent))
+        return replace(measured(shape, busiest), sent=own.sent)
 
     return asked
 
@@ -272,8 +275,9 @@ def _atom_shares(subject: Subject, model: Potential) -> Callable[[int], Share]:
         notes = Notes()
         with notes.taken():
             part().backward()
-        gradients = Sending("all_reduce", sum(map(_nbytes, _trained(model))), ranks)
-        return replace(_share(model, [1], [part]), sent=(*_sendings(notes.sent), gradients))
+        nbytes = sum(map(_nbytes, _trained(model)))
+        gradients = Sent("backward", "", "all_reduce", nbytes, ranks)
+        return replace(_share(model, [1], [part]), sent=(*notes.sent, gradients))
 
     return asked
 
@@ -291,26 +295,15 @@ def _share(
     """Return the measured passes of a rank over its part of so many samples."""
 
     def passes(forward: Callable[[], Tensor]) -> Step:
-        def step() -> list[float]:
-            start = time.perf_counter()
-            forward().backward()
-            seconds = time.perf_counter() - start
-            model.zero_grad()
-            return [seconds]
-
-        return step
+        return _timed(lambda: forward().backward(), model.zero_grad)
 
     with one_thread():
         times = _measure([passes(forward) for forward in forwards])
     kept = _kept_bytes(model, forwards[-1])
     return Share(
-        passes=fit_pace(sizes, [seconds for (seconds,) in times]),
+        passes=fit_pace(sizes, [seconds for seconds, _ in times]),
         activation_bytes=kept / sizes[-1],
     )
-
-
-def _sendings(sent: Iterable[Sent]) -> tuple[Sending, ...]:
-    return tuple(Sending(one.verb, one.bytes, one.ranks) for one in sent)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -324,12 +317,9 @@ def _graph_load(graph: GraphInput, team: int) -> GraphLoad:
     for parts in sorted({*powers, team} - {1}):
         if 2 * parts > graph.nodes:
             break
-        split = (
-            GraphPartition.balanced(graph.edge_index, graph.nodes, parts)
-            if graph.pos is None
-            else GraphPartition.balanced(
-                graph.edge_index, graph.nodes, parts, order="morton", pos=graph.pos
-            )
+        order = "index" if graph.pos is None else "morton"
+        split = GraphPartition.balanced(
+            graph.edge_index, graph.nodes, parts, order=order, pos=graph.pos
         )
         stats = split.stats(graph.edge_index)
         rows = max(stats.halo_per_rank)
@@ -360,13 +350,12 @@ def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _measured_layers(subject: Subject, rounds: int) -> list[Layer]:
+def _measured_layers(subject: Subject) -> list[Layer]:
     """Return the leaves in the order in which forward reaches them, with their shares of it."""
     model = cast("nn.Module", subject.model)
     spent: dict[nn.Module, list[float]] = {}
     shapes: dict[nn.Module, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     started: dict[nn.Module, float] = {}
-    handles: list[Any] = []
 
     def begin(module: nn.Module, _: Any) -> None:
         started[module] = time.perf_counter()
@@ -376,20 +365,15 @@ def _measured_layers(subject: Subject, rounds: int) -> list[Layer]:
         shapes.setdefault(module, (_sample_shape(inputs), _sample_shape(output)))
 
     leaves = _leaves(model)
-    for _, module in leaves:
-        handles += [
-            module.register_forward_pre_hook(begin),
-            module.register_forward_hook(end),
-        ]
     whole: list[float] = []
-    try:
-        for _ in range(rounds):
+    with ExitStack() as hooks:
+        for _, module in leaves:
+            hooks.callback(module.register_forward_pre_hook(begin).remove)
+            hooks.callback(module.register_forward_hook(end).remove)
+        for _ in range(_ROUNDS):
             start = time.perf_counter()
             model(*subject.batch)
             whole.append(time.perf_counter() - start)
-    finally:
-        for handle in handles:
-            handle.remove()
     names = {module: name for name, module in leaves}
     # A module that forward uses n times has n times in each round; their sum counts.
     shares = {module: _median_share(times, whole) for module, times in spent.items()}
@@ -397,7 +381,7 @@ def _measured_layers(subject: Subject, rounds: int) -> list[Layer]:
     return [
         Layer(
             name=names[module] or "-",
-            kind=_kind(module),
+            kind="Linear" if isinstance(module, nn.Linear) else type(module).__name__,
             parameter_bytes=sum(map(_nbytes, module.parameters())),
             share=share / total,
             input_shape=shapes[module][0],
@@ -414,12 +398,6 @@ def _median_share(times: Sequence[float], whole: Sequence[float]) -> float:
     return statistics.median(
         part / all_of_it for part, all_of_it in zip(rounds, whole, strict=True)
     )
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, nn.Linear):
-        return "Linear"
-    return "Attention" if isinstance(module, nn.MultiheadAttention) else type(module).__name__
 
 
 def _sample_shape(value: Any) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from unisono.errors import MissingExtra, PlatformError
 from unisono.plan.cluster import Cluster, Link
 from unisono.plan.prediction import Impossible, Prediction
 from unisono.plan.quantities import write_bytes, write_rate, write_time
-from unisono.plan.ways import Curve
+from unisono.plan.ways import Curve, rank_counts, scaling
 from unisono.plan.workload import Workload
 
 if TYPE_CHECKING:
@@ -72,12 +72,8 @@ def assumptions(workload: Workload, cluster: Cluster, batch: float, machine: str
         lines.append(
             f"between nodes {_described(cluster.outer)}; one link a node, no congestion behind it"
         )
-    if cluster.cores_per_node is None:
-        lines.append("ranks of a node do not slow each other down; no stragglers, no input")
-    else:
-        lines.append("no stragglers, no input")
-    lines.append(f"links: {machine}")
-    return lines
+    alone = "" if cluster.cores_per_node else "ranks of a node do not slow each other down; "
+    return [*lines, f"{alone}no stragglers, no input", f"links: {machine}"]
 
 
 def _described(link: Link) -> str:
@@ -130,35 +126,29 @@ def check_picture(path: Path) -> None:
 
 def draw_scaling(
     path: Path,
-    *,
-    title: str,
-    strong: Sequence[Curve],
-    weak: Sequence[Curve],
-    strong_batch: float,
-    weak_batch: float,
+    workload: Workload,
+    cluster: Cluster,
+    batch: float,
     assumptions: Sequence[str],
-    marked: int | None = None,
+    *,
+    largest: int,
+    team: int | None = None,
 ) -> None:
-    """Write the picture; its kind follows from the name.
+    """Write a picture of strong and weak scaling, which `check_picture` has let pass.
 
     Args:
-        path: ends with .png, .svg or .pdf.
-        title: of the whole.
-        strong: gains over one rank.
-        weak: shares of the ideal.
-        strong_batch: samples of all ranks, on the left.
-        weak_batch: samples of each rank, on the right.
+        path: its ending says the kind of picture.
+        workload: the model.
+        cluster: links and size of a node; its number of ranks is marked.
+        batch: samples for each rank of it.
         assumptions: printed below.
-        marked: a number of ranks to mark.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
+        largest: number of ranks to draw.
+        team: ranks that share a sample in the ways that do so.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra.of("plot", f"--plot {path.name}", str(error)) from error
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    counts, whole = rank_counts(cluster.ranks_per_node, largest), batch * cluster.ranks
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 10}):
         height = 5.6 + 0.19 * len(assumptions)
         figure = Figure(figsize=(12, height), facecolor="white")
@@ -167,11 +157,14 @@ def draw_scaling(
         figure.subplots_adjust(
             left=0.065, right=0.985, top=1 - 0.95 / height, bottom=below, wspace=0.16
         )
+        title = f"{workload.name}: predicted scaling to {max(counts):,} ranks"
         figure.text(0.065, 1 - 0.42 / height, title, size=14, weight="bold", color=_INK)
-        _strong(left, strong, f"strong scaling: {strong_batch:,.0f} samples in every step")
-        _weak(right, weak, f"weak scaling: {weak_batch:g} samples a rank")
+        strong = scaling(workload, cluster, whole, counts, strong=True, team=team)
+        _strong(left, strong, f"strong scaling: {whole:,.0f} samples in every step")
+        weak = scaling(workload, cluster, batch, counts, strong=False, team=team)
+        _weak(right, weak, f"weak scaling: {batch:g} samples a rank")
         for axes in (left, right):
-            _furnish(axes, marked)
+            _furnish(axes, cluster.ranks)
         text = "\n".join(f"- {line}" for line in assumptions)
         figure.text(
             0.065, 0.14 / height, text, size=8.5, color=_FAINT, va="bottom", linespacing=1.45
@@ -207,7 +200,7 @@ def _lines(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.plot(curve.ranks, curve.gain, label=curve.way, **options)
 
 
-def _furnish(axes: Axes, marked: int | None) -> None:
+def _furnish(axes: Axes, marked: int) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("ranks")
     axes.grid(True, which="major", color="#e8e8e8", linewidth=0.8)
@@ -216,7 +209,7 @@ def _furnish(axes: Axes, marked: int | None) -> None:
         axes.spines[side].set_visible(False)
     ticks = [1, 10, 100, 1000, 10000]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    if marked and marked > 1:
+    if marked > 1:
         axes.axvline(marked, color=_FAINT, linewidth=0.8, linestyle=":")
         top = axes.get_ylim()[0]
         axes.annotate(

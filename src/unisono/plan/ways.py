@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
+from unisono.nn.paper import Sent
 from unisono.plan.cluster import (
     Cluster,
     Link,
@@ -22,58 +24,73 @@ from unisono.plan.cluster import (
     broadcast,
     exchange,
 )
-from unisono.plan.prediction import (
-    Impossible,
-    Prediction,
-    predicted,
-    remaining,
-    waiting_after_backward,
-    waiting_in_next_forward,
-)
-from unisono.plan.workload import Sending, Share, Workload
+from unisono.plan.prediction import Cost, Impossible, Prediction, remaining, waiting
+from unisono.plan.workload import Share, Workload
+from unisono.topology.decompose import factorisations
 
 GLOBAL_SKIP, BATCHES_TO_WAIT = 4, 1
 """DASO's skips in the first epochs after its warm-up."""
 
 
+Way = Callable[..., Prediction | Impossible]
+"""`way(workload, cluster, batch)`; those where ranks share a sample also take `team`."""
+_NO_GRADIENTS = "the model is Bayesian: it has deltas, not gradients"
+
+
+def _way(name: str) -> Callable[[Callable[..., Cost | str]], Way]:
+    """Make a way of a function that returns its cost, or why it cannot be."""
+
+    def of(estimate: Callable[..., Cost | str]) -> Way:
+        @wraps(estimate)
+        def predict(
+            workload: Workload, cluster: Cluster, batch: float, **options: Any
+        ) -> Prediction | Impossible:
+            way = name.format("blocking" if options.get("blocking", True) else "non-blocking")
+            found = estimate(workload, cluster, batch, **options)
+            if isinstance(found, str):
+                return Impossible(way=way, reason=found)
+            return Prediction(
+                way=way,
+                ranks=cluster.ranks,
+                samples=batch * cluster.ranks,
+                alone_s=workload.compute(batch) / cluster.rank_speed,
+                **found._asdict(),
+            )
+
+        return predict
+
+    return of
+
+
+@_way("data parallel, {}")
 def data_parallel(
     workload: Workload, cluster: Cluster, batch: float, *, blocking: bool = True
-) -> Prediction | Impossible:
+) -> Cost | str:
     """Predict `DataParallel` with `batch` samples a rank, updates at once or when needed."""
-    way = f"data parallel, {'blocking' if blocking else 'non-blocking'}"
     if workload.is_bayesian:
-        return Impossible(way=way, reason="the model is Bayesian: it has deltas, not gradients")
+        return _NO_GRADIENTS
     forward = cluster.compute(workload.forward.seconds(batch))
     backward = cluster.compute(workload.backward.seconds(batch))
     ready = [bucket.ready * backward for bucket in workload.buckets]
+    needed = [0.0 if blocking else bucket.needed * forward for bucket in workload.buckets]
     sums = [cluster.all_reduce(bucket.nbytes) for bucket in workload.buckets]
     times = [each.seconds for each in sums]
     overlap = sum(each.free_s for each in sums) / (sum(times) or 1.0)
-    if blocking:
-        waiting = waiting_after_backward(ready, times, backward, overlap)
-    else:
-        needed = [bucket.needed * forward for bucket in workload.buckets]
-        waiting = waiting_in_next_forward(ready, times, needed, backward, overlap)
-    return predicted(
-        way,
-        workload,
-        cluster,
-        batch,
+    return Cost(
         compute_s=forward + backward + cluster.compute(workload.optimizer_s),
-        waiting_s=waiting,
+        waiting_s=waiting(ready, times, needed, backward, overlap),
         communication_s=sum(times),
         memory_bytes=replica_memory(workload, batch),
         algorithm=max(sums).algorithm if sums else "-",
     )
 
 
-def daso(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Impossible:
+@_way("DASO")
+def daso(workload: Workload, cluster: Cluster, batch: float) -> Cost | str:
     """Predict `DASO` between its warm-up and its cool-down, averaged over its cycle."""
-    if workload.is_bayesian:
-        return Impossible(way="DASO", reason="the model is Bayesian: it has deltas, not gradients")
     node = data_parallel(workload, replace(cluster, nodes=1), batch)
     if isinstance(node, Impossible):
-        return node
+        return node.reason
     nbytes, outer = workload.parameter_bytes, cluster.outer
     between = all_reduce_between(nbytes, cluster.nodes, outer)
     inside = 0.0
@@ -81,11 +98,7 @@ def daso(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Imp
         inside = broadcast(nbytes, cluster.ranks_per_node, cluster.node_link)
     late = max(0.0, between - BATCHES_TO_WAIT * node.step_s)
     exchange = remaining(between, late, outer.overlap) + inside
-    return predicted(
-        "DASO",
-        workload,
-        cluster,
-        batch,
+    return Cost(
         compute_s=node.compute_s,
         waiting_s=node.waiting_s + exchange / GLOBAL_SKIP,
         communication_s=node.communication_s + (between + inside) / GLOBAL_SKIP,
@@ -95,15 +108,15 @@ def daso(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Imp
     )
 
 
-def sharded(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Impossible:
+@_way("sharded (FSDP2)")
+def sharded(workload: Workload, cluster: Cluster, batch: float) -> Cost | str:
     """Predict parameters, gradients and optimizer state cut over all ranks (torch's FSDP2).
 
     Parameters are gathered for forward and again for backward, gradients reduce-scattered, in parts
     of a bucket; the next part travels while one is used, the first layer's cannot.
     """
-    way = "sharded (FSDP2)"
     if workload.is_bayesian:
-        return Impossible(way=way, reason="FSDP2 shards torch modules")
+        return "FSDP2 shards torch modules"
     nbytes = workload.parameter_bytes
     parts = [cluster.all_gather(bucket.nbytes) for bucket in workload.buckets]
     once = sum(part.seconds for part in parts)
@@ -113,11 +126,7 @@ def sharded(workload: Workload, cluster: Cluster, batch: float) -> Prediction | 
     first = workload.layers[0].parameter_bytes if workload.layers else nbytes
     ideal = max(3 * once - compute, cluster.all_gather(first).seconds)
     held = (2 * nbytes + workload.state_bytes) / cluster.ranks
-    return predicted(
-        way,
-        workload,
-        cluster,
-        batch,
+    return Cost(
         # Each rank updates only its own part.
         compute_s=compute - cluster.compute(workload.optimizer_s) * (1 - 1 / cluster.ranks),
         waiting_s=remaining(3 * once, ideal, overlap),
@@ -130,16 +139,13 @@ def sharded(workload: Workload, cluster: Cluster, batch: float) -> Prediction | 
     )
 
 
-def bayes(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Impossible:
+@_way("Bayesian")
+def bayes(workload: Workload, cluster: Cluster, batch: float) -> Cost | str:
     """Predict `DDPSequential`: one sum of all deltas of means and variances after backward."""
     if not workload.is_bayesian:
-        return Impossible(way="Bayesian", reason="needs a net of unisono.bayes: --model bayes")
+        return "needs a net of unisono.bayes: --model bayes"
     seconds, _, algorithm = cluster.all_reduce(workload.sent_bytes)
-    return predicted(
-        "Bayesian",
-        workload,
-        cluster,
-        batch,
+    return Cost(
         compute_s=cluster.compute(workload.compute(batch)),
         waiting_s=seconds,
         communication_s=seconds,
@@ -151,85 +157,73 @@ def bayes(workload: Workload, cluster: Cluster, batch: float) -> Prediction | Im
 
 def replica_memory(workload: Workload, batch: float) -> float:
     """Return the bytes of a rank that holds everything; gradients live in their buckets."""
-    held = workload.parameter_bytes + workload.sent_bytes + workload.state_bytes
-    return held + batch * workload.activation_bytes
+    return workload.held_bytes + batch * workload.activation_bytes
 
 
+@_way("spatial (halos)")
 def spatial(
     workload: Workload, cluster: Cluster, batch: float, team: int | None = None
-) -> Prediction | Impossible:
+) -> Cost | str:
     """Predict `unisono.nn.split`: blocks of each sample, and what its layers send.
 
     Whether the model can be split, and what is sent then, is what `plan_report` says.
     """
-    way, size = "spatial (halos)", _team_size(cluster, team)
+    size = _team_size(cluster, team)
     space = next((layer.input_shape[1:] for layer in workload.layers), ())
     if workload.space is None or not space:
-        return Impossible(
-            way=way, reason="the input has no spatial dims, or no model is there to ask"
-        )
+        return "the input has no spatial dims, or no model is there to ask"
     grid = grid_of(size, space)
     share = workload.whole
     if size > 1:
         share = workload.space(grid, max(1, round(batch * size)))
     note = f"teams of {size} as {'x'.join(map(str, grid))}"
-    return _shared(way, workload, cluster, batch, size, share, note)
+    return _shared(workload, cluster, batch * size, size, share, note)
 
 
 def _shared(
-    way: str,
-    workload: Workload,
-    cluster: Cluster,
-    batch: float,
-    size: int,
-    share: Share,
-    note: str,
-) -> Prediction | Impossible:
-    """Predict teams of ranks that share every sample, given what the busiest of them does."""
+    workload: Workload, cluster: Cluster, samples: float, size: int, share: Share, note: str
+) -> Cost | str:
+    """Predict teams of ranks that share `samples`, given what the busiest of a team does."""
     if share.refusal:
-        return Impossible(way=way, reason=share.refusal)
-    samples, link = batch * size, _team_link(cluster, size)
+        return share.refusal
+    link = _team_link(cluster, size)
     sent = math.fsum(_seconds(one, link) for one in share.sent)
     algorithm = "-"
     if cluster.ranks > size:  # teams are data-parallel to each other
         between = cluster.all_reduce(workload.sent_bytes)
         sent, algorithm = sent + between.seconds, between.algorithm
-    held = workload.parameter_bytes + workload.sent_bytes + workload.state_bytes
-    return predicted(
-        way,
-        workload,
-        cluster,
-        batch,
+    return Cost(
         compute_s=cluster.compute(share.passes.seconds(samples) + workload.optimizer_s),
         waiting_s=sent,
         communication_s=sent,
-        memory_bytes=held + samples * share.activation_bytes,
+        memory_bytes=workload.held_bytes + samples * share.activation_bytes,
         algorithm=algorithm,
         note=note,
     )
 
 
-def _seconds(one: Sending, link: Link) -> float:
+def _seconds(one: Sent, link: Link) -> float:
     """Return how long a call takes, from the bytes that one rank sends."""
     if one.verb in ("exchange", "all_to_all"):
-        return exchange(one.nbytes, one.ranks - (one.verb == "all_to_all"), link)
+        return exchange(one.bytes, one.ranks - (one.verb == "all_to_all"), link)
     if one.verb == "all_reduce":
-        return all_reduce(one.nbytes, one.ranks, link)
-    return all_gather(one.nbytes * one.ranks, one.ranks, link)
+        return all_reduce(one.bytes, one.ranks, link)
+    return all_gather(one.bytes * one.ranks, one.ranks, link)
 
 
+@_way("tensor (features)")
 def tensor(
     workload: Workload, cluster: Cluster, batch: float, team: int | None = None
-) -> Prediction | Impossible:
+) -> Cost | str:
     """Predict linear layers cut by columns and by rows in turn, as `DistributedLinear...` are."""
-    way, size = "tensor (features)", _team_size(cluster, team)
+    size = _team_size(cluster, team)
     linear = [layer for layer in workload.layers if layer.kind == "Linear"]
     if not linear:
-        return Impossible(way=way, reason="no Linear layer")
+        return "no Linear layer"
     narrow = min(linear, key=lambda layer: min(layer.input_shape[-1], layer.output_shape[-1]))
     if min(narrow.input_shape[-1], narrow.output_shape[-1]) < size:
         shape = f"{narrow.input_shape[-1]} to {narrow.output_shape[-1]}"
-        return Impossible(way=way, reason=f"{size} ranks share the features of {shape}")
+        return f"{size} ranks share the features of {shape}"
     samples, item = batch * size, workload.item_bytes
     link = _team_link(cluster, size)
     moved = 0.0
@@ -246,56 +240,48 @@ def tensor(
         teams = cluster.all_reduce(split_bytes / size)
         gradients, algorithm = gradients + teams.seconds, teams.algorithm
     passes = workload.forward.seconds(samples * part) + workload.backward.seconds(samples * part)
-    states = own * (workload.parameter_bytes + workload.sent_bytes + workload.state_bytes)
-    return predicted(
-        way,
-        workload,
-        cluster,
-        batch,
+    return Cost(
         compute_s=cluster.compute(passes + own * workload.optimizer_s),
         waiting_s=moved + gradients,
         communication_s=moved + gradients,
-        memory_bytes=states + samples * part * workload.activation_bytes,
+        memory_bytes=own * workload.held_bytes + samples * part * workload.activation_bytes,
         algorithm=algorithm,
         note=f"teams of {size}; {share:.0%} of the time is split",
     )
 
 
+@_way("graph (halos)")
 def graph(
     workload: Workload, cluster: Cluster, batch: float, team: int | None = None
-) -> Prediction | Impossible:
+) -> Cost | str:
     """Predict a graph cut over the ranks of a team: each fetches the rows that its edges read."""
-    way, size = "graph (halos)", _team_size(cluster, team)
+    size = _team_size(cluster, team)
+    samples = batch * size
     if workload.atoms is not None:
         share = workload.atoms(size) if size > 1 else workload.whole
-        return _shared(way, workload, cluster, batch, size, share, f"teams of {size}")
+        return _shared(workload, cluster, samples, size, share, f"teams of {size}")
     load = workload.graph
     if load is None:
-        return Impossible(way=way, reason="the model has no graph: --model graph, or Subject.graph")
+        return "the model has no graph: --model graph, or Subject.graph"
     cut = load.cuts.get(size)
     if size > 1 and cut is None:
-        return Impossible(way=way, reason=f"{size} ranks for {load.nodes} nodes of a graph")
-    samples = batch * size
+        return f"{size} ranks for {load.nodes} nodes of a graph"
     link = _team_link(cluster, size)
-    busiest = samples / size * (cut.imbalance if cut else 1.0)
-    halo = 0.0
+    busiest, halo, note = batch, 0.0, f"teams of {size}"
     if cut is not None and size > 1:
+        busiest = batch * cut.imbalance
         nbytes = cut.halo_rows * load.row_bytes * samples
         halo = 2 * load.exchanges * exchange(nbytes, cut.neighbours, link)
+        note += f"; {cut.halo_rows} of {load.nodes} rows fetched"
     compute = cluster.compute(workload.compute(busiest))
     gradients, _, algorithm = cluster.all_reduce(workload.sent_bytes)
-    return predicted(
-        way,
-        workload,
-        cluster,
-        batch,
+    return Cost(
         compute_s=compute,
         waiting_s=remaining(halo, max(0.0, halo - compute), link.overlap) + gradients,
         communication_s=halo + gradients,
         memory_bytes=replica_memory(workload, busiest),
         algorithm=algorithm,
-        note=f"teams of {size}"
-        + (f"; {cut.halo_rows} of {load.nodes} rows fetched" if cut else ""),
+        note=note,
     )
 
 
@@ -305,22 +291,12 @@ def grid_of(ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
     >>> grid_of(8, (28, 28)), grid_of(6, (100,)), grid_of(4, (64, 8))
     ((4, 2), (6,), (4, 1))
     """
-    grid = [1] * len(sizes)
-    for prime in sorted(_primes(ranks), reverse=True):
-        longest = max(range(len(sizes)), key=lambda dim: sizes[dim] / grid[dim])
-        grid[longest] *= prime
-    return tuple(grid)
 
+    def longest_side(grid: tuple[int, ...]) -> tuple[float, ...]:
+        sides = (size / parts for size, parts in zip(sizes, grid, strict=True))
+        return max(sides), *(-parts for parts in grid)  # of equals, the one that cuts early dims
 
-def _primes(number: int) -> list[int]:
-    found: list[int] = []
-    divisor = 2
-    while number > 1:
-        while number % divisor == 0:
-            found.append(divisor)
-            number //= divisor
-        divisor += 1
-    return found
+    return min(factorisations(ranks, len(sizes)), key=longest_side)
 
 
 def _team_link(cluster: Cluster, size: int) -> Link:
@@ -332,8 +308,6 @@ def _team_size(cluster: Cluster, team: int | None) -> int:
 
 
 # -- side by side ---------------------------------------------------------------------------------
-
-Way = Callable[[Workload, Cluster, float], Prediction | Impossible]
 
 
 @dataclass(frozen=True)
@@ -412,5 +386,4 @@ def rank_counts(ranks_per_node: int, largest: int) -> list[int]:
 def _is_enough(found: Prediction, machine: Cluster, share: float, team: int | None) -> bool:
     """Whether nobody is left without a sample: a rank, or a team where teams share them."""
     in_teams = found.way.startswith(("spatial", "tensor", "graph"))
-    size = min(team or machine.ranks_per_node, machine.ranks) if in_teams else 1
-    return share * size >= 1
+    return share * (_team_size(machine, team) if in_teams else 1) >= 1

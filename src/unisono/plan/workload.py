@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from unisono.nn.paper import Sent
+
 __all__ = [
     "GraphCut",
     "GraphLoad",
     "Layer",
     "Pace",
     "SentBucket",
-    "Sending",
     "Share",
     "Workload",
     "fit_pace",
@@ -83,18 +84,6 @@ class GraphLoad:
     """By number of ranks."""
 
 
-@dataclass(frozen=True)
-class Sending:
-    """One call of a verb by the busiest rank of a split network."""
-
-    verb: str
-    """As the trace calls it."""
-    nbytes: int
-    """As the trace counts them."""
-    ranks: int
-    """Ranks that take part; of an exchange, those that it sends to."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """What the busiest rank of a team does, which has a part of each sample of the team."""
@@ -105,7 +94,7 @@ class Share:
     """Forward and backward of its part, by samples of the team; waiting for nobody."""
     activation_bytes: float = 0.0
     """Kept from forward to backward for each sample of the team."""
-    sent: Sequence[Sending] = ()
+    sent: Sequence[Sent] = ()
     """Everything it sends in a forward and a backward, gradients too."""
 
 
@@ -139,6 +128,11 @@ class Workload:
     def sent_bytes(self) -> int:
         """What all ranks add up in one step."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def held_bytes(self) -> int:
+        """What a rank with all parameters holds beside activations."""
+        return self.parameter_bytes + self.sent_bytes + self.state_bytes
 
     @property
     def whole(self) -> Share:

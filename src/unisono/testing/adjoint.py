@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.comm.arguments import bytes_of
 from unisono.errors import LayoutError
-from unisono.testing.report import raise_together, raise_what_was_found
+from unisono.testing.report import name_of, raise_together, raise_what_was_found
 
 Space = Literal["R", "S", "I"]
 """Replicated, sharded, or independent on each rank."""
@@ -82,13 +82,22 @@ def check_adjoint(
                 "spaces are 'R' (replicated), 'S' (sharded), 'I' (independent)",
                 hint='check_adjoint(..., domain="S", range="R")',
             )
-    title = f"{_name(forward)} and {_name(adjoint)} are not adjoint ({domain} -> {range})"
+    title = f"{name_of(forward)} and {name_of(adjoint)} are not adjoint ({domain} -> {range})"
     derive = backward and (x.is_floating_point() or x.is_complex())
     point, toward = x.detach().clone(), y.detach().clone()
     fx = forward(point.requires_grad_(derive))
     fy = adjoint(toward)
 
-    mine = _Part.of(x, y, fx, fy, domain, range)
+    wrong_shapes = _shape_problems("forward(x)", fx, "y", y)
+    wrong_shapes += _shape_problems("adjoint(y)", fy, "x", x)
+    replicated = {"x": x, "adjoint(y)": fy} if domain == "R" else {}
+    replicated |= {"y": y, "forward(x)": fx} if range == "R" else {}
+    mine = _Part(
+        sides=() if wrong_shapes else (_side(fx, y), _side(x, fy)),
+        largest=(_largest(fx), _largest(fy)),
+        digests={name: _digest(value) for name, value in replicated.items()},
+        problems=wrong_shapes,
+    )
     if not (_same(point, x) and _same(toward, y)):
         mine.problems.append("an input was changed in place")
     if derive and not fx.requires_grad:
@@ -103,9 +112,21 @@ def check_adjoint(
     raise_what_was_found(title, [part.problems for part in parts])
 
     limit = rtol if rtol is not None else max(_RTOL.get(t.dtype, 0.0) for t in (x, y))
-    sums = _Sums.over(parts, domain, range, real=x.is_complex() != y.is_complex())
-    if not sums.error <= limit:
-        raise_what_was_found(title, [[sums.numbers(limit, domain, range)]] * comm.size)
+    (left, scale), (right, other) = (
+        _total([part.sides[i] for part in parts], space) for i, space in enumerate((range, domain))
+    )
+    if x.is_complex() != y.is_complex():  # linear over the reals only
+        left, right = complex(left.real), complex(right.real)
+    error = abs(left - right) / (max(scale, other) or 1.0)
+    if not error <= limit:
+        shown = (left.real, right.real) if left.imag == right.imag == 0 else (left, right)
+        ratio = f", ratio {abs(left / right):.6g}" if right else ""
+        found = (
+            f"<Fx, y>  = {shown[0]:.12g} (space {range})\n"
+            f"<x, F*y> = {shown[1]:.12g} (space {domain})\n"
+            f"relative difference {error:.3g} > {limit:.3g}{ratio}"
+        )
+        raise_what_was_found(title, [[found]] * comm.size)
     if derive:
         allowed_fx, allowed_fy = (limit * max(part.largest[i] for part in parts) for i in (0, 1))
         seed = y.detach().clone().requires_grad_(twice)
@@ -120,82 +141,41 @@ def check_adjoint(
             name = "the gradient of the gradient"
             problems = _difference(name, again, "forward(x)", fx, allowed_fx)
             raise_together(title, problems, comm=comm)
-    return sums.error
+    return error
+
+
+Side = tuple[complex, float, float]
+"""A rank's part of an inner product, and of the squared norms of both factors."""
 
 
 @dataclass
 class _Part:
     """What one rank tells the others."""
 
-    left: complex
-    right: complex
-    squares: tuple[float, float, float, float]
-    """Squared norms of Fx, y, x, F*y."""
+    sides: tuple[Side, ...]
+    """Of <Fx, y> and <x, F*y>."""
     largest: tuple[float, float]
     """Largest values of Fx and F*y."""
     digests: dict[str, bytes]
     """What must be the same on all ranks."""
-    problems: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls, x: Tensor, y: Tensor, fx: Tensor, fy: Tensor, domain: Space, range_: Space
-    ) -> _Part:
-        problems = _shape_problems("forward(x)", fx, "y", y)
-        problems += _shape_problems("adjoint(y)", fy, "x", x)
-        replicated = {"x": x, "adjoint(y)": fy} if domain == "R" else {}
-        replicated |= {"y": y, "forward(x)": fx} if range_ == "R" else {}
-        return cls(
-            left=0 if problems else _inner(fx, y),
-            right=0 if problems else _inner(x, fy),
-            squares=(_square(fx), _square(y), _square(x), _square(fy)),
-            largest=(_largest(fx), _largest(fy)),
-            digests={name: _digest(value) for name, value in replicated.items()},
-            problems=problems,
-        )
+    problems: list[str]
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """The two inner products over all ranks."""
+def _total(sides: Sequence[Side], space: Space) -> tuple[complex, float]:
+    """Return an inner product over all ranks, and the product of the norms."""
+    counted = sides[:1] if space == "R" else sides
+    squares = sum(side[1] for side in counted) * sum(side[2] for side in counted)
+    return complex(sum(side[0] for side in counted)), squares**0.5
 
-    left: complex
-    right: complex
-    error: float
 
-    @classmethod
-    def over(cls, parts: Sequence[_Part], domain: Space, range_: Space, *, real: bool) -> _Sums:
-        """Add up what the ranks have; `real` for operators that are linear over the reals only."""
-        in_range = parts[:1] if range_ == "R" else parts
-        in_domain = parts[:1] if domain == "R" else parts
-        left = sum(part.left for part in in_range)
-        right = sum(part.right for part in in_domain)
-        if real:
-            left, right = complex(left.real), complex(right.real)
-        norms = [sum(p.squares[i] for p in in_range) ** 0.5 for i in (0, 1)]
-        norms += [sum(p.squares[i] for p in in_domain) ** 0.5 for i in (2, 3)]
-        scale = max(norms[0] * norms[1], norms[2] * norms[3])
-        return cls(left, right, abs(left - right) / scale if scale > 0 else abs(left - right))
-
-    def numbers(self, limit: float, domain: Space, range_: Space) -> str:
-        real = self.left.imag == 0 and self.right.imag == 0
-        a, b = (self.left.real, self.right.real) if real else (self.left, self.right)
-        ratio = f", ratio {abs(self.left / self.right):.6g}" if self.right else ""
-        return (
-            f"<Fx, y>  = {a:.12g} (space {range_})\n"
-            f"<x, F*y> = {b:.12g} (space {domain})\n"
-            f"relative difference {self.error:.3g} > {limit:.3g}{ratio}"
-        )
+def _side(a: Tensor, b: Tensor) -> Side:
+    return _inner(a, b), _inner(a, a).real, _inner(b, b).real
 
 
 def _inner(a: Tensor, b: Tensor) -> complex:
     """Return the own part of `<a, b>`, linear in `a` and antilinear in `b`."""
     wide = torch.complex128
     return complex(torch.sum(a.detach().to(wide) * b.detach().to(wide).conj()).item())
-
-
-def _square(a: Tensor) -> float:
-    return _inner(a, a).real
 
 
 def _largest(a: Tensor) -> float:
@@ -228,7 +208,3 @@ def _shape_problems(name: str, value: Tensor, other: str, like: Tensor) -> list[
     if value.shape == like.shape:
         return []
     return [f"{name} has shape {list(value.shape)}, but {other} has {list(like.shape)}"]
-
-
-def _name(function: Callable[..., object]) -> str:
-    return getattr(function, "__name__", type(function).__name__)

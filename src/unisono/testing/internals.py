@@ -9,9 +9,10 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 _SETTINGS = "_hypothesis_internal_use_settings"
 
@@ -50,8 +51,11 @@ def comparisons_explained(verbosity: int) -> Iterator[None]:
 
     Rewritten asserts ask a function that pytest sets around each test, in its own process.
     """
-    from _pytest.assertion import util
-
+    try:
+        from _pytest.assertion import util
+    except ImportError:  # ranks of a pool need no pytest
+        yield
+        return
     before = util._reprcompare
     util._reprcompare = functools.partial(_explain, verbosity)
     try:

@@ -139,9 +139,14 @@ def _children() -> list[int]:
     pids = [int(pid) for path in lists for pid in _read(path).split()]
     if pids or Path(f"/proc/self/task/{os.getpid()}/children").exists():
         return pids
-    me = str(os.getpid())  # kernels built without the children files
-    parents = {p.name: _read(p / "stat").rpartition(")")[2].split() for p in _numbered("/proc")}
-    return [int(pid) for pid, words in parents.items() if len(words) > 1 and words[1] == me]
+    # kernels built without the children files
+    return [pid for pid, parent in _parents().items() if parent == os.getpid()]
+
+
+def _parents() -> dict[int, int]:
+    """The parent of every process, as far as /proc tells."""
+    stats = {int(p.name): _read(p / "stat").rpartition(")")[2].split() for p in _numbered("/proc")}
+    return {pid: int(words[1]) for pid, words in stats.items() if len(words) > 1}
 
 
 def _files() -> dict[str, str]:
@@ -155,37 +160,22 @@ def _files() -> dict[str, str]:
 
 
 def _lasting_fds() -> set[int]:
-    names = {
-        "multiprocessing.resource_tracker": ("_resource_tracker", ("_fd",)),
-        "multiprocessing.forkserver": ("_forkserver", ("_forkserver_alive_fd",)),
-    }
-    found: set[int] = set()
-    for module, (holder, fields) in names.items():
-        kept = getattr(sys.modules.get(module), holder, None)
-        found.update(fd for fd in (getattr(kept, f, None) for f in fields) if fd is not None)
-    if (server := _warm_server()) is not None:
-        found.update(server.fds)
-    return found
-
-
-def _shared_memory() -> dict[str, str]:
-    return _own_entries(_SHM, "")
-
-
-def _temporary() -> dict[str, str]:
-    return _own_entries(Path(tempfile.gettempdir()), PREFIXES)
+    tracker, forkserver = (
+        getattr(sys.modules.get(f"multiprocessing.{name}"), f"_{name}", None)
+        for name in ("resource_tracker", "forkserver")
+    )
+    server = _warm_server()
+    fds = [getattr(tracker, "_fd", None), getattr(forkserver, "_forkserver_alive_fd", None)]
+    fds += () if server is None else server.fds
+    return {fd for fd in fds if fd is not None}
 
 
 def _own_entries(directory: Path, prefixes: str | tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
     try:
         with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.name.startswith(prefixes) and _is_own(entry):
-                    found[entry.name] = entry.path
+            return {e.name: e.path for e in entries if e.name.startswith(prefixes) and _is_own(e)}
     except OSError:
         return {}
-    return found
 
 
 def _is_own(entry: os.DirEntry[str]) -> bool:
@@ -228,12 +218,7 @@ def _target(link: Path) -> str:
 
 def _family() -> set[int]:
     """This process and all it started, as far as /proc tells."""
-    parents: dict[int, int] = {}
-    for entry in _numbered("/proc"):
-        words = _read(entry / "stat").rpartition(")")[2].split()
-        if len(words) > 1:
-            parents[int(entry.name)] = int(words[1])
-    family = {os.getpid()}
+    parents, family = _parents(), {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
     return family
@@ -265,7 +250,7 @@ _LOOK = {
     "threads": _threads,
     "processes": _processes,
     "files": _files,
-    "shared memory": _shared_memory,
-    "temporary": _temporary,
+    "shared memory": lambda: _own_entries(_SHM, ""),
+    "temporary": lambda: _own_entries(Path(tempfile.gettempdir()), PREFIXES),
     "groups": _groups,
 }

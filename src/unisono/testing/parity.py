@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, an
-from unisono.testing.report import raise_together
+from unisono.testing.report import name_of, raise_together
 from unisono.topology import Partition
 
 
@@ -102,7 +102,7 @@ def check_parity(
     outs = _several(parallel(*own_inputs))
     whole_inputs = [x.detach().clone().requires_grad_(_has_gradient(x)) for x in whole]
     expected = _several(serial(*whole_inputs))
-    title = f"{_name(parallel)} on {comm.size} ranks differs from {_name(serial)} on one"
+    title = f"{name_of(parallel)} on {comm.size} ranks differs from {name_of(serial)} on one"
     if len(outs) != len(expected):
         found = [f"{len(outs)} outputs, but {len(expected)} on one"]
         raise_together(title, found, comm=comm)
@@ -215,10 +215,6 @@ def _has_gradient(x: Tensor) -> bool:
 
 def _several(out: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [out] if isinstance(out, Tensor) else list(out)
-
-
-def _name(function: object) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def blocks(partition: Partition, comm: Communicator) -> Layout:

@@ -172,10 +172,13 @@ def session_pool(config: pytest.Config) -> RankPool:
 
 
 def _marker_of(node: pytest.Item) -> RanksMarker | None:
-    """Read the marker of a test; a bad one fails it without a traceback of ours."""
+    """Read the closest marker of a test; a bad one fails it without a traceback of ours."""
     __tracebackhide__ = True
+    mark = node.get_closest_marker("ranks")
+    if mark is None:
+        return None
     try:
-        return RanksMarker.of(node, float(node.config.getini("unisono_rank_timeout")))
+        return RanksMarker.read(mark, float(node.config.getini("unisono_rank_timeout")))
     except PlatformError as error:
         pytest.fail(str(error), pytrace=False)
 
@@ -201,14 +204,6 @@ class RanksMarker:
     """Backends of the process group."""
     many_backends: bool
     """Whether a list of backends was given."""
-
-    @classmethod
-    def of(
-        cls, node: pytest.Item | pytest.Function, default_timeout_s: float
-    ) -> RanksMarker | None:
-        """Read the closest marker of a test; None when it has none."""
-        mark = node.get_closest_marker("ranks")
-        return None if mark is None else cls.read(mark, default_timeout_s)
 
     @classmethod
     def read(cls, mark: pytest.Mark, default_timeout_s: float) -> RanksMarker:

@@ -33,6 +33,7 @@ from unisono.errors import an
 from unisono.launch.pool.payload import dump_value
 from unisono.launch.pool.protocol import drop_descriptor, send_message, tell
 from unisono.launch.pool.stacks import chain_of
+from unisono.testing.internals import comparisons_explained
 from unisono.testing.leaks import HOST_KINDS, KINDS, Holdings
 from unisono.testing.report import STACK_SIGNAL, Raised
 
@@ -134,7 +135,7 @@ class Rank:
         Args:
             call: `(function, args, kwargs)`, pickled by cloudpickle.
             drawn: more of `kwargs`, pickled; with them, the call is kept for the next example.
-            remake: names of keyword arguments that are pytest fixtures to be made here.
+            remake: names of keyword arguments that are to be a monkeypatch of this rank.
             keep: whether the returned value is sent back.
             verbosity: verbosity of pytest's comparison of unequal values.
         """
@@ -143,7 +144,7 @@ class Rank:
         torch.manual_seed(0)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_warnings_filtered(self._filters))
-            stack.enter_context(show_comparisons(verbosity))
+            stack.enter_context(comparisons_explained(verbosity))
             if self._kept is None or self._kept[0] != call:
                 self._kept = call, cloudpickle.loads(call)
             function, args, kwargs = self._kept[1]
@@ -152,7 +153,9 @@ class Rank:
             else:
                 self._kept = None
             for name in remake:
-                kwargs[name] = stack.enter_context(_FIXTURES[name]())
+                import pytest  # only a test of it asks for fixtures
+
+                kwargs[name] = stack.enter_context(pytest.MonkeyPatch.context())
             value = function(*args, **kwargs)
         try:
             dump_value(value if keep else None, self._result)
@@ -191,16 +194,6 @@ def _warnings_filtered(filters: bytes) -> Iterator[None]:
         yield
 
 
-def _monkeypatch() -> contextlib.AbstractContextManager[Any]:
-    import pytest
-
-    return pytest.MonkeyPatch.context()
-
-
-_FIXTURES = {"monkeypatch": _monkeypatch}
-"""Fixtures that act on the process they live in, so each rank makes its own."""
-
-
 def describe_exception(error: BaseException) -> Raised:
     """Return what a rank tells the pool about `error`.
 
@@ -229,18 +222,6 @@ _OUTCOMES = {
     "hypothesis.errors.UnsatisfiedAssumption": "assume",
 }
 """By name: neither pytest nor hypothesis need be there."""
-
-
-@contextlib.contextmanager
-def show_comparisons(verbosity: int) -> Iterator[None]:
-    """Make failing comparisons explain themselves, where there is pytest: the pool needs none."""
-    try:
-        from unisono.testing.internals import comparisons_explained
-    except ImportError:
-        yield
-        return
-    with comparisons_explained(verbosity):
-        yield
 
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "SIGHUP")

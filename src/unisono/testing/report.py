@@ -163,6 +163,11 @@ def _tail(text: str) -> str:
     return "\n".join([f"... {left_out} lines before ...", *lines[-_TAIL_LINES:]])
 
 
+def name_of(function: object) -> str:
+    """Return how a report calls a function or a module."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def raise_together(title: str, found: Sequence[str], *, comm: Communicator) -> None:
     """Raise one `AssertionError` on every rank if any rank found something. Collective.
 

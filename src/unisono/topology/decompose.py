@@ -128,7 +128,7 @@ def fitting_shape(shape: Sequence[int], total: int) -> tuple[int, ...]:
         changed = sum(new != old for new, old in pairs)
         return changed, sum(abs(math.log(new / max(old, 1))) for new, old in pairs)
 
-    return min(_factorisations(total, len(shape)), key=distance)
+    return min(factorisations(total, len(shape)), key=distance)
 
 
 def check_within(asked: str, i: int, n: int) -> None:
@@ -138,14 +138,14 @@ def check_within(asked: str, i: int, n: int) -> None:
         raise PartitionError.because(asked, arithmetic=f"not 0 <= {i} < {n}", hint=hint)
 
 
-def _factorisations(total: int, count: int) -> Iterator[tuple[int, ...]]:
+def factorisations(total: int, count: int) -> Iterator[tuple[int, ...]]:
     """Yield every ordered way to write `total` as a product of `count` factors."""
     if count == 1:
         yield (total,)
         return
     for factor in range(1, total + 1):
         if total % factor == 0:
-            for rest in _factorisations(total // factor, count - 1):
+            for rest in factorisations(total // factor, count - 1):
                 yield (factor, *rest)
 
 

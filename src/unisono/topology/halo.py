@@ -191,11 +191,12 @@ class HaloPlan:
         return any(left or right for left, right in self.fills)
 
     @cached_property
-    def strip(self) -> tuple[int, tuple[tuple[int, int, int], ...]] | None:
+    def strip(self) -> tuple[int, tuple[tuple[int, int, int, tuple[int, ...]], ...]] | None:
         """The one dim in which the window is not the block, and its parts there in order.
 
-        A part is `(owner, start, length)`: own points from `start` on, or another rank's, `start`
-        elements into its message; the constant has owner -1. None for all other windows.
+        A part is `(owner, start, length, shape)`: own points from `start` on, or another rank's,
+        `start` elements into its message, and as many; the constant has owner -1. None for all
+        other windows.
         """
         if len(self.segments) != len(self.own):  # a plan of some channels alone
             return None
@@ -216,10 +217,14 @@ class HaloPlan:
                 (start, stop), low = piece.source[dim], piece.dest[dim][0]
                 found.append((low, owner, start if owner == self.rank else at, stop - start))
                 at += piece.numel
-        runs = tuple((owner, start, length) for _, owner, start, length in sorted(found))
-        if sum(length for _, _, length in runs) != self.window_shape[dim]:
+        if sum(length for *_, length in found) != self.window_shape[dim]:
             return None
-        return dim, runs
+        runs: list[tuple[int, int, int, tuple[int, ...]]] = []
+        for _, owner, start, length in sorted(found):
+            shape = (*self.block_shape[:dim], length, *self.block_shape[dim + 1 :])
+            count = length if owner == self.rank else math.prod(shape)
+            runs.append((owner, start, count, shape))
+        return dim, tuple(runs)
 
     @cached_property
     def keeps_block(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from unisono.errors import PartitionError
@@ -92,6 +93,7 @@ def resample_taps(
     return Taps(points, tuple(_cubic(abs(weight - i)) for i in (-1, 0, 1, 2)))
 
 
+@lru_cache(4096)
 def resample_needed(
     y0: int,
     y1: int,

@@ -123,6 +123,10 @@ def test_windows_of_pooling_and_transposed_convolution_are_not_kept():
         def forward(self, x: Tensor) -> Tensor:
             return F.max_pool2d(F.relu(x), 3, 2, 1)
 
+    class Averaged(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.avg_pool2d(F.relu(x), 3, 2, 1)
+
     class Grown(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -133,7 +137,7 @@ def test_windows_of_pooling_and_transposed_convolution_are_not_kept():
 
     partition = Partition([1, 1, 2, 1])
     x = torch.randn(1, 4, 64, 64)
-    for net in (Pooled(), Grown()):
+    for net in (Pooled(), Averaged(), Grown()):
         block = x[partition.local_slices(x.shape)].clone().requires_grad_()
         whole = kept_bytes(net, x.clone().requires_grad_())
         own = kept_bytes(split(net, partition), block)

@@ -65,7 +65,7 @@ class MultiheadAttention(BaseLayer):
         _check_division(embed_dim, num_heads, "embed_dim", "num_heads")
         _check_division(num_heads, kv_heads, "num_heads", "num_kv_heads")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
-        self.head_dim = embed_dim // num_heads
+        self.piece, self.head_dim = embed_dim, embed_dim // num_heads
         if use_rope:
             _check_division(self.head_dim, 2, "the units of a head", "the pairs that rotate")
         self.seq_len, self.causal = seq_len, causal
@@ -85,10 +85,6 @@ class MultiheadAttention(BaseLayer):
     def fixed_input(self) -> int | None:
         """All tokens, if their number was given."""
         return None if self.seq_len is None else self.seq_len * self.embed_dim
-
-    def flat_input(self) -> int | None:
-        """One token, unless more are told."""
-        return self.fixed_input() or self.embed_dim
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """A sample is a sequence of tokens, in and out."""

@@ -64,6 +64,8 @@ class BaseLayer(ABC):
     """Whether output and input of a sample have the same shape, whatever it is."""
     info = "{name}()"
     """How a layer is told in one line, of its name and its attributes."""
+    piece: int | None = None
+    """Numbers that are read together, of a sample that may have any number of such pieces."""
     gain_weight = gain_bias = 1.0
     """Factors on the start standard deviations."""
     init_method = "He"
@@ -103,10 +105,6 @@ class BaseLayer(ABC):
     def fixed_input(self) -> int | None:
         """Return the numbers that a sample must have; None where the layer takes what comes."""
         return None
-
-    def flat_input(self) -> int | None:
-        """Return the numbers of a sample where they come in one row with those of others."""
-        return self.fixed_input()
 
     @abstractmethod
     def forward(self, x: Moments) -> Moments:
@@ -336,18 +334,15 @@ def plan_through(layers: Sequence[BaseLayer], shape: Shape | None) -> Shape | No
     return shape
 
 
-def fixed_input(layers: Sequence[BaseLayer]) -> int | None:
-    """Return the numbers a sample must have, if a layer says so before the shape changes."""
-    return _first_size([layer.fixed_input() for layer in layers], layers)
+def fixed_input(layers: Sequence[BaseLayer], *, flat: bool = False) -> int | None:
+    """Return the numbers a sample must have, if a layer says so before the shape changes.
 
-
-def flat_input(layers: Sequence[BaseLayer]) -> int | None:
-    """Return the numbers of a sample in a flat input, if a layer knows before the shape changes."""
-    return _first_size([layer.flat_input() for layer in layers], layers)
-
-
-def _first_size(sizes: Sequence[int | None], layers: Sequence[BaseLayer]) -> int | None:
-    for size, layer in zip(sizes, layers, strict=True):
+    Samples of a `flat` input, which come in one row, are of one piece where nothing tells more.
+    """
+    for layer in layers:
+        size = layer.fixed_input()
+        if size is None and flat:
+            size = layer.piece
         if size is not None or not layer.keeps_shape:
             return size
     return None

@@ -13,7 +13,6 @@ from unisono.bayes.layers.base import (
     backward_through,
     check_layers,
     fixed_input,
-    flat_input,
     forward_through,
     plan_through,
 )
@@ -44,9 +43,10 @@ class LayerBlock(BaseLayer):
         """As its first layers say."""
         return fixed_input(self.layers)
 
-    def flat_input(self) -> int | None:
+    @property
+    def piece(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As its first layers say."""
-        return flat_input(self.layers)
+        return fixed_input(self.layers, flat=True)
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """From layer to layer."""
@@ -115,14 +115,10 @@ class ResNetBlock(BaseLayer):
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """Both branches must give the same number of units."""
-        main, other = self.main_block.plan(shape), shape
-        if self.shortcut is not None:
-            other = self.shortcut.plan(shape)
-        inside = shape
-        if inside is None and (size := self.fixed_input()) is not None:
-            inside = (size,)
-        if self.shortcut is None:
-            other = inside
+        main, *others = (branch.plan(shape) for branch in self.children())
+        if shape is None and (size := self.fixed_input()) is not None:
+            shape = (size,)
+        other = others[0] if others else shape
         sizes = [None if s is None else math.prod(s) for s in (main, other)]
         if None not in sizes and sizes[0] != sizes[1]:
             raise PartitionError.because(
@@ -131,7 +127,7 @@ class ResNetBlock(BaseLayer):
                 f"{sizes[0]} != {sizes[1]}",
                 "a shortcut of the same output size, such as Conv2d(..., kernel_size=1)",
             )
-        return self._set_shapes(inside, main)
+        return self._set_shapes(shape, main)
 
     def get_max_num_states(self) -> int:
         """Return the largest number of units inside."""

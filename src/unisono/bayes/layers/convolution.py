@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unisono.bayes.layers.base import check_sizes
-from unisono.bayes.layers.window import WindowLayer, spread_outputs
+from unisono.bayes.layers.window import WindowLayer
 from unisono.bayes.moments import Delta, Moments
+from unisono.errors import PartitionError
 
 
 class _Convolution(WindowLayer):
@@ -148,7 +149,19 @@ class ConvTranspose2d(_Convolution):
     """
 
     transposed = True
-    outputs = staticmethod(spread_outputs)
+
+    def _outputs(self, size: int, padded: int, dim: str) -> int:
+        """Return the length of the output along one dim."""
+        kernel, stride = self.kernel_size, self.stride
+        length = stride * (size - 1) + kernel - padded
+        if length < 1:
+            raise PartitionError.because(
+                f"{self.get_layer_name()} with kernel_size={kernel}, stride={stride}",
+                f"{dim} {size} and {padded} cut off",
+                f"{stride} * ({size} - 1) + {kernel} - {padded} = {length}",
+                "less padding",
+            )
+        return length
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         full = F.conv_transpose2d(x, weight, bias, self.stride, self._symmetric)

@@ -26,7 +26,8 @@ class _Norm(BaseLayer):
     def __init__(self, features: int, eps: float, bias: bool, gains: tuple[float, float]) -> None:
         super().__init__()
         check_sizes(self, features=features)
-        self.num_features, self.eps, self.bias = features, eps, bias
+        self.num_features = self.piece = features
+        self.eps, self.bias = eps, bias
         self.gain_weight, self.gain_bias = gains
         self.init_weight_bias()
 
@@ -36,10 +37,6 @@ class _Norm(BaseLayer):
         mean_b = torch.zeros(n) if self.bias else None
         var_b = torch.full((n,), self.gain_bias**2 / n) if self.bias else None
         self._own(torch.ones(n), torch.full((n,), self.gain_weight**2 / n), mean_b, var_b)
-
-    def flat_input(self) -> int | None:
-        """One number for each gain, unless more are told."""
-        return self.fixed_input() or self.num_features
 
     def _scaled(
         self, x: Moments, centred: Tensor, inverse: Tensor, dims: tuple[int, ...]
@@ -64,6 +61,17 @@ class _Norm(BaseLayer):
             mean, var = mean + p.mean_b.view(shape), var + p.var_b.view(shape)
         self._remember(unit, inverse, x.slope, dims, shape)
         return Moments(mean, var)
+
+    def _checked_shape(self, shape: Sequence[int], kinds: dict[int, str]) -> list[int]:
+        """Return the shape to normalise over; refuse one that is not of these numbers of dims."""
+        if len(shape) not in kinds:
+            raise PartitionError.because(
+                f"{self.get_layer_name()}({list(shape)})",
+                f"{len(shape)} dims",
+                f"a shape has {', or '.join(kinds.values())}",
+                f"{self.get_layer_name()}([{math.prod(shape)}])",
+            )
+        return list(shape)
 
     def _check_pieces(self, shape: Shape) -> None:
         """Refuse a sample that is not a whole number of pieces of `num_features`."""
@@ -199,14 +207,8 @@ class LayerNorm(_Norm):
     def __init__(
         self, normalized_shape: Sequence[int], eps: float = 1e-4, bias: bool = True
     ) -> None:
-        self.normalized_shape = list(normalized_shape)
-        if len(self.normalized_shape) not in (1, 3):
-            raise PartitionError.because(
-                f"LayerNorm({self.normalized_shape})",
-                f"{len(self.normalized_shape)} dims",
-                "a shape has 1 dim, [features], or 3, [channels, width, height]",
-                f"LayerNorm([{math.prod(self.normalized_shape)}])",
-            )
+        kinds = {1: "1 dim, [features]", 3: "3, [channels, width, height]"}
+        self.normalized_shape = self._checked_shape(normalized_shape, kinds)
         for size in self.normalized_shape[1:]:
             check_sizes(self, side=size)
         super().__init__(self.normalized_shape[0], eps, bias, (1.0, 1.0))
@@ -272,14 +274,7 @@ class RMSNorm(_Norm):
     """
 
     def __init__(self, normalized_shape: Sequence[int], eps: float = 1e-6) -> None:
-        self.normalized_shape = list(normalized_shape)
-        if len(self.normalized_shape) != 1:
-            raise PartitionError.because(
-                f"RMSNorm({self.normalized_shape})",
-                f"{len(self.normalized_shape)} dims",
-                f"{len(self.normalized_shape)} != 1",
-                f"RMSNorm([{math.prod(self.normalized_shape)}])",
-            )
+        self.normalized_shape = self._checked_shape(normalized_shape, {1: "1 dim, [features]"})
         super().__init__(self.normalized_shape[0], eps, False, (1.0, 1.0))
 
     def plan(self, shape: Shape | None) -> Shape | None:

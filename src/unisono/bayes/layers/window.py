@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,105 +13,10 @@ from unisono.bayes.moments import Delta, Moments
 from unisono.errors import PartitionError
 
 
-def window_outputs(size: int, kernel: int, stride: int, padded: int, name: str, dim: str) -> int:
-    """Return how many windows fit along one dim.
-
-    >>> window_outputs(28, 4, 2, 2, "Conv2d", "width")
-    14
-    """
-    free = size + padded - kernel
-    if free >= 0 and free % stride == 0:
-        return free // stride + 1
-    if free < 0:
-        wrong = f"{kernel} > {size} + {padded}: the kernel is larger than the image"
-        hint = f"kernel_size={size + padded}, or more padding"
-    else:
-        below = size - free % stride
-        wrong = f"({size} + {padded} - {kernel}) / {stride} is not whole"
-        hint = f"a {dim} of {below} or {below + stride}, or another kernel_size, stride or padding"
-    raise PartitionError.because(
-        f"{name} with kernel_size={kernel}, stride={stride}",
-        f"{dim} {size} and {padded} of padding",
-        wrong,
-        hint,
-    )
-
-
-def spread_outputs(size: int, kernel: int, stride: int, padded: int, name: str, dim: str) -> int:
-    """Return the length of a transposed convolution's output along one dim.
-
-    >>> spread_outputs(14, 4, 2, 2, "ConvTranspose2d", "width")
-    28
-    """
-    length = stride * (size - 1) + kernel - padded
-    if length < 1:
-        raise PartitionError.because(
-            f"{name} with kernel_size={kernel}, stride={stride}",
-            f"{dim} {size} and {padded} cut off",
-            f"{stride} * ({size} - 1) + {kernel} - {padded} = {length}",
-            "less padding",
-        )
-    return length
-
-
-def image_shape(
-    shape: Shape | None, channels: int, height: int, width: int, info: str
-) -> tuple[int, int, int] | None:
-    """Return `(channels, height, width)` of the image that a spatial layer is given.
-
-    Args:
-        shape: of one sample, None where it is not known yet.
-        channels: that the layer expects; 0 takes what comes.
-        height: that the layer was told; 0 for none.
-        width: that the layer was told; 0 for none.
-        info: the layer, for messages.
-    """
-    told = (channels, height, width) if height and width else None
-    if shape is None:
-        return told if channels else None
-    if len(shape) == 3:
-        found = (shape[0], shape[1], shape[2])
-        if channels and found[0] != channels:
-            raise PartitionError.because(
-                f"{info} reads {channels} channels",
-                f"an image of {found[0]} channels, {found[1]} x {found[2]}",
-                f"{found[0]} != {channels}",
-                f"in_channels={found[0]}",
-            )
-        if told is not None and found[1:] != told[1:]:
-            raise PartitionError.because(
-                f"{info} was told in_height={height}, in_width={width}",
-                f"an image of height {found[1]} and width {found[2]}",
-                f"{found[1]} x {found[2]} != {height} x {width}",
-                f"in_height={found[1]}, in_width={found[2]}",
-            )
-        return found
-    size = math.prod(shape)
-    if told is None or not channels:
-        side = math.isqrt(size // max(channels, 1))
-        known = side if channels and channels * side * side == size else "..."
-        raise PartitionError.because(
-            f"{info} needs the height and width of its image",
-            f"a flat sample of {size} numbers",
-            f"{size} = {channels or '?'} channels * height * width has many answers",
-            f"in_width={known}, in_height={known}, or images as [batch, channels, height, width]",
-        )
-    if math.prod(told) != size:
-        raise PartitionError.because(
-            f"{info} reads {channels} x {height} x {width} = {math.prod(told)} numbers per sample",
-            f"a sample of {size}",
-            f"{channels} * {height} * {width} = {math.prod(told)} != {size}",
-            f"in_channels=, in_height=, in_width= that multiply to {size}, or another layer before",
-        )
-    return told
-
-
 class WindowLayer(BaseLayer):
     """A square window over each image: kernel, stride, padding, and the sizes that follow."""
 
     info = "{name}({0.in_channels},{0.out_channels},{0.out_width},{0.out_height},{0.kernel_size})"
-    outputs: Callable[[int, int, int, int, str, str], int] = staticmethod(window_outputs)
-    """Length of the output along one dim."""
 
     def __init__(self, kernel_size: int, stride: int, padding: int, padding_type: int) -> None:
         super().__init__()
@@ -130,20 +34,84 @@ class WindowLayer(BaseLayer):
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """Work out height and width of the output."""
-        told = self._told
-        if (shape is None or len(shape) != 3) and not all(told):
-            told = (self.in_channels, self.in_height, self.in_width)
-        image = image_shape(shape, *told, self.get_layer_info())
+        image = self._image_in(shape)
         if image is None:
             return None
         padded = {1: 2 * self.padding, 2: self.padding}.get(self.padding_type, 0)
-        height, width = (
-            self.outputs(size, self.kernel_size, self.stride, padded, self.get_layer_name(), dim)
-            for size, dim in zip(image[1:], ("height", "width"), strict=True)
-        )
+        height = self._outputs(image[1], padded, "height")
+        width = self._outputs(image[2], padded, "width")
         self._image = image
         channels = self.out_channels if self.params is not None else image[0]
         return self._set_shapes(image, (channels, height, width))
+
+    def _outputs(self, size: int, padded: int, dim: str) -> int:
+        """Return how many windows fit along one dim."""
+        kernel, stride = self.kernel_size, self.stride
+        free = size + padded - kernel
+        if free >= 0 and free % stride == 0:
+            return free // stride + 1
+        if free < 0:
+            wrong = f"{kernel} > {size} + {padded}: the kernel is larger than the image"
+            hint = f"kernel_size={size + padded}, or more padding"
+        else:
+            below = size - free % stride
+            wrong = f"({size} + {padded} - {kernel}) / {stride} is not whole"
+            hint = (
+                f"a {dim} of {below} or {below + stride}, or another kernel_size, stride or padding"
+            )
+        raise PartitionError.because(
+            f"{self.get_layer_name()} with kernel_size={kernel}, stride={stride}",
+            f"{dim} {size} and {padded} of padding",
+            wrong,
+            hint,
+        )
+
+    def _image_in(self, shape: Shape | None) -> tuple[int, int, int] | None:
+        """Return `(channels, height, width)` of the image in a sample; None: not known yet."""
+        channels, height, width = self._told
+        if (shape is None or len(shape) != 3) and not all(self._told):
+            channels, height, width = self.in_channels, self.in_height, self.in_width
+        told = (channels, height, width) if height and width else None
+        if shape is None:
+            return told if channels else None
+        info, size = self.get_layer_info(), math.prod(shape)
+        if len(shape) == 3:
+            found = (shape[0], shape[1], shape[2])
+            if channels and found[0] != channels:
+                raise PartitionError.because(
+                    f"{info} reads {channels} channels",
+                    f"an image of {found[0]} channels, {found[1]} x {found[2]}",
+                    f"{found[0]} != {channels}",
+                    f"in_channels={found[0]}",
+                )
+            if told is not None and found[1:] != told[1:]:
+                raise PartitionError.because(
+                    f"{info} was told in_height={height}, in_width={width}",
+                    f"an image of height {found[1]} and width {found[2]}",
+                    f"{found[1]} x {found[2]} != {height} x {width}",
+                    f"in_height={found[1]}, in_width={found[2]}",
+                )
+            return found
+        if told is None or not channels:
+            side = math.isqrt(size // max(channels, 1))
+            known = side if channels and channels * side * side == size else "..."
+            images = "images as [batch, channels, height, width]"
+            raise PartitionError.because(
+                f"{info} needs the height and width of its image",
+                f"a flat sample of {size} numbers",
+                f"{size} = {channels or '?'} channels * height * width has many answers",
+                f"in_width={known}, in_height={known}, or {images}",
+            )
+        wanted = math.prod(told)
+        if wanted != size:
+            raise PartitionError.because(
+                f"{info} reads {channels} x {height} x {width} = {wanted} numbers per sample",
+                f"a sample of {size}",
+                f"{channels} * {height} * {width} = {wanted} != {size}",
+                f"in_channels=, in_height=, in_width= that multiply to {size}, or another layer "
+                "before",
+            )
+        return told
 
     def _images(self, x: Moments) -> Moments:
         return x.reshaped(x.mean.shape[0], *(self._image or x.mean.shape[1:]))

@@ -9,7 +9,7 @@ rank goes is its own affair: messages and graph are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, Literal, cast
@@ -27,8 +27,10 @@ from unisono.operators.halo import (
     HaloExchange,
     HaloOnGroup,
     arrived,
+    exchanged,
     filled,
     gathered,
+    joined,
     place,
     post,
     start_exchange,
@@ -44,7 +46,12 @@ MOST_PATCHED = 1 / 16
 """With `overlap="auto"`, patches may give at most this share of the outputs, ..."""
 LEAST_WORK = 1 << 26
 """... and the convolution must have this many multiplications."""
-_KERNELS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_KERNELS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED: dict[int, Callable[..., Tensor]] = {
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class ConvSettings:
     dilation: tuple[int, ...]
     groups: int
     padding_mode: str
+    output_padding: tuple[int, ...] | None = None
+    """Of a transposed convolution; None: it is none."""
 
     @property
     def dims(self) -> int:
@@ -79,16 +88,18 @@ class ConvSettings:
         groups: int | None = None,
         padding: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Return the convolution of a window that holds its padding already, or all but zeros."""
-        return _KERNELS[self.dims](
-            window,
-            weight,
-            bias,
-            stride=self.stride,
-            padding=0 if padding is None else padding,
-            dilation=self.dilation,
-            groups=self.groups if groups is None else groups,
-        )
+        """Return the convolution of a window that holds its padding already, or all but zeros.
+
+        `padding` are those zeros; of a transposed convolution, outputs that are left out.
+        """
+        around = 0 if padding is None else padding
+        groups = self.groups if groups is None else groups
+        if self.output_padding is None:
+            conv = _KERNELS[self.dims]
+            return conv(window, weight, bias, self.stride, around, self.dilation, groups)
+        conv = _TRANSPOSED[self.dims]
+        more = self.output_padding
+        return conv(window, weight, bias, self.stride, around, more, groups, self.dilation)
 
     def gradients(
         self,
@@ -101,8 +112,9 @@ class ConvSettings:
         """Return the gradients of window, weight and bias that are wanted. Not differentiable."""
         none = (0,) * self.dims
         return torch.ops.aten.convolution_backward(
-            dy, window, weight, [weight.shape[0]], self.stride,
-            none if padding is None else padding, self.dilation, False, none, self.groups, wanted,
+            dy, window, weight, [dy.shape[1]], self.stride, none if padding is None else padding,
+            self.dilation, self.output_padding is not None, self.output_padding or none,
+            self.groups, wanted,
         )  # fmt: skip
 
 
@@ -257,7 +269,7 @@ def _convolved(
         for patch, window in _patches(plan, plan.cover, received):
             y[_in_space(patch.output)] += plan.settings.convolved(window, weight, None)
         return y, received
-    received = start_exchange(x, plan.exchange).wait()
+    received = exchanged(x, plan.exchange)
     if 0 in plan.exchange.halo.output_shape:
         return x.new_empty(plan.output_shape(weight)), received
     window = _whole_window(plan, x, received)
@@ -318,13 +330,13 @@ def _by_patches(
         part = dy[_in_space(patch.output)]
         g, w, _ = settings.gradients(part, window, weight, (needs_x, needs_w, False))
         if g is not None:
-            home.append(gathered(g, patch.piece).reshape(-1))
+            home.append(gathered(g, patch.piece))
         if w is not None:
             parts.append(w)
     pending: Pending[dict[int, Tensor]] | None = None
     if needs_x:
         each = iter(home)
-        sends = [(m, torch.cat([next(each) for _ in m.pieces])) for m in exchange.halo.recvs]
+        sends = [(m, joined([next(each) for _ in m.pieces])) for m in exchange.halo.recvs]
         pending = post(exchange, sends, exchange.halo.sends, x.dtype)
     inside = _in_space(cover.view)
     mask = (needs_x, needs_w, needs_b)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unisono.errors import PartitionError
-from unisono.nn.agreement import Table
-from unisono.nn.layers.conv_space import Size, check_channels, check_space, empty_output
+from unisono.nn.agreement import Cuts, Table
+from unisono.nn.layers.conv_space import (
+    ConvSettings,
+    Size,
+    check_channels,
+    check_space,
+    empty_output,
+)
 from unisono.nn.parameters import Weights, check_weights
 from unisono.nn.planned import index_in
 from unisono.nn.state import HoldingModule
@@ -28,17 +34,66 @@ from unisono.topology.window import (
     transposed_window,
 )
 
-_KERNELS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-
 
 @dataclass(frozen=True)
-class _TransposePlan:
+class TransposePlan:
+    """How one rank makes its share: a window, what it reaches, and what is cut off of that."""
+
     halo: HaloPlan
+    settings: ConvSettings
+    padding: tuple[int, ...]
+    """Outputs that torch's kernel leaves out, before and after."""
     crops: tuple[tuple[int, int], ...]
     """For each spatial dim, points to add (or, negative, to cut) before and after."""
 
+    def share(self, y: Tensor) -> Tensor:
+        """Return the own share of what the window reaches; zeros where nothing does."""
+        for dim, (before, after) in enumerate(self.crops, 2):
+            if before < 0 or after < 0:
+                length = y.shape[dim] + min(before, 0) + min(after, 0)
+                y = y.narrow(dim, max(-before, 0), length)
+        if self.extends:
+            y = F.pad(y, [max(n, 0) for crop in reversed(self.crops) for n in crop])
+        return y
 
-class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
+    @cached_property
+    def extends(self) -> bool:
+        """Whether the share has points that no input reaches: the bias alone stands there."""
+        return any(n > 0 for crop in self.crops for n in crop)
+
+
+def transposed_plan(settings: ConvSettings, cuts: Cuts, index: Sequence[int]) -> TransposePlan:
+    """Return the plan of the rank at `index`, given the settings of the whole."""
+    axes = [Axis(split_cuts(own[-1], len(own) - 1), copied) for own in cuts[:2]]
+    pads = [low for low, _ in settings.padding]
+    more = list(settings.output_padding or [0] * settings.dims)
+    crops: list[tuple[int, int]] = []
+    for i, own in enumerate(cuts[2:]):
+        x, parts = own[-1], len(own) - 1
+        k, s, d = settings.kernel_size[i], settings.stride[i], settings.dilation[i]
+        y = transposed_length(x, k, s, pads[i], d, more[i])
+        if parts == 1:  # nothing is cut here: torch does it
+            axes.append(Axis((0, y), lambda _, __, x=x: copied(0, x)))
+            crops.append((0, 0))
+            continue
+        reads = partial(transposed_window, x=x, k=k, s=s, p=pads[i], d=d)
+        axes.append(Axis(split_cuts(y, parts), reads))
+        y0, y1 = block(y, parts, index[i + 2])
+        needed = reads(y0, y1)
+        c0, c1 = transposed_cover(needed[0].source if needed else (0, 0), k, s, pads[i], d)
+        low, high = (y0 - c0, c1 - y1) if needed else (0, y0 - y1)
+        # The kernel leaves out as much on both sides, and may go on a little at the end: to the
+        # end of the share, or to a multiple of the stride, for which it is twice as fast.
+        pads[i] = max(0, min(low, high))
+        more[i] = -(c1 - c0 - 2 * pads[i]) % s
+        if low >= 0 and 0 <= low - high < max(s, d):
+            pads[i], more[i] = low, low - high
+        crops.append((pads[i] - low, pads[i] - more[i] - high))
+    local = replace(settings, output_padding=tuple(more))
+    return TransposePlan(plan_windows(cuts, index, axes), local, tuple(pads), tuple(crops))
+
+
+class _FeatureConvTranspose(HoldingModule[TransposePlan]):
     dims: ClassVar[int]
     padding_mode: ClassVar[str] = "zeros"
     """The one that torch has, too."""
@@ -88,44 +143,32 @@ class _FeatureConvTranspose(HoldingModule[_TransposePlan]):
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
         return self.P_x if self.P_x.active else None
 
-    def _make_plan(self, tables: Sequence[Table]) -> _TransposePlan:
+    def _make_plan(self, tables: Sequence[Table]) -> TransposePlan:
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        index = index_in(self.P_x)
         check_channels(type(self).__name__, self.in_channels, cuts)
-        axes = [Axis(split_cuts(cuts[d][-1], self.P_x.shape[d]), copied) for d in (0, 1)]
-        crops: list[tuple[int, int]] = []
-        for i in range(self.dims):
-            x, parts = cuts[i + 2][-1], self.P_x.shape[i + 2]
-            k, s, p, d = self.kernel_size[i], self.stride[i], self.padding[i], self.dilation[i]
-            y = transposed_length(x, k, s, p, d, self.output_padding[i])
-            reads = partial(transposed_window, x=x, k=k, s=s, p=p, d=d)
-            axes.append(Axis(split_cuts(y, parts), reads))
-            y0, y1 = block(y, parts, index[i + 2])
-            needed = reads(y0, y1)
-            c0, c1 = transposed_cover(needed[0].source if needed else (0, 0), k, s, p, d)
-            crops.append((c0 - y0, y1 - c1) if needed else (0, y1 - y0))
-        return _TransposePlan(plan_windows(cuts, index, axes), tuple(crops))
+        settings = ConvSettings(
+            self.in_channels, self.out_channels, self.kernel_size, self.stride,
+            tuple((n, n) for n in self.padding), self.dilation, self.groups, "zeros",
+            self.output_padding,
+        )  # fmt: skip
+        return transposed_plan(settings, cuts, index_in(self.P_x))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the transposed convolution."""
         if not self._takes_part:
             return self._outside(input)
         weight, *bias = self._used(("weight", "bias"), self._shapes)
-        window = self._window(input)
-        plan = self._plan.halo
-        batch, _, *space = plan.output_shape
+        window, plan = self._window(input), self._plan
+        batch, _, *space = plan.halo.output_shape
         shape = (batch, self.out_channels, *space)
-        if 0 in plan.window_shape or 0 in shape:
+        if 0 in plan.halo.window_shape or 0 in shape:
             y = empty_output(window, weight, None, shape)
         else:
-            y = _KERNELS[self.dims](
-                window, weight, None, stride=self.stride, groups=self.groups,
-                dilation=self.dilation,
-            )  # fmt: skip
-            pads = [n for crop in reversed(self._plan.crops) for n in crop]
-            y = F.pad(y, pads) if any(pads) else y
+            own = bias[0] if bias and not plan.extends else None
+            y = plan.share(plan.settings.convolved(window, weight, own, padding=plan.padding))
+            bias = bias if own is None else []
         return y + bias[0].to(y.dtype).reshape(1, -1, *(1,) * self.dims) if bias else y
 
 

@@ -17,12 +17,13 @@ from unisono.topology.decompose import split_cuts
 from unisono.topology.halo import Axis, HaloPlan
 from unisono.topology.window import check_window, copied, window
 
-_PAD_MODES = {
+PAD_MODES = {
     "constant": "zeros",
     "reflect": "reflect",
     "replicate": "replicate",
     "circular": "circular",
 }
+"""torch's modes of padding -> ours."""
 
 
 class _Windowed(PlannedModule[HaloPlan]):
@@ -110,7 +111,7 @@ class DistributedPad(_Windowed):
         balance: bool = False,
     ) -> None:
         super().__init__()
-        expect_choice("mode", mode, _PAD_MODES, error=PartitionError)
+        expect_choice("mode", mode, PAD_MODES, error=PartitionError)
         if len(padding) % 2 or len(padding) > 2 * P_x.dim:
             raise PartitionError.because(
                 f"DistributedPad(padding={list(padding)})",
@@ -125,7 +126,7 @@ class DistributedPad(_Windowed):
         self.balance = balance
 
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
-        mode = _PAD_MODES[self.mode]
+        mode = PAD_MODES[self.mode]
         axes: list[Axis] = []
         for dim, own in enumerate(cuts):
             at = 2 * (len(cuts) - 1 - dim)

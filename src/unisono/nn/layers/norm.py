@@ -28,9 +28,9 @@ from unisono.nn.parameters import (
     summed_gradients,
 )
 from unisono.nn.planned import balanced_in, check_dims, index_in, is_plain, recut, wide
-from unisono.nn.split_tensors.norms import own_moments
+from unisono.nn.split_tensors.norms import Normalize, Over, composed, statistics
 from unisono.nn.state import HoldingModule, current_state_mode
-from unisono.operators import all_gather, all_sum_reduce
+from unisono.operators import all_sum_reduce
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.linear import identity
 from unisono.topology import Partition
@@ -200,7 +200,7 @@ class _Tracking(_Norm):
         """Move the running statistics towards these."""
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
             if running is not None:
-                running.lerp_(new.to(running.dtype), factor)
+                running.lerp_(new.flatten().to(running.dtype), factor)
 
 
 class DistributedBatchNorm(_Tracking):
@@ -266,15 +266,17 @@ class DistributedBatchNorm(_Tracking):
                 f"one value a channel in the whole tensor: {plan.total} <= 1",
                 "a larger batch, or eval() with running statistics",
             )
-        mean, squares = _moments(x, plan)
-        y = _Normalize.apply(self._tied(x), weight, bias, mean, squares, self.eps, plan, is_summed)
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        w, b = (None if t is None else t.view(shape) for t in (weight, bias))
+        over = Over((0, *range(2, x.dim())), plan.total, plan.comm)
+        y, mean, variance = Normalize.apply(self._tied(x), w, b, over, self.eps, is_summed)
         if self.training and self.track_running_stats:
             factor = 0.0 if self.momentum is None else self.momentum
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
                 if self.momentum is None:
                     factor = 1.0 / float(self.num_batches_tracked)
-            self._track(mean, squares / (plan.total - 1), factor)
+            self._track(mean, variance * (plan.total / (plan.total - 1)), factor)
         return y
 
     def _save_to_state_dict(
@@ -364,12 +366,12 @@ class DistributedGroupNorm(_Norm):
         )
 
     def _by_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the own block; mean and sum of squared deviations of whole groups, `(N * g)`."""
+        """Return the own block; mean and variance of whole groups, `N * g` of them."""
         given = wide(self._tied(x))
         groups = x.shape[0] * (x.shape[1] // max(self._width, 1))
         rows = given.reshape(groups, self._plan.own)
-        y, mean, squares = _by_rows(rows, self._plan, self.eps)
-        return _scaled(y.view(x.shape), *self._scale_and_shift()).to(x.dtype), mean, squares
+        y, mean, variance = _by_rows(rows, self._plan, self.eps)
+        return _scaled(y.view(x.shape), *self._scale_and_shift()).to(x.dtype), mean, variance
 
 
 class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
@@ -415,10 +417,10 @@ class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
             return self._by_running(x, *self._scale_and_shift())
         if plan.total == 1:
             self._refuse_one_value("a larger image, or eval() with running statistics")
-        y, mean, squares = self._by_groups(x)
+        y, mean, variance = self._by_groups(x)
         samples = plan.global_shape[0]
         if self.training and self.running_mean is not None and samples:
-            sums = torch.stack([mean, squares / max(plan.total - 1, 1)])
+            sums = torch.stack([mean, variance * (plan.total / max(plan.total - 1, 1))])
             sums = sums.view(2, *x.shape[:2]).sum(1)
             batch = self.P_x.sub(0)
             if batch.size > 1:
@@ -543,124 +545,13 @@ def _like(t: Tensor | None, other: Tensor) -> Tensor | None:
 
 
 def _by_rows(x: Tensor, plan: _NormPlan, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each row of a matrix; also return mean and squares of the rows on all ranks.
+    """Normalise each row of a matrix; also return mean and variance of the rows on all ranks.
 
     Rows are taken as the channels of one sample, for which torch has the fastest way.
     """
-    rows = x.unsqueeze(0)
-    mean, squares = _moments(rows, plan)
+    rows, over = x.unsqueeze(0), Over((0, 2), plan.total, plan.comm)
     if is_plain(x):
-        return _Normalize.apply(rows, None, None, mean, squares, eps, plan, False), mean, squares
-    return _composed(rows, None, None, eps, plan), mean, squares
-
-
-@torch.no_grad()
-def _moments(x: Tensor, plan: _NormPlan) -> tuple[Tensor, Tensor]:
-    """Return mean and sum of squared deviations of each channel (dim 1) on all ranks."""
-    x = wide(x)
-    if not x.numel():
-        return _merged(*_own_moments(x), plan)
-    mean, squares = own_moments(x, [dim for dim in range(x.dim()) if dim != 1])
-    return _merged(mean.flatten(), squares.flatten(), plan)
-
-
-def _own_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same of the own block; zeros where there is nothing. Differentiable."""
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    if x.numel() == 0:
-        empty = x.sum(dims)
-        return empty, empty
-    variance, mean = torch.var_mean(x, dims, correction=0)
-    return mean, variance * (x.numel() // x.shape[1])
-
-
-def _merged(mean: Tensor, squares: Tensor, plan: _NormPlan) -> tuple[Tensor, Tensor]:
-    """Return mean and sum of squared deviations over all ranks. Differentiable; collective."""
-    comm, counts = plan.comm, plan.counts
-    if comm.size == 1:
-        return mean, squares
-    rows = all_gather(torch.stack([mean, squares])[None], 0, [1] * comm.size, comm=comm)
-    means, sums = rows[:, 0], rows[:, 1]
-    weights = torch.tensor(counts, dtype=rows.dtype, device=rows.device).unsqueeze(1)
-    whole = (weights * means).sum(0) / max(sum(counts), 1)
-    return whole, (sums + weights * (means - whole) ** 2).sum(0)
-
-
-class _Normalize(torch.autograd.Function):
-    """Normalise channels with the moments of all ranks; one message in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        squares: Tensor,
-        eps: float,
-        plan: _NormPlan,
-        is_summed: bool,
-    ) -> Tensor:
-        variance = squares / max(plan.total, 1)
-        ctx.save_for_backward(x, weight, bias, mean, variance)
-        ctx.eps, ctx.plan, ctx.is_summed = eps, plan, is_summed
-        if x.numel() == 0:
-            return x.clone()
-        scale, shift = _like(weight, mean), _like(bias, mean)  # 16-bit values lose no digits
-        return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, variance = ctx.saved_tensors
-        none = (None,) * 5
-        if torch.is_grad_enabled():
-            return *_composed_gradients(ctx, grads[0], x, weight, bias), *none
-        given, dy = wide(x), wide(grads[0])
-        plan: _NormPlan = ctx.plan
-        sums = mean.new_zeros(2, mean.numel())
-        if x.numel():
-            _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-                dy, given, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
-            )
-            sums = torch.stack([of_bias, of_weight])
-        total = plan.comm.all_reduce(sums) if plan.comm.size > 1 else sums
-        if x.numel() == 0:
-            dx = torch.zeros_like(x)
-        else:
-            # dx = scale * (dy - total[0] / n - normalised * total[1] / n), in two passes
-            scale = torch.rsqrt(variance + ctx.eps)
-            scale = scale if weight is None else scale * wide(weight)
-            shift, slope = -scale * total / plan.total
-            dx = F.batch_norm(given, mean, variance, slope, shift, False, 0.0, ctx.eps)
-            dx = dx.addcmul_(dy, scale.view(1, -1, *(1,) * (x.dim() - 2))).to(x.dtype)
-        owed = total if ctx.is_summed else sums
-        dw = None if weight is None else owed[1].to(weight.dtype)
-        db = None if bias is None else owed[0].to(bias.dtype)
-        return dx, dw, db, *none
-
-
-def _composed_gradients(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> list[Tensor | None]:
-    """Return the gradients as functions that can be differentiated again."""
-    inputs = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-    with torch.enable_grad():
-        held = [t for t in (weight, bias) if t is not None]
-        if held and ctx.is_summed:
-            held = list(summed_gradients(ctx.plan.comm, *held))
-        w, b = (held[0] if held else None), (held[1] if len(held) > 1 else None)
-        y = _composed(x, w, b, ctx.eps, ctx.plan)
-    found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True, allow_unused=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
-
-
-def _composed(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, plan: _NormPlan
-) -> Tensor:
-    """Normalise by operations that any transform of torch can follow."""
-    given = wide(x)
-    mean, squares = _merged(*_own_moments(given), plan)
-    shape = (1, -1, *(1,) * (x.dim() - 2))
-    inverse = torch.rsqrt(squares / max(plan.total, 1) + eps)
-    y = (given - mean.view(shape)) * inverse.view(shape)
-    return _scaled(y, _like(weight, y), _like(bias, y)).to(x.dtype)
+        return Normalize.apply(rows, None, None, over, eps)
+    with torch.no_grad():
+        mean, variance = statistics(rows, over)
+    return composed(rows, None, None, over, eps), mean, variance

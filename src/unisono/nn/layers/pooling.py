@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,14 +13,40 @@ from torch.nn import functional as F
 
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
-from unisono.nn.planned import PlannedModule, index_in
+from unisono.nn.planned import PlannedModule, index_in, is_plain
 from unisono.topology import Partition, halo
 from unisono.topology.halo import HaloPlan
 from unisono.topology.window import check_pool, per_dim, pool_counts
 
 Size = int | Sequence[int]
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-_AVG: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+class Pool(torch.autograd.Function):
+    """Pooling that keeps which points are largest, or nothing, where torch keeps the windows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, window: Tensor, name: str, settings: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what torch's function of that name does, and the places of the largest points."""
+        ctx.given = name, settings, window.shape
+        if name.startswith("avg"):
+            return getattr(F, name)(window, *settings), None
+        y, indices = getattr(F, name)(window, *settings, return_indices=True)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        return y, indices
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the windows."""
+        (name, settings, shape), kept = ctx.given, ctx.saved_tensors
+        undo = getattr(
+            torch.ops.aten, f"{name}_with_indices_backward" if kept else f"{name}_backward"
+        )
+        # Of the windows only the shape is read.
+        return undo(grads[0], grads[0].new_empty(shape), *settings, *kept), None, None
 
 
 @dataclass(frozen=True)
@@ -101,9 +127,11 @@ class _MaxPool(_Pool):
         if 0 in plan.output_shape:
             empty = _tied_empty(window, plan.output_shape)
             return (empty, empty.long()) if self.return_indices else empty
-        pooled, indices = _MAX[self.dims](
-            window, self.kernel_size, self.stride, 0, self.dilation, return_indices=True
-        )
+        numbers = self.kernel_size, self.stride, (0,) * self.dims, self.dilation, False
+        if self.dims > 1 and is_plain(window):
+            pooled, indices = Pool.apply(window, f"max_pool{self.dims}d", numbers)
+        else:
+            pooled, indices = _MAX[self.dims](window, *numbers, return_indices=True)
         if plan.has_fill and (self.return_indices or pooled.requires_grad):
             pooled, indices = self._off_padding(window, pooled, indices)
         return (pooled, self._global_indices(indices)) if self.return_indices else pooled
@@ -195,23 +223,29 @@ class _AvgPool(_Pool):
         plan = self._plan.halo
         if 0 in plan.output_shape:
             return _tied_empty(window, plan.output_shape)
-        average = _AVG[self.dims]
         if self.divisor_override is not None:
-            sized = {"divisor_override": self.divisor_override}
-            return average(window, self.kernel_size, self.stride, **sized)
+            return self._means(window, self.divisor_override)
         counts, full = self._counts(), math.prod(self.kernel_size)
         if bool((counts == full).all()):
-            return average(window, self.kernel_size, self.stride)
+            return self._means(window)
         if not window.is_floating_point():
             sums = self._integer_sums(window)
             return torch.div(sums, counts.to(sums), rounding_mode="trunc")
-        means = average(window, self.kernel_size, self.stride)
+        means = self._means(window)
         return means * (full / counts).to(means)
 
+    def _means(self, window: Tensor, divisor: int | None = None) -> Tensor:
+        """Return sums over windows, by the size of a window or another number."""
+        if self.dims == 1:  # lines have no divisor of their own
+            return F.avg_pool1d(window, self.kernel_size, self.stride)
+        numbers = self.kernel_size, self.stride, (0,) * self.dims, False, True, divisor
+        if is_plain(window):
+            return Pool.apply(window, f"avg_pool{self.dims}d", numbers)[0]
+        return (F.avg_pool2d if self.dims == 2 else F.avg_pool3d)(window, *numbers)
+
     def _integer_sums(self, window: Tensor) -> Tensor:
-        if self.dims > 1:  # lines have no divisor of their own
-            sized = {"divisor_override": 1}
-            return _AVG[self.dims](window, self.kernel_size, self.stride, **sized)
+        if self.dims > 1:
+            return self._means(window, 1)
         kernel, stride = (1, *self.kernel_size), (1, *self.stride)
         return F.avg_pool2d(window.unsqueeze(2), kernel, stride, divisor_override=1).squeeze(2)
 

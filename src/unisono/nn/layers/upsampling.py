@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from unisono.topology.halo import Axis, HaloPlan, plan_windows
 from unisono.topology.resample import resample_length, resample_taps, resample_window
 from unisono.topology.window import copied
 
-_MODES = {
+MODES = {
     "nearest": "nearest",
     "nearest-exact": "nearest-exact",
     "linear": "linear",
@@ -26,6 +26,7 @@ _MODES = {
     "trilinear": "linear",
     "bicubic": "cubic",
 }
+"""torch's modes -> the kernel in each dim."""
 _DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}
 
 
@@ -36,6 +37,29 @@ class Taps:
     points: tuple[tuple[int, ...], ...]
     """For each tap, its position in the window for every output."""
     weights: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The same as tensors, one pair a tap."""
+        with torch.inference_mode(False):  # kept, and used where gradients are wanted
+            return tuple(
+                (
+                    torch.tensor(points, dtype=torch.long, device="cpu"),
+                    torch.tensor(weights, dtype=torch.float64, device="cpu"),
+                )
+                for points, weights in zip(self.points, self.weights, strict=True)
+            )
+
+    def resampled(self, x: Tensor, dim: int) -> Tensor:
+        """Return the weighted sums of points of a window along a dim."""
+        shape = [-1 if d == dim else 1 for d in range(x.dim())]
+        parts: list[Tensor] = []
+        for points, weights in self._tensors:
+            part = x.index_select(dim, points.to(x.device))
+            if len(self.points) > 1:
+                part = part * weights.to(x.device, x.dtype).view(shape)
+            parts.append(part)
+        return reduce(torch.add, parts)
 
 
 @dataclass(frozen=True)
@@ -73,8 +97,8 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
                 "exactly one of size and scale_factor",
                 "scale_factor=2",
             )
-        if mode not in _MODES or _DIMS.get(mode, space) != space:
-            fitting = [name for name in _MODES if _DIMS.get(name, space) == space]
+        if mode not in MODES or _DIMS.get(mode, space) != space:
+            fitting = [name for name in MODES if _DIMS.get(name, space) == space]
             raise PartitionError.because(
                 f"DistributedUpsample(mode={mode!r})",
                 f"{space} spatial dims: {', '.join(map(repr, fitting))}",
@@ -110,7 +134,7 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
             scale = None if self.scale_factor is None else self.scale_factor[dim - 2]
             size = None if self.size is None else int(self.size[dim - 2])
             y = resample_length(x, size=size, scale=scale)
-            mode, aligned = _MODES[self.mode], bool(self.align_corners)
+            mode, aligned = MODES[self.mode], bool(self.align_corners)
             options = {"scale": scale, "align_corners": aligned, "double": double}
             reads = partial(resample_window, x=x, y=y, mode=mode, **options)
             axes.append(Axis(split_cuts(y, parts), reads))
@@ -160,7 +184,7 @@ class Interpolate(torch.nn.Module):
             tuple(
                 taps_of(
                     y_local_start[at], y_local_stop[at], x_global_shape[at], y_global_shape[at],
-                    x_local_start[at], _MODES.get(mode, mode),
+                    x_local_start[at], MODES.get(mode, mode),
                     None if scales is None else scales[at - 2], align_corners, double,
                 )
                 for at in dims
@@ -193,6 +217,7 @@ class Interpolate(torch.nn.Module):
         return resampled(x, self._taps_double)
 
 
+@lru_cache(1024)
 def taps_of(
     y0: int,
     y1: int,
@@ -218,19 +243,9 @@ def taps_of(
 
 def resampled(window: Tensor, taps: Sequence[Taps]) -> Tensor:
     """Return the weighted sums of taps, one spatial dim after the other."""
-    y = window
-    for i, own in enumerate(taps):
-        dim = i + 2
-        shape = [1] * y.dim()
-        shape[dim] = -1
-        total: Tensor | None = None
-        for points, weights in zip(own.points, own.weights, strict=True):
-            part = y.index_select(dim, torch.tensor(points, dtype=torch.long, device=y.device))
-            if len(own.points) > 1:
-                part = part * torch.tensor(weights, dtype=y.dtype, device=y.device).view(shape)
-            total = part if total is None else total + part
-        y = y if total is None else total
-    return y
+    for dim, own in enumerate(taps, 2):
+        window = own.resampled(window, dim)
+    return window
 
 
 def _check_dtype(name: str, mode: str, dtype: torch.dtype) -> None:

@@ -44,21 +44,17 @@ def balanced(length: int, x: Split, dim: int, what: str) -> tuple[int, ...]:
     return split_sizes(length, ranks)
 
 
-def exchange_of(x: Split, wanted: Wanted, fill: float = 0.0) -> HaloOnGroup:
-    """Return how the own block becomes the own window, in all dims at once."""
+def window(x: Split, wanted: Wanted, fill: float = 0.0) -> Tensor:
+    """Return the own window, in all dims at once; the own block where it is the same."""
+    if not wanted:
+        return x.local
     x.run.moves += 1
     cuts = [(dim, cut.sizes, cut.comm.rank, tuple(own)) for dim, (cut, own) in wanted.items()]
     plan = _plan(tuple(x.local.shape), tuple(cuts), fill)
-    comm, ranks = x.run.grid([axis for cut, _ in wanted.values() for axis in cut.axes])
-    return HaloOnGroup(comm, plan, ranks, fill)
-
-
-def window(x: Split, wanted: Wanted, fill: float = 0.0) -> Tensor:
-    """Return the own window; the own block where it is the same."""
-    exchange = exchange_of(x, wanted, fill) if wanted else None
-    if exchange is None or exchange.halo.is_identity:
+    if plan.is_identity:
         return x.local
-    return HaloExchange.apply(x.local, exchange)
+    comm, ranks = x.run.grid([axis for cut, _ in wanted.values() for axis in cut.axes])
+    return HaloExchange.apply(x.local, HaloOnGroup(comm, plan, ranks, fill))
 
 
 def span(start: int, stop: int) -> Window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,29 +12,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm import Communicator
+from unisono.nn.parameters import summed_gradients
+from unisono.nn.planned import wide
 from unisono.nn.split_tensors.blocks import fitted
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.tensor import (
-    Cut,
     NeedsWhole,
     NoRule,
-    Run,
     Split,
     like,
     own_copy,
     rule,
 )
-from unisono.operators import copy, sum_to_replicated
+from unisono.operators import all_gather, all_sum_reduce
 
 _LARGE = 1 << 15
 """Elements from which on moments are taken in two passes."""
 
 
-class _Normalize(torch.autograd.Function):
+@dataclass(frozen=True)
+class Over:
+    """What one statistic is taken over."""
+
+    dims: tuple[int, ...]
+    """Dims of the block, of size 1 in the statistics."""
+    count: int
+    """Values of all ranks behind one of them."""
+    comm: Communicator | None
+    """Ranks that share them; None for this one alone."""
+
+    def is_per_channel(self, x: Tensor) -> bool:
+        """Whether the kernels of torch's batch norm do it: each channel has its statistics."""
+        return len(self.dims) == x.ndim - 1 and 1 not in self.dims
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks. Not differentiable."""
+        return x if self.comm is None or self.comm.size == 1 else self.comm.all_reduce(x)
+
+
+class Normalize(torch.autograd.Function):
     """`(x - mean) / sqrt(var + eps) * weight + bias`, with mean and var over dims and ranks.
 
     Keeps its input alone, as torch's own norms do; written in single operations, autograd would
-    keep three tensors of its size.
+    keep three tensors of its size. `is_summed`: weight and bias, one per channel, get the gradients
+    of all ranks, in the message that is sent anyway.
     """
 
     @staticmethod
@@ -42,116 +64,121 @@ class _Normalize(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        dims: list[int],
-        count: int,
-        comm: Communicator | None,
+        over: Over,
         eps: float,
+        is_summed: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean, variance = _statistics(wide, dims, comm)
-        scale = torch.rsqrt(variance + eps)
-        if _kernel_serves(x, dims):
-            own = _flat(weight), _flat(bias)
+        """Return the block, normalised; mean and variance of all ranks."""
+        given = wide(x)
+        mean, variance = statistics(given, over)
+        if x.numel() == 0:
+            y = x.clone()
+        elif over.is_per_channel(x):
+            own = _flat(weight, mean), _flat(bias, mean)
             y = F.batch_norm(x, mean.flatten(), variance.flatten(), *own, False, 0.0, eps)
         else:
-            y = (wide - mean).mul_(scale)
+            y = (given - mean).mul_(torch.rsqrt(variance + eps))
             y = y if weight is None else y.mul_(weight)
             y = y if bias is None else y.add_(bias)
-        ctx.save_for_backward(x, weight, bias, mean, scale, variance)
-        ctx.settings = dims, count, comm, eps
+        ctx.save_for_backward(x, weight, bias, mean, variance)
+        ctx.settings = over, eps, is_summed
         ctx.mark_non_differentiable(mean, variance)
         return y.to(x.dtype), mean, variance
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, bias, mean, scale, variance = ctx.saved_tensors
-        dims, count, comm, eps = ctx.settings
+        """Return the gradients of block, weight and bias."""
+        x, weight, bias, mean, variance = ctx.saved_tensors
+        over, eps, is_summed = ctx.settings
+        wanted, rest = ctx.needs_input_grad[:3], (None, None, None)
         if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
-            given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-            y = _composed(x, weight, bias, dims, count, comm, eps)
-            grads = iter(torch.autograd.grad(y, given, dy, create_graph=True))
-            held = (t is not None and t.requires_grad for t in (x, weight, bias))
-            return *[next(grads) if is_held else None for is_held in held], None, None, None, None
-        wanted = ctx.needs_input_grad[:3]
-        if _kernel_serves(x, dims):
-            grads = _by_kernel(dy, x, weight, (mean, variance, scale), eps, wanted[0], comm, count)
-            kept = (g if is_wanted else None for g, is_wanted in zip(grads, wanted, strict=True))
-            return *kept, None, None, None, None
-        wide, slope = x.to(mean.dtype), dy.to(mean.dtype)
-        normal = (wide - mean) * scale
-        dweight = _summed_like(slope * normal, weight) if wanted[1] else None
-        dbias = _summed_like(slope, bias) if wanted[2] else None
+            given = [t for t, needed in zip((x, weight, bias), wanted, strict=True) if needed]
+            w, b = weight, bias
+            if is_summed and over.comm is not None and weight is not None:
+                w, *rest_of = summed_gradients(over.comm, *[t for t in (w, b) if t is not None])
+                b = rest_of[0] if rest_of else None
+            y = composed(x, w, b, over, eps)
+            grads = iter(torch.autograd.grad(y, given, dy, create_graph=True, allow_unused=True))
+            return *[next(grads) if needed else None for needed in wanted], *rest
+        x, slope, scale = wide(x), wide(dy), torch.rsqrt(variance + eps)
+        if not over.is_per_channel(x):
+            dx, dw, db = _by_elements(slope, x, weight, bias, mean, scale, over, wanted[0])
+            return None if dx is None else dx.to(dy.dtype), dw, db, *rest
+        own = torch.zeros(2, mean.numel(), dtype=mean.dtype, device=mean.device)
+        if x.numel():
+            _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+                slope, x, None, mean.flatten(), variance.flatten(), None, None, False, eps,
+                [False, True, True],
+            )  # fmt: skip
+            own = torch.stack([of_bias, of_weight])
+        total = over.summed(own) if wanted[0] or is_summed else own
         dx = None
-        if wanted[0]:
-            if weight is not None:
-                slope = slope * weight
-            sums = torch.stack([slope.sum(dims, True), (slope * normal).sum(dims, True)])
-            if comm is not None:
-                sums = comm.all_reduce(sums)
-            sums /= count
-            dx = ((slope - sums[0] - normal * sums[1]) * scale).to(x.dtype)
-        return dx, dweight, dbias, None, None, None, None
+        if wanted[0] and x.numel():
+            # dx = factor * (dy - total[0] / n - normalised * total[1] / n), in two passes
+            factor = scale if weight is None else scale * weight.view(scale.shape)
+            shift, of_x = -factor.flatten() * total / over.count
+            stats = mean.flatten(), variance.flatten()
+            dx = F.batch_norm(x, *stats, of_x, shift, False, 0.0, eps).addcmul_(slope, factor)
+        elif wanted[0]:
+            dx = torch.zeros_like(x)
+        db, dw = (
+            t.view(like.shape).to(like.dtype) if like is not None and needed else None
+            for t, like, needed in zip(
+                total if is_summed else own, (bias, weight), wanted[:0:-1], strict=True
+            )
+        )
+        return None if dx is None else dx.to(dy.dtype), dw, db, *rest
 
 
-def _kernel_serves(x: Tensor, dims: list[int]) -> bool:
-    """Whether the kernels of torch's batch norm do it: statistics of channels, on a CPU."""
-    of_channels = len(dims) == x.ndim - 1 and 1 not in dims
-    return of_channels and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+def _flat(t: Tensor | None, other: Tensor) -> Tensor | None:
+    return None if t is None else t.flatten().to(other.dtype)  # 16-bit values lose no digits
 
 
-def _flat(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.flatten()
-
-
-def _by_kernel(
-    dy: Tensor,
+def _by_elements(
+    slope: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    statistics: tuple[Tensor, Tensor, Tensor],
-    eps: float,
+    bias: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    over: Over,
     needs_x: bool,
-    comm: Communicator | None,
-    count: int,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of a norm of channels: sums in one pass, and that of `x` in two."""
-    mean, variance, scale = statistics
-    _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-        dy, x, None, mean.flatten(), variance.flatten(), None, None, False, eps, [False, True, True]
-    )
-    dweight, dbias = dweight.view(mean.shape), dbias.view(mean.shape)
-    if not needs_x:
-        return None, dweight, dbias
-    sums = torch.stack([dbias, dweight])
-    if comm is not None:
-        sums = comm.all_reduce(sums)
-    factor = scale if weight is None else scale * weight
-    of_x = -factor * scale * sums[1] / count
-    shift = -factor * sums[0] / count - of_x * mean
-    # x * of_x + shift, in one pass over memory.
-    zero, one = torch.zeros_like(mean).flatten(), torch.ones_like(mean).flatten()
-    dx = F.batch_norm(x, zero, one, of_x.flatten(), shift.flatten(), False, 0.0, 0.0)
-    return dx.addcmul_(dy, factor), dweight, dbias
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients where scale and shift belong to elements, not to statistics."""
+    normal = (x - mean) * scale
+    dw = (slope * normal).sum_to_size(weight.shape).to(weight.dtype) if weight is not None else None
+    db = slope.sum_to_size(bias.shape).to(bias.dtype) if bias is not None else None
+    dx = None
+    if needs_x:
+        slope = slope if weight is None else slope * weight
+        own = torch.stack([slope.sum(over.dims, True), (slope * normal).sum(over.dims, True)])
+        of_mean, of_scale = over.summed(own) / max(over.count, 1)
+        dx = (slope - of_mean - normal * of_scale) * scale
+    return dx, dw, db
 
 
-def _statistics(x: Tensor, dims: list[int], comm: Communicator | None) -> tuple[Tensor, Tensor]:
+def statistics(x: Tensor, over: Over) -> tuple[Tensor, Tensor]:
     """Return mean and variance over dims and ranks: each rank's own, joined in one meeting."""
-    count = x.new_full((), float(math.prod(x.shape[d] for d in dims)))
-    mean, squares = own_moments(x, dims)
-    if comm is not None:
-        counts = count.expand_as(mean)
-        counts, means, parts = comm.all_gather(torch.stack([counts, mean, squares])[None]).unbind(1)
-        count = counts.sum(0)
-        mean = (counts * means).sum(0) / count
+    mean, squares = own_moments(x, over.dims)
+    if over.comm is not None and over.comm.size > 1:
+        own = mean.new_full(mean.shape, x.numel() / max(mean.numel(), 1))
+        sizes = [1] * over.comm.size
+        rows = all_gather(torch.stack([own, mean, squares])[None], 0, sizes, comm=over.comm)
+        counts, means, parts = rows.unbind(1)
+        mean = (counts * means).sum(0) / max(over.count, 1)
         squares = (parts + counts * (means - mean).square()).sum(0)
-    return mean, squares / count
+    return mean, squares / max(over.count, 1)
 
 
-def own_moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """Return mean and sum of squared deviations over dims, of size 1 then. Not differentiable.
+def own_moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return mean and sum of squared deviations over dims; zeros of nothing. Not differentiable.
 
     torch's kernel is one call; on large tensors two plain sums take a quarter of its time.
     """
-    if x.numel() < _LARGE and _kernel_serves(x, dims):
+    if x.numel() == 0:
+        none = x.sum(dims, True)
+        return none, none
+    if x.numel() < _LARGE and Over(dims, 0, None).is_per_channel(x) and x.device.type == "cpu":
         mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
         shape = [1, -1] + [1] * (x.ndim - 2)
         return mean.view(shape), variance.view(shape) * (x.numel() // x.shape[1])
@@ -159,40 +186,22 @@ def own_moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
     return mean, (x - mean).square_().sum(dims, True)
 
 
-def _composed(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: list[int], count: int,
-    comm: Communicator | None, eps: float,
-) -> Tensor:  # fmt: skip
+def composed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, over: Over, eps: float
+) -> Tensor:
     """Return the same from operations that autograd differentiates to any order."""
 
     def mean_of(t: Tensor) -> Tensor:
-        total = t.sum(dims, True)
-        if comm is not None:
-            total = copy(sum_to_replicated(total, comm=comm), comm=comm)
-        return total / count
+        total = t.sum(over.dims, True)
+        if over.comm is not None:
+            total = all_sum_reduce(total, comm=over.comm)
+        return total / max(over.count, 1)
 
-    centred = x - mean_of(x)
+    given = wide(x)
+    centred = given - mean_of(given)
     y = centred * torch.rsqrt(mean_of(centred.square()) + eps)
     y = y if weight is None else y * weight
-    return y if bias is None else y + bias
-
-
-def _summed_like(x: Tensor, other: Tensor) -> Tensor:
-    """Return `x` summed over the dims along which `other` was broadcast."""
-    return x.sum_to_size(other.shape).to(other.dtype)
-
-
-def _normalized(
-    local: Tensor,
-    dims: list[int],
-    count: int,
-    cuts: Sequence[Cut],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    run: Run,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _Normalize.apply(local, weight, bias, dims, count, run.ranks_of(cuts), eps)
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
 def _per_channel(t: Tensor | None, x: Split, shape: Sequence[int]) -> Tensor | None:
@@ -217,7 +226,7 @@ def _batch_norm(
     if not training:
         own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
         return like(x, func(x.local, running_mean, running_var, *own, False, momentum, eps))
-    dims = [d for d in range(x.ndim) if d != 1]
+    dims = tuple(d for d in range(x.ndim) if d != 1)
     count = x.numel() // x.shape[1]
     if count == 1:
         raise ValueError(
@@ -225,7 +234,9 @@ def _batch_norm(
         )
     shape = [1, -1] + [1] * (x.ndim - 2)
     w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
-    y, mean, variance = _normalized(x.local, dims, count, [*x.cuts.values()], w, b, eps, x.run)
+    y, mean, variance = Normalize.apply(
+        x.local, w, b, Over(dims, count, x.run.ranks_of(x.cuts.values())), eps
+    )
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = variance.flatten() * (count / (count - 1))
@@ -264,7 +275,9 @@ def _instance_norm(
         for t in (weight, bias)
     )
     folded = x.local.reshape(1, -1, *x.local.shape[2:])
-    y, mean, variance = _normalized(folded, [0, *dims], count, inside, w, b, eps, x.run)
+    y, mean, variance = Normalize.apply(
+        folded, w, b, Over((0, *dims), count, x.run.ranks_of(inside)), eps
+    )
     y = y.view(x.local.shape)
     if running_mean is not None and running_var is not None:
         over_batch = [cut for d, cut in x.cuts.items() if d == 0]
@@ -296,7 +309,8 @@ def _group_norm(
     shape = [1, num_groups, -1] + [1] * (x.ndim - 2)
     w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
     count = x.numel() // x.shape[0] // num_groups
-    y, _, _ = _normalized(grouped, list(range(2, grouped.ndim)), count, inside, w, b, eps, x.run)
+    over = Over(tuple(range(2, grouped.ndim)), count, x.run.ranks_of(inside))
+    y, _, _ = Normalize.apply(grouped, w, b, over, eps)
     return like(x, y.flatten(1, 2))
 
 
@@ -319,8 +333,9 @@ def _layer_norm(
         raise NoRule("the cut lies inside merged dims")
     layout = {d - x.ndim: cut for d, cut in x.cuts.items()}
     w, b = (None if t is None else fitted(t, layout, x.run) for t in (weight, bias))
-    dims, count = list(range(first, x.ndim)), math.prod(normalized_shape)
-    y, _, _ = _normalized(x.local, dims, count, [*inside.values()], w, b, eps, x.run)
+    dims, count = tuple(range(first, x.ndim)), math.prod(normalized_shape)
+    over = Over(dims, count, x.run.ranks_of(inside.values()))
+    y, _, _ = Normalize.apply(x.local, w, b, over, eps)
     return like(x, y)
 
 

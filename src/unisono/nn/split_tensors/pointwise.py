@@ -216,8 +216,6 @@ def _class_loss(
         or isinstance(weight, Split)
     ):
         raise NoRule("arguments of an unusual form")
-    if reduction == "mean" and (label_smoothing or target.is_floating_point()):
-        raise NoRule("smoothed labels, or labels that are probabilities")
     if label_smoothing or target.is_floating_point():
         raise NoRule("smoothed labels, or labels that are probabilities")
     layout: Layout = {}

@@ -63,6 +63,14 @@ class Cut:
         """Points of this rank in one run."""
         return self.sizes[self.comm.rank]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, since every convolution looks up its plan by its cuts."""
+        return hash((self.sizes, self.comm, self.outer, self.joins))
+
     @cached_property
     def length(self) -> int:
         """Points of the whole dim."""
@@ -312,7 +320,7 @@ class Split(Tensor):
                 result = _at_once(func, known, args, kwargs)
                 if result is not None:
                     return result
-            return _dispatch(func, args, dict(kwargs or {}))
+            return _dispatch(func, known, args, dict(kwargs) if kwargs else {})
 
     @classmethod
     def __torch_dispatch__(
@@ -550,50 +558,11 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
 # -- from a torch function to its rule ------------------------------------------------------------
 
 _VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "permute",
-        "transpose",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "view_as",
-        "reshape_as",
-        "__getitem__",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "tensor_split",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "unbind",
-        "narrow",
-        "select",
-        "t",
-        "diagonal",
-        "ravel",
-        "broadcast_to",
-        "as_strided",
-        "view_as_real",
-        "view_as_complex",
-        "adjoint",
-        "T.get",
-        "mT.get",
-        "H.get",
-        "mH.get",
-        "real.get",
-        "imag.get",
-        "data.get",
-    ]
+    """view reshape flatten unflatten permute transpose movedim moveaxis swapaxes swapdims
+    unsqueeze squeeze expand expand_as view_as reshape_as __getitem__ chunk split
+    split_with_sizes tensor_split hsplit vsplit dsplit unbind narrow select t diagonal ravel
+    broadcast_to as_strided view_as_real view_as_complex adjoint T.get mT.get H.get mH.get
+    real.get imag.get data.get""".split()  # noqa: SIM905
 )
 """Functions whose result shows the memory of their argument."""
 
@@ -759,15 +728,13 @@ def _at_once(
     return _made(result, shape, cuts, first.run)
 
 
-def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    known = _FUNCTIONS.get(func) or _known(func)
+def _dispatch(
+    func: Callable[..., Any], known: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     name, how = known.name, known.how
-    moves, base = 0, args[0] if args else None
-    watched = (
-        base.local
-        if isinstance(base, Split) and any(other() is not None for other in base.moved)
-        else None
-    )
+    moves, base, watched = 0, args[0] if args else None, None
+    if isinstance(base, Split) and base.run.aliases:
+        watched = base.local if any(other() is not None for other in base.moved) else None
     if watched is not None and known.changes:
         raise _changed_in_place()
     version = 0 if watched is None else _version(watched)
@@ -847,7 +814,7 @@ def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a torch function inside of a rule, by its own rule if an argument is split."""
     if not _splits_of(args, kwargs):
         return func(*args, **kwargs)
-    return _dispatch(func, args, kwargs)
+    return _dispatch(func, _FUNCTIONS.get(func) or _known(func), args, kwargs)
 
 
 def refuse_passed_by(x: Split) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ from unisono.nn.layers.conv_space import (
     convolved_in_space,
     space_plan,
 )
+from unisono.nn.layers.conv_transpose import TransposePlan, transposed_plan
+from unisono.nn.layers.halo import PAD_MODES
+from unisono.nn.layers.pooling import Pool
+from unisono.nn.layers.upsampling import MODES, Taps, taps_of
 from unisono.nn.planned import is_plain
-from unisono.nn.split_tensors.blocks import balanced, exchange_of, span, window
+from unisono.nn.split_tensors.blocks import balanced, span, window
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Cuts,
@@ -38,39 +43,16 @@ from unisono.nn.split_tensors.tensor import (
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.topology import HaloPlan, halo
 from unisono.topology.decompose import split_sizes
-from unisono.topology.resample import resample_needed, resample_taps
+from unisono.topology.resample import resample_needed
 from unisono.topology.window import (
     output_length,
     padding_pairs,
     per_dim,
-    transposed_cover,
-    transposed_needed,
+    pool_counts,
+    transposed_length,
+    transposed_window,
 )
 from unisono.topology.window import window as window_segments
-
-_PAD_MODES = {
-    "constant": "zeros",
-    "reflect": "reflect",
-    "replicate": "replicate",
-    "circular": "circular",
-}
-
-
-def _check_channels(x: Split, count: int, wanted: int, name: str) -> None:
-    """Ask for whole channels, as many as a kernel has."""
-    channels = x.ndim - count - 1
-    if channels in x.cuts:
-        raise NeedsWhole(channels, "channels are cut")
-    found = x.shape[channels] if channels >= 0 else 0
-    if found != wanted:
-        where = f" in {x.run.path()}" if x.run.path() else ""
-        raise PartitionError.because(
-            f"{name}{where} of a split tensor {list(x.shape)}",
-            f"a kernel for {wanted} channels",
-            f"{found} channels in dim {channels} != {wanted}",
-            "the input that the network takes in one process",
-        )
-
 
 # -- convolution ----------------------------------------------------------------------------------
 
@@ -86,99 +68,8 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    if not isinstance(input, Split) or isinstance(weight, Split):
-        raise NoRule("a split weight")
-    x, count = input, weight.ndim - 2
-    _check_channels(x, count, weight.shape[1] * groups, func.__name__)
-    w = own_copy(weight, x.cuts.values(), x.run)
-    b = None if bias is None else own_copy(bias, x.cuts.values(), x.run)
-    if all(dim < x.ndim - count for dim in x.cuts):
-        return like(x, func(x.local, w, b, stride, padding, dilation, groups))
-    numbers = (_fixed(stride), _fixed(padding), _fixed(dilation), groups)
-    places = tuple([cut.comm.rank for cut in x.cuts.values()])
-    axes = [axis for d, cut in x.cuts.items() if d >= x.ndim - count for axis in cut.axes]
-    space, cuts = _conv_plan(
-        x.local.shape, tuple(x.cuts.items()), places, x.run.grid(axes), weight.shape, numbers
-    )
-    local = x.local if x.ndim == count + 2 else x.local[None]
-    y = _convolved(local, w, b, space)
-    return like(x, y if x.ndim == count + 2 else y[0], cuts)
-
-
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
-    if is_plain(x):
-        return convolved_in_space(x, weight, bias, plan)
-    window = x if plan.exchange.halo.is_identity else HaloExchange.apply(x, plan.exchange)
-    return plan.settings.convolved(window, weight, bias, padding=plan.padding)
-
-
-def _fixed(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-@lru_cache(4096)
-def _conv_plan(
-    shape: Sequence[int],
-    cuts: tuple[tuple[int, Cut], ...],
-    places: tuple[int, ...],
-    grid: Grid,
-    weight: Sequence[int],
-    numbers: tuple[Any, Any, Any, int],
-) -> tuple[SpacePlan, Cuts]:
-    """Return the plan of a convolution and the cuts of its result, given those of its input.
-
-    `places` are those of this rank: communicators of the same ranks are equal, whichever rank they
-    are seen from (on paper, one process sees them from all).
-    """
-    stride, padding, dilation, groups = numbers
-    count, kernel = len(weight) - 2, tuple(weight[2:])
-    steps, spread = per_dim(stride, count, "stride"), per_dim(dilation, count, "dilation")
-    pads = padding_pairs(padding, kernel, steps, spread)
-    ahead = len(shape) - count  # dims before those in space
-    bounds: list[Sequence[int]] = [(0, n) for n in [1] * (2 - ahead) + list(shape)]
-    index, later, mine = [0] * len(bounds), dict(cuts), set[int]()
-    for (dim, cut), place in zip(cuts, places, strict=True):
-        i = dim - ahead
-        if i < 0:
-            continue
-        if cut.outer != 1:
-            raise NeedsWhole(dim, "the cut lies inside merged dims")
-        length = output_length(cut.length, kernel[i], steps[i], pads[i], spread[i])
-        if length < cut.comm.size:
-            raise NeedsWhole(dim, f"conv: {length} points for {cut.comm.size} ranks")
-        later[dim] = resized(cut, split_sizes(length, cut.comm.size))
-        bounds[2 + i], index[2 + i] = cut.bounds, place
-        mine.add(i)
-    settings = ConvSettings(
-        weight[1] * groups, weight[0], kernel, steps, pads, spread, groups, "zeros"
-    )
-    comm, ranks = grid
-    plan = halo.plan(bounds, index, kernel, steps, pads, spread)
-    space = space_plan(settings, HaloOnGroup(comm, plan, ranks, 0.0), "auto")
-    if space.cover is None and _torch_pads(plan, pads, mine):
-        # A window in the cut dims alone; torch adds the zeros along the others.
-        plan = halo.plan(
-            bounds,
-            index,
-            [k if i in mine else 1 for i, k in enumerate(kernel)],
-            [n if i in mine else 1 for i, n in enumerate(steps)],
-            [pair if i in mine else (0, 0) for i, pair in enumerate(pads)],
-            [n if i in mine else 1 for i, n in enumerate(spread)],
-        )
-        left = tuple(0 if i in mine else low for i, (low, _) in enumerate(pads))
-        space = SpacePlan(settings, HaloOnGroup(comm, plan, ranks, 0.0), None, left)
-    return space, later
-
-
-def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], mine: set[int]) -> bool:
-    """Whether dims that are not cut are read whole, and padded alike on both sides."""
-    return all(
-        low == high and parts == (0, stop - start)
-        for i, ((low, high), (start, stop), parts) in enumerate(
-            zip(pads, plan.own[2:], plan.needed[2:], strict=True)
-        )
-        if i not in mine
-    )
+    numbers = _fixed(stride), _fixed(padding), _fixed(dilation), groups
+    return _in_space(func, input, weight, bias, weight.shape[1] * groups, _conv_plan, numbers)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -193,78 +84,215 @@ def _conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor:
-    if not isinstance(input, Split) or isinstance(weight, Split):
-        raise NoRule("a split weight")
-    x, count = input, weight.ndim - 2
-    _check_channels(x, count, weight.shape[0], func.__name__)
-    kernel, steps = tuple(weight.shape[2:]), per_dim(stride, count, "stride")
-    spread = per_dim(dilation, count, "dilation")
-    pads = list(per_dim(padding, count, "padding"))
-    more = list(per_dim(output_padding, count, "output_padding"))
-    cuts, trims, wanted = dict(x.cuts), [(0, 0)] * count, {}
-    for i in range(count):
-        dim = x.ndim - count + i
-        if dim not in x.cuts:
-            continue
-        cut, numbers = without_runs(x, dim), (kernel[i], steps[i], pads[i], spread[i])
-        length = (
-            (cut.length - 1) * steps[i] - 2 * pads[i] + spread[i] * (kernel[i] - 1) + 1 + more[i]
-        )
-        out = resized(cut, balanced(length, x, dim, func.__name__))
-        needed = [
-            transposed_needed(a, b, cut.length, *numbers)
-            for a, b in zip(out.bounds, out.bounds[1:], strict=False)
-        ]
-        if any(a >= b for a, b in needed):
-            raise NeedsWhole(dim, "outputs that no input reaches")
-        wanted[dim] = cut, [span(a, b) for a, b in needed]
-        first, last = transposed_cover(needed[cut.comm.rank], *numbers)
-        low, high = out.bounds[cut.comm.rank : cut.comm.rank + 2]
-        trims[i], cuts[dim], pads[i], more[i] = (first - low, high - last), out, 0, 0
-    own = own_copy(weight, x.cuts.values(), x.run)
-    if wanted and x.ndim == count + 2:
-        settings = _TransposedSettings(
-            weight.shape[0], weight.shape[1] * groups, kernel, steps,
-            tuple((n, n) for n in pads), spread, groups, "zeros", tuple(more),
-        )  # fmt: skip
-        result = _convolved(x.local, own, None, SpacePlan(settings, exchange_of(x, wanted), None))
-    else:
-        result = func(window(x, wanted), own, None, steps, pads, more, groups, spread)
-    result = F.pad(result, [n for pair in reversed(trims) for n in pair])
-    if bias is not None:
-        shift = own_copy(bias, x.cuts.values(), x.run)
-        result = result + shift.view(-1, *[1] * count)
-    return like(x, result, cuts)
+    numbers = _fixed(stride), _fixed(padding), _fixed(output_padding), groups, _fixed(dilation)
+    return _in_space(func, input, weight, bias, weight.shape[0], _transposed_plan, numbers)
+
+
+def _fixed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
-class _TransposedSettings(ConvSettings):
-    """A transposed convolution of windows, so that own blocks are kept for its backward."""
+class _Convolution:
+    """How one rank convolves its block, and how the result is cut."""
 
-    output_padding: tuple[int, ...] = ()
+    cuts: Cuts
+    space: SpacePlan
+    transposed: TransposePlan | None = None
 
-    def convolved(self, window: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
-        """Return all outputs that the window reaches."""
-        call = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[self.dims]
-        pads = [low for low, _ in self.padding]
-        return call(
-            window, weight, bias, self.stride, pads, self.output_padding, self.groups, self.dilation
+
+def _in_space(
+    func: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    channels: int,
+    plan_of: Callable[..., _Convolution | None],
+    numbers: tuple[Any, ...],
+) -> Tensor:
+    if not isinstance(x, Split) or isinstance(weight, Split):
+        raise NoRule("a split weight")
+    cuts, run, local, count = x.cuts, x.run, x.local, weight.ndim - 2
+    at = local.ndim - count - 1
+    if at > 1:
+        raise NoRule("more dims than batch, channels and space")
+    if at < 0 or at in cuts or local.shape[at] != channels:
+        _refuse_channels(x, at, channels, func.__name__)
+    w = own_copy(weight, cuts.values(), run)
+    b = None if bias is None else own_copy(bias, cuts.values(), run)
+    plan = plan_of(local.shape, *_where(x, count), weight.shape, numbers)
+    if plan is None:
+        return like(x, func(local, w, b, *numbers))
+    if at == 0:
+        local = local[None]
+    share = plan.transposed
+    after = share is not None and share.extends  # then the bias stands where nothing else does
+    y = _convolved(local, w, None if after else b, plan.space)
+    y = y if share is None else share.share(y)
+    y = y + b.view(-1, *[1] * count) if after and b is not None else y
+    return like(x, y[0] if at == 0 else y, plan.cuts)
+
+
+def _where(
+    x: Split, count: int
+) -> tuple[tuple[tuple[int, Cut], ...], tuple[int, ...], Grid | None]:
+    """Return the cuts, this rank's place along each, and the ranks along those in space.
+
+    The last are None where there is one cut: they are its own.
+    """
+    cuts = x.cuts
+    if len(cuts) == 1:
+        ((dim, cut),) = cuts.items()
+        return ((dim, cut),), (cut.comm.rank,), None
+    places = tuple([cut.comm.rank for cut in cuts.values()])
+    first = x.local.ndim - count
+    axes = [axis for dim, cut in cuts.items() if dim >= first for axis in cut.axes]
+    return tuple(cuts.items()), places, x.run.grid(axes) if axes else None
+
+
+def _refuse_channels(x: Split, dim: int, wanted: int, name: str) -> None:
+    """Ask for whole channels, as many as a kernel has."""
+    if dim in x.cuts:
+        raise NeedsWhole(dim, "channels are cut")
+    found = x.shape[dim] if dim >= 0 else 0
+    where = f" in {x.run.path()}" if x.run.path() else ""
+    raise PartitionError.because(
+        f"{name}{where} of a split tensor {list(x.shape)}",
+        f"a kernel for {wanted} channels",
+        f"{found} channels in dim {dim} != {wanted}",
+        "the input that the network takes in one process",
+    )
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
+    if is_plain(x):
+        return convolved_in_space(x, weight, bias, plan)
+    window = x if plan.exchange.halo.is_identity else HaloExchange.apply(x, plan.exchange)
+    return plan.settings.convolved(window, weight, bias, padding=plan.padding)
+
+
+@lru_cache(4096)
+def _conv_plan(
+    shape: Sequence[int],
+    cuts: tuple[tuple[int, Cut], ...],
+    places: tuple[int, ...],
+    grid: Grid | None,
+    weight: Sequence[int],
+    numbers: tuple[Any, Any, Any, int],
+) -> _Convolution | None:
+    """Return the plan of a convolution, given the cuts of its input; None if no halo is needed.
+
+    `places` are those of this rank: communicators of the same ranks are equal, whichever rank they
+    are seen from (on paper, one process sees them from all).
+    """
+    stride, padding, dilation, groups = numbers
+    count, kernel = len(weight) - 2, tuple(weight[2:])
+    steps, spread = per_dim(stride, count, "stride"), per_dim(dilation, count, "dilation")
+    pads = padding_pairs(padding, kernel, steps, spread)
+
+    def length(i: int, n: int) -> int:
+        return output_length(n, kernel[i], steps[i], pads[i], spread[i])
+
+    bounds, index, later = _cut_space(shape, cuts, places, count, length)
+    mine = {i for i in range(count) if len(bounds[2 + i]) > 2}
+    if not mine:
+        return None
+    settings = ConvSettings(
+        weight[1] * groups, weight[0], kernel, steps, pads, spread, groups, "zeros"
+    )
+    comm, ranks = grid or (cuts[0][1].comm, None)
+    plan = halo.plan(bounds, index, kernel, steps, pads, spread)
+    space = space_plan(settings, HaloOnGroup(comm, plan, ranks, 0.0), "auto")
+    if space.cover is None and _torch_pads(plan, pads, mine):
+        # A window in the cut dims alone; torch adds the zeros along the others.
+        plan = halo.plan(
+            bounds,
+            index,
+            [k if i in mine else 1 for i, k in enumerate(kernel)],
+            [n if i in mine else 1 for i, n in enumerate(steps)],
+            [pair if i in mine else (0, 0) for i, pair in enumerate(pads)],
+            [n if i in mine else 1 for i, n in enumerate(spread)],
         )
+        left = tuple(0 if i in mine else low for i, (low, _) in enumerate(pads))
+        space = SpacePlan(settings, HaloOnGroup(comm, plan, ranks, 0.0), None, left)
+    return _Convolution(later, space)
 
-    def gradients(
-        self,
-        dy: Tensor,
-        window: Tensor,
-        weight: Tensor,
-        wanted: tuple[bool, bool, bool],
-        padding: tuple[int, ...] | None = None,  # noqa: ARG002
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of window, weight and bias that are wanted. Not differentiable."""
-        pads = [low for low, _ in self.padding]
-        return torch.ops.aten.convolution_backward(
-            dy, window, weight, [dy.shape[1]], self.stride, pads, self.dilation, True,
-            self.output_padding, self.groups, wanted,
-        )  # fmt: skip
+
+@lru_cache(4096)
+def _transposed_plan(
+    shape: Sequence[int],
+    cuts: tuple[tuple[int, Cut], ...],
+    places: tuple[int, ...],
+    grid: Grid | None,
+    weight: Sequence[int],
+    numbers: tuple[Any, Any, Any, int, Any],
+) -> _Convolution | None:
+    """Return the plan of a transposed convolution; see `_conv_plan`."""
+    count, kernel, groups = len(weight) - 2, tuple(weight[2:]), numbers[3]
+    names = ("stride", "padding", "output_padding", "dilation")
+    given = zip((*numbers[:3], numbers[4]), names, strict=True)
+    steps, pads, more, spread = (per_dim(value, count, name) for value, name in given)
+
+    def length(i: int, n: int) -> int:
+        return transposed_length(n, kernel[i], steps[i], pads[i], spread[i], more[i])
+
+    bounds, index, later = _cut_space(shape, cuts, places, count, length)
+    if all(len(own) == 2 for own in bounds[2:]):
+        return None
+    for dim, cut in cuts:
+        if (i := dim - len(shape) + count) < 0:
+            continue
+        for a, b in pairwise(later[dim].bounds):
+            if not transposed_window(a, b, cut.length, kernel[i], steps[i], pads[i], spread[i]):
+                raise NeedsWhole(dim, "outputs that no input reaches")
+    settings = ConvSettings(
+        weight[0], weight[1] * groups, kernel, steps, tuple((n, n) for n in pads), spread, groups,
+        "zeros", more,
+    )  # fmt: skip
+    plan = transposed_plan(settings, bounds, index)
+    comm, ranks = grid or (cuts[0][1].comm, None)
+    exchange = HaloOnGroup(comm, plan.halo, ranks, 0.0)
+    return _Convolution(later, SpacePlan(plan.settings, exchange, None, plan.padding), plan)
+
+
+def _cut_space(
+    shape: Sequence[int],
+    cuts: tuple[tuple[int, Cut], ...],
+    places: tuple[int, ...],
+    count: int,
+    length: Callable[[int, int], int],
+) -> tuple[tuple[tuple[int, ...], ...], list[int], dict[int, Cut]]:
+    """Return cuts of the input by dim, the own index, and the cuts of the result.
+
+    Batch and channels stand first; a batch is taken as one block, whoever has the others.
+    `length(i, n)` is that of the result in the i-th dim in space.
+    """
+    ahead = len(shape) - count  # dims before those in space
+    bounds: list[tuple[int, ...]] = [(0, n) for n in [1] * (2 - ahead) + list(shape)]
+    index, later = [0] * len(bounds), dict(cuts)
+    for (dim, cut), place in zip(cuts, places, strict=True):
+        i = dim - ahead
+        if i < 0:
+            continue
+        if cut.outer != 1:
+            raise NeedsWhole(dim, "the cut lies inside merged dims")
+        points = length(i, cut.length)
+        if points < cut.comm.size:
+            raise NeedsWhole(dim, f"{points} points for {cut.comm.size} ranks")
+        later[dim] = resized(cut, split_sizes(points, cut.comm.size))
+        bounds[2 + i], index[2 + i] = cut.bounds, place
+    return tuple(bounds), index, later
+
+
+def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], mine: set[int]) -> bool:
+    """Whether dims that are not cut are read whole, and padded alike on both sides."""
+    return all(
+        low == high and parts == (0, stop - start)
+        for i, ((low, high), (start, stop), parts) in enumerate(
+            zip(pads, plan.own[2:], plan.needed[2:], strict=True)
+        )
+        if i not in mine
+    )
 
 
 # -- pooling --------------------------------------------------------------------------------------
@@ -297,29 +325,35 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    count = int(func.__name__[-2])
-    pads = per_dim(padding, count, "padding")
-    over = {} if divisor_override is None else {"divisor_override": divisor_override}
-    if not any(d >= input.ndim - count for d in input.cuts):
-        local = func(
-            input.local, kernel_size, stride, padding, ceil_mode, count_include_pad, **over
-        )
-        return like(input, local)
-    if ceil_mode:
-        raise NoRule("means over windows of unlike sizes")
-    y = _pooled(func, input, kernel_size, stride, padding, 1, False, **over)
-    if count_include_pad or not any(pads) or over:
+    more = (count_include_pad, divisor_override)
+    y = _pooled(func, input, kernel_size, stride, padding, 1, ceil_mode, more)
+    if divisor_override is not None or not isinstance(y, Split):
         return y
-    # Padding was counted: each window has as many points too many as lie outside of the image.
-    kernel = per_dim(kernel_size, count, "kernel_size")
-    steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
-    for i in range(count):
-        dim, n = input.ndim - count + i, input.shape[input.ndim - count + i]
-        first = torch.arange(y.shape[dim], dtype=torch.float64) * steps[i] - pads[i]
-        inside = (first + kernel[i]).clamp(max=n) - first.clamp(min=0)
-        factor = (kernel[i] / inside).to(y.dtype).to(y.device)
+    # Where the image is cut, torch has seen windows that are full of points. Those that hang over
+    # its ends are means of fewer.
+    count = int(func.__name__[-2])
+    kernel, steps, pads, _ = _pool_numbers(count, kernel_size, stride, padding, 1)
+    for dim in y.cuts:
+        if (i := dim - y.ndim + count) < 0:
+            continue
+        points = pool_counts(0, y.shape[dim], input.shape[dim], kernel[i], steps[i], pads[i],
+                             count_include_pad)  # fmt: skip
+        if set(points) == {kernel[i]}:
+            continue
+        if not y.dtype.is_floating_point:
+            raise NoRule("means of integers over windows of unlike sizes")
+        factor = torch.tensor([kernel[i] / n for n in points], dtype=y.dtype, device=y.device)
         y = call(torch.mul, y, factor.view(-1, *[1] * (count - 1 - i)))
     return y
+
+
+def _pool_numbers(
+    count: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return kernel, stride, padding and dilation of each dim."""
+    kernel = per_dim(kernel_size, count, "kernel_size")
+    steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
+    return kernel, steps, per_dim(padding, count, "padding"), per_dim(dilation, count, "dilation")
 
 
 def _pooled(
@@ -330,64 +364,55 @@ def _pooled(
     padding: Any,
     dilation: Any,
     ceil_mode: bool,
-    **more: Any,
+    of_means: tuple[bool, int | None] | None = None,
 ) -> Tensor:
+    """Return the largest points of windows, or the means, as if no window hung over an end."""
     count = int(func.__name__[-2])
-    is_max = func.__name__.startswith("max")
-    kernel = per_dim(kernel_size, count, "kernel_size")
-    steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
-    pads, spread = list(per_dim(padding, count, "padding")), per_dim(dilation, count, "dilation")
-    cuts, wanted = dict(x.cuts), {}
-    for i in range(count):
-        dim = x.ndim - count + i
-        if dim not in x.cuts:
-            continue
-        cut, pad = without_runs(x, dim), pads[i]
-        length = output_length(cut.length, kernel[i], steps[i], (pad, pad), spread[i], ceil_mode)
-        out = resized(cut, balanced(length, x, dim, func.__name__))
-        wanted[dim] = (
-            cut,
-            [
-                window_segments(a, b, cut.length, kernel[i], steps[i], pad, pad, spread[i])
-                for a, b in zip(out.bounds, out.bounds[1:], strict=False)
-            ],
-        )
-        cuts[dim], pads[i] = out, 0
-    local = window(x, wanted, -math.inf if is_max else 0.0)
-    if is_max:
-        more["dilation"] = spread
+    numbers = *_pool_numbers(count, kernel_size, stride, padding, dilation), ceil_mode
+    fill = -math.inf if of_means is None else 0.0
+    exchange, cuts, pads = _pool_plan(x.local.shape, *_where(x, count), numbers, fill)
+    kernel, steps, _, spread, _ = numbers
     # Windows end where blocks end, so rounding up changes nothing in a cut dim.
-    more["ceil_mode"] = ceil_mode
-    if not is_max or count == 1 or local is x.local or not is_plain(local):
-        return like(x, func(local, kernel, steps, pads, **more), cuts)
-    return like(x, _Largest.apply(local, count, (kernel, steps, pads, spread, ceil_mode)), cuts)
+    last = (spread, ceil_mode) if of_means is None else (ceil_mode, *of_means)
+    settings = kernel, steps, pads, *last
+    if exchange is None or exchange.halo.is_identity:
+        return like(x, func(x.local, *settings[: 5 if count == 1 else 6]), cuts)
+    is_single = x.ndim == count + 1
+    window = HaloExchange.apply(x.local[None] if is_single else x.local, exchange)
+    if count == 1 or not is_plain(window):
+        y = func(window, *settings[: 5 if count == 1 else 6])
+    else:
+        y, _ = Pool.apply(window, f"{'max' if of_means is None else 'avg'}_pool{count}d", settings)
+    return like(x, y[0] if is_single else y, cuts)
 
 
-class _Largest(torch.autograd.Function):
-    """Largest points of windows; keeps where they are, which torch's own needs the windows for."""
+@lru_cache(4096)
+def _pool_plan(
+    shape: Sequence[int],
+    cuts: tuple[tuple[int, Cut], ...],
+    places: tuple[int, ...],
+    grid: Grid | None,
+    numbers: tuple[Any, ...],
+    fill: float,
+) -> tuple[HaloOnGroup | None, Cuts, tuple[int, ...]]:
+    """Return how windows are filled, how the result is cut, and padding that torch adds."""
+    kernel, steps, pads, spread, ceil_mode = numbers
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, settings: tuple[Any, ...]) -> Tensor:
-        """Return them."""
-        pool = F.max_pool2d if count == 2 else F.max_pool3d
-        y, indices = pool(x, *settings, return_indices=True)
-        ctx.settings, ctx.shape = (count, settings), x.shape
-        ctx.save_for_backward(indices)
-        return y
+    def length(i: int, n: int) -> int:
+        return output_length(n, kernel[i], steps[i], pads[i], spread[i], ceil_mode)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients at those places."""
-        (indices,) = ctx.saved_tensors
-        count, settings = ctx.settings
-        aten = torch.ops.aten
-        placed = (
-            aten.max_pool2d_with_indices_backward
-            if count == 2
-            else aten.max_pool3d_with_indices_backward
-        )
-        # Of the windows only the shape is read.
-        return placed(grads[0], grads[0].new_empty(ctx.shape), *settings, indices), None, None
+    bounds, index, later = _cut_space(shape, cuts, places, len(kernel), length)
+    mine = [len(own) > 2 for own in bounds[2:]]
+    if not any(mine):
+        return None, later, pads
+    k, s, p, d = (
+        [number if is_cut else other for number, is_cut in zip(each, mine, strict=True)]
+        for each, other in ((kernel, 1), (steps, 1), (pads, 0), (spread, 1))
+    )
+    plan = halo.plan(bounds, index, k, s, p, d, fill=fill, ceil_mode=ceil_mode)
+    left = tuple(0 if is_cut else p for p, is_cut in zip(pads, mine, strict=True))
+    comm, ranks = grid or (cuts[0][1].comm, None)
+    return HaloOnGroup(comm, plan, ranks, fill), later, left
 
 
 # -- padding --------------------------------------------------------------------------------------
@@ -404,7 +429,7 @@ def _pad(
     x, widths = input, list(pad)
     if func.__name__ == "constant_pad_nd":
         mode, value = "constant", mode if not isinstance(mode, str) else value
-    if mode not in _PAD_MODES:
+    if mode not in PAD_MODES:
         raise NoRule(f"mode {mode!r}")
     cuts, wanted = dict(x.cuts), {}
     for dim in x.cuts:
@@ -419,8 +444,8 @@ def _pad(
         wanted[dim] = (
             cut,
             [
-                window_segments(a, b, cut.length, 1, 1, low, high, 1, _PAD_MODES[mode])
-                for a, b in zip(out.bounds, out.bounds[1:], strict=False)
+                window_segments(a, b, cut.length, 1, 1, low, high, 1, PAD_MODES[mode])
+                for a, b in pairwise(out.bounds)
             ],
         )
         cuts[dim], widths[at], widths[at + 1] = out, 0, 0
@@ -451,9 +476,9 @@ def _interpolate(
             x.local, size, scale_factor, mode, align_corners, recompute_scale_factor, **options
         )
         return like(x, local)
-    kind = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
-    if antialias or kind not in ("nearest", "nearest-exact", "linear", "cubic"):
+    if antialias or mode not in MODES:
         raise NoRule(f"mode {mode!r}" if not antialias else "antialias")
+    kind = MODES[mode]
     scales: list[float | None] = [None] * count
     if size is not None:
         sizes = list(per_dim(size, count, "size"))
@@ -462,7 +487,7 @@ def _interpolate(
         sizes = [math.floor(n * s) for n, s in zip(x.shape[2:], given, strict=True)]
         if not recompute_scale_factor:
             scales = [float(s) for s in given]
-    cuts, rest, wanted, resample = dict(x.cuts), [], {}, {}
+    cuts, rest, wanted, taps = dict(x.cuts), list[int](), {}, dict[int, Taps]()
     for i in range(count):
         dim = 2 + i
         if dim not in x.cuts:
@@ -470,16 +495,18 @@ def _interpolate(
             continue
         cut = without_runs(x, dim)
         out = resized(cut, balanced(sizes[i], x, dim, "interpolate"))
-        numbers = (cut.length, sizes[i], kind, scales[i], bool(align_corners),
-                   x.dtype == torch.float64)  # fmt: skip
-        needed = [_needed(a, b, *numbers) for a, b in zip(out.bounds, out.bounds[1:], strict=False)]
+        options = {"scale": scales[i], "align_corners": bool(align_corners),
+                   "double": x.dtype == torch.float64}  # fmt: skip
+        needed = [resample_needed(a, b, cut.length, sizes[i], kind, **options)
+                  for a, b in pairwise(out.bounds)]  # fmt: skip
         wanted[dim] = cut, [span(a, b) for a, b in needed]
         low, high = out.bounds[cut.comm.rank : cut.comm.rank + 2]
-        resample[dim] = needed[cut.comm.rank][0], low, high, *numbers
+        start = needed[cut.comm.rank][0]
+        taps[dim] = taps_of(low, high, cut.length, sizes[i], start, kind, *options.values())
         cuts[dim] = out
     local = window(x, wanted)
-    for dim, taps in resample.items():
-        local = _resampled(local, dim, *taps)
+    for dim, own in taps.items():
+        local = own.resampled(local, dim)
     if rest:  # the dims that are whole here; those done already keep their size
         if scales[rest[0]] is not None:
             factors = [scales[i] or 1.0 if i in rest else 1.0 for i in range(count)]
@@ -488,43 +515,3 @@ def _interpolate(
             sized = [sizes[i] if i in rest else local.shape[2 + i] for i in range(count)]
             local = F.interpolate(local, sized, None, mode, align_corners)
     return like(x, local, cuts)
-
-
-@lru_cache(1024)
-def _needed(
-    low: int, high: int, n: int, m: int, kind: str, scale: float | None, corners: bool, double: bool
-) -> tuple[int, int]:
-    return resample_needed(low, high, n, m, kind, scale=scale, align_corners=corners, double=double)
-
-
-@lru_cache(1024)
-def _taps(
-    first: int, low: int, high: int, n: int, m: int, kind: str, scale: float | None,
-    corners: bool, double: bool,
-) -> tuple[tuple[Tensor, Tensor], ...]:  # fmt: skip
-    """Return, for each tap, which point of the window each output reads, and its weight."""
-    taps = [
-        resample_taps(j, n, m, kind, scale=scale, align_corners=corners, double=double)
-        for j in range(low, high)
-    ]
-    with torch.inference_mode(False):  # kept, and used where gradients are wanted
-        return tuple(
-            (
-                torch.tensor([tap.points[k] - first for tap in taps], device="cpu"),
-                torch.tensor([tap.weights[k] for tap in taps], dtype=torch.float64, device="cpu"),
-            )
-            for k in range(len(taps[0].points))
-        )
-
-
-def _resampled(x: Tensor, dim: int, first: int, low: int, high: int, *numbers: Any) -> Tensor:
-    total: Tensor | None = None
-    for index, weights in _taps(first, low, high, *numbers):
-        points = x.index_select(dim, index.to(x.device))
-        if numbers[2] not in ("nearest", "nearest-exact"):
-            shape = [-1 if d == dim else 1 for d in range(x.ndim)]
-            points = points * weights.to(x.device, x.dtype).view(shape)
-        total = points if total is None else total + points
-    if total is None:
-        raise NoRule("no outputs")
-    return total

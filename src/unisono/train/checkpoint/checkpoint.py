@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
 
 from unisono.comm import Communicator
 from unisono.comm.machine import own_card
 from unisono.errors import CheckpointError, Requeue, compress_ranks
+from unisono.expect import expect_choice
 from unisono.nn import Shard
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest, Saved
@@ -141,9 +141,8 @@ class Checkpoint:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             asked = f"Checkpoint(keep={keep!r})"
             raise CheckpointError.because(asked, "not an integer >= 1", hint="keep=3, or None")
-        if keep_best not in (None, "min", "max"):
-            asked = f"Checkpoint(keep_best={keep_best!r})"
-            raise CheckpointError.because(asked, hint='keep_best="min", or "max"')
+        if keep_best is not None:
+            expect_choice("keep_best", keep_best, ("min", "max"), error=CheckpointError)
         self._token = _shared_directory(self.comm, self.directory)
         self._cards = self.comm.all_gather_object(own_card())
         self._saves = 0
@@ -264,12 +263,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         # A rank that failed alone must not wait for the others here; its save ends all the same.
         if error is None or isinstance(error, Requeue):
             self.wait()
@@ -340,17 +334,20 @@ class Checkpoint:
         if saved is None:
             return None
         asked = f"Checkpoint.restore() of step {saved.step}, saved on {saved.manifest.ranks} ranks"
-        parts = _together(self.comm, asked, lambda: parts_to_restore(saved, objects, partial))
         same = saved.manifest.ranks == self.comm.size
-        as_rank = self.comm.rank if same else 0
-        reading = _together(self.comm, asked, lambda: Reading(saved, as_rank))
-        _together(self.comm, asked, lambda: reading.check_fits(parts))
-        trees = _together(self.comm, asked, lambda: reading.trees({**parts, _VALUES: None}))
-        before = _together(self.comm, asked, lambda: _remembered(parts))
+
+        def prepare() -> tuple[dict[str, Part], dict[str, Any], dict[str, Any]]:
+            parts = parts_to_restore(saved, objects, partial)
+            reading = Reading(saved, as_rank=self.comm.rank if same else 0)
+            reading.check_fits(parts)
+            return parts, reading.trees({**parts, _VALUES: None}), _remembered(parts)
+
+        parts, trees, before = _together(self.comm, asked, prepare)
         problem: BaseException | None = None
         try:
             for name, part in parts.items():
-                part.apply(trees[name], same_ranks=same)
+                if same or not part.of_rank:
+                    part.take(trees[name])
             if random_states:
                 self._restore_random(saved)
         except Exception as error:
@@ -432,7 +429,7 @@ def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str
     refused: list[str] = []
     for name, part in parts.items():
         try:
-            part.apply(before[name], same_ranks=True)
+            part.take(before[name])
         except Exception:
             refused.append(name)
     set_random_states(before[_RANDOM])

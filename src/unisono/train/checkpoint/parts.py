@@ -46,16 +46,23 @@ class Part:
         kind: what it is, for messages.
         capture: returns the state as a tree of plain values, tensors and `Shard`s; copies nothing.
         take: takes a state back.
+        of_rank: whether the state means something only to the same rank among equally many.
     """
 
     def __init__(
-        self, kind: str, capture: Callable[[], Any], take: Callable[[Any], object]
+        self,
+        kind: str,
+        capture: Callable[[], Any],
+        take: Callable[[Any], object],
+        *,
+        of_rank: bool = False,
     ) -> None:
         self.kind = kind
         self.capture = capture
+        self.take = take
+        self.of_rank = of_rank
         self.blocks: dict[Path, Any] = {}
         """Where tensors of the state may be cut: by path, or its beginning, one that says how."""
-        self._take = take
 
     def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
         """Return why a saved state does not fit, before anything is changed."""
@@ -67,19 +74,6 @@ class Part:
         if isinstance(like, Shard | DTensor) and shape_of(like) == tuple(shape):
             return empty_like(like)
         return None
-
-    def apply(self, tree: Any, *, same_ranks: bool) -> None:  # noqa: ARG002
-        """Take a state back; `same_ranks`: it is from this rank of equally many."""
-        self._take(tree)
-
-
-class RankPart(Part):
-    """A state that means something only to the same rank among equally many."""
-
-    def apply(self, tree: Any, *, same_ranks: bool) -> None:
-        """Give the state back, or leave things as they are."""
-        if same_ranks:
-            self._take(tree)
 
 
 class ModulePart(Part):
@@ -234,18 +228,12 @@ class NetPart(Part):
         self._net = net
 
     def _state(self) -> dict[str, Any]:
-        net = self._net
-        return {
-            "state": net.state_dict(tensors=True, running=True),
-            "lstm": net.carried_lstm_states(),
-            "history": net.lstm_histories(),
-        }
+        state = self._net.state_dict(tensors=True, running=True)
+        return {"state": state, **self._net.recurrent_state()}
 
     def _load(self, tree: dict[str, Any]) -> None:
         self._net.load_state_dict(tree["state"])
-        self._net.reset_lstm_states()
-        self._net.set_lstm_states(tree["lstm"])
-        self._net.set_lstm_histories(tree.get("history", {}))
+        self._net.set_recurrent_state(tree)
 
     def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
         """Compare layers and sizes."""
@@ -272,8 +260,11 @@ def parts_of(objects: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any
         if isinstance(value, nn.Module):
             parts[name] = ModulePart(value)
             if isinstance(value, DataParallel) and value.compression_state_dict():
-                parts[f"{name}~compression"] = RankPart(
-                    "compression", value.compression_state_dict, value.load_compression_state_dict
+                parts[f"{name}~compression"] = Part(
+                    "compression",
+                    value.compression_state_dict,
+                    value.load_compression_state_dict,
+                    of_rank=True,
                 )
     modules = {name: part for name, part in parts.items() if isinstance(part, ModulePart)}
     for name, value in objects.items():

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from unisono.comm.machine import is_card_dead
 from unisono.errors import CheckpointError
+from unisono.launch.job_files import write_private
 from unisono.launch.pool.rank import add_work, remove_work
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest
@@ -219,7 +220,8 @@ class Background:
             if order.rank == 0:
                 self.error = commit(order, self._outcomes())
             else:
-                _leave_outcome(order, self.outcome)
+                path = order.partial / f"{_OUTCOME}{order.rank}"
+                write_private(path, self.outcome.to_json().encode())
         except Exception as error:
             self.error = f"rank {order.rank}: {as_text(error)}"
 
@@ -247,10 +249,3 @@ class Background:
             if late:
                 time.sleep(_POLL_S)
         return [found[rank] for rank in range(self.order.ranks)]
-
-
-def _leave_outcome(order: Order, outcome: Outcome) -> None:
-    path = order.partial / f"{_OUTCOME}{order.rank}"
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(outcome.to_json(), encoding="utf-8")
-    partial.replace(path)

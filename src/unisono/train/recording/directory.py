@@ -47,16 +47,23 @@ def begin_run(name: str, *, has_command: bool = True, to: Sequence[str] = ()) ->
     """
     started_ns = time.time_ns()
     directory = make_run_directory(name)
-    known = run_facts(directory.name, started_ns)
-    if not has_command:
-        known["command"] = known["command"][:1]
-    if to:
-        known["to"] = list(to)
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+    known = {
+        "name": directory.name,
+        "command": words if has_command else words[:1],
+        "directory": str(Path.cwd()),
+        "started": datetime.fromtimestamp(started_ns / 1e9, UTC).isoformat(timespec="seconds"),
+        "started_ns": started_ns,
+        "machine": machine(),
+        "versions": versions(),
+        "git": git_commit(),
+        "to": list(to),
+    }
     write_json(directory / CONFIG, known)
     return str(directory), started_ns
 
 
-def make_run_directory(name: str, parent: str | Path = PARENT) -> Path:
+def make_run_directory(name: str) -> Path:
     """Make the directory of a new run and return it; `name-2`, ... where `name` is taken.
 
     A `name` with a slash in it is a path of its own. What another run wrote is never touched.
@@ -66,7 +73,7 @@ def make_run_directory(name: str, parent: str | Path = PARENT) -> Path:
         raise PlatformError.because(
             f"a run named {name!r}", "no letter or digit in it", hint='record("digits")'
         )
-    first = Path(name) if "/" in name else Path(parent, plain)
+    first = Path(name) if "/" in name else Path(PARENT, plain)
     for number in range(1, 100_000):
         path = (first if number == 1 else first.with_name(f"{first.name}-{number}")).absolute()
         try:
@@ -125,20 +132,6 @@ def check_run(directory: Path, asked: str) -> None:
             if near
             else "unisono run --record NAME script.py writes one",
         )
-
-
-def run_facts(name: str, started_ns: int) -> dict[str, Any]:
-    """Return what is the same for the whole run."""
-    return {
-        "name": name,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [],
-        "directory": str(Path.cwd()),
-        "started": datetime.fromtimestamp(started_ns / 1e9, UTC).isoformat(timespec="seconds"),
-        "started_ns": started_ns,
-        "machine": machine(),
-        "versions": versions(),
-        "git": git_commit(),
-    }
 
 
 def machine() -> dict[str, str]:

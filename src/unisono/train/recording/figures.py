@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from unisono.launch.logs import tail
 from unisono.train.recording import directory as directories
 from unisono.train.recording import reading
 from unisono.train.recording.reading import Metrics, RecordedRun, Series
@@ -24,6 +25,8 @@ SHOWN_STEPS = 9
 """Steps that can be looked at, around a typical one."""
 SHOWN_LANES = 32
 """Ranks whose lanes are shown."""
+SHOWN_CALLS = 12
+"""Rows of the table of collectives."""
 SHOWN_EVENTS = 6_000
 """Bars of a report; steps that hold more are cut."""
 _PLACE = ("rank", "host", "device", "pid", "threads", "status", "peak_mb")
@@ -219,7 +222,7 @@ def _lane(part: Part, low: float, high: float, limit: int) -> dict[str, Any]:
 # Tables.
 
 
-def call_table(parts: Sequence[Part], limit: int = 12) -> list[dict[str, Any]]:
+def call_table(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Return the collectives of all ranks summed up by operation and source line, slowest first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for part in parts:
@@ -232,7 +235,7 @@ def call_table(parts: Sequence[Part], limit: int = 12) -> list[dict[str, Any]]:
             row["bytes"] += sums["bytes"]
             row["seconds"] += sums["blocked_ns"] / 1e9
             row["wait"] += sums["wait_ns"] / 1e9
-    return sorted(rows.values(), key=lambda row: -row["seconds"])[:limit]
+    return sorted(rows.values(), key=lambda row: -row["seconds"])[:SHOWN_CALLS]
 
 
 def averaging_table(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -287,12 +290,5 @@ def fact_tables(run: RecordedRun) -> dict[str, dict[str, str]]:
 
 def log_tail(path: Path, limit: int = LOG_BYTES) -> str:
     """Return the end of a log; of a line that was written over (a progress bar), the last state."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - limit))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in tail(path, limit).split("\n"))
     return "\n".join(lines).strip("\n")

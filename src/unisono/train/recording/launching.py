@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,42 +19,71 @@ from unisono.launch.api import execute, submit_request
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stopping import signals_of_launcher
+from unisono.train.recording.directory import begin_run
 from unisono.train.recording.report import Report, conclude
 
 
 def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
     """Run a request with recording ranks, and with a page that shows them if that is wanted."""
-    if request.joins_world:
-        if watch and detect().rank == 0:
-            print("unisono: already in a world; watch is not used", file=sys.stderr)
-        return execute(in_world(request, name))
-    if watch and request.place == "inline":
-        raise PlatformError.because(
-            'unisono.run(..., on="inline", watch=True)',
-            "a run in this very process, which is busy with it",
-            hint='on="cpu", ranks=1',
-        )
-    request, directory = into_directory(request, name)
-    try:
-        results = watched(request, directory) if watch else execute(request)
-    finally:
-        write_report(directory)
-    results.report = Report(directory)
+    with recorded(request, name, watch=watch) as (request, directory):
+        results = watched(request, directory) if watch and directory else execute(request)
+    if directory is not None:
+        results.report = Report(directory)
     return results
 
 
-def in_world(
-    request: Request, name: str, *, has_command: bool = True, to: Sequence[str] = ()
-) -> Request:
-    """Return the request of ranks that somebody else started, which agree on a directory."""
-    return _calling(request, functools.partial(call_in_world, name, has_command, to))
+@contextmanager
+def recorded(
+    request: Request,
+    name: str,
+    *,
+    watch: bool = False,
+    detach: bool = False,
+    has_command: bool = True,
+    to: Sequence[str] = (),
+) -> Iterator[tuple[Request, Path | None]]:
+    """Yield the request with recording ranks and their directory; write the report at the end.
+
+    Ranks that somebody else started agree on a directory themselves: None is yielded for it.
+
+    Args:
+        request: what is to be run inside.
+        name: of the run.
+        watch: whether a page will show it.
+        detach: whether it goes on when the block has ended: the report is left to the user.
+        has_command: whether the words of the command line are kept.
+        to: trackers that get the run at its end.
+    """
+    if request.joins_world:
+        if watch and detect().rank == 0:
+            print("unisono: already in a world; watch is not used", file=sys.stderr)
+        yield _calling(request, functools.partial(call_in_world, name, has_command, to)), None
+        return
+    if watch and request.place == "inline":
+        raise PlatformError.because(
+            'unisono.run(..., on="inline") with a page that watches it',
+            "a run in this very process, which is busy with it",
+            hint='on="cpu", ranks=1',
+        )
+    directory, started_ns = begin_run(name, has_command=has_command, to=to)
+    path = Path(directory)
+    request = _calling(request, functools.partial(call_in_rank, directory, started_ns))
+    if detach:
+        yield request, path
+        print(f"unisono: unisono report {near(path)} when it has ended", file=sys.stderr)
+        return
+    try:
+        yield request, path
+    finally:
+        print(f"unisono: report in {near(conclude(path))}", file=sys.stderr)
 
 
 def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]) -> object:
-    """In a rank: call `function` with a record open."""
-    from unisono.train.recording.run import call_recorded
+    """In a rank: call `function` with a record open whose report the launcher writes."""
+    from unisono.train.recording.run import opened
 
-    return call_recorded(directory, started_ns, function)
+    with opened(Path(directory), started_ns):
+        return function()
 
 
 def call_in_world(
@@ -66,28 +96,10 @@ def call_in_world(
         return function()
 
 
-def into_directory(
-    request: Request, name: str, *, has_command: bool = True, to: Sequence[str] = ()
-) -> tuple[Request, Path]:
-    """Return the request with its ranks recording, and the directory that they write to."""
-    from unisono.train.recording.directory import begin_run
-
-    directory, started_ns = begin_run(name, has_command=has_command, to=to)
-    wrapper = functools.partial(call_in_rank, directory, started_ns)
-    return _calling(request, wrapper), Path(directory)
-
-
 def _calling(request: Request, wrapper: Callable[[Callable[[], object]], object]) -> Request:
     """Return the request with its function called by `wrapper`."""
     function = functools.partial(request.fn, *request.args, **request.kwargs)
     return replace(request, fn=functools.partial(wrapper, function), args=(), kwargs={})
-
-
-def write_report(directory: Path) -> Path:
-    """Write the report of a run that has ended, well or not, and say where it is."""
-    path = conclude(directory)
-    print(f"unisono: report in {near(path)}", file=sys.stderr)
-    return path
 
 
 def watched(request: Request, directory: Path) -> Results[Any]:

@@ -14,7 +14,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,7 +66,7 @@ class LiveView:
         self._looked_at = 0.0
         self._has_seen_end = threading.Event()
         self._token = secrets.token_urlsafe(24)
-        self._server = LocalServer(self._token, self._page, self.state)
+        self._server = _Server(self, self._token)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="unisono-watch", daemon=True
         )
@@ -103,7 +103,10 @@ class LiveView:
         parts = {part["rank"]: part for part in run.parts}
         quiet_s = {rank: self._quiet_s(run, part, now) for rank, part in parts.items()}
         running = [rank for rank, part in parts.items() if part["status"] == "running"]
-        is_quiet = any(quiet_s[rank] > _patience_s(run, rank) for rank in running)
+        patience = {
+            rank: patience_s([line["t"] for line in run.lines.get(rank, ())]) for rank in running
+        }
+        is_quiet = any(quiet_s[rank] > patience[rank] for rank in running)
         if running and status == "running" and (asks or is_quiet):
             self._ask(force=asks)
         elif not is_quiet and now - self._asked_at > 2 * ASK_EVERY_S:
@@ -119,7 +122,8 @@ class LiveView:
             "members": read_events(self._job.dir)[-40:],
             "throughput": {"unit": unit, "steps": at, "values": rates},
             "ranks": [
-                self._rank_state(run, parts[rank], quiet_s[rank]) | {"share": share.get(rank)}
+                self._rank_state(run, parts[rank], quiet_s[rank], patience.get(rank, 0.0))
+                | {"share": share.get(rank)}
                 if rank in parts
                 else {"rank": rank, "state": "pending", "step": None, "quiet_s": None}
                 for rank in range(self._ranks)
@@ -127,13 +131,12 @@ class LiveView:
         }
 
     def _rank_state(
-        self, run: RecordedRun, part: Mapping[str, Any], quiet_s: float
+        self, run: RecordedRun, part: Mapping[str, Any], quiet_s: float, patience: float
     ) -> dict[str, Any]:
         """Return what the page shows of a rank that has begun."""
         rank, state = part["rank"], part["status"]
         lines = run.lines.get(rank, ())
         if state == "running":
-            patience = _patience_s(run, rank)
             state = judge(quiet_s, patience, rank, self._stacks, has_logged=bool(lines))
         stack = self._stacks.get(rank)
         return {
@@ -167,13 +170,10 @@ class LiveView:
                 self._stacks = self._job.stacks()
                 self._asked_at = time.time()
 
-    def _page(self) -> str:
+    def page(self) -> str:
+        """Return the page, which asks for the state again and again."""
         name = directories.read_json(self._directory / directories.CONFIG).get("name", "run")
         return page(f"{name}, live", "watch.js", {"name": name, "ranks": self._ranks})
-
-
-def _patience_s(run: RecordedRun, rank: int) -> float:
-    return patience_s([line["t"] for line in run.lines.get(rank, ())[-50:]])
 
 
 def patience_s(times: Sequence[float]) -> float:
@@ -230,18 +230,14 @@ def prometheus(state: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class LocalServer(ThreadingHTTPServer):
+class _Server(ThreadingHTTPServer):
     """Answers on the loopback interface only; closing it waits for requests under way."""
 
     daemon_threads = False
 
-    def __init__(
-        self, token: str, show: Callable[[], str], state: Callable[..., dict[str, Any]]
-    ) -> None:
+    def __init__(self, view: LiveView, token: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.token = token
-        self.show = show
-        self.state = state
+        self.view, self.token = view, token
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A page that was closed while we answered is no event; anything else is told."""
@@ -266,12 +262,12 @@ class _Handler(BaseHTTPRequestHandler):
         ):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "forbidden\n")
         elif rest[0] == "state":
-            state = self.server.state(asks=query == "ask")
+            state = self.server.view.state(asks=query == "ask")
             self._answer(HTTPStatus.OK, "application/json", json.dumps(_without_nan(state)))
         elif rest[0] == "metrics":
-            self._answer(HTTPStatus.OK, "text/plain", prometheus(self.server.state()))
+            self._answer(HTTPStatus.OK, "text/plain", prometheus(self.server.view.state()))
         elif rest[0] == "":
-            self._answer(HTTPStatus.OK, "text/html", self.server.show())
+            self._answer(HTTPStatus.OK, "text/html", self.server.view.page())
         else:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "nothing here\n")
 

@@ -88,19 +88,20 @@ def build_report(directory: str | Path, *, against: Sequence[str | Path] | None 
     if against is None:
         known = directories.read_json(home / directories.CONFIG).get(_AGAINST, [])
         others = [Path(other) for other in known if (Path(other) / directories.CONFIG).is_file()]
-    return _finish(home, others)
+    return _finish(RecordedRun.read(home), others)
 
 
 def conclude(directory: Path) -> Path:
     """Make the files of a run that has ended, send it to its trackers, and return the page."""
-    path = _finish(directory)
-    send(RecordedRun.read(directory))
+    run = RecordedRun.read(directory)
+    path = _finish(run)
+    send(run)
     return path
 
 
-def _finish(directory: Path, against: Sequence[Path] = ()) -> Path:
+def _finish(run: RecordedRun, against: Sequence[Path] = ()) -> Path:
     """Make the files of a run from what its ranks have written so far, and return the page."""
-    run = RecordedRun.read(directory)
+    directory = run.directory
     known = run.config | {
         "status": run.status,
         "seconds": round(run.seconds, 3),

@@ -15,8 +15,9 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -53,6 +54,7 @@ KEPT_EVENTS = 10_000
 """Collectives of a rank that are kept in full, in small worlds; sums are over all."""
 KEPT_IN_WORLD = 200_000
 """The same, of all ranks together."""
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class SummingRecorder(Recorder):
@@ -117,7 +119,7 @@ class OutputCopy:
     """Copies `sys.stdout` and `sys.stderr` to a file until closed."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(path, _APPEND, 0o666)
         self._before = sys.stdout, sys.stderr
         self._mine = tuple(_Tee(stream, self._fd) for stream in self._before)
         sys.stdout, sys.stderr = self._mine
@@ -150,7 +152,7 @@ class Run:
         self.rank, self._size = _place()
         self.recorder = SummingRecorder(before, self._size)
         self.costs = CostLedger()
-        self._zero_ns = _zero_of_run(started_ns)
+        self._zero_ns = _zero_of_run(started_ns, self.rank, self._size)
         self._attempt = int(os.environ.get("UNISONO_RESTART", "0"))
         self._buffer: list[tuple[int, int, int, int, dict[str, Any]]] = []
         self._flushed_ns = 0
@@ -163,11 +165,7 @@ class Run:
         self._layouts: list[dict[str, Any]] = []
         self._config: dict[str, Any] = {}
         self._to: set[str] = set()
-        self._lines = os.open(
-            directories.rank_file(directory, self.rank, "jsonl"),
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o666,
-        )
+        self._lines = os.open(directories.rank_file(directory, self.rank, "jsonl"), _APPEND, 0o666)
         self._output = OutputCopy(directories.rank_file(directory, self.rank, "log"))
         self._began_ns = time.perf_counter_ns()
         self._hook = register_optimizer_step_post_hook(self._mark_step)
@@ -312,12 +310,8 @@ class Run:
             "sums": self.recorder.sums(),
             "averaging": self.costs.rows(),
             "events": [
-                {
-                    **{name: getattr(event, name) for name in _EVENT_FIELDS},
-                    "t_start": event.t_start - self._zero_ns,
-                    "t_end": event.t_end - self._zero_ns,
-                }
-                for event in self.recorder.events
+                asdict(e) | {"t_start": e.t_start - self._zero_ns, "t_end": e.t_end - self._zero_ns}
+                for e in self.recorder.events
             ],
             "spans": [[n, a - self._zero_ns, b - self._zero_ns] for n, a, b in self._spans],
             "mark_count": self._mark_count,
@@ -326,12 +320,6 @@ class Run:
             "config": {name: _plain(value) for name, value in self._config.items()},
             "to": sorted(self._to),
         }
-
-
-_EVENT_FIELDS = (
-    *("op", "algorithm", "group", "rank", "number", "sent", "received", "dtype"),
-    *("wait_ns", "is_async", "site"),
-)
 
 
 def _place() -> tuple[int, int]:
@@ -398,7 +386,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
 
 
-def _zero_of_run(started_ns: int) -> int:
+def _zero_of_run(started_ns: int, rank: int, size: int) -> int:
     """Return the reading of this process's `perf_counter_ns` at the moment the run began.
 
     Ranks of one host share that counter. Over several hosts it is collective over the world: rank 0
@@ -406,14 +394,13 @@ def _zero_of_run(started_ns: int) -> int:
 
     Args:
         started_ns: the moment, as `time.time_ns` of the host that began the run.
+        rank: this rank.
+        size: number of ranks.
     """
     own = time.perf_counter_ns() - (time.time_ns() - started_ns)
-    whole, environment = store_of_world(), detect()
-    if whole is None or environment.nodes == 1:
+    whole = store_of_world()
+    if whole is None or detect().nodes == 1:
         return own
-    rank, size = environment.rank, environment.size
-    if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore("unisono/record", whole)
     store = PrefixStore(str((store.add("round", 1) - 1) // size), store)
     if rank == 0:
@@ -510,7 +497,7 @@ def _recording(
         raise made or UnisonoError(f"record({name!r}) found no directory")
     directory = Path(made[0])
     try:
-        with _opened(directory, made[1]) as run:
+        with opened(directory, made[1]) as run:
             run.note_config(config, to)
             yield run
         comm.barrier()  # the parts of all ranks are there
@@ -519,14 +506,8 @@ def _recording(
             conclude(directory)
 
 
-def call_recorded(directory: str, started_ns: int, function: Callable[[], object]) -> object:
-    """In a rank: call `function` with a record open whose report the launcher writes."""
-    with _opened(Path(directory), started_ns):
-        return function()
-
-
 @contextmanager
-def _opened(directory: Path, started_ns: int) -> Iterator[Run]:
+def opened(directory: Path, started_ns: int) -> Iterator[Run]:
     """Let everything inside be written down by a `Run`, which is closed however it ends."""
     global _active
     run = _active = Run(directory, started_ns, tracing.recorder)
