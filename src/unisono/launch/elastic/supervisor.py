@@ -95,6 +95,7 @@ class ElasticRanks(LocalRanks):
     def resize(self, ranks: int) -> None:
         """Have another number of ranks from the next step on; only in the supervising thread."""
         ranks = max(self._elastic.least, min(ranks, self._elastic.most))
+        self.coordinator.reached = self.hub.step
         self.coordinator.resize(ranks + self.hub.guests)
         self.hub.deliver()
         self._say(f"resized to {ranks} ranks")
@@ -114,7 +115,7 @@ class ElasticRanks(LocalRanks):
         if not self._is_growing:
             return super().wait(timeout_s)
         is_news = super().wait(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
-        self._look_after()
+        self._look_after(is_news=is_news)
         self._is_growing = self._is_growing and not self.is_bad()
         return is_news
 
@@ -143,7 +144,7 @@ class ElasticRanks(LocalRanks):
             )
         super().stop(reason)
 
-    def _look_after(self) -> None:
+    def _look_after(self, *, is_news: bool) -> None:
         if self.coordinator.error is not None:
             # A rank that fails leaves its loop, too; then its own error says more.
             self._is_growing = False
@@ -159,7 +160,8 @@ class ElasticRanks(LocalRanks):
             )
         self._bury()
         self._part_with_retired()
-        self._bring_to_size()
+        if not (is_news and self.coordinator.phase == "holding"):
+            self._bring_to_size()  # which takes a while: members that stand still come first
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             self._heed_resize()
@@ -249,7 +251,7 @@ class ElasticRanks(LocalRanks):
         for number, quiet_s in self.hub.late(self._stall_s).items():
             if (seat := self.hub.seats.get(number)) is not None:
                 self._say(f"rank {seat.rank} on {seat.host} is ended: quiet for {quiet_s:.0f} s")
-                self.hub.expel(number)
+                self.hub.dismiss(number, is_late=True)
                 for rank in self._ranks:
                     if seat.is_near and rank.pid == seat.pid:
                         rank.signal_group(signal.SIGKILL)
