@@ -6,6 +6,7 @@ the same for commands in which others start python: mpiexec, torchrun, a process
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import shlex
@@ -25,6 +26,27 @@ import pytest
 from unisono.launch.pool.client import ForkedProcess, WarmServer
 
 _COMMAND = Path(__file__).with_name("warm_python.py")
+_LONG = (
+    "cli/test_demo.py",
+    "compat/test_heat.py",
+    "core/test_faults.py",
+    "core/test_sanitizers.py",
+    "core/test_wheel.py",
+    "engines/test_mpi.py",
+    "examples/test_examples.py",
+    "graph_parallel/test_split_potential.py",
+    "hosts/test_elastic_hosts.py",
+    "hosts/test_ssh_hosts.py",
+    "launch/test_failures.py",
+    "launch/test_interrupts.py",
+    "launch/test_mpi.py",
+    "launch/test_ray.py",
+    "launch/test_run.py",
+    "launch/test_warm.py",
+    "split_tensors/test_networks.py",
+    "exact/test_exact.py",
+    "/slurm/",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,7 +54,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Deal out whole files (`pytest -n 2`); all that share the SLURM cluster go to one process.
 
     So do those of `testing/`: their sessions in the background are no leak of other tests then.
-    And those of `quality/`: what has many tests begins first, and one of these takes a minute.
+    And those of `quality/`: what has many tests begins first, and one of these takes a minute. So
+    do files that take long for the number of their tests: at the end, one process would wait.
     """
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
@@ -41,6 +64,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             file = nodeid.partition("::")[0]
             together = ("/slurm/", "tests/testing/", "tests/quality/")
             return next((part for part in together if part in file), file)
+
+        def schedule(self) -> None:
+            super().schedule()
+            for scope in [scope for scope in self.workqueue if scope.endswith(_LONG)]:
+                self.workqueue.move_to_end(scope, last=False)
 
     return Files(config, log)
 
@@ -51,12 +79,21 @@ def pytest_configure(config: pytest.Config) -> None:
     Bytecode is written as Python does by itself, whatever the environment says: hundreds of
     interpreters would else compile the package anew, a second each.
     """
+    gc.disable()  # until all is collected, which is kept
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if hasattr(config, "workerinput"):
         folder = tempfile.mkdtemp(prefix="tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave what the test modules have loaded, which lasts, out of every later `gc.collect()`."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 class Interpreter:
@@ -108,7 +145,7 @@ class Interpreter:
         request = {
             "words": list(words),
             "cwd": str(cwd),
-            "env": {**env, "TMPDIR": str(cwd)},
+            "env": {**env, "TMPDIR": str(cwd), "WARM_PYTHON": self.python},
             "unload": unload,
         }
         launcher, serving = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -178,6 +215,13 @@ def interpreter() -> Iterator[Interpreter]:
 def warm_python(interpreter: Interpreter) -> str:
     """`interpreter.python`, for tests of which loading torch is no part."""
     return interpreter.python
+
+
+@pytest.fixture
+def forked_python(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`warm_python`, and what its processes start by `sys.executable` are forks, too."""
+    monkeypatch.setenv("WARM_PYTHON", warm_python)
+    return warm_python
 
 
 @pytest.fixture(scope="session")

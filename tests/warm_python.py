@@ -2,8 +2,8 @@
 
 The process that runs is a fork of the warm interpreter (`warm_script.py`), which gets our
 descriptors, variables, directory and namespaces. This one passes signals on and ends as it ends.
-What it cannot express, another PYTHONPATH than SEARCH_PATH, and any trouble, is left to the real
-PYTHON.
+What it cannot express, a PYTHONPATH without all of SEARCH_PATH, and any trouble, is left to the
+real PYTHON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def ask(path: str, request: dict[str, object]) -> socket.socket:
     listed = os.listdir("/proc/self/fd")  # noqa: PTH208  pathlib takes longer than all of this
     targets = [fd for fd in map(int, listed) if _is_open(fd)]  # the listing itself is closed
     spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
-    request |= {"cwd": os.getcwd(), "env": dict(os.environ), "targets": targets}  # noqa: PTH109
+    here = os.getcwd()  # noqa: PTH109
+    request |= {"cwd": here, "env": dict(os.environ), "targets": targets, "pid": os.getpid()}
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(path)
     socket.send_fds(line, [json.dumps(request).encode()], [*targets, *spaces])
@@ -54,8 +55,13 @@ def _is_open(fd: int) -> bool:
 def main() -> None:
     """Be the process, as far as anybody outside can tell."""
     path, python, search_path, *words = sys.argv[1:]
-    is_like_it = os.environ.get("PYTHONPATH", "") == search_path
-    request = understood(words) if is_like_it else None
+    known, wanted = (
+        text.split(os.pathsep) if text else []
+        for text in (search_path, os.environ.get("PYTHONPATH", ""))
+    )
+    request = understood(words) if set(known) <= set(wanted) else None
+    if request is not None:
+        request["more_path"] = [entry for entry in wanted if entry not in known]
     try:
         line = None if request is None else ask(path, request)
     except OSError:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +27,6 @@ from unisono.bayes import (
     manual_seed,
 )
 from unisono.comm import trace, world
-from unisono.comm.engines import mpi
 from unisono.errors import CollectiveMismatch, PlatformError, RankFailed
 
 AUTO = DDPConfig([], backend="auto")
@@ -369,23 +365,16 @@ def launched(tmp_path, *command):
     return {path.stem: path.read_text() for path in tmp_path.glob("*[01].txt")}
 
 
-def test_a_script_runs_under_unisono_run(tmp_path):
-    command = [sys.executable, "-m", "unisono", "run", "--ranks", "2", "train.py", "--", "auto"]
+def test_a_script_runs_under_unisono_run(forked_python, tmp_path):
+    command = [forked_python, "-m", "unisono", "run", "--ranks", "2", "train.py", "--", "auto"]
     found = launched(tmp_path, *command)
     assert found == {"auto0": "agreed 0 2 shm", "auto1": "agreed 1 2 shm"}
 
 
 @pytest.fixture(scope="module")
-def under_mpiexec(tmp_path_factory):
+def under_mpiexec(mpiexec, warm_python, tmp_path_factory):
     """What each rank of one MPI job said of each backend."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    why = mpi.unavailable() or ("mpiexec is not installed" if mpiexec is None else None)
-    if why is not None:
-        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
-        pytest.skip(why)
-    words = [mpiexec, "-n", "2", sys.executable, "train.py", "mpi", "auto"]
+    words = [mpiexec, "-n", "2", warm_python, "train.py", "mpi", "auto"]
     return launched(tmp_path_factory.mktemp("mpi"), *words)
 
 

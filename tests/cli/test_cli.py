@@ -38,11 +38,11 @@ sys.exit(0)
 """
 
 
-def unisono_command(*words, cwd):
+def unisono_command(python, *words, cwd):
     """Run the installed command as a user does."""
     env = {**os.environ, "TMPDIR": str(cwd)}
     return subprocess.run(
-        [sys.executable, "-m", "unisono", *words],
+        [python, "-m", "unisono", *words],
         cwd=cwd,
         env=env,
         capture_output=True,
@@ -58,8 +58,10 @@ def script(tmp_path):
     return tmp_path
 
 
-def test_a_script_runs_as_main_on_every_rank(script):
-    done = unisono_command("run", "--ranks", "2", "work.py", "--", "--lr", "0.1", cwd=script)
+def test_a_script_runs_as_main_on_every_rank(forked_python, script):
+    done = unisono_command(
+        forked_python, "run", "--ranks", "2", "work.py", "--", "--lr", "0.1", cwd=script
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[0] rank 0 of 2 ['--lr', '0.1'] __main__",
@@ -380,13 +382,15 @@ def test_messages_speak_the_words_of_the_command_line(message, typed):
     assert as_typed(message) == typed
 
 
-def test_a_detached_job_is_found_followed_and_cancelled(tmp_path, monkeypatch, capsys):
+def test_a_detached_job_is_found_followed_and_cancelled(
+    forked_python, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "work.py").write_text(
         "import time, unisono\nprint('at', unisono.world().rank, flush=True)\ntime.sleep(600)\n"
     )
     # Two dashes in front of the script are as good as none.
     words = ("run", "--ranks", "2", "--detach", "--logs", "elsewhere", "--", "work.py")
-    started = unisono_command(*words, cwd=tmp_path)
+    started = unisono_command(forked_python, *words, cwd=tmp_path)
     assert started.returncode == 0, started.stderr
     job = started.stdout.strip()
     assert job.startswith("work-")

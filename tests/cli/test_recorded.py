@@ -79,11 +79,11 @@ def test_a_run_that_failed_has_a_report_too(interpreter, script):
     assert "KeyError: 'missing'" in (run / "rank-1.log").read_text()
 
 
-def test_ranks_that_torchrun_started_agree_on_one_directory(warm_python, script):
+def test_ranks_that_torchrun_started_agree_on_one_directory(forked_python, script):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ours = ["-m", "unisono", "run", "--record", "joined", "work.py"]
     done = subprocess.run(
-        [warm_python, *launch, *ours], cwd=script, capture_output=True, text=True, timeout=100
+        [forked_python, *launch, *ours], cwd=script, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (script / "runs").iterdir()] == ["joined"]

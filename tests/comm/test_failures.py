@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.waiting import answered, wait_until_answered
 
 from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world
@@ -17,11 +18,11 @@ from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoE
 
 
 @pytest.mark.ranks(3)
-def test_a_deadline_names_the_missing_rank_and_shows_its_stack():
+def test_a_deadline_names_the_missing_rank_and_shows_its_stack(tmp_path):
     comm = world()
 
     def absent_minded():
-        time.sleep(4.5)
+        wait_until_answered(tmp_path, 0, 2)
 
     if comm.rank == 1:
         for _ in range(3):  # it has made more calls than the others, but not this one
@@ -31,7 +32,7 @@ def test_a_deadline_names_the_missing_rank_and_shows_its_stack():
     for _ in range(3 if comm.rank == 2 else 0):
         comm.recv(torch.ones(1), 1)
     with pytest.raises(RankTimeout) as caught:
-        comm.all_reduce(torch.ones(2), timeout_s=1.0)
+        comm.all_reduce(torch.ones(2), timeout_s=0.5)
     assert caught.value.missing == (1,)
     assert "absent_minded" in caught.value.stacks[1]
     assert "not arrived: rank 1" in str(caught.value)
@@ -40,7 +41,8 @@ def test_a_deadline_names_the_missing_rank_and_shows_its_stack():
     assert tells_of_another(caught.value)
     with pytest.raises(UnisonoError, match="no longer usable"):
         comm.barrier()
-    time.sleep(1.0)
+    answered(tmp_path)
+    wait_until_answered(tmp_path, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +65,12 @@ def test_only_what_comm_and_torch_raise_tells_of_another_rank(error, is_news):
 def test_a_late_rank_is_not_a_failure():
     comm = world()
     if comm.rank:
-        time.sleep(1.3)
+        time.sleep(1.1)  # longer than the watchdog between two looks
     assert comm.all_reduce(torch.ones(1), timeout_s=10.0).item() == 2
 
 
 @pytest.mark.ranks(3)
-def test_a_posted_failure_reaches_ranks_that_wait():
+def test_a_posted_failure_reaches_ranks_that_wait(tmp_path):
     comm = world()
     comm.barrier()
     if comm.rank == 2:
@@ -76,13 +78,14 @@ def test_a_posted_failure_reaches_ranks_that_wait():
             raise ZeroDivisionError("in the third rank")
         except ZeroDivisionError as error:
             post_failure(error)
-        time.sleep(3)
+        wait_until_answered(tmp_path, 0, 1)
         return
     started = time.monotonic()
     with pytest.raises(
         RankFailed, match=r"rank 2 of 3.*ZeroDivisionError: in the third rank"
     ) as got:
         comm.all_reduce(torch.ones(1), timeout_s=15.0)
+    answered(tmp_path)
     assert time.monotonic() - started < 3
     assert got.value.rank == 2
     assert "test_failures.py" in got.value.traceback
@@ -181,7 +184,7 @@ def test_shapes_that_disagree_end_in_an_error_that_names_the_mismatch(
     monkeypatch.setenv("UNISONO_BACKEND", backend)
 
     def disagree():
-        comm = world().with_timeout(5.0)
+        comm = world().with_timeout(2.0)
         comm.all_reduce(torch.ones(2 + 100_000 * comm.rank))
         comm.barrier()
 
@@ -233,13 +236,14 @@ def test_check_mode_marks_the_odd_one_out():
 
 
 @pytest.mark.ranks(2)
-def test_check_mode_reports_a_rank_that_makes_no_call():
+def test_check_mode_reports_a_rank_that_makes_no_call(tmp_path):
     comm = world()
     if comm.rank == 0:
         with check(), pytest.raises(RankTimeout, match="not arrived: rank 1"):
-            comm.all_reduce(torch.ones(1), timeout_s=1.0)
+            comm.all_reduce(torch.ones(1), timeout_s=0.5)
+        answered(tmp_path)
     else:
-        time.sleep(3.5)
+        wait_until_answered(tmp_path, 0)
 
 
 @pytest.mark.ranks(2)

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.waiting import answered, wait_until_answered
 
 from unisono.comm import check, close_world, post_failure, posted_failure, trace, world
 from unisono.comm.call import thread_stacks
@@ -22,8 +23,8 @@ both = pytest.mark.ranks(2, backend=["gloo", "shm"])
 on_shm = pytest.mark.ranks(2, backend="shm")
 
 
-def absent_minded(seconds):
-    time.sleep(seconds)
+def absent_minded(folder):
+    wait_until_answered(folder, 0)
 
 
 def watchdogs():
@@ -31,12 +32,12 @@ def watchdogs():
 
 
 @on_shm
-def test_two_ranks_that_both_wait_for_a_message_blame_no_failure():
+def test_two_ranks_that_both_wait_for_a_message_blame_no_failure(tmp_path):
     """The one whose deadline passes first must not make the other a failed rank."""
     comm = world()
     other = 1 - comm.rank
     with pytest.raises(RankTimeout) as caught:
-        comm.recv(((2,), torch.float32), other, timeout_s=1.0 + comm.rank)
+        comm.recv(((2,), torch.float32), other, timeout_s=0.5 + comm.rank)
     text = str(caught.value)
     assert caught.value.missing == (other,)
     assert f"no message came from: rank {other}" in text
@@ -44,23 +45,25 @@ def test_two_ranks_that_both_wait_for_a_message_blame_no_failure():
     assert f"HINT: this rank and rank {other} wait for a message of each other" in text
     if comm.rank == 1:  # ends with the other, not a second later
         assert "rank 0 waited for this rank and has given up" in text
-    time.sleep(1.5)  # until the other has its answer
+    answered(tmp_path)
+    wait_until_answered(tmp_path, 0, 1)
 
 
 @pytest.mark.ranks(3, backend=["gloo", "shm"])
-def test_a_group_asked_for_in_different_orders_is_explained():
+def test_a_group_asked_for_in_different_orders_is_explained(tmp_path):
     comm = world()
     if comm.rank == 2:
-        time.sleep(6.0)
+        wait_until_answered(tmp_path, 0, 1)
         return
     mine, theirs = ([0, 1], [1, 0])[:: 1 - 2 * comm.rank]
     with pytest.raises(RankTimeout) as caught:
-        comm.with_timeout(1.5).sub(mine)
+        comm.with_timeout(0.5).sub(mine)
     text = str(caught.value)
     assert f"new_group(ranks {mine})" in text
     assert f"rank {1 - comm.rank}: latest collective new_group(ranks {theirs})" in text
     assert "HINT: ranks are making different groups" in text
-    time.sleep(2.0)
+    answered(tmp_path)
+    wait_until_answered(tmp_path, 0, 1)
 
 
 @both
@@ -72,14 +75,15 @@ def test_the_deadline_of_making_a_group_is_not_that_of_its_calls():
 
 
 @on_shm
-def test_check_mode_on_one_rank_only_is_explained_on_both():
+def test_check_mode_on_one_rank_only_is_explained_on_both(tmp_path):
     comm = world()
     with check(comm.rank == 0), pytest.raises(RankTimeout) as caught:
-        comm.all_reduce(torch.ones(2), timeout_s=1.0)
+        comm.all_reduce(torch.ones(2), timeout_s=0.5)
     here, there = ("'on'", "'off'")[:: 1 - 2 * comm.rank]
     expected = f"check mode is {here} here and {there} on rank {1 - comm.rank}"
     assert expected in str(caught.value)
-    time.sleep(2.0)
+    answered(tmp_path)
+    wait_until_answered(tmp_path, 0, 1)
 
 
 @pytest.mark.ranks(3, backend=["gloo", "shm"])
@@ -105,22 +109,21 @@ def test_unequal_requires_grad_is_listed_for_each_rank():
 
 
 @on_shm
-def test_calls_of_torch_that_time_out_tell_who_is_missing_and_where():
+def test_calls_of_torch_that_time_out_tell_who_is_missing_and_where(tmp_path):
     group = dist.new_group(backend="shm", timeout=timedelta(seconds=20))
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
     second = dist.new_group(backend="shm", timeout=timedelta(seconds=20))
     third = dist.new_group(backend="shm", timeout=timedelta(seconds=20))
     dist.barrier(group=second)
     if dist.get_rank() == 1:
-        absent_minded(10.0)
+        absent_minded(tmp_path)
         return
-    group.set_timeout(timedelta(seconds=1))
-    second.set_timeout(timedelta(seconds=1))
+    for each in (group, second, third):
+        each.set_timeout(timedelta(seconds=0.5))
     with pytest.raises(RankTimeout) as caught:
         dist.all_reduce(torch.ones(2), group=second)
     assert caught.value.missing == (1,)
     assert "absent_minded" in caught.value.stacks[1]
-    third.set_timeout(timedelta(seconds=1))
     with pytest.raises(RankTimeout, match=r"recv\(from 1\) on .*\n.*no message came") as caught:
         dist.recv(torch.empty(2), 1, group=third)
     assert "absent_minded" in caught.value.stacks[1]
@@ -128,16 +131,18 @@ def test_calls_of_torch_that_time_out_tell_who_is_missing_and_where():
         model(torch.ones(1, 2)).sum().backward()
     assert "absent_minded" in str(caught.value)
     assert "test_reports.py" in str(caught.value).splitlines()[0]  # the call, in another thread
+    answered(tmp_path)
 
 
 @on_shm
-def test_a_wait_for_a_shared_buffer_ends_at_the_communicators_deadline():
-    comm = world().with_timeout(1.0)
+def test_a_wait_for_a_shared_buffer_ends_at_the_communicators_deadline(tmp_path):
+    comm = world().with_timeout(0.5)
     if comm.rank == 0:
-        with pytest.raises(RankTimeout, match=r"shared_buffer.*timed out after 1 s"):
+        with pytest.raises(RankTimeout, match=r"shared_buffer.*timed out after 0.5 s"):
             comm.shared_buffer((4,))
+        answered(tmp_path)
     else:
-        absent_minded(3.5)
+        absent_minded(tmp_path)
 
 
 @on_shm
@@ -145,17 +150,17 @@ def test_the_trace_of_a_verb_counts_the_time_spent_waiting_for_the_others():
     comm = world()
     with trace() as t:
         if comm.rank == 1:
-            absent_minded(0.3)
+            time.sleep(0.3)
         comm.all_reduce(torch.ones(2))
         if comm.rank == 1:
-            absent_minded(0.3)
+            time.sleep(0.3)
             comm.send(torch.ones(2), 0)
         else:
             comm.recv(((2,), torch.float32), 1)
             time.sleep(0.2)
         pending = comm.start.all_reduce(torch.ones(2))
         if comm.rank == 1:
-            absent_minded(0.2)
+            time.sleep(0.2)
         pending.wait()
     first, message, later = t.events
     if comm.rank == 0:
@@ -217,18 +222,19 @@ def test_stacks_show_the_users_frames_first_and_no_threads_of_libraries():
 
 
 @both
-def test_a_world_in_which_a_rank_failed_is_left_without_waiting_for_it():
+def test_a_world_in_which_a_rank_failed_is_left_without_waiting_for_it(tmp_path):
     comm = world()
     comm.barrier()
     if comm.rank == 1:
         post_failure(ValueError("a bug"))
-        time.sleep(2.5)  # and does not come to the end of the world for long
+        wait_until_answered(tmp_path, 0)  # and does not come to the end of the world before
         close_world()
         return
     time.sleep(0.3)
     began = time.monotonic()
     close_world()
     assert time.monotonic() - began < 2.2
+    answered(tmp_path, 0)
     assert posted_failure() is None  # the world is over: nothing is asked, nothing started
     assert not watchdogs()
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -152,7 +151,7 @@ comm._comm.barrier()
 """
 
 
-def _ranks(tmp_path: Path, **more: str) -> list[str]:
+def _ranks(python: str, tmp_path: Path, **more: str) -> list[str]:
     """Start two ranks as a launcher does that knows nothing of us; return what they print."""
     probe = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     script = tmp_path / "script.py"
@@ -172,7 +171,7 @@ def _ranks(tmp_path: Path, **more: str) -> list[str]:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script)],
+            [python, str(script)],
             env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -183,8 +182,8 @@ def _ranks(tmp_path: Path, **more: str) -> list[str]:
     return [rank.communicate(timeout=120)[0] for rank in ranks]
 
 
-def test_ranks_of_another_launcher_share_a_private_file_of_their_user(tmp_path):
-    for output in _ranks(tmp_path):
+def test_ranks_of_another_launcher_share_a_private_file_of_their_user(warm_python, tmp_path):
+    for output in _ranks(warm_python, tmp_path):
         assert "objects [0, 1] False" in output, output
     path = tmp_path / "state" / "unisono" / "key"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -192,11 +191,11 @@ def test_ranks_of_another_launcher_share_a_private_file_of_their_user(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["key"]
 
 
-def test_ranks_with_different_keys_do_not_take_objects_and_all_say_why(tmp_path):
+def test_ranks_with_different_keys_do_not_take_objects_and_all_say_why(warm_python, tmp_path):
     other = tmp_path / "other"
     other.write_text("0123456789abcdef" * 4)
     other.chmod(0o600)
-    for output in _ranks(tmp_path, OTHER=str(other)):
+    for output in _ranks(warm_python, tmp_path, OTHER=str(other)):
         assert "refused:" in output, output
         assert "holds another key" in output
         assert "UNISONO_KEY_FILE=FILE" in output

@@ -9,12 +9,12 @@ import pytest
 
 
 @pytest.fixture
-def printed_by(warm_python, tmp_path):
+def printed_by(forked_python, tmp_path):
     """Return a function that runs a script, behind other words, and returns what it printed."""
 
     def run(script, *before, **environment):
         done = subprocess.run(
-            [*before, warm_python, str(script)],
+            [*before, forked_python, str(script)],
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdin=subprocess.DEVNULL,

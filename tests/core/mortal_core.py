@@ -49,7 +49,8 @@ def message(engine: ShmEngine, how: dict[str, Any], n: int) -> object:
 KERNELS: dict[str, Kernel] = {
     "barrier": lambda e, how: e.barrier(**how),
     "small all_reduce": lambda e, how: e.all_reduce_(torch.ones(10), "sum", **how),
-    "large all_reduce": lambda e, how: e.all_reduce_(torch.ones(4 * N), "sum", **how),
+    # More chunks than the four halves of its slots.
+    "large all_reduce": lambda e, how: e.all_reduce_(torch.ones(2 * N), "sum", **how),
     "placed all_reduce": lambda e, how: e.all_reduce_(placed_rows(e, how)[0], "sum", **how),
     "reduce": lambda e, how: e.reduce_(torch.ones(N), 0, "sum", **how),
     "broadcast": lambda e, how: e.broadcast_(torch.ones(2 * N), 1, **how),
@@ -122,13 +123,20 @@ def fork_world(request: dict[str, Any], step: int) -> list[tuple[int, int, int]]
     return ranks
 
 
+def speaks(pid: int, report: int) -> bool:
+    """Whether a rank has something to say, or has ended; one that was stopped has not."""
+    while not select.select([report], [], [], 0.02)[0]:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return False
+    return True
+
+
 def end_world(victim: int, ranks: list[tuple[int, int, int]]) -> list[dict[str, Any] | None]:
     """Collect what the survivors say, then what the victim says if it has not been hit."""
     found: list[dict[str, Any] | None] = [None] * SIZE
     for rank in sorted(range(SIZE), key=lambda rank: rank == victim):
         pid, _, report = ranks[rank]
-        # A victim that has been stopped says nothing; the others have ended by now.
-        if rank != victim or select.select([report], [], [], 0.2)[0]:
+        if rank != victim or speaks(pid, report):  # the others have ended by now
             text = os.read(report, 1 << 16)
             found[rank] = json.loads(text) if text else None
         os.close(report)

@@ -8,13 +8,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.graph_parallel.potentials import crystal
+from tests.waiting import is_running
 from torch import nn
 
 from unisono import graph_parallel as gp
@@ -198,13 +198,6 @@ def test_a_rank_that_dies_is_one_error_and_ranks_end_with_the_calculator():
     atoms.calc = None
     gc.collect()
     assert not any(is_running(pid) for pid in pids)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_without_ase_the_error_says_what_to_install(monkeypatch):

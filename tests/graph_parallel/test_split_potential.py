@@ -18,6 +18,7 @@ from unisono import graph_parallel as gp
 from unisono.comm import world
 from unisono.errors import PartitionError
 from unisono.graph_parallel import GraphPartition
+from unisono.testing import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # e3nn scripts its code
 
@@ -73,10 +74,21 @@ def compare(model, atoms, size, wanted):
     return split
 
 
+@pytest.fixture(scope="module")
+def ranks_with_mace(rank_pool):
+    """Ranks forked from a process that has loaded MACE, which takes a while."""
+    with RankPool(preload=["mace.data", "mace.modules", "mace.tools"]) as pool:
+        pool.by_value = rank_pool.by_value
+        yield pool
+
+
 @needs_mace
 @pytest.mark.timeout(300)
-@pytest.mark.ranks(4, timeout=240)
-def test_energy_forces_stress_and_a_loss_on_all_of_them_equal_plain_mace():
+def test_energy_forces_stress_and_a_loss_on_all_of_them_equal_plain_mace(ranks_with_mace):
+    ranks_with_mace.run(compare_all, world=4, timeout=240)
+
+
+def compare_all():
     rank = world().rank
     model = mace_model()
     block = crystal(3)
@@ -98,20 +110,21 @@ def test_energy_forces_stress_and_a_loss_on_all_of_them_equal_plain_mace():
 
 @needs_mace
 @pytest.mark.timeout(300)
-@pytest.mark.ranks(4, timeout=240)
-def test_other_kinds_of_mace_are_split_as_well():
-    if world().rank < 2:
-        kinds = "RealAgnosticDensityResidualInteractionBlock"
-        rich = mace_model(
-            "MACE",
-            interaction_cls=kinds,
-            interaction_cls_first="RealAgnosticResidualInteractionBlock",
-            pair_repulsion=True,
-            distance_transform="Agnesi",
-            num_interactions=3,
-        )
-        atoms = crystal((2, 2, 1))
-        compare(rich, atoms, 2, plain(rich, atoms))
+def test_other_kinds_of_mace_are_split_as_well(ranks_with_mace):
+    ranks_with_mace.run(compare_rich, world=2, timeout=240)
+
+
+def compare_rich():
+    rich = mace_model(
+        "MACE",
+        interaction_cls="RealAgnosticDensityResidualInteractionBlock",
+        interaction_cls_first="RealAgnosticResidualInteractionBlock",
+        pair_repulsion=True,
+        distance_transform="Agnesi",
+        num_interactions=3,
+    )
+    atoms = crystal((2, 2, 1))
+    compare(rich, atoms, 2, plain(rich, atoms))
 
 
 @pytest.mark.skipif(find_spec("torch_geometric") is None, reason="no torch_geometric here")

@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 SERVER = """
 Port 2222
@@ -119,13 +119,6 @@ def by_ssh(lab, interpreter, tmp_path_factory):
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
         lab.finish(servers)
-
-
-def wait_until(condition, seconds=40.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def ranks_at_work(folder):

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -76,9 +75,10 @@ def tell(queue):
     queue.put((unisono.world().rank, unisono.world().size))
 
 
-def test_a_child_of_a_rank_is_a_world_of_one():
+def test_a_child_of_a_rank_is_a_world_of_one(forked_python):
     def work():
         told = []
+        multiprocessing.set_executable(forked_python)
         for method in ("spawn", "forkserver"):
             context = multiprocessing.get_context(method)
             queue = context.Queue()
@@ -87,7 +87,7 @@ def test_a_child_of_a_rank_is_a_world_of_one():
             told.append(queue.get(timeout=60))
             child.join(10)
         words = subprocess.run(
-            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+            [forked_python, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
         ).stdout.split()
         return {*told, tuple(map(int, words))}, unisono.world().size
 
@@ -96,7 +96,9 @@ def test_a_child_of_a_rank_is_a_world_of_one():
         assert size == 2
 
 
-def test_a_child_of_a_script_that_has_not_joined_its_world_does_not_join_it(tmp_path):
+def test_a_child_of_a_script_that_has_not_joined_its_world_does_not_join_it(
+    forked_python, tmp_path
+):
     script = tmp_path / "script.py"
     script.write_text(
         "import subprocess, sys, os, unisono\n"
@@ -108,7 +110,7 @@ def test_a_child_of_a_script_that_has_not_joined_its_world_does_not_join_it(tmp_
         f"subprocess.run([sys.executable, '-c', {PROGRAM!r}], check=True)\n"
         "assert unisono.world().size == 2\n"
     )
-    command = [sys.executable, "-m", "unisono", "run", "--ranks", "2", "--timeout-s", "60"]
+    command = [forked_python, "-m", "unisono", "run", "--ranks", "2", "--timeout-s", "60"]
     done = subprocess.run(
         [*command, str(script)], capture_output=True, text=True, timeout=120, check=False
     )

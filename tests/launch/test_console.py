@@ -111,7 +111,7 @@ def test_a_progress_bar_of_rank_0_moves_below_the_cell_of_a_notebook():
     assert shown == ["[1] hello", "[0]  20%", ""]
 
 
-def test_one_rank_may_read_the_standard_input(tmp_path):
+def test_one_rank_may_read_the_standard_input(forked_python, tmp_path):
     script = tmp_path / "ask.py"
     script.write_text(
         "import unisono\n"
@@ -123,7 +123,7 @@ def test_one_rank_may_read_the_standard_input(tmp_path):
     )
     env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, script], env=env, input="Ada\n", capture_output=True, text=True, timeout=90
+        [forked_python, script], env=env, input="Ada\n", capture_output=True, text=True, timeout=90
     )
     assert done.stdout.endswith("['', 'Ada']\n"), done.stdout + done.stderr
     assert "your name? " in done.stdout

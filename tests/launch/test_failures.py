@@ -408,6 +408,7 @@ def test_what_failed_runs_leave_expires_and_nothing_else_does(tmp_path, monkeypa
     assert [path.exists() for path in (young, first, second, third)] == [False, True, True, True]
 
 
+@pytest.mark.usefixtures("real_interpreters")
 @both_starts
 def test_a_crash_shows_where_the_python_code_stood(tmp_path, spawn_method):
     def crash(_mark):

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from tests.waiting import wait_until
 
 import unisono
 from unisono.errors import RankFailed
@@ -81,17 +82,8 @@ print("went on")
 QUIET = unisono.Logs(console="none")
 
 
-def wait_until(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
+def test_no_rank_and_no_directory_outlives_its_launcher(forked_python, tmp_path, has_ended):
     cases = [
         (signal.SIGINT, RUN, False),
         (signal.SIGTERM, RUN, True),
@@ -107,7 +99,7 @@ def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
             script = SCRIPT % (is_apart, call.format(str(folder)))
             launchers.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", script],
+                    [forked_python, "-c", script],
                     env={**os.environ, "TMPDIR": str(folder)},
                     stderr=subprocess.PIPE,
                     text=True,
@@ -115,16 +107,14 @@ def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
             )
         for number, (order, call, _) in enumerate(cases):
             folder, launcher = tmp_path / str(number), launchers[number]
-            ready = wait_until(lambda folder=folder: len(list(folder.glob("pids-?"))) == 2, 90)
-            assert ready, "the ranks did not start"
+            wait_until(lambda folder=folder: len(list(folder.glob("pids-?"))) == 2, 90)
             launcher.send_signal(order)
             _, errors = launcher.communicate(timeout=30)
             files = folder.glob("pids-?")
             pids = [int(pid) for file in files for pid in file.read_text().split()]
             assert all(map(has_ended, pids)), "ranks or their children live"
             assert launcher.returncode == -order, errors
-            empty = wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
-            assert empty, f"{order!r} leaves a directory behind"
+            wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
             if order == signal.SIGINT or (order == signal.SIGTERM and call is RUN):
                 assert len(list(folder.glob("finally-?"))) == 2
     finally:
@@ -134,24 +124,25 @@ def test_no_rank_and_no_directory_outlives_its_launcher(tmp_path, has_ended):
 
 
 @pytest.fixture
-def saving(tmp_path, monkeypatch):
+def saving(request, forked_python, tmp_path):
     """Start a run of one of the functions above; wait until all of its ranks are up."""
     started = []
 
     def start(function, on="cpu", command=None):
         script = tmp_path / "saving.py"
         script.write_text(SAVING)
-        words = command or [sys.executable, str(script), str(tmp_path), function, on]
+        mpi = {"MPIEXEC": request.getfixturevalue("mpiexec")} if on == "mpi" else {}
+        words = command or [forked_python, str(script), str(tmp_path), function, on]
         process = subprocess.Popen(
             words,
             cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            env={**os.environ, "TMPDIR": str(tmp_path), **mpi},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         started.append(process)
-        assert wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
+        wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
         return process
 
     yield start
@@ -183,7 +174,7 @@ def test_the_first_ctrl_c_lets_ranks_save_and_end(saving, tmp_path, has_ended, f
 def test_the_second_ctrl_c_kills(saving, tmp_path, has_ended, on):
     launcher = saving("refuses", on)
     launcher.send_signal(signal.SIGINT)
-    assert wait_until(lambda: len(list(tmp_path.glob("asked-?"))) == 2, 10)
+    wait_until(lambda: len(list(tmp_path.glob("asked-?"))) == 2, 10)
     begin = time.monotonic()
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=30)
@@ -204,25 +195,27 @@ def test_what_goes_wrong_while_ranks_save_is_told_and_kept(saving, tmp_path):
     assert "cannot save" in (kept / "rank-0.log").read_text()
 
 
-def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(tmp_path, has_ended):
+def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(forked_python, tmp_path, has_ended):
     script = SAVING.replace("interrupt_s=20", "interrupt_s=1")
     (tmp_path / "saving.py").write_text(script)
-    words = [sys.executable, str(tmp_path / "saving.py"), str(tmp_path), "refuses", "cpu"]
+    words = [forked_python, str(tmp_path / "saving.py"), str(tmp_path), "refuses", "cpu"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as launcher:
-        assert wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
+        wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
         launcher.send_signal(signal.SIGINT)
         _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == -signal.SIGINT, errors
     assert all(map(has_ended, pids_in(tmp_path)))
 
 
-def test_ctrl_c_on_the_command_line_lets_ranks_save_and_ends_with_code_130(saving, tmp_path):
+def test_ctrl_c_on_the_command_line_lets_ranks_save_and_ends_with_code_130(
+    saving, forked_python, tmp_path
+):
     script = tmp_path / "script.py"
     script.write_text(
         SAVING.partition("platform =")[0].replace("sys.argv[1]", repr(str(tmp_path)))
         + "catches()\n"
     )
-    command = [sys.executable, "-m", "unisono", "run", "--ranks", "2", str(script)]
+    command = [forked_python, "-m", "unisono", "run", "--ranks", "2", str(script)]
     launcher = saving("", command=command)
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=60)

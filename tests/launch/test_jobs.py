@@ -9,19 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Job, dry_run, job_files, simulate_preemption
 
 QUIET = unisono.Logs(console="none")
-
-
-def wait_for(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_job_runs_in_the_background_and_gives_its_results():
@@ -45,7 +39,7 @@ def sleepy():
 
 def test_a_running_job_shows_its_stacks_and_is_cancelled_from_another_process(tmp_path):
     job = unisono.submit(sleepy, on="cpu", ranks=2, logs=tmp_path)
-    wait_for(lambda: all(job.logs(rank).count("\n") == 3 for rank in range(2)))
+    wait_until(lambda: all(job.logs(rank).count("\n") == 3 for rank in range(2)))
     assert job.status() == "running"
     assert job.logs(0, tail=2) == "b\nc\n"
     other = Job(job.dir)  # as another process would have it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import subprocess
-import sys
 
 import pytest
 
@@ -31,9 +30,9 @@ print("returned")
 """
 
 
-def test_a_full_disk_does_not_end_a_run_and_is_told_once_for_each_rank(tmp_path):
+def test_a_full_disk_does_not_end_a_run_and_is_told_once_for_each_rank(forked_python, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [forked_python, "-c", SCRIPT],
         cwd=tmp_path,
         capture_output=True,
         text=True,

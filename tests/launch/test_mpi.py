@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout, RemoteError
@@ -43,13 +44,6 @@ def forked_ranks(program, warm_python, monkeypatch):
     monkeypatch.setenv("MPIEXEC", program)
     monkeypatch.setenv("WARM_PYTHON", warm_python)
     monkeypatch.setattr(sys, "executable", warm_python)
-
-
-def wait_until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.mark.mpi
@@ -221,9 +215,11 @@ unisono.run(wait, %r, on="mpi", ranks=2)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_of_an_mpi_world_outlives_its_launcher(program, number, tmp_path, has_ended):
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    words = [sys.executable, "-c", INTERRUPTED % str(tmp_path)]
+def test_no_rank_of_an_mpi_world_outlives_its_launcher(
+    program, forked_python, number, tmp_path, has_ended
+):
+    env = {**os.environ, "TMPDIR": str(tmp_path), "MPIEXEC": program}
+    words = [forked_python, "-c", INTERRUPTED % str(tmp_path)]
     launcher = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: len(list(tmp_path.glob("pids-?"))) == 2, 60)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from tests.waiting import is_running, wait_until
 
 from unisono.errors import RankFailed
 from unisono.launch.resident import ResidentRanks
@@ -61,7 +60,7 @@ def test_a_rank_that_raises_is_one_error_with_its_traceback():
         ResidentRanks(lambda: 1 / 0, ranks=2)
 
 
-def test_ranks_end_with_the_process_that_asked_them():
+def test_ranks_end_with_the_process_that_asked_them(forked_python):
     code = """
 from unisono.launch.resident import ResidentRanks
 import os, time
@@ -70,21 +69,9 @@ if __name__ == "__main__":
     print(*team.ask(0), flush=True)
     time.sleep(60)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    ) as caller:
+    with subprocess.Popen([forked_python, "-c", code], stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout is not None
         pids = [int(word) for word in caller.stdout.readline().split()]
         caller.send_signal(signal.SIGKILL)
     assert len(pids) == 2
-    end = time.monotonic() + 30
-    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not any(is_running(pid) for pid in pids)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 30.0)

@@ -189,12 +189,12 @@ def test_a_rank_that_crashes_after_it_returned_is_a_warning_and_its_result_count
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-def test_one_script_under_every_starter_gives_the_same_result(warm_python, tmp_path):
+def test_one_script_under_every_starter_gives_the_same_result(forked_python, tmp_path):
     beside = str(Path(sys.executable).parent)
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
-        "PYTHON": warm_python,  # each interpreter is a fork of the warm one
+        "PYTHON": forked_python,  # each interpreter is a fork of the warm one
         "TMPDIR": str(tmp_path),
     }
     done = subprocess.run(

@@ -171,7 +171,7 @@ def test_many_runs_leave_no_descriptor_no_memory_and_no_child_behind():
         unisono.run(small_sum, on="cpu", ranks=2, logs=QUIET)
     open_before, memory_before = len(list(Path("/proc/self/fd").iterdir())), memory_mb()
     shared_before = sorted(Path("/dev/shm").iterdir())
-    for number in range(50):
+    for number in range(20):
         ranks = 1 if number % 5 else 2
         sums = list(unisono.run(small_sum, on="cpu", ranks=ranks, logs=QUIET))
         assert sums == [10.0 * ranks] * ranks

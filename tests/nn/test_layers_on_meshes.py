@@ -6,9 +6,7 @@ import copy
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from torch.nn.functional import cross_entropy
 
 import unisono
 import unisono.nn as unn
-from unisono.comm.engines.mpi import library
 from unisono.data_parallel import DataParallel
 from unisono.topology import Mesh, Partition
 
@@ -100,16 +97,9 @@ def test_every_layer_equals_torch_over_every_transport(proof):
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
-def test_every_layer_equals_torch_over_mpi():
-    beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    why = library.unavailable() or ("mpiexec is not installed" if mpiexec is None else None)
-    if why is not None:
-        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-            pytest.fail(f"UNISONO_REQUIRE wants mpi, but {why}")
-        pytest.skip(why)
+def test_every_layer_equals_torch_over_mpi(mpiexec, warm_python):
     done = subprocess.run(
-        [mpiexec, "-n", "2", sys.executable, "-W", "ignore", str(HERE / "mpi_layers.py")],
+        [mpiexec, "-n", "2", warm_python, "-W", "ignore", str(HERE / "mpi_layers.py")],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

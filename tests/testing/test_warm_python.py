@@ -68,15 +68,18 @@ while True:
             assert shown.stdout.read() == ""  # the program behind it has closed its end, too
 
 
-@pytest.mark.parametrize("search_path", [False, True])
-def test_torch_is_loaded_already_unless_another_search_path_asks_for_a_real_start(
-    warm_python, search_path, tmp_path
+@pytest.mark.parametrize("is_isolated", [False, True])
+def test_torch_is_loaded_already_unless_an_option_asks_for_a_real_start(
+    warm_python, is_isolated, tmp_path
 ):
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)} if search_path else None
     (tmp_path / "found.py").write_text("")
-    code = "import sys; print('torch' in sys.modules)"
-    code += "; import found" if search_path else ""
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    code = "import sys; print('torch' in sys.modules)" + "; import found" * (not is_isolated)
     done = subprocess.run(
-        [warm_python, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        [warm_python, *["-I"] * is_isolated, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert done.stdout == f"{not search_path}\n", done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{not is_isolated}\n"), done.stderr

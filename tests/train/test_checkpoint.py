@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -540,9 +541,15 @@ def begin_slow_save(directory, seconds):
 
 
 @pytest.mark.parametrize(("on", "raising"), [("cpu", 0), ("mpi", 1)])
-def test_a_save_in_the_background_is_finished_when_the_function_raises(tmp_path, on, raising):
+def test_a_save_in_the_background_is_finished_when_the_function_raises(
+    tmp_path, on, raising, request, monkeypatch
+):
+    if on == "mpi":  # its ranks are forks of the warm interpreter
+        monkeypatch.setenv("MPIEXEC", request.getfixturevalue("mpiexec"))
+        monkeypatch.setattr(sys, "executable", request.getfixturevalue("forked_python"))
+
     def train():
-        begin_slow_save(tmp_path, 2.0)
+        begin_slow_save(tmp_path, 1.5)
         if unisono.world().rank == raising:
             raise ValueError("the loss is NaN")
         unisono.world().barrier()
@@ -555,7 +562,7 @@ def test_a_save_in_the_background_is_finished_when_the_function_raises(tmp_path,
 
 def test_a_save_in_the_background_outlives_the_time_to_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "LEAVE_S", 0.5)
-    unisono.run(begin_slow_save, tmp_path, 2.0, on="cpu", ranks=2)
+    unisono.run(begin_slow_save, tmp_path, 1.2, on="cpu", ranks=2)
     assert visible(tmp_path) == ["step-00000003"]
 
 

@@ -5,10 +5,10 @@ Every file appears whole or not at all, and nothing of a net changes before all 
 
 from __future__ import annotations
 
-import os
 import struct
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from unisono.bayes.layers.base import BaseLayer, same_info
 from unisono.bayes.layers.normalization import BatchNorm2d, LayerNorm
 from unisono.bayes.moments import check_variance, to_array
 from unisono.errors import PartitionError, UnisonoError, explain
+from unisono.launch.job_files import appearing_whole
 
 if TYPE_CHECKING:
     from unisono.bayes.sequential import Sequential
@@ -36,16 +37,10 @@ Columns = dict[str, tuple[Any, ...]]
 """Lists of numbers for each text file, by layer."""
 
 
-def _write_whole(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, then give it the name."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        write(partial)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+def _appearing_whole(path: str | Path) -> AbstractContextManager[Path]:
+    """As `appearing_whole`, in a directory that is made if need be."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return appearing_whole(Path(path))
 
 
 # torch files: parameters, running values, LSTM states, layers and dtype
@@ -67,7 +62,8 @@ def save_torch(net: Sequential, path: str | Path) -> None:
         "layers": net.infos(),
         "dtype": str(net._dtype).removeprefix("torch."),
     }
-    _write_whole(path, lambda partial: torch.save(content, partial))
+    with _appearing_whole(path) as draft:
+        torch.save(content, draft)
 
 
 def load_torch(net: Sequential, path: str | Path) -> None:
@@ -117,7 +113,8 @@ def save_binary(net: Sequential, path: str | Path) -> None:
     for _, layer in net.leaves():
         parts.append(_header(layer))
         parts += [to_array(tensor).astype("<f4").tobytes() for tensor in _content(layer)]
-    _write_whole(path, lambda partial: partial.write_bytes(b"".join(parts)))
+    with _appearing_whole(path) as draft:
+        draft.write_bytes(b"".join(parts))
 
 
 @torch.no_grad()
@@ -217,7 +214,8 @@ def _running(net: Sequential) -> Columns:
 def _write_columns(prefix: str | Path, endings: tuple[str, ...], columns: Columns) -> None:
     for kind, ending in enumerate(endings):
         text = "".join(f"{value!r}\n" for values in columns.values() for value in values[kind])
-        _write_whole(f"{prefix}{ending}", lambda path, text=text: path.write_text(text))
+        with _appearing_whole(f"{prefix}{ending}") as draft:
+            draft.write_text(text)
 
 
 def _read_columns(

@@ -14,7 +14,8 @@ import pickle
 import secrets
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,26 @@ def make_directory(parent: str | Path, name: str, *, asked: str, hint: str) -> P
     return path
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` at one stroke: a reader finds the old content or the new one.
+@contextmanager
+def appearing_whole(path: Path) -> Iterator[Path]:
+    """Yield a draft to write; it gets its name at one stroke, or is removed if the block raises.
 
-    Only its owner can read it, whatever the umask.
+    So a reader finds the old content or the new one, whoever else writes the same file.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(fd, "wb") as file:  # noqa: PTH123
-        file.write(data)
-    draft.replace(path)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` at one stroke; only its owner can read it, whatever the umask."""
+    with appearing_whole(path) as draft:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(fd, "wb") as file:  # noqa: PTH123
+            file.write(data)
 
 
 def write_state(directory: Path, state: dict[str, Any]) -> None:

@@ -53,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the settings of the plugin."""
     parser.addini("unisono_rank_timeout", "seconds for a test on ranks", default="20")
     parser.addini(
+        "unisono_preload",
+        "modules that take long to import, loaded once for all ranks of all tests",
+        type="linelist",
+        default=[],
+    )
+    parser.addini(
         "unisono_hygiene", "fail every test that leaves things behind", type="bool", default=False
     )
 
@@ -166,7 +172,7 @@ def session_pool(config: pytest.Config) -> RankPool:
         from unisono.testing.pool import RankPool
         from unisono.testing.shipping import TestModules
 
-        pool = config.stash[_POOL] = RankPool()
+        pool = config.stash[_POOL] = RankPool(preload=config.getini("unisono_preload"))
         pool.by_value = TestModules(config.rootpath).current
     return pool
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from parallel_models import batch, built, loss_of, mlp
+from tests.waiting import answered, wait_until_answered
 
 import unisono
 from unisono.comm import world
@@ -48,17 +48,15 @@ def test_a_rank_that_raises_ends_all_with_its_own_error(where, monkeypatch):
 @pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=40)
 def test_a_missing_rank_is_reported_with_the_bucket(tmp_path):
     module, _ = built(mlp)
-    model = DataParallel(module, world(timeout_s=2.0))
+    model = DataParallel(module, world(timeout_s=1.0))
     out = model(batch((6,))[1])
     if world().rank == 0:
         with pytest.raises(RankTimeout, match=r"gradient bucket 0 .*4\.bias, 4\.weight") as caught:
             loss_of(out).backward()
         assert caught.value.missing == (1,)
-        (tmp_path / "done").touch()
+        answered(tmp_path)
     else:
-        waiter = threading.Event()
-        while not (tmp_path / "done").exists():
-            waiter.wait(0.05)
+        wait_until_answered(tmp_path, 0)
 
 
 @pytest.mark.ranks(2, backend="shm", timeout=40)

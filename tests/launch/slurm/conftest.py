@@ -67,6 +67,12 @@ def use(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def forked_jobs(monkeypatch, forked_python):
+    """Let jobs start forks of the warm interpreter, where SLURM need not end anything of them."""
+    monkeypatch.setattr(sys, "executable", forked_python)
+
+
+@pytest.fixture
 def cluster(slurm_cluster, use):
     """The cluster of this session, in use; a test leaves no job behind."""
     before = _jobs(slurm_cluster)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
@@ -28,13 +29,6 @@ from unisono.launch.places.mailbox import read_json
 
 QUIET = unisono.Logs(console="none")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
-
-
-def wait_for(condition, seconds=90.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.05)
 
 
 def platform(**fields):
@@ -108,6 +102,7 @@ def long_jobs(slurm_cluster, tmp_path_factory):
         slurm_cluster.call("scancel", "--quiet", job.id)
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_function_runs_on_two_nodes_and_all_results_come_back(cluster, tmp_path, long_jobs):
     def work(x):
         comm = unisono.world()
@@ -135,12 +130,13 @@ def test_a_function_runs_on_two_nodes_and_all_results_come_back(cluster, tmp_pat
         text = cluster.call("scontrol", "show", "job", job.id)
         return "JobState=COMPLETED" in text and f"Restarts={times}" in text
 
-    wait_for(lambda: is_completed(0))
+    wait_until(lambda: is_completed(0))
     cluster.call("scontrol", "requeue", job.id)
-    wait_for(lambda: start_again(cluster, job) or is_completed(1))
+    wait_until(lambda: start_again(cluster, job) or is_completed(1))
     assert (job.status(), job.attempt) == ("done", 0)
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_two_ranks_of_one_node_with_plain_sbatch_a_gpu_and_a_last_word(cluster, tmp_path):
     marker = tmp_path / "finished"
 
@@ -173,6 +169,7 @@ def test_ranks_of_a_gpu_job_compute_on_their_gpu(cluster):
     assert list(results) == [("cuda:0", [1.0, 1.0])]
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_the_traceback_of_a_rank_that_raises_comes_back_while_another_waits(cluster, capfd):
     def fragile():
         comm = unisono.world()
@@ -280,7 +277,7 @@ def test_a_running_job_is_seen_from_another_process_and_can_be_cancelled(cluster
         time.sleep(600)
 
     job = unisono.submit(sleepy, on=platform(), logs=tmp_path / "kept")
-    wait_for(lambda: all(job.logs(rank).count("\n") == 3 for rank in (0, 1)))
+    wait_until(lambda: all(job.logs(rank).count("\n") == 3 for rank in (0, 1)))
     assert (job.status(), job.done(), job.id.isdigit()) == ("running", False, True)
     assert job.logs(0, tail=1) == "c\n"
     stacks = job.stacks()
@@ -310,7 +307,7 @@ def test_a_running_job_is_seen_from_another_process_and_can_be_cancelled(cluster
 
 def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster):
     job = unisono.submit(print, on=platform(slurm_additional_parameters={"hold": True}))
-    wait_for(lambda: job.reason == "JobHeldUser")
+    wait_until(lambda: job.reason == "JobHeldUser")
     assert (job.status(), job.attempt) == ("pending", 0)
     assert Job.attach(job.dir).status() == "pending"
     job.cancel()
@@ -321,14 +318,14 @@ def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster):
 
 def test_a_job_that_is_driven_out_saves_and_goes_on_later(cluster, tmp_path, long_jobs):
     job = unisono.submit(training, str(tmp_path), on=platform())
-    wait_for((tmp_path / "under-way").exists)
+    wait_until((tmp_path / "under-way").exists)
     # All CPUs of n2: the job has to make room.
     urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--nodelist=n2", "--ntasks=4")
     cluster.call(*urgent, "--output=/dev/null", "--wrap=true")
-    wait_for(lambda: job.status() == "requeued")
-    wait_for(lambda: "BeginTime" in job.reason)
+    wait_until(lambda: job.status() == "requeued")
+    wait_until(lambda: "BeginTime" in job.reason)
     assert not job.done()
-    wait_for(lambda: start_again(cluster, job) or job.status() == "running" or job.done())
+    wait_until(lambda: start_again(cluster, job) or job.status() == "running" or job.done())
     results = job.result(120)
     assert results.restarts == 1
     assert results[0] == results[1]  # both stopped after the same step
@@ -376,15 +373,15 @@ def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_
     (tmp_path / "alone" / "hurry").touch()
     expected = elastic_training(tmp_path / "alone")
     job = unisono.submit(elastic_training, tmp_path, on=platform(), elastic=True)
-    wait_for(lambda: (seen("died"), seen("joined")) == (2, 4))  # a new rank for each
+    wait_until(lambda: (seen("died"), seen("joined")) == (2, 4))  # a new rank for each
     urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--nodelist=n2", "--ntasks=4")
     cluster.call(*urgent, "--output=/dev/null", "--wrap=true")
-    wait_for(lambda: job.status() == "requeued")
-    wait_for(lambda: start_again(cluster, job) or job.status() == "running" or job.done())
-    wait_for(lambda: seen("joined") == 6)
+    wait_until(lambda: job.status() == "requeued")
+    wait_until(lambda: start_again(cluster, job) or job.status() == "running" or job.done())
+    wait_until(lambda: seen("joined") == 6)
     cluster.call("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     try:
-        wait_for(lambda: seen("died") == 3)
+        wait_until(lambda: seen("died") == 3)
         (tmp_path / "hurry").touch()
         found = job.result(120)
     finally:
@@ -398,7 +395,7 @@ def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_
 
 def test_a_job_that_is_cancelled_by_hand_does_not_come_back(cluster, tmp_path):
     job = unisono.submit(training, str(tmp_path), on=platform(n_nodes=1))
-    wait_for((tmp_path / "under-way").exists)
+    wait_until((tmp_path / "under-way").exists)
     cluster.call("scancel", job.id)  # looks like pre-emption to the ranks, which save and leave
     assert job.wait(60)
     assert (job.status(), job.attempt) == ("cancelled", 0)
@@ -529,9 +526,11 @@ def test_ranks_find_each_other_between_hosts(namespaced_cluster, use):
 
 def test_a_job_at_its_time_limit_saves_and_goes_on_later(cluster, long_jobs):
     warned, _, folder = long_jobs
-    wait_for((folder / "step-0").exists, 120)
-    wait_for(lambda: warned.status() != "running")
-    wait_for(lambda: start_again(cluster, warned) or warned.status() == "running" or warned.done())
+    wait_until((folder / "step-0").exists, 120)
+    wait_until(lambda: warned.status() != "running")
+    wait_until(
+        lambda: start_again(cluster, warned) or warned.status() == "running" or warned.done()
+    )
     saved = int((folder / "step-0").read_text())
     assert list(warned.result(120)) == [(True, saved + 3, 1)]
 

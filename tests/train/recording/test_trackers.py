@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import warnings
 
 import pytest
@@ -41,11 +40,11 @@ print(json.dumps({
 """
 
 
-def test_trackers_get_metrics_settings_and_the_report(tmp_path):
+def test_trackers_get_metrics_settings_and_the_report(warm_python, tmp_path):
     pytest.importorskip("mlflow", reason="MLflow is not installed")
     pytest.importorskip("wandb", reason="wandb is not installed")
     done = subprocess.run(
-        [sys.executable, "-c", RECORDED],
+        [warm_python, "-c", RECORDED],
         cwd=tmp_path,
         env=os.environ | LOCAL | {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/store"},
         capture_output=True,

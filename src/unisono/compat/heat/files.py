@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ from unisono.compat.modules import loaded
 from unisono.data_parallel import shard
 from unisono.data_parallel.data.dataset import generator_of
 from unisono.errors import PartitionError, explain
+from unisono.launch.job_files import appearing_whole
 from unisono.topology import decompose
 
 __all__ = ["DataLoader", "MNISTDataset", "PartialH5Dataset", "dali_tfrecord2idx"]
@@ -251,9 +251,8 @@ def dali_tfrecord2idx(train_dir: str, train_idx_dir: str, val_dir: str, val_idx_
         Path(target).mkdir(parents=True, exist_ok=True)
         for file in sorted(path for path in Path(source).iterdir() if path.is_file()):
             index = Path(target) / f"{file.name}.idx"
-            draft = index.with_name(f".{index.name}.{secrets.token_hex(4)}")
-            draft.write_text("".join(_records(file)))
-            draft.replace(index)
+            with appearing_whole(index) as draft:
+                draft.write_text("".join(_records(file)))
 
 
 def _records(file: Path) -> Iterator[str]:

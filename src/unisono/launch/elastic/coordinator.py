@@ -5,7 +5,8 @@ processes, sockets or tensors. What members do with orders is in `follower`. As 
 or goes, they need none: they run on their own, and leave marks for each other.
 
     running    members run; whoever dies, joins or is too many ends that
-    holding    each member stops where it is and tells its mark, never to go beyond it
+    holding    each member stops and tells its mark, never to go beyond it: at once after a death,
+               as then nobody could finish the step, else before the next step
     boundary   all stand still: their marks tell which step is next; newcomers get the state of a
                member; shards are dealt out anew
 
@@ -79,6 +80,9 @@ class Coordinator:
         """The first step of this epoch."""
         self.epoch = 0
         """Counts changes of members."""
+        self.reached = 0
+        """The step that the first of the members is at, as far as is known: a change without need
+        waits for the next one. If it comes too late, a step is computed in vain, no more."""
         self.phase = "boundary"
         """`boundary`, `running`, `holding`, `over` (all have left), or `lost` (all have died)."""
         self.members: dict[int, Member] = {}
@@ -153,9 +157,11 @@ class Coordinator:
             self.retired.remove(number)
         if number == self._donor:
             self._donor = None
-        if number in self.members and self.phase in ("running", "holding"):
+        member = self.members.pop(number, None)
+        if member is not None and self.phase in ("running", "holding"):
             self._stands(number, mark)
-        self.members.pop(number, None)
+            if not self._has_leavers():
+                self._hold(0)
         if self.phase not in ("over", "lost"):
             self._go_on()
 
@@ -170,8 +176,10 @@ class Coordinator:
             self.phase = "over"
         if self.phase == "over" or self._has_leavers():
             return
-        if self.phase == "running":
-            self._hold_if_needed()
+        if self.phase == "running" and len(self.members) >= self.target:
+            self._retire_newcomers()
+        if self.phase == "running" and (self._newcomers or len(self.members) > self.target):
+            self._hold(self.reached + 1)
         if self.phase == "holding" and self.members.keys() <= self._marks.keys():
             self.step = min(self._marks.values()) // 2
             self.phase = "boundary"
@@ -180,13 +188,11 @@ class Coordinator:
             self._admit()
             self._at_boundary()
 
-    def _hold_if_needed(self) -> None:
-        if len(self.members) >= self.target:
-            self._retire_newcomers()
-        if self._marks or self._newcomers or len(self.members) > self.target:
-            self.phase = "holding"
-            for number in self.members:
-                self._order(number, "hold", step=self.step)
+    def _hold(self, at: int) -> None:
+        """Have members stop at a step, or where they are if that is further."""
+        self.phase = "holding"
+        for number in self.members.keys() - self._marks.keys():
+            self._order(number, "hold", step=self.step, at=at)
 
     def _stands(self, number: int, mark: int) -> None:
         """Note how far a member has come that goes no further in this epoch."""

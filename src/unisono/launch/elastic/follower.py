@@ -21,6 +21,7 @@ class Follower:
         order: who does what in this epoch; empty before the first one.
         mark: how far it has come, for others to see.
         is_held: whether it has to stay where it is.
+        stops_at: the step before which it shall stop, if any.
         orders: what it was told, and has not come to yet.
         mistake: what is wrong, if others have left.
     """
@@ -33,6 +34,7 @@ class Follower:
         self.order: dict[str, Any] = {}
         self.mark = 0
         self.is_held = True
+        self.stops_at: int | None = None
         self.orders: list[dict[str, Any]] = []
         self.mistake = ""
 
@@ -54,11 +56,10 @@ class Follower:
             order = self.orders.pop(0)
             kind = order["kind"]
             if kind == "go":
-                self.order, self.is_held = order, False
+                self.order, self.is_held, self.stops_at = order, False, None
                 self.mark = mark_of(order["epoch"], self.step)
             elif kind == "hold":
-                self.is_held = True
-                return "held"
+                self.stops_at = order["at"]
             elif kind == "leave":
                 mine = self.order["ranks"][self.order["place"]]
                 self.mistake = (
@@ -70,12 +71,19 @@ class Follower:
                 return kind
         if self.is_held:
             return "wait"
+        if self.stops_at is not None and self.stops_at <= self.step:
+            self.is_held = True
+            return "held"
         phase = self.mark - mark_of(self.order["epoch"], self.step)
         if phase == 0:
             return "compute"
         if any(mark < self.mark for mark in marks()):
             return "wait"
         return "reduce" if phase == 1 else "commit"
+
+    def is_in_vain(self) -> bool:
+        """Whether an order has come that ends what this member is at."""
+        return any(order["kind"] != "hold" or order["at"] <= self.step for order in self.orders)
 
     def has_done(self, what: str) -> None:
         """Come further: `compute` or `reduce` is done. Afterwards others may see the mark."""

@@ -163,9 +163,11 @@ class Hub:
 
     @property
     def step(self) -> int:
-        """The step that members are at."""
-        marks = self._marks().values() if self.coordinator.phase == "running" else ()
-        return max(self.coordinator.step, min(marks, default=0) % mark_of(1, 0) // 2)
+        """The step that the first of the members is at."""
+        begun = mark_of(self.coordinator.epoch, 0)
+        return max(
+            [self.coordinator.step, *((mark - begun) // 2 for mark in self._marks().values())]
+        )
 
     def late(self, limit_s: float) -> dict[int, float]:
         """Return those for whom others have waited longer than that, and for how long."""
@@ -175,16 +177,15 @@ class Hub:
         quiet_s = now - self._last_news
         return dict.fromkeys(self.coordinator.late(marks), quiet_s) if quiet_s > limit_s else {}
 
-    def dismiss(self, number: int) -> None:
-        """Tell a member of another host that it is not wanted any more."""
+    def dismiss(self, number: int, *, is_late: bool = False) -> None:
+        """Let go of a member of another host that is not wanted any more, or keeps others waiting.
+
+        From then on it can write nothing.
+        """
         if (seat := self.seats.get(number)) is not None and not seat.is_near:
             with suppress(OSError):
-                send_line(seat.connection, {"kind": "over", "step": 0})
-            self._drop(seat)
-
-    def expel(self, number: int) -> None:
-        """Let go of a member of another host for whom others wait; it can write no more."""
-        if (seat := self.seats.get(number)) is not None and not seat.is_near:
+                if not is_late:
+                    send_line(seat.connection, {"kind": "over", "step": 0})
             self._drop(seat)
 
     def fileno(self) -> int:
@@ -311,6 +312,7 @@ class Hub:
         else:
             seat.connection.sendall(welcome)
             self.coordinator.target += self._adds_guests
+        self.coordinator.reached = self.step
         self.coordinator.joined(
             seat.number, rank=seat.rank, shards=message["shards"], step=message["step"]
         )

@@ -110,6 +110,7 @@ class ElasticSupervisor(Supervisor):
     def resize(self, ranks: int) -> None:
         """Have another number of ranks from the next step on; only in the supervising thread."""
         ranks = max(self._elastic.least, min(ranks, self._elastic.most))
+        self.coordinator.reached = self.hub.step
         self.coordinator.resize(ranks + self.hub.guests)
         self.hub.deliver()
         self._say(f"resized to {ranks} ranks")
@@ -135,7 +136,7 @@ class ElasticSupervisor(Supervisor):
             return super().step(timeout_s)
         is_news = super().step(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
         self._is_growing = self._interrupted_until is None
-        self._look_after()
+        self._look_after(is_news=is_news)
         return is_news
 
     def _dismiss(self) -> None:
@@ -147,7 +148,7 @@ class ElasticSupervisor(Supervisor):
         self._is_growing = False
         return super()._timeout()
 
-    def _look_after(self) -> None:
+    def _look_after(self, *, is_news: bool) -> None:
         if self.coordinator.error is not None:
             # A rank that fails leaves its loop, too; then its own error says more.
             self._is_growing = False
@@ -163,7 +164,8 @@ class ElasticSupervisor(Supervisor):
             )
         self._bury()
         self._part_with_retired()
-        self._bring_to_size()
+        if not (is_news and self.coordinator.phase == "holding"):
+            self._bring_to_size()  # which takes a while: members that stand still come first
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             self._heed_resize()
@@ -249,7 +251,7 @@ class ElasticSupervisor(Supervisor):
         for number, quiet_s in self.hub.late(self._stall_s).items():
             if (seat := self.hub.seats.get(number)) is not None:
                 self._say(f"rank {seat.rank} on {seat.host} is ended: quiet for {quiet_s:.0f} s")
-                self.hub.expel(number)
+                self.hub.dismiss(number, is_late=True)
                 for rank in self._ranks:
                     if seat.is_near and rank.pid == seat.pid:
                         rank.signal_group(signal.SIGKILL)

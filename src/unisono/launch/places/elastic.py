@@ -70,7 +70,7 @@ class ElasticRemoteSupervisor(RemoteSupervisor):
             for number in list(coordinator.retired):
                 hub.dismiss(number)
             for number in hub.late(self._stall_s):
-                hub.expel(number)
+                hub.dismiss(number, is_late=True)
             self.mistake = self.mistake or coordinator.error or ""
             if coordinator.phase == "over" and self._leavers is None:
                 self._leavers = {member.rank for member in coordinator.members.values()}

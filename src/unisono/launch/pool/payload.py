@@ -35,6 +35,7 @@ import cloudpickle
 
 from unisono.errors import PlatformError
 from unisono.launch.console import warn
+from unisono.launch.job_files import appearing_whole
 
 LARGE_BYTES = 64 << 20
 """A call larger than this is worth a warning."""
@@ -192,15 +193,12 @@ class Parcel:
 
     def save(self, path: Path, *, end: int | None = None) -> None:
         """Write it to a private file, which appears whole; `end` if more follows it in its file."""
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        with suppress(FileNotFoundError):
-            draft.unlink()
-        target = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            copy_file(self._fd, self._offset, self._end() if end is None else end, target)
-        finally:
-            os.close(target)
-        draft.replace(path)
+        with appearing_whole(path) as draft:
+            target = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                copy_file(self._fd, self._offset, self._end() if end is None else end, target)
+            finally:
+                os.close(target)
 
     def load(self) -> Any:
         """Unpack the value; it shares no memory with the parcel."""

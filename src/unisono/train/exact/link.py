@@ -80,9 +80,9 @@ class Link:
                 return due
 
     def is_disturbed(self) -> bool:
-        """Whether an order has come, so that work under way may be in vain."""
+        """Whether an order has come that makes work under way vain."""
         self._listen(blocks=False)
-        return bool(self.follower.orders)
+        return self.follower.is_in_vain()
 
     def show(self, what: str, word: int) -> None:
         """Let others see that `what` is done, and a word about this step besides."""
@@ -148,7 +148,7 @@ class NearLink(Link):
         super().__init__()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect("\0" + address[1:] if address.startswith("@") else address)
-        self._state = -1
+        self._files: list[int] = []
         self._start()
 
     def _start(self) -> None:
@@ -162,14 +162,11 @@ class NearLink(Link):
     def join(self, card: dict[str, Any]) -> None:
         """Come in."""
         send_line(self._connection, {**card, "kind": "join", "proof": seal.prove(self._nonce)})
-        data, fds, _, _ = socket.recv_fds(self._connection, 1 << 16, 2)
+        data, self._files, _, _ = socket.recv_fds(self._connection, 1 << 16, 2)
         self._feed(data)
         self._welcome(self.order())
-        if len(fds) == 2:
-            board, self._state = fds
-            memory = mmap.mmap(board, card["bytes"])
-            self._take_board(torch.frombuffer(memory, dtype=torch.uint8))
-            os.close(board)
+        memory = mmap.mmap(self._files[BOARD], card["bytes"])
+        self._take_board(torch.frombuffer(memory, dtype=torch.uint8))
 
     def _welcome(self, answer: dict[str, Any]) -> int:
         if answer["kind"] == "refused":
@@ -213,25 +210,31 @@ class NearLink(Link):
 
     def put_state(self, data: bytes) -> None:
         """Leave a state for newcomers."""
-        os.ftruncate(self._state, len(data))
-        view, at = memoryview(data), 0
-        while at < len(data):
-            at += os.pwrite(self._state, view[at : at + (1 << 30)], at)
+        self._write(STATE, memoryview(data), 0)
 
     def get_state(self, size: int) -> bytes:
         """Return the state that a member has left."""
-        parts: list[bytes] = []
-        while (at := sum(map(len, parts))) < size:
-            parts.append(os.pread(self._state, min(size - at, 1 << 30), at))
-        return b"".join(parts)
+        data = bytearray(size)
+        self._read_into(STATE, memoryview(data), 0)
+        return bytes(data)
+
+    def _write(self, file: int, data: memoryview, begin: int) -> None:
+        while data:
+            count = os.pwrite(self._files[file], data, begin)
+            data, begin = data[count:], begin + count
+
+    def _read_into(self, file: int, data: memoryview, begin: int) -> None:
+        while data:
+            count = os.preadv(self._files[file], [data], begin)
+            data, begin = data[count:], begin + count
 
     def close(self) -> None:
         """Let go."""
         if self._is_open:
             self._is_open = False
             self._connection.close()
-            if self._state >= 0:
-                os.close(self._state)
+            for fd in self._files:
+                os.close(fd)
 
     def _part(self) -> None:
         """In a process forked from this one."""
@@ -271,16 +274,6 @@ class FarLink(NearLink):
         """Fetch bytes of the board."""
         self._read_into(BOARD, self._board.numpy().data[begin:end], begin)
         return self._board[begin:end]
-
-    def put_state(self, data: bytes) -> None:
-        """Leave a state for newcomers."""
-        self._write(STATE, memoryview(data), 0)
-
-    def get_state(self, size: int) -> bytes:
-        """Return the state that a member has left."""
-        data = bytearray(size)
-        self._read_into(STATE, memoryview(data), 0)
-        return bytes(data)
 
     def close(self) -> None:
         """Let go."""

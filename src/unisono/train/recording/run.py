@@ -96,6 +96,12 @@ class SummingRecorder(Recorder):
         ]
 
 
+def _append(fd: int, text: str) -> None:
+    """Write to a file of the record; a full disk must not break the program that is recorded."""
+    with suppress(OSError):
+        os.write(fd, text.encode(errors="backslashreplace"))
+
+
 class _Tee:
     """A text stream that passes everything on and keeps a copy."""
 
@@ -104,9 +110,8 @@ class _Tee:
         self._fd = fd
 
     def write(self, text: str) -> int:
-        """Pass `text` on; a full disk must not break the program that prints."""
-        with suppress(OSError):
-            os.write(self._fd, text.encode(errors="backslashreplace"))
+        """Pass `text` on."""
+        _append(self._fd, text)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,8 +131,7 @@ class OutputCopy:
 
     def write(self, text: str) -> None:
         """Put a line into the file alone."""
-        with suppress(OSError):
-            os.write(self._fd, text.encode(errors="backslashreplace"))
+        _append(self._fd, text)
 
     def close(self) -> None:
         """Put the streams back, unless somebody has put others in their place."""
@@ -273,8 +277,7 @@ class Run:
             for step, at, blocked, wait, values in logged
         ]
         if lines:
-            with suppress(OSError):
-                os.write(self._lines, ("\n".join(lines) + "\n").encode())
+            _append(self._lines, "\n".join(lines) + "\n")
 
     def _seconds(self, at_ns: int) -> float:
         return round((at_ns - self._zero_ns) / 1e9, 7)
