@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError
 from unisono.launch.pool import verdict
-from unisono.launch.pool.protocol import Failed, Standing
-from unisono.launch.pool.verdict import Fate, choose_cause, failure, timeout
+from unisono.launch.pool.protocol import Failed, RankState, Standing
+from unisono.launch.pool.verdict import Ending, choose_cause, failure, judge
 
 
 def report(summary="ValueError: bad", *, consequence=False, error=None, code=None, site=""):
@@ -24,8 +25,18 @@ def report(summary="ValueError: bad", *, consequence=False, error=None, code=Non
     )
 
 
-def fate(rank, **known):
-    return Fate(rank=rank, host=f"n{rank}", **known)
+def known(rank, *, failed=None, failed_at=0.0, exit_code=None, **more):
+    """What is known of a rank that failed, died, or did neither."""
+    word = "failed" if failed else "running" if exit_code is None else "died"
+    state = RankState(
+        rank=rank, host="h", node=f"n{rank}", state=word, failed=failed, exit_code=exit_code, **more
+    )
+    return replace(state, at={"failed": failed_at} if failed else {})
+
+
+def ending(word, **fields):
+    values = {"was_ready": True, "start_s": 1.0, "wall_s": 2.0} | fields
+    return Ending(state=word, attempt=1, **values)
 
 
 def test_the_suspect_of_a_deadline_is_behind_the_others_or_outside_of_collectives():
@@ -42,40 +53,37 @@ def test_the_suspect_of_a_deadline_is_behind_the_others_or_outside_of_collective
 
 
 def test_a_silent_death_comes_before_every_report():
-    fates = [fate(0, failed=report(), failed_at=1.0), fate(1, exit_code=-9), fate(2)]
-    assert choose_cause(fates).rank == 1
+    states = [known(0, failed=report(), failed_at=1.0), known(1, exit_code=-9), known(2)]
+    assert choose_cause(states).rank == 1
 
 
 def test_an_own_error_comes_before_an_earlier_lost_connection():
-    fates = [
-        fate(0, failed=report("ConnectionError", consequence=True), failed_at=1.0),
-        fate(1, failed=report(), failed_at=2.0, exit_code=1),
+    states = [
+        known(0, failed=report("ConnectionError", consequence=True), failed_at=1.0),
+        known(1, failed=report(), failed_at=2.0, exit_code=1),
     ]
-    assert choose_cause(fates).rank == 1
+    assert choose_cause(states).rank == 1
 
 
 def test_among_equals_the_earliest_is_the_cause():
-    fates = [fate(0, failed=report(), failed_at=2.0), fate(1, failed=report(), failed_at=1.0)]
-    assert choose_cause(fates).rank == 1
+    states = [known(0, failed=report(), failed_at=2.0), known(1, failed=report(), failed_at=1.0)]
+    assert choose_cause(states).rank == 1
 
 
 def test_a_script_that_makes_the_process_group_itself_is_told_that_it_is_there():
     twice = report("ValueError: trying to initialize the default process group twice!")
-    error = failure([fate(0, failed=twice)], stacks={}, job_dir=None, attempt=1)
+    error = failure([known(0, failed=twice)], attempt=1)
     assert "is_initialized()" in str(error).splitlines()[-1]
 
 
 def test_the_message_has_headline_traceback_the_others_and_a_hint():
-    fates = [
-        fate(0, failed=report("lost", consequence=True, site="a.py:3 in step"), failed_at=1.5),
-        fate(1, failed=report(error=ValueError("bad")), failed_at=1.0),
-        fate(2),
-        fate(3),
+    states = [
+        known(0, failed=report("lost", consequence=True, site="a.py:3 in step"), failed_at=1.5),
+        known(1, failed=report(error=ValueError("bad")), failed_at=1.0),
+        known(2, stack=STACK.format(9)),
+        known(3, stack=STACK.format(9)),
     ]
-    stack = (
-        'Current thread 0x00007f0000000001 (most recent call first):\n  File "b.py", line 9 in f'
-    )
-    error = failure(fates, stacks={2: stack, 3: stack}, job_dir="/logs", attempt=2)
+    error = failure(states, Path("/logs"), attempt=2)
     assert isinstance(error, RankFailed)
     lines = str(error).splitlines()
     assert lines[0] == "rank 1 of 4 on n1 raised ValueError: bad"
@@ -93,8 +101,17 @@ def test_the_message_has_headline_traceback_the_others_and_a_hint():
     assert (copy.rank, str(copy)) == (1, str(error))
 
 
+def test_what_a_rank_says_after_it_was_stopped_does_not_make_it_the_cause_but_tells_its_place():
+    late = known(0)
+    late.note("stopped")
+    late.take({"state": "failed", "failed": report("lost", consequence=True, site="a.py:3 in f")})
+    error = failure([late, known(1, failed=report())])
+    assert (error.rank, late.state) == (1, "stopped")
+    assert (error.waiting, error.consequences) == ({0: "a.py:3 in f"}, {0: "lost"})
+
+
 def test_remote_frames_are_shown_once_when_the_exception_could_not_travel():
-    error = failure([fate(0, failed=report())], stacks={})
+    error = failure([known(0, failed=report())])
     assert "Traceback" not in str(error)
     assert isinstance(error.__cause__, RemoteError)
     assert "Traceback" in str(error.__cause__)
@@ -111,9 +128,10 @@ def test_remote_frames_are_shown_once_when_the_exception_could_not_travel():
         (-64, "killed by SIGRTMAX", (None, "SIGRTMAX")),
     ],
 )
-def test_a_silent_death_says_how_and_shows_the_log(exit_code, words, attributes):
-    fates = [fate(0, exit_code=exit_code, log_tail="last\nwords", peak_mb=100.0), fate(1)]
-    error = failure(fates, stacks={})
+def test_a_silent_death_says_how_and_shows_the_log(exit_code, words, attributes, tmp_path):
+    (tmp_path / "rank-0.log").write_text("last\nwords\n")
+    states = [known(0, exit_code=exit_code, peak_mb=100.0), known(1)]
+    error = failure(states, tmp_path)
     assert isinstance(error, RankFailed)
     assert words in str(error).splitlines()[0]
     assert "  last\n  words" in str(error)
@@ -124,15 +142,15 @@ def test_a_silent_death_says_how_and_shows_the_log(exit_code, words, attributes)
 
 
 def test_a_negative_code_of_sys_exit_is_not_a_signal():
-    error = failure([fate(0, failed=report("SystemExit: -9", code=-9))], stacks={})
+    error = failure([known(0, failed=report("SystemExit: -9", code=-9))])
     assert isinstance(error, RankFailed)
     assert (error.exit_code, error.signal) == (-9, None)
 
 
 def test_a_collective_that_ran_out_of_time_stays_a_timeout():
     original = RankTimeout("barrier timed out", missing=[1], op="barrier", stacks={1: "there"})
-    fates = [fate(0, failed=report("RankTimeout", consequence=True, error=original)), fate(1)]
-    error = failure(fates, stacks={})
+    states = [known(0, failed=report("RankTimeout", consequence=True, error=original)), known(1)]
+    error = failure(states)
     assert isinstance(error, RankTimeout)
     assert (error.rank, error.op, error.stacks) == (1, "barrier", {1: "there"})
 
@@ -140,7 +158,10 @@ def test_a_collective_that_ran_out_of_time_stays_a_timeout():
 def test_a_deadline_prints_equal_stacks_once_and_the_suspect_first():
     same = "Thread 0x00007f00000000{0} (most recent call first):\n  File 'a.py', line 1 in wait"
     stacks = {0: same.format("01"), 1: "elsewhere", 2: same.format("02")}
-    error = timeout([fate(r) for r in range(4)], what="too slow", stacks=stacks, suspect=1)
+    states = [known(rank, stack=stacks.get(rank, "")) for rank in range(4)]
+    states[1].standing = Standing(call="barrier #1 (done)", group="world", number=1)
+    states[0].standing = states[2].standing = Standing(call="sum #2", group="world", number=2)
+    error = judge(states, ending("timeout", deadline="not done in time"), Path("/logs"))
     text = str(error)
     assert text.index("--- rank 1\n") < text.index("--- ranks 0, 2\n")
     assert text.count("in wait") == 1
@@ -150,20 +171,18 @@ def test_a_deadline_prints_equal_stacks_once_and_the_suspect_first():
 
 def test_an_import_that_can_be_served_gets_the_option_that_does_it():
     absent = report("ModuleNotFoundError: No module named 'fairchem.core'")
-    assert "HINT: unisono run --compat fairchem ..." in str(
-        failure([fate(0, failed=absent)], stacks={})
-    )
+    assert "HINT: unisono run --compat fairchem ..." in str(failure([known(0, failed=absent)]))
     other = report("ModuleNotFoundError: No module named 'heater'")
-    assert "--compat" not in str(failure([fate(0, failed=other)], stacks={}))
+    assert "--compat" not in str(failure([known(0, failed=other)]))
 
 
 def test_ranks_in_different_calls_are_all_named_with_their_lines():
     halves = [report(f"CollectiveMismatch: {r}", site=f"train.py:{r} in step") for r in range(2)]
-    fates = [
-        fate(rank, failed=replace(half, is_mismatch=True), failed_at=float(rank))
+    states = [
+        known(rank, failed=replace(half, is_mismatch=True), failed_at=float(rank))
         for rank, half in enumerate(halves)
     ]
-    text = str(failure([*fates, fate(2), fate(3)], stacks={2: STACK.format(9)}))
+    text = str(failure([*states, known(2, stack=STACK.format(9)), known(3)]))
     assert (
         "The ranks do not make the same calls:\n"
         "  rank 0: train.py:0 in step\n"

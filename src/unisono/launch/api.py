@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unisono.errors import PlatformError
-from unisono.launch.attempts import Attempts, job_directory, telling
+from unisono.launch.attempts import Run, job_directory, telling
 from unisono.launch.console import IO
 from unisono.launch.in_process import run_here, run_in_process, run_inline
 from unisono.launch.job import Job, LocalJob
@@ -130,7 +130,7 @@ def execute(request: Request) -> Results[Any]:
             prepare(request.platform.spawn_method)
         call = dump_call(request.fn, request.args, request.kwargs)
         with signals_of_launcher(), job_directory(request) as job_dir:
-            return Attempts(request, call, job_dir).run()
+            return Run(request, call, job_dir).results()
 
 
 def submit(

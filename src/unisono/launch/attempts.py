@@ -1,175 +1,187 @@
 """A run as a series of attempts: a new one after a failure, or when the function asks for it.
 
-On a cluster the same series is run by the driver of the job (`places/slurm/driver.py`).
+`Attempts` is that series wherever it is run: in the launcher (`Run`), or in the batch script of a
+cluster's job (`places/slurm/driver.py`). What came of it is in its `Progress`.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import JobCancelled, RankFailed, RankTimeout
+from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
-from unisono.launch.console import Console, stdin_rank
+from unisono.launch.console import Console, stdin_rank, warn
 from unisono.launch.logs import SHOW_ALL_UP_TO, tail
-from unisono.launch.places.local import run_local
-from unisono.launch.places.remote import RemoteSupervisor
+from unisono.launch.places.local import LocalRanks
+from unisono.launch.places.mailbox import Plan, read_json
 from unisono.launch.platform import Device, Platform
-from unisono.launch.pool import cleanup
-from unisono.launch.pool.monitor import Outcome, Supervisor
+from unisono.launch.pool import cleanup, verdict
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Job as RankJob
+from unisono.launch.pool.protocol import RankState
 from unisono.launch.pool.surroundings import Surroundings, common_variables
+from unisono.launch.pool.verdict import Ending
 from unisono.launch.request import Request
 from unisono.launch.results import Results
+from unisono.launch.supervisor import Ranks, Supervisor
 
 LONGEST_PAUSE_S = 30.0
 """Longest wait before another attempt."""
+PROGRESS = "progress.json"
 
 
-class Attempts:
-    """One run: what was asked, where it stands, and how to reach it from another thread.
+@dataclass
+class Progress:
+    """How far a run has got, over all its attempts."""
+
+    attempt: int = -1
+    """Number of the present attempt."""
+    state: str = "pending"
+    """`running` or `requeued`."""
+    requeues: int = 0
+    """How many attempts the function itself asked for."""
+    causes: list[str] = field(default_factory=list)
+    """One line for each attempt that failed."""
+    announced: list[str] = field(default_factory=list)
+    """One line for each attempt that follows a failed one; whoever waits shows them."""
+    ending: Ending | None = None
+    """How the last attempt ended; None as long as the run goes on."""
+    message: str = ""
+    """What went wrong in the end, where the ranks do not tell it."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Progress:
+        """Return how far the job in `directory` has got."""
+        found = read_json(directory / PROGRESS)
+        if not found:
+            return cls()
+        ending = found.pop("ending")
+        return cls(**found, ending=ending and Ending(**ending))
+
+    def write(self, directory: Path) -> None:
+        """Keep it."""
+        job_files.write_private(directory / PROGRESS, json.dumps(asdict(self)).encode())
+
+
+class Attempts(ABC):
+    """A series of attempts.
 
     Args:
-        request: what was asked.
+        plan: how many there may be, and their deadlines.
         job_dir: directory of the run.
-        call: function and arguments.
-        on_state: told of each change: `"running"`, `"requeued"`.
+        progress: how far it has got.
 
     Attributes:
-        number: number of the present attempt.
+        progress: how far it has got.
+        states: how the ranks of the latest attempt ended.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        call: Parcel,
-        job_dir: Path,
-        on_state: Callable[[str], None] = lambda _state: None,
-    ) -> None:
-        self.request = request
-        self.number = 0
-        self._call = call
+    announces = False
+    """Whether to say what the first Ctrl-C has begun."""
+
+    def __init__(self, plan: Plan, job_dir: Path, progress: Progress) -> None:
+        self.progress = progress
+        self._plan = plan
         self._job_dir = job_dir
-        self._on_state = on_state
-        self._supervisor: Supervisor | RemoteSupervisor | None = None
-        self._cancelled = threading.Event()
+        self._supervisor: Supervisor | None = None
+        self.states: list[RankState] = []
 
-    def run(self) -> Results[Any]:
-        """Try until an attempt succeeds, or there are no more."""
-        request, logs = self.request, self.request.logs
-        threads, more = request.platform.cpus_per_rank, request.platform.env
-        console = Console(
-            logs.shown(request.ranks),
-            prefix=logs.prefix and request.ranks > 1,
-            raw_rank=stdin_rank(os.environ, request.ranks),
-        )
-        if logs.console == "auto" and request.ranks > SHOW_ALL_UP_TO:
-            print(
-                f"unisono: showing rank 0 of {request.ranks}; all: --console all, or "
-                "logs=unisono.Logs(console='all')",
-                file=sys.stderr,
-            )
-        if request.elastic is not None:  # MKL takes the same way through a sum at any address
-            more = {"MKL_CBWR": "AUTO", **(more or {})}
-        variables = common_variables(os.environ, threads=threads, more=more)
-        if (width := console.width()) is not None:
-            variables |= {"COLUMNS": str(width), "LINES": "24"}
-        job = rank_job(request, self._call, variables)
-        run_attempt = _attempt_at(request.platform.kind)
-        if request.elastic is not None:
-            run_attempt = functools.partial(run_local, elastic=request.elastic)
-            if request.elastic.host is not None:
-                job = replace(job, secret=bytes.fromhex(request.elastic.host.secret))
-        causes: list[str] = []
-        requeues = 0
+    @abstractmethod
+    def ranks(self) -> Ranks:
+        """Return the ranks of the present attempt, which are about to be started."""
+
+    @abstractmethod
+    def is_cancelled(self) -> bool:
+        """Whether somebody wants the series to end."""
+
+    @abstractmethod
+    def note(self, state: str) -> None:
+        """Note how it stands now, and tell others."""
+
+    def is_taken_away(self, *, is_requeue: bool) -> bool:
+        """Whether somebody else has decided what comes next."""
+        del is_requeue
+        return False
+
+    def requeue(self) -> bool:
+        """Return whether it is for us to start the function again; else others were told to.
+
+        Raises `PlatformError` if they do not.
+        """
+        return True
+
+    def run(self) -> Ending:
+        """Go on until there is an end, which is in `progress`, or others go on from here."""
+        progress, plan = self.progress, self._plan
         while True:
-            self._on_state("running")
-            try:
-                outcome = run_attempt(
-                    job,
-                    console=console,
-                    job_dir=self._job_dir,
-                    timeout_s=request.timeout_s,
-                    attempt=self.number,
-                    on_start=self._supervised_by,
-                )
-            except (RankFailed, RankTimeout) as error:
-                causes.append(f"attempt {self.number}: {str(error).splitlines()[0]}")
-                was_ready = self._supervisor is not None and self._supervisor.was_ready
-                if len(causes) > request.max_restarts or not was_ready:
-                    if len(causes) > 1:
-                        error.add_note("\n".join(causes))
-                    raise
-                pause = pause_s(len(causes))
-                if logs.console != "none":
-                    limit = 1 + request.max_restarts + requeues
-                    attempts, failures = self.number + 1, len(causes)
-                    print(
-                        announcement(str(error), attempts=attempts, limit=limit, failures=failures),
-                        file=sys.stderr,
-                        flush=True,
+            progress.attempt += 1
+            self.note("running")
+            ranks = self.ranks()
+            number, announces = progress.attempt, self.announces
+            self._supervisor = Supervisor(ranks, plan, number, announces=announces)
+            if self.is_cancelled():
+                self._supervisor.cancel()
+            ending = self._supervisor.run()
+            self.states = ranks.states
+            if ranks.mistake:
+                return self._end(ending, ranks.mistake)
+            if ending.state in ("done", "cancelled"):
+                return self._end(ending)
+            if self.is_taken_away(is_requeue=ending.state == "requeued"):
+                return ending
+            if ending.state == "requeued":
+                progress.requeues += 1
+                if progress.requeues > plan.max_requeues:
+                    return self._end(
+                        ending,
+                        f"the function asked to be started again {progress.requeues} times\n"
+                        f"  {progress.requeues} requeues > max_requeues={plan.max_requeues}\n"
+                        "HINT: Platform(max_requeues=...) if that is as it should be",
                     )
-            else:
-                if not outcome.is_requeued:
-                    return results_of(
-                        outcome,
-                        place=request.place,
-                        threads=threads,
-                        attempt=self.number,
-                        job_dir=self._job_dir,
-                        is_kept=logs.dir is not None,
-                    )
-                self._on_state("requeued")
-                requeues += 1
-                if requeues > (limit := request.platform.max_requeues):
-                    raise RankFailed(
-                        too_many_requeues(requeues, limit),
-                        job_dir=str(self._job_dir),
-                        attempt=self.number,
-                    )
-                pause = 0.0
-            self._cancelled.wait(pause)
-            self._check_cancelled()
-            self.number += 1
+                self.note("requeued")
+                try:
+                    if not self.requeue():
+                        return ending
+                except PlatformError as error:
+                    return self._end(ending, str(error))
+            elif not self._may_try_again(ending):
+                return self._end(ending)
+            if self.is_cancelled():
+                return self._end(replace(ending, state="cancelled"))
 
-    def cancel(self) -> None:
-        """End the run, from any thread."""
-        self._cancelled.set()
-        if self._supervisor is not None:
-            self._supervisor.ask(self._check_cancelled)
+    def _may_try_again(self, ending: Ending) -> bool:
+        """Note why an attempt failed, and wait for the time of the next one, if there is one."""
+        progress, plan = self.progress, self._plan
+        line = verdict.headline(self.states, ending)
+        progress.causes.append(f"attempt {ending.attempt}: {line}")
+        failures = len(progress.causes)
+        if failures > plan.max_restarts or not ending.was_ready:
+            return False
+        limit = 1 + plan.max_restarts + progress.requeues
+        begin = f"attempt {progress.attempt + 2} of {limit} begins in {pause_s(failures):.0f} s"
+        progress.announced.append(f"unisono: {line}; {begin}")
+        self.note("running")
+        end = time.monotonic() + pause_s(failures)
+        while time.monotonic() < end and not self.is_cancelled():
+            time.sleep(0.05)
+        return True
 
-    def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
-        """Return where all ranks stand, from any thread; nothing if no rank runs."""
-        supervisor = self._supervisor
-        answered = threading.Event()
-        answer: dict[int, str] = {}
-
-        def look() -> None:
-            if supervisor is not None:
-                answer.update(supervisor.stacks())
-            answered.set()
-
-        if supervisor is not None:
-            supervisor.ask(look)
-            answered.wait(timeout_s)
-        return answer
-
-    def _supervised_by(self, supervisor: Supervisor | RemoteSupervisor) -> None:
-        self._supervisor = supervisor
-        self._check_cancelled()
-
-    def _check_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise JobCancelled(f"the run of {self.request.name} was cancelled")
+    def _end(self, ending: Ending, message: str = "") -> Ending:
+        self.progress.ending, self.progress.message = ending, message
+        self.note(self.progress.state)
+        return ending
 
 
 def pause_s(failures: int) -> float:
@@ -181,25 +193,205 @@ def pause_s(failures: int) -> float:
     return min(LONGEST_PAUSE_S, 2.0 ** (failures - 1))
 
 
-def announcement(cause: str, *, attempts: int, limit: int, failures: int) -> str:
-    """Return the line that says why there is another attempt, and when.
+class Run(Attempts):
+    """The attempts of a run whose launcher stays: what was asked, and how to reach it.
 
     Args:
-        cause: what went wrong.
-        attempts: how many there were, the failed one included.
-        limit: how many there may be.
-        failures: how many of them failed.
+        request: what was asked.
+        call: function and arguments.
+        job_dir: directory of the run.
+        on_state: told of each change: `"running"`, `"requeued"`.
     """
-    begin = f"attempt {attempts + 1} of {limit} begins in {pause_s(failures):.0f} s"
-    return f"unisono: {cause.splitlines()[0]}; {begin}"
+
+    def __init__(
+        self,
+        request: Request,
+        call: Parcel,
+        job_dir: Path,
+        on_state: Callable[[str], None] | None = None,
+    ) -> None:
+        platform = request.platform
+        plan = Plan.of(platform, timeout_s=request.timeout_s, max_restarts=request.max_restarts)
+        super().__init__(plan, job_dir, Progress())
+        self.request = request
+        self._on_state = on_state
+        self._cancelled = threading.Event()
+        self._announced = 0
+        logs, more = request.logs, platform.env
+        self._console = Console(
+            logs.shown(plan.ranks),
+            prefix=logs.prefix and plan.ranks > 1,
+            raw_rank=stdin_rank(os.environ, plan.ranks),
+        )
+        self.announces = self._console.shows_any
+        if request.elastic is not None:  # MKL takes the same way through a sum at any address
+            more = {"MKL_CBWR": "AUTO", **(more or {})}
+        variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=more)
+        if (width := self._console.width()) is not None:
+            variables |= {"COLUMNS": str(width), "LINES": "24"}
+        self._job = rank_job(request, call, variables)
+        if request.elastic is not None and request.elastic.host is not None:
+            self._job = replace(self._job, secret=bytes.fromhex(request.elastic.host.secret))
+
+    def results(self) -> Results[Any]:
+        """Run to the end; return what the ranks returned, or raise what went wrong."""
+        request = self.request
+        if request.logs.console == "auto" and request.ranks > SHOW_ALL_UP_TO:
+            print(
+                f"unisono: showing rank 0 of {request.ranks}; all: --console all, or "
+                "logs=unisono.Logs(console='all')",
+                file=sys.stderr,
+            )
+        ending = self.run()
+        supervisor = self._supervisor
+        if supervisor is None or ending.state == "cancelled":
+            if supervisor is not None and supervisor.is_interrupted:
+                raise KeyboardInterrupt from own_failure(self.states, self._job_dir, ending.attempt)
+            raise JobCancelled(f"the run of {request.name} was cancelled")
+        try:
+            return results_of(
+                self.progress,
+                self.states,
+                supervisor.ranks.value,
+                place=request.place,
+                threads=self._plan.cpus_per_rank,
+                job_dir=self._job_dir,
+                is_kept=request.logs.dir is not None,
+            )
+        except RankFailed as error:
+            if supervisor.ranks.remark:
+                error.add_note(supervisor.ranks.remark)
+            raise
+
+    def cancel(self) -> None:
+        """End the run, from any thread."""
+        self._cancelled.set()
+        if (supervisor := self._supervisor) is not None:
+            supervisor.ask(supervisor.cancel)
+
+    def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
+        """Return where all ranks stand, from any thread; nothing if no rank runs."""
+        supervisor = self._supervisor
+        answered = threading.Event()
+        answer: dict[int, str] = {}
+
+        def look() -> None:
+            if supervisor is not None:
+                answer.update(supervisor.ranks.stacks())
+            answered.set()
+
+        if supervisor is not None:
+            supervisor.ask(look)
+            answered.wait(timeout_s)
+        return answer
+
+    def ranks(self) -> Ranks:
+        """Return the ranks of the present attempt, which are about to be started."""
+        kind, elastic = self.request.platform.kind, self.request.elastic
+        if kind is Device.MPI:
+            from unisono.launch.places.mpi import MpiRanks as start
+        elif kind is Device.SSH:
+            from unisono.launch.places.ssh import ssh_ranks as start
+        elif kind is Device.RAY:
+            from unisono.launch.places.ray import ray_ranks as start
+        elif elastic is not None:
+            from unisono.launch.elastic.supervisor import ElasticRanks
+
+            start = functools.partial(ElasticRanks, elastic=elastic)
+        else:
+            start = LocalRanks
+        attempt = self.progress.attempt
+        return start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
+
+    def is_cancelled(self) -> bool:
+        """Whether somebody wants the run to end."""
+        return self._cancelled.is_set()
+
+    def note(self, state: str) -> None:
+        """Note how it stands now, and tell others."""
+        self.progress.state = state
+        if self.progress.ending is None and self._on_state is not None:
+            self._on_state(state)
+        for line in self.progress.announced[self._announced :]:
+            self._announced += 1
+            if self.request.logs.console != "none":
+                print(line, file=sys.stderr, flush=True)
 
 
-def too_many_requeues(requeues: int, limit: int) -> str:
-    """Return the message for a function that asks to be started again and again."""
-    return (
-        f"the function asked to be started again {requeues} times\n"
-        f"  {requeues} requeues > max_requeues={limit}\n"
-        "HINT: Platform(max_requeues=...) if that is as it should be"
+def own_failure(
+    states: Sequence[RankState], job_dir: Path, attempt: int
+) -> RankFailed | RankTimeout | None:
+    """Return the error of an attempt that was interrupted, where a rank did more than end."""
+    if not any(verdict.is_own(state) for state in states):
+        return None
+    return verdict.failure(states, job_dir, attempt)
+
+
+def results_of(
+    progress: Progress,
+    states: Sequence[RankState],
+    value: Callable[[int], Parcel],
+    *,
+    place: str,
+    threads: int,
+    job_dir: Path,
+    is_kept: bool,
+) -> Results[Any]:
+    """Return what the ranks returned in the end, or raise what went wrong.
+
+    Args:
+        progress: how far they got.
+        states: how they ended.
+        value: what a rank returned, packed.
+        place: where they ran, as `on` says it.
+        threads: of each rank.
+        job_dir: directory of the run.
+        is_kept: whether it stays.
+    """
+    ending = progress.ending
+    if ending is None or progress.message:
+        attempt = progress.attempt
+        raise RankFailed(progress.message, job_dir=str(job_dir), attempt=attempt)
+    if ending.state != "done":
+        error = verdict.judge(states, ending, job_dir)
+        if len(progress.causes) > 1:
+            error.add_note("\n".join(progress.causes))
+        raise error
+    values: list[Any] = []
+    hosts: list[str] = []
+    logs: dict[int, str] = {}
+    for state in states:
+        if not state.is_good:  # of an elastic job, some may have died
+            continue
+        logs[len(values)] = tail(job_dir / f"rank-{state.rank}.log")
+        hosts.append(state.place)
+        if state.warning or state.exit_code:
+            how = state.warning or verdict.how_ended(state.exit_code)
+            warn(f"rank {state.rank} returned its result, then {how}")
+        try:
+            parcel = value(state.rank)
+            values.append(parcel.load())
+            parcel.close()
+        except PlatformError:
+            raise
+        except Exception as error:
+            raise RankFailed(
+                f"what rank {state.rank} of {len(states)} returned cannot be unpickled here\n"
+                f"{type(error).__name__}: {error}\n"
+                "HINT: return numbers, lists, dicts, arrays or tensors",
+                rank=state.rank,
+                host=state.place,
+            ) from error
+    return Results(
+        values,
+        hosts=hosts,
+        platform=place,
+        wall_s=ending.wall_s,
+        start_s=ending.start_s,
+        restarts=ending.attempt,
+        threads=threads,
+        dir=job_dir if is_kept else None,
+        logs=logs,
     )
 
 
@@ -228,19 +420,6 @@ def rank_job(
         upon_finish=upon_finish,
         is_script=request.is_script,
     )
-
-
-def _attempt_at(kind: Device) -> Callable[..., Outcome]:
-    """Return how ranks of this kind of place are started."""
-    if kind is Device.MPI:
-        from unisono.launch.places.mpi import run_mpi as run_attempt
-    elif kind is Device.SSH:
-        from unisono.launch.places.ssh import run_ssh as run_attempt
-    elif kind is Device.RAY:
-        from unisono.launch.places.ray import run_ray as run_attempt
-    else:
-        return run_local
-    return run_attempt
 
 
 @contextmanager
@@ -275,45 +454,6 @@ def job_directory(request: Request) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
         raise
     shutil.rmtree(path, ignore_errors=True)
-
-
-def results_of(
-    outcome: Outcome, *, place: str, threads: int, attempt: int, job_dir: Path, is_kept: bool
-) -> Results[Any]:
-    """Return what the ranks of a successful attempt returned.
-
-    Args:
-        outcome: their values, still pickled.
-        place: where they ran, as `on` says it.
-        threads: of each rank.
-        attempt: number of the attempt.
-        job_dir: directory of the run.
-        is_kept: whether it stays.
-    """
-    values: list[Any] = []
-    for rank, data in enumerate(outcome.values):
-        try:
-            values.append(data.load())
-            data.close()
-        except Exception as error:
-            raise RankFailed(
-                f"what rank {rank} of {len(outcome.values)} returned cannot be unpickled here\n"
-                f"{type(error).__name__}: {error}\n"
-                "HINT: return numbers, lists, dicts, arrays or tensors",
-                rank=rank,
-                host=outcome.hosts[rank],
-            ) from error
-    return Results(
-        values,
-        hosts=outcome.hosts,
-        platform=place,
-        wall_s=outcome.wall_s,
-        start_s=outcome.start_s,
-        restarts=attempt,
-        threads=threads,
-        dir=job_dir if is_kept else None,
-        logs={rank: tail(job_dir / f"rank-{rank}.log") for rank in range(len(values))},
-    )
 
 
 @contextmanager

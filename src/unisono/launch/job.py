@@ -30,12 +30,12 @@ from unisono.errors import (
 )
 from unisono.expect import expect_int
 from unisono.launch import job_files
-from unisono.launch.attempts import Attempts, job_directory, telling
+from unisono.launch.attempts import Run, job_directory, telling
 from unisono.launch.elastic.settings import RESIZE
 from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.logs import LogReader
 from unisono.launch.places.mailbox import CANCEL
-from unisono.launch.places.remote import ask_for_stacks
+from unisono.launch.places.program import ask_for_stacks
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
 from unisono.launch.request import Request
@@ -47,8 +47,6 @@ ENDS = ("done", "failed", "timeout", "cancelled")
 """States that do not change any more."""
 POLL_S = 0.1
 """Seconds between two looks at a log."""
-STACKS_S = 2.0
-"""Longest wait for the stacks of ranks that another process supervises."""
 ORDER_S = 0.2
 """Seconds between two looks for an order of another process."""
 
@@ -175,7 +173,7 @@ class Job:
         for pid, number in signals.items():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        return {rank: user_threads(text) for rank, text in dumps.wait(STACKS_S).items()}
+        return {rank: user_threads(text) for rank, text in dumps.wait().items()}
 
     @overload
     def logs(self, rank: int = 0, *, tail: int | None = None) -> str: ...
@@ -270,7 +268,7 @@ class LocalJob(Job):
             self.dir = stack.enter_context(job_directory(request))
             self._stack = stack.pop_all()
         self.id = self.dir.name
-        self._attempts = Attempts(request, call, self.dir, self._note)
+        self._launch = Run(request, call, self.dir, self._note)
         self._outcome: Results[Any] | BaseException | None = None
         self._ended = threading.Event()
         self._entry = {
@@ -296,15 +294,17 @@ class LocalJob(Job):
     def cancel(self) -> None:
         """End all ranks, and wait until they have."""
         if not self._ended.is_set():
-            self._attempts.cancel()
+            self._launch.cancel()
             self._ended.wait()
 
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands."""
-        return {} if self._ended.is_set() else self._attempts.stacks()
+        return {} if self._ended.is_set() else self._launch.stacks()
 
     def _look(self) -> State:
-        return State(self._entry["state"], self._attempts.number, self._entry["reason"])
+        return State(
+            self._entry["state"], max(0, self._launch.progress.attempt), self._entry["reason"]
+        )
 
     def _results(self) -> Results[Any]:
         if isinstance(self._outcome, Results):
@@ -319,8 +319,8 @@ class LocalJob(Job):
     def _run(self) -> None:
         end = "failed"
         try:
-            with self._stack, telling(self._attempts.request.platform):
-                self._outcome = self._attempts.run()
+            with self._stack, telling(self._launch.request.platform):
+                self._outcome = self._launch.results()
                 end = "done"
         except JobCancelled as error:
             self._outcome, end = JobCancelled(str(error), job_id=self.id), "cancelled"
@@ -339,14 +339,18 @@ class LocalJob(Job):
         """Cancel the run if another process has left the order to."""
         while not self._ended.wait(ORDER_S):
             if (self.dir / CANCEL).exists():
-                self._attempts.cancel()
+                self._launch.cancel()
                 return
 
     def _note(self, state: str) -> None:
         """Note how the job stands, for this process and, in files, for others."""
         is_error = isinstance(self._outcome, BaseException)
         reason = str(self._outcome).splitlines()[0] if is_error else ""
-        self._entry |= {"state": state, "attempt": self._attempts.number, "reason": reason}
+        self._entry |= {
+            "state": state,
+            "attempt": max(0, self._launch.progress.attempt),
+            "reason": reason,
+        }
         if not self.dir.is_dir():
             return
         if state in ENDS:

@@ -362,7 +362,7 @@ class Platform:
 
     def __post_init__(self) -> None:
         vars(self)["device"] = vars(self)["kind"] = Device.from_str(self.device)
-        if _is_list(self.hosts, _is_text) and self.hosts and "n_nodes" not in self._given:
+        if isinstance(self.hosts, (list, tuple)) and self.hosts and "n_nodes" not in self._given:
             vars(self)["n_nodes"] = len(self.hosts)
         if self.kind is Device.RAY and "n_gpus_per_node" not in self._given:
             vars(self)["n_gpus_per_node"] = 0
@@ -489,7 +489,8 @@ class Platform:
                 KINDS[name].check(name, value)
         if self.backend is not None or "UNISONO_BACKEND" in os.environ:
             self._check_backend()
-        self._check_hosts()
+        if self.hosts or self.kind is Device.SSH:
+            self._check_hosts()
         self._check_sizes()
         if self.ipc_groups:
             self._check_groups(self.ipc_groups)
@@ -538,7 +539,7 @@ class Platform:
             from unisono.launch.places.ssh import check_hosts
 
             check_hosts(self)
-        elif self.hosts:
+        else:
             raise PlatformError.because(
                 f"Platform(device={self.kind.value!r}, hosts={list(self.hosts)!r})",
                 "hosts are used on ssh only",

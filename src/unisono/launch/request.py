@@ -198,12 +198,14 @@ def check_call(
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return  # builtins without a signature: the call itself will tell
-    filled = {p.name for p in _positional(signature)[: len(args)]}
-    if isinstance(fn, functools.partial):
-        filled |= fn.keywords.keys()
+    filled = list(signature.parameters)[: len(args)]
     for word, value in (of_run or {}).items():
         p = signature.parameters.get(word)
-        if value is None or word in filled or p is None or p.kind not in _BY_NAME:
+        if value is None or p is None or p.kind not in _BY_NAME:
+            continue
+        if word in filled and p.kind is p.POSITIONAL_OR_KEYWORD:
+            continue
+        if isinstance(fn, functools.partial) and word in fn.keywords:
             continue
         raise PlatformError.because(
             f"unisono.run({name}, ..., {word}={value!r})",

@@ -23,7 +23,7 @@ from types import FrameType
 from unisono.errors import PlatformError, RankTimeout, Requeue
 from unisono.expect import expect_int
 from unisono.launch.context import here
-from unisono.launch.pool.protocol import Preempt, send_message
+from unisono.launch.pool.protocol import tell
 from unisono.launch.pool.stacks import grouped
 
 __all__ = ["job_dir", "requeue", "restart_count", "should_stop", "simulate_preemption"]
@@ -179,7 +179,7 @@ def simulate_preemption(*, after_s: float = 0.0, rank: int | None = None) -> Non
 
     def deliver() -> None:
         if not is_me and report_fd is not None:
-            send_message(report_fd, Preempt(rank=target))
+            tell(report_fd, preempt=target)
         elif report_fd is None:
             note_request()  # no launcher: nobody has prepared this process for the signal
         else:

@@ -26,9 +26,9 @@ from unisono.errors import PlatformError, RankFailed
 from unisono.expect import expect_int
 from unisono.launch.logs import text_from
 from unisono.launch.pool.cleanup import make_temporary_directory
-from unisono.launch.pool.client import ANSWER_S, Pipes, RankProcess, ServerGone, WarmServer
+from unisono.launch.pool.client import ANSWER_S, RankProcess, ServerGone, WarmServer
 from unisono.launch.pool.monitor import RankMonitor
-from unisono.launch.pool.protocol import Hello, send_message
+from unisono.launch.pool.protocol import send_message
 from unisono.launch.pool.stacks import readable_threads
 from unisono.testing.report import STACK_SIGNAL, Findings, Raised, RankFailure
 from unisono.testing.shipping import pack
@@ -70,9 +70,9 @@ class _Monitor(RankMonitor):
         super().__init__(STACK_SIGNAL)
         self.replies: dict[int, Any] = {}
 
-    def heard(self, rank: RankProcess, message: Any) -> None:
-        if not isinstance(message, Hello):
-            self.replies[rank.rank] = message
+    def heard(self, rank: RankProcess, news: Any) -> None:
+        if news != {"state": "running"}:
+            self.replies[rank.rank] = news
 
 
 class _Warm(NamedTuple):
@@ -219,7 +219,7 @@ class RankPool:
         if self._warm is not None and not self._warm.server.is_alive:
             self.close()
         warm = self.warm_up()
-        while warm.monitor.step(0):  # an idle rank may have ended
+        while warm.monitor.wait(0):  # an idle rank may have ended
             pass
         self.discard([n for n, rank in self._ranks.items() if not rank.is_running])
         for number in range(world):
@@ -241,12 +241,11 @@ class RankPool:
     def _start(self, number: int, warm: _Warm) -> RankProcess:
         main = "unisono.testing.rank:answer_pool"
         try:
-            with Pipes(number, warm.directory) as pipes:
-                own = {"rank": number, "stacks": str(pipes.stack_path)}
-                process = warm.server.fork(
-                    main, own, pipes.theirs, streams=pipes.streams, linger_s=_LINGER_S
+            with RankProcess(number, warm.directory) as rank:
+                own = {"rank": number, "stacks": str(rank.stack_path)}
+                rank.process = process = warm.server.fork(
+                    main, own, rank.theirs, streams=rank.streams, linger_s=_LINGER_S
                 )
-            rank = RankProcess(number, process, pipes)
             why = process.confirm(ANSWER_S)
         except ServerGone as error:
             told = warm.server.last_words()
@@ -400,7 +399,7 @@ class RankWorld:
         replies = monitor.replies = {}
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # a dead rank is found below
-                send_message(rank.pipes.control, (method, arguments))
+                send_message(rank.control, (method, arguments))
         begin = time.monotonic()
         deadline = begin + timeout_s
         died: dict[int, int] = {}
@@ -408,15 +407,16 @@ class RankWorld:
         pending = list(self._ranks)
         waited = ""
         while pending and (left := deadline - time.monotonic()) > 0:
-            monitor.step(left)
+            monitor.wait(left)
             pending = [rank for rank in pending if rank.rank not in replies]
-            died |= {r.rank: r.exit_code for r in pending if r.exit_code is not None}
+            ended = {rank.rank: rank.known.exit_code for rank in pending}
+            died |= {number: code for number, code in ended.items() if code is not None}
             pending = [rank for rank in pending if rank.rank not in died]
             raised = {n: reply for n, reply in replies.items() if isinstance(reply, Raised)}
             if not waited and (died or raised):  # the others have so much longer
                 waited = f", {grace_s:g} s after rank {next(iter((*died, *raised)))} had failed"
                 deadline = min(deadline, time.monotonic() + grace_s)
-        while monitor.step(0):  # what they have printed
+        while monitor.wait(0):  # what they have printed
             pass
         if not (died or raised or pending):
             return replies

@@ -16,7 +16,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import traceback
 import warnings
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from unisono.comm import close_world, groups, seal
 from unisono.errors import an
 from unisono.launch.pool.payload import dump_value
-from unisono.launch.pool.protocol import Hello, Ready, Returned, drop_descriptor, send_message
+from unisono.launch.pool.protocol import drop_descriptor, send_message, tell
 from unisono.launch.pool.stacks import chain_of
 from unisono.testing.internals import comparisons_explained
 from unisono.testing.leaks import HOST_KINDS, KINDS, Holdings
@@ -50,7 +49,7 @@ def answer_pool(own: dict[str, Any], report_fd: int, control_fd: int, result_fd:
         stream.reconfigure(encoding="utf-8", errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     stacks = os.open(own["stacks"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     rank = Rank(own["rank"], stacks, result_fd)
-    send_message(report_fd, Hello(host=socket.gethostname()))
+    tell(report_fd, state="running")
     orders = os.fdopen(control_fd, "rb", closefd=False)
     while orders.read(8):  # the length of the order, which ends by itself
         method, arguments = pickle.load(orders)
@@ -96,7 +95,7 @@ class Rank:
         cwd: str,
         path: list[str],
         filters: bytes,
-    ) -> Ready:
+    ) -> dict[str, str]:
         """Join a fresh default process group.
 
         Args:
@@ -126,11 +125,11 @@ class Rank:
             world_size=world,
             timeout=datetime.timedelta(seconds=group_timeout_s),
         )
-        return Ready()
+        return {"state": "ready"}
 
     def call(
         self, *, call: bytes, drawn: bytes, remake: tuple[str, ...], keep: bool, verbosity: int
-    ) -> Returned:
+    ) -> dict[str, str]:
         """Run a function.
 
         Args:
@@ -165,7 +164,7 @@ class Rank:
                 f"rank {self._rank} returned {an(type(value).__name__)} that cannot travel to the "
                 f"test process: {error}"
             ) from None
-        return Returned(wall_s=0.0)
+        return {"state": "returned"}
 
     def close(self) -> tuple[dict[str, list[str]], bool]:
         """Leave the group and put the process back as it was before `open`.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,15 +17,17 @@ import unisono
 from unisono.environment import Environment
 from unisono.errors import MissingExtra, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Platform, dry_run
+from unisono.launch.attempts import Progress
 from unisono.launch.places import mailbox as files
-from unisono.launch.places import remote
-from unisono.launch.places.mailbox import Orders, Plan, RankState, own_versions
-from unisono.launch.places.remote import COLLECT_S, Ending, RemoteSupervisor
+from unisono.launch.places.mailbox import Orders, Plan, own_versions, read_states, read_value
+from unisono.launch.places.program import ProgramRanks
 from unisono.launch.places.rendezvous import candidates, meet
-from unisono.launch.places.slurm import cluster, driver, submit
+from unisono.launch.places.slurm import cluster, submit
 from unisono.launch.places.slurm.cluster import Partition
 from unisono.launch.places.slurm.script import batch_script, directives, srun_command, warning_s
-from unisono.launch.pool.protocol import Failed
+from unisono.launch.pool.protocol import Failed, RankState
+from unisono.launch.pool.verdict import Ending, headline, judge
+from unisono.launch.supervisor import COLLECT_S, Supervisor
 
 
 def options(**fields):
@@ -106,13 +109,14 @@ def test_percent_signs_of_a_path_are_not_taken_for_patterns():
 
 
 def plan_of(**fields):
-    fields = {"run_id": "r", "timeout_s": None, "max_restarts": 0} | fields
-    platform = Platform(device="slurm", n_nodes=2, ranks=4, n_cpus_per_node=6)
-    return Plan.of(platform, **fields)
+    platform = Platform(
+        device="slurm", n_nodes=2, ranks=4, n_cpus_per_node=6, srun_args=["--mpi=none"]
+    )
+    return replace(Plan.of(platform, timeout_s=None, max_restarts=0), **fields)
 
 
 def test_the_srun_line_repeats_the_sizes_and_ends_all_ranks_after_a_failure(tmp_path):
-    words = srun_command(tmp_path, plan_of(words=("--mpi=none",)), 3)
+    words = srun_command(tmp_path, plan_of(), 3)
     assert words[0] == "srun"
     assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3"} < set(words)
     assert {"--kill-on-bad-exit=1", "--mpi=none"} < set(words)
@@ -232,10 +236,10 @@ def test_a_job_that_was_done_is_not_done_again(tmp_path):
     tmp_path.chmod(0o700)
     job_files.write_state(tmp_path, {"plan": plan_of().as_json()})
     done = Ending(state="done", attempt=0, was_ready=True, start_s=0.1, wall_s=0.1, exit_code=0)
-    driver.Progress(attempt=0, state="running", ending=done).write(tmp_path)
+    Progress(attempt=0, state="running", ending=done).write(tmp_path)
     words = [sys.executable, "-m", "unisono.launch.places.slurm.driver", str(tmp_path)]
     assert subprocess.run(words, timeout=60, check=False).returncode == 0
-    found = driver.Progress.read(tmp_path)
+    found = Progress.read(tmp_path)
     assert (found.attempt, found.ending) == (0, done)
 
 
@@ -303,17 +307,34 @@ def test_a_state_that_is_not_yet_whole_counts_as_not_said(tmp_path):
 
 
 def test_the_clock_of_another_host_does_not_delay_the_stop(tmp_path):
-    plan = plan_of()
-    supervisor = RemoteSupervisor(tmp_path, plan, 1, ["true"])
-    Orders(tmp_path, 1).open()
+    """Rank 0 of 4 failed "in five minutes"; the others get a moment to report, and no more."""
     ahead = RankState(rank=0, attempt=1, host="h", state="failed", at={"failed": time.time() + 300})
     files.write_state(tmp_path, ahead)
-    orders = Orders(tmp_path, 1)
-    supervisor._look()
-    assert list(orders.new()) == []  # others may have something to say
-    time.sleep(COLLECT_S + 0.1)
-    supervisor._look()
-    assert list(orders.new()) == [{"stop": "another rank failed"}]
+    orders, told = Orders(tmp_path, 1), []
+    # Ends when it is told to, as agents do.
+    words = [sys.executable, "-c", END_AT_STOP, str(tmp_path / "orders-1")]
+    ranks = ProgramRanks(
+        tmp_path,
+        plan_of(),
+        1,
+        words,
+        on_look=lambda: told.extend((order, time.monotonic()) for order in orders.new()),
+    )
+    begin = time.monotonic()
+    found = Supervisor(ranks, plan_of(), 1).run()
+    assert (found.state, found.was_ready, found.exit_code) == ("failed", False, 3)
+    assert [order for order, _ in told] == [{"stop": "another rank failed"}]
+    assert COLLECT_S <= told[0][1] - begin < COLLECT_S + 2.0
+
+
+END_AT_STOP = """
+import pathlib, sys, time
+end = time.monotonic() + 30
+while "stop" not in pathlib.Path(sys.argv[1]).read_text() and time.monotonic() < end:
+    time.sleep(0.02)
+time.sleep(0.1)
+sys.exit(3)
+"""
 
 
 def state(rank, word, **fields):
@@ -345,7 +366,12 @@ def test_files_of_another_user_or_for_others_or_links_are_not_read(tmp_path):
         result.chmod(0o600)
         os.chown(result, 12345, -1)
         with pytest.raises(PlatformError, match="owner 12345"):
-            remote.read_outcome(tmp_path, 1, ending("done"))
+            read_value(tmp_path, 0)
+
+
+def told(tmp_path, how):
+    """Return the error of an attempt of two ranks, by their files."""
+    return judge(read_states(tmp_path, 2, 1), how, tmp_path)
 
 
 def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
@@ -356,36 +382,33 @@ def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
         is_consequence=False,
         site="a.py:3 in f",
     )
-    files.write_error(tmp_path, 1, 1, failed)
-    assert files.read_error(tmp_path, 1, 1) == failed
-    assert files.read_error(tmp_path, 1, 0) is None
     lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
-    files.write_error(tmp_path, 0, 1, lost)
-    files.write_state(tmp_path, state(0, "failed"))
+    files.write_state(tmp_path, state(0, "failed", failed=lost))
     assert files.has_failure(tmp_path, 1)
     assert not files.has_failure(tmp_path, 1, but_consequences=True)  # of one not yet told
-    files.write_state(tmp_path, state(1, "failed"))
+    files.write_state(tmp_path, state(1, "failed", failed=failed))
+    assert files.read_state(tmp_path, 1, 1) == state(1, "failed", failed=failed)
     assert files.has_failure(tmp_path, 1, but_consequences=True)
     assert not files.has_failure(tmp_path, 0)
-    error = remote.read_error(tmp_path, 2, ending("failed"))
+    error = told(tmp_path, ending("failed"))
     assert isinstance(error, RankFailed)
     assert (error.rank, error.host, error.attempt) == (1, "n1", 1)
-    assert remote.headline(tmp_path, 2, ending("failed")) == str(error).splitlines()[0]
+    line = headline(read_states(tmp_path, 2, 1), ending("failed"))
+    assert line == str(error).splitlines()[0]
 
 
 def test_a_rank_that_was_killed_comes_before_one_that_noticed(tmp_path):
     lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
-    files.write_error(tmp_path, 0, 1, lost)
-    files.write_state(tmp_path, state(0, "failed"))
+    files.write_state(tmp_path, state(0, "failed", failed=lost))
     files.write_state(tmp_path, state(1, "died", exit_code=-9, peak_mb=10.0))
-    error = remote.read_error(tmp_path, 2, ending("failed"))
+    error = told(tmp_path, ending("failed"))
     assert (error.rank, error.signal, error.exit_code) == (1, "SIGKILL", None)
 
 
 def test_a_deadline_names_who_did_not_come(tmp_path):
     files.write_state(tmp_path, state(0, "stopped", stack="Thread 0x01 (most recent):\n"))
     files.write_state(tmp_path, state(1, "returned"))
-    error = remote.read_error(tmp_path, 2, ending("timeout", deadline="not done in time"))
+    error = told(tmp_path, ending("timeout", deadline="not done in time"))
     assert isinstance(error, RankTimeout)
     assert (error.rank, sorted(error.stacks)) == (0, [0])
     assert "rank 0 of 2 not done in time" in str(error)
@@ -394,7 +417,7 @@ def test_a_deadline_names_who_did_not_come(tmp_path):
 def test_ranks_without_a_word_are_named_with_the_words_of_the_starter(tmp_path):
     (tmp_path / "starter.log").write_text("srun: error: node n1 failed\n")
     files.write_state(tmp_path, state(0, "running"))
-    error = remote.read_error(tmp_path, 2, ending("lost"))
+    error = told(tmp_path, ending("lost"))
     assert "ranks 0-1 of 2 ended without a word (code 1)" in str(error)
     assert "node n1 failed" in str(error)
     assert (error.rank, error.exit_code) == (0, 1)

@@ -11,46 +11,37 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import CollectiveMismatch, PlatformError, RankFailed
+from unisono.errors import CollectiveMismatch, PlatformError
 from unisono.launch.elastic.coordinator import OVER, Coordinator
 from unisono.launch.elastic.hub import Hub
 from unisono.launch.elastic.settings import RESIZE, Elastic, Invitation
 from unisono.launch.job_files import check_ours
+from unisono.launch.places.local import LocalRanks
 from unisono.launch.pool.client import RankProcess
-from unisono.launch.pool.monitor import COLLECT_S, Outcome, Supervisor
-from unisono.launch.pool.protocol import Preempt, Ready, Returned, read_available
-from unisono.launch.pool.verdict import Fate
+from unisono.launch.pool.protocol import Job, read_available
+from unisono.launch.supervisor import COLLECT_S
 
 LOOK_S = 0.1
 """Seconds between two looks at ranks for whom others wait."""
-PRELOAD = ("torch._dynamo", "unisono.train.exact.run")
-"""What a rank would else load for seconds, while others wait for it."""
 EVENTS = "members.jsonl"
 """File of a job with one line for each member that joined, died or was taken away."""
 
 
-class ElasticSupervisor(Supervisor):
-    """Watches the ranks of one attempt, and starts new ones for those that died."""
+class ElasticRanks(LocalRanks):
+    """The ranks of one attempt, of which new ones are started for those that died."""
 
-    def __init__(
-        self,
-        *args: Any,
-        elastic: Elastic,
-        secret: bytes,
-        stall_s: float,
-        start: Callable[[int], object],
-        listen_at: str | None = None,
-        **rest: Any,
-    ) -> None:
-        super().__init__(*args, **rest)
+    preload = ("torch._dynamo", "unisono.train.exact.run")  # others wait for whoever loads them
+
+    def __init__(self, job: Job, *args: Any, elastic: Elastic, **rest: Any) -> None:
+        super().__init__(job, *args, **rest)
         self._elastic = elastic
-        self._stall_s = stall_s
-        self._start = start
+        self._stdin_rank = None
+        secret, listen_at = job.secret, job.platform.master_addr
+        self._stall_s = job.platform.comm_timeout_s
         self.coordinator = Coordinator(elastic.most, elastic.least)
         if elastic.invite is not None and listen_at is None:
             listen_at = address_of_job()
@@ -62,13 +53,13 @@ class ElasticSupervisor(Supervisor):
             listen_at=listen_at if elastic.invite is not None else None,
         )
         host = elastic.host
-        self.address = self.hub.near if host is None else f"{host.host}:{host.port}"
-        """Where our ranks find their coordinator."""
+        address = self.hub.near if host is None else f"{host.host}:{host.port}"
+        self._more["UNISONO_ELASTIC"] = address
         if elastic.invite is not None and self.hub.far is not None:
             Invitation(host=self.hub.far[0], port=self.hub.far[1], secret=secret.hex()).write(
                 elastic.invite
             )
-        self._is_growing = False
+        self._is_growing = True
         self._deaths_in_a_row = 0
         self._step_of_death = -1
         self._next_look = 0.0
@@ -80,15 +71,16 @@ class ElasticSupervisor(Supervisor):
         self._condemned: set[int] = set()
         self.listen(self.hub.fileno(), self.hub.turn)
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, *, at_once: bool | None = None) -> None:
+        """Leave neither a rank nor the coordinator behind."""
         try:
-            super().__exit__(*error)
+            super().close(at_once=at_once)
         finally:
             self.hub.close()
 
-    def heard(self, rank: RankProcess, message: Any) -> None:
+    def heard(self, rank: RankProcess, news: Any) -> None:
         """Pass on what is for other ranks."""
-        if isinstance(message, Returned):
+        if news.get("state") == "returned":
             self.hub.turn()  # it may have told us so before
             if rank.pid not in self.hub.leavers and self._elastic.host is None:
                 raise PlatformError.because(
@@ -98,14 +90,7 @@ class ElasticSupervisor(Supervisor):
                     "for step in unisono.train.elastic(model, optimizer, data, ...) in the "
                     "function; elastic=False for all other trainings",
                 )
-        if isinstance(message, Ready) and self._ready_at is not None:
-            return  # a newcomer: the deadline goes on
-        if isinstance(message, Preempt):
-            for other in self._ranks:
-                if other.rank == message.rank:
-                    other.signal(signal.SIGTERM)
-            return
-        super().heard(rank, message)
+        super().heard(rank, news)
 
     def resize(self, ranks: int) -> None:
         """Have another number of ranks from the next step on; only in the supervising thread."""
@@ -125,35 +110,46 @@ class ElasticSupervisor(Supervisor):
                 path.unlink()
                 self.resize(ranks)
 
-    def until_all_returned(self) -> Outcome:
-        """Return when the members that are left have returned; raise if none can go on."""
-        self._is_growing = True
-        return super().until_all_returned()
-
-    def step(self, timeout_s: float | None) -> bool:
+    def wait(self, timeout_s: float | None) -> bool:
         """Wait for news, take all that has come, and look after those who died or stand still."""
         if not self._is_growing:
-            return super().step(timeout_s)
-        is_news = super().step(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
-        self._is_growing = self._interrupted_until is None
+            return super().wait(timeout_s)
+        is_news = super().wait(LOOK_S if timeout_s is None else min(timeout_s, LOOK_S))
         self._look_after(is_news=is_news)
+        self._is_growing = self._is_growing and not self.is_bad()
         return is_news
 
-    def _dismiss(self) -> None:
+    def is_good(self) -> bool:
+        """Whether all have returned, and whoever was sent away has left."""
+        return all(rank.known.is_good for rank in self._ranks)
+
+    def interrupt(self, seconds: float) -> None:
+        """Ask all to save and end within so many seconds."""
+        self._is_growing = False
+        super().interrupt(seconds)
+
+    def finish(self) -> None:
+        """Let all leave, which have returned."""
         self._is_growing = False
         self._ranks.sort(key=lambda rank: rank.rank)
-        super()._dismiss()
+        super().finish()
 
-    def _timeout(self) -> Exception:
+    def stop(self, reason: str) -> None:
+        """Note where those stand that have not come to an end, and end all."""
         self._is_growing = False
-        return super()._timeout()
+        if self.coordinator.phase == "lost":
+            self.remark = (
+                "  no member is left, and their state with them; max_restarts=1 begins again, "
+                "from a checkpoint if the function restores one"
+            )
+        super().stop(reason)
 
     def _look_after(self, *, is_news: bool) -> None:
         if self.coordinator.error is not None:
             # A rank that fails leaves its loop, too; then its own error says more.
             self._is_growing = False
-            self.step_until(lambda: any(rank.is_bad for rank in self._ranks), COLLECT_S)
-            if any(rank.is_bad for rank in self._ranks):
+            self.step_until(self.is_bad, COLLECT_S)
+            if self.is_bad():
                 return
             raise CollectiveMismatch.because(
                 "the loops of an elastic training",
@@ -174,22 +170,23 @@ class ElasticSupervisor(Supervisor):
 
     def _bury(self) -> None:
         """Let go of ranks that died, as long as somebody is left."""
-        for rank in [rank for rank in self._ranks if rank.is_bad]:
-            if rank.failed is not None and OVER not in rank.failed.summary:
+        for rank in [rank for rank in self._ranks if rank.known.is_bad]:
+            failed = rank.known.failed
+            if failed is not None and OVER not in failed.summary:
                 continue
             for seat in [s for s in self.hub.seats.values() if s.is_near and s.pid == rank.pid]:
                 self.hub.lost(seat)
-            if rank in self._retired or self._is_late_newcomer(rank) or rank.failed is not None:
+            if rank in self._retired or self._is_late_newcomer(rank) or failed is not None:
                 self._let_go(rank)
                 continue
             phase, step = self.coordinator.phase, self.coordinator.step
             self._deaths_in_a_row = self._deaths_in_a_row + 1 if step == self._step_of_death else 1
             self._step_of_death = step
             is_last = phase == "lost" or (
-                not any(not other.is_bad for other in self._ranks) and not self.hub.guests
+                all(other.known.is_bad for other in self._ranks) and not self.hub.guests
             )
             if is_last or self._deaths_in_a_row > max(8, 4 * self._elastic.most):
-                return  # the base class raises, for this rank
+                return  # which ends the attempt, with this rank's death as the reason
             self._let_go(rank)
 
     def _let_go(self, rank: RankProcess) -> None:
@@ -197,7 +194,7 @@ class ElasticSupervisor(Supervisor):
         if rank.is_running:
             rank.signal_group(signal.SIGKILL)
             self._note_end(rank)
-        for number, fd in enumerate(rank.pipes.outputs):
+        for number, fd in enumerate(rank.outputs):
             while data := read_available(fd):
                 rank.log.write(data)
                 self.printed(rank, number, data)
@@ -207,7 +204,7 @@ class ElasticSupervisor(Supervisor):
     def _is_late_newcomer(self, rank: RankProcess) -> bool:
         """Whether the training is over, and this rank had no part in it."""
         is_over = self.coordinator.phase == "over"
-        return is_over and rank.pid not in self.hub.leavers and not rank.is_done
+        return is_over and rank.pid not in self.hub.leavers and not rank.known.is_good
 
     def _part_with_retired(self) -> None:
         """End ranks that are not wanted any more, in good order."""
@@ -220,32 +217,35 @@ class ElasticSupervisor(Supervisor):
         }
         for rank in self._ranks:
             is_wanted = rank.pid not in pids and not self._is_late_newcomer(rank)
-            if not is_wanted and rank.failed is None and rank not in self._retired:
+            if not is_wanted and rank.known.failed is None and rank not in self._retired:
                 self._retired.add(rank)
+                self.states.remove(rank.known)  # it ends as it was told, and is not to blame
                 rank.order(stop=True)
                 rank.signal_group(signal.SIGTERM)
 
     def _bring_to_size(self) -> None:
         """Start ranks for those that are missing."""
-        if self.coordinator.phase in ("over", "lost") or any(r.is_done for r in self._ranks):
+        if self.coordinator.phase in ("over", "lost") or any(
+            rank.known.is_good for rank in self._ranks
+        ):
             return
         taken = {rank.rank for rank in self._ranks if rank not in self._retired}
         missing = self.coordinator.target - self.hub.guests - len(taken)
         for place in [p for p in range(self._elastic.most) if p not in taken][: max(0, missing)]:
-            self._start(place)
+            self.start_some([place])
 
     def _fence(self, rank: int, pid: int) -> None:
         """End a process whose connection is gone, so that nothing it was at goes on."""
         for process in self._ranks:
             is_it = process.pid == pid and process.rank == rank and process.is_running
-            if is_it and process.failed is None and process not in self._retired:
+            if is_it and process.known.failed is None and process not in self._retired:
                 process.signal_group(signal.SIGKILL)
                 self._note_end(process)
 
     def _end_who_stands_still(self) -> None:
         """Kill ranks that were stopped, and members for whom others have waited too long."""
         for rank in self._ranks:
-            if rank.is_running and not rank.is_done and is_stopped(rank.pid):
+            if rank.is_running and not rank.known.is_good and is_stopped(rank.pid):
                 self._say(f"rank {rank.rank} is ended: it was stopped by a signal")
                 rank.signal_group(signal.SIGKILL)
         for number, quiet_s in self.hub.late(self._stall_s).items():
@@ -291,21 +291,6 @@ class ElasticSupervisor(Supervisor):
     def _say(self, text: str) -> None:
         if self._console.shows_any:
             print(f"unisono: {text}", file=sys.stderr, flush=True)
-
-    def _fates(self) -> list[Fate]:
-        """Whoever was sent away has ended as told, and is not to blame."""
-        sent_away = {rank.rank for rank in self._retired}
-        return [fate for fate in super()._fates() if fate.rank not in sent_away]
-
-    def _failure(self) -> Exception:
-        self._is_growing = False
-        error = super()._failure()
-        if self.coordinator.phase == "lost" and isinstance(error, RankFailed):
-            error.add_note(
-                "  no member is left, and their state with them; max_restarts=1 begins again, "
-                "from a checkpoint if the function restores one"
-            )
-        return error
 
 
 def address_of_job() -> str:

@@ -15,8 +15,8 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
@@ -25,34 +25,17 @@ from unisono.launch.elastic.coordinator import LOST, OVER
 from unisono.launch.elastic.supervisor import is_stopped
 from unisono.launch.places import mailbox
 from unisono.launch.places.elastic import address_for
-from unisono.launch.places.mailbox import CANCEL, PAYLOAD, Orders, Plan, RankState
+from unisono.launch.places.mailbox import CANCEL, PAYLOAD, Orders, Plan
 from unisono.launch.pool.client import RankProcess, spawn_rank
-from unisono.launch.pool.monitor import LEAVE_S, RankMonitor
-from unisono.launch.pool.protocol import (
-    Failed,
-    Finishing,
-    Hello,
-    Lingering,
-    Message,
-    Preempt,
-    Ready,
-    Requeued,
-    Returned,
-    Standing,
-    read_available,
-)
+from unisono.launch.pool.monitor import RankMonitor
+from unisono.launch.pool.protocol import Failed, RankState, read_available
 from unisono.launch.pool.surroundings import MISLEADING, common_variables, rank_variables
+from unisono.launch.supervisor import COLLECT_S
 
-COLLECT_S = 0.25
-"""How long a rank that failed stays, so that the others can learn of it."""
-STACK_S = 0.5
-"""Longest wait for a stack."""
 STOPPED_S = 0.5
 """How long a rank of an elastic job may stand still, stopped by a signal."""
 DEATHS = 20
 """So many deaths of one rank are no accident."""
-STANDING_S = 0.2
-"""Longest wait for the rank's word on its latest collective."""
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
 
@@ -66,16 +49,12 @@ class Agent(RankMonitor):
         super().__init__(signal.Signals[plan.stack_signal])
         self._dir = directory
         self._plan = plan
+        self._attempt = attempt
+        self._node = node
         self._orders = Orders(directory, attempt)
-        self._state = RankState(
-            rank=place.rank,
-            attempt=attempt,
-            host=socket.gethostname(),
-            node=node,
-        )
         self._signals: list[int] = []
         self._is_dismissed = False
-        self._stop_reason: str | None = None
+        self._stop_reason = ""
         self._interrupted_until: float | None = None
         self._heeded = {signal.Signals[name] for name in (*plan.stop_signals, plan.stack_signal)}
         self._heeded.add(signal.SIGTERM)
@@ -87,44 +66,38 @@ class Agent(RankMonitor):
     def run(self) -> int:
         """Stay until the rank has ended; return the exit code that tells the starter how."""
         began = time.monotonic()
-        while (rank := self._rank).is_running and not rank.is_bad and self._stop_reason is None:
+        while (rank := self._rank).is_running and not rank.known.is_bad and not self._stop_reason:
             self._listen_for(mailbox.pause_s(time.monotonic() - began))
             if self._is_dismissed:
-                self.wait_for_end([rank], LEAVE_S)
+                self.finish()
                 break
-            if rank.is_bad and self._may_die(rank):
+            if rank.known.is_bad and self._may_die(rank.known):
                 self._replace(rank)
-        if self._comes_too_late(rank):
-            self._end()
+        known, failed = rank.known, rank.known.failed
+        if failed is not None and self._plan.elastic is not None and OVER in failed.summary:
+            self._end()  # the training was over before this rank could join it
             self._note("stopped")
             return 0
-        if rank.is_done and (self._is_dismissed or not rank.is_running):
+        if known.is_good and (self._is_dismissed or not rank.is_running):
             self._end()
-            self._note(self._state.state)
+            self._write()
             return 0
-        if rank.failed is not None:
-            self.step_until(lambda: not rank.is_running, COLLECT_S)
-        elif not rank.is_running and self._was_ended_by_starter():
-            self._note("stopped")
-        elif not rank.is_running:
-            self._state.exit_code, self._state.peak_mb = rank.exit_code, rank.peak_mb
-            self._note("died")
-        elif not rank.is_done:
-            rank.order(where=True)
-            self._state.stack = self.raw_stacks([rank], STACK_S).get(rank.rank, "")
-            self.step_until(lambda: rank.standing is not None, STANDING_S)
-            self._note("stopped")
-            # Not before the others have shown where they stand, too.
-            self.step_until(lambda: not rank.is_running, COLLECT_S)
+        if known.state == "died":
+            self._note("stopped" if self._was_ended_by_starter() else "died")
+        elif failed is None:
+            self.note_places(is_deadline=self._stop_reason == "deadline")
+            self._write()
+        # Not before the others have learned of it, or shown where they stand, too.
+        self.step_until(lambda: not rank.is_running, COLLECT_S)
         self._wait_for_others()
         self._end()
         return 1
 
-    def _may_die(self, rank: RankProcess) -> bool:
+    def _may_die(self, known: RankState) -> bool:
         """Whether others of an elastic job do what this rank was at, and a new one can join."""
-        is_death = rank.failed is None or LOST in rank.failed.summary
+        is_death = known.failed is None or LOST in known.failed.summary
         self._deaths += 1
-        is_wanted = self._stop_reason is None and not (self._dir / CANCEL).exists()
+        is_wanted = not self._stop_reason and not (self._dir / CANCEL).exists()
         return self._plan.elastic is not None and is_death and is_wanted and self._deaths < DEATHS
 
     def _replace(self, rank: RankProcess) -> None:
@@ -132,16 +105,11 @@ class Agent(RankMonitor):
         if rank.is_running:
             rank.signal_group(signal.SIGKILL)
             rank.collect()
-        for fd in rank.pipes.outputs:
+        for fd in rank.outputs:
             while data := read_available(fd):
                 rank.log.write(data)
         self.drop(rank)
         self._rank = self._start(self._place)
-
-    def _comes_too_late(self, rank: RankProcess) -> bool:
-        """Whether the training of an elastic job was over before this rank could join it."""
-        failed = rank.failed
-        return self._plan.elastic is not None and failed is not None and OVER in failed.summary
 
     def _end_if_stopped(self) -> None:
         """Kill a rank of an elastic job that others wait for in vain."""
@@ -156,14 +124,14 @@ class Agent(RankMonitor):
         """Stay, after an interrupt, until all ranks have ended: who starts us ends all with us."""
         while (
             self._interrupted_until is not None
-            and self._stop_reason is None
+            and not self._stop_reason
             and time.monotonic() < self._interrupted_until
         ):
             self._listen_for(0.05)
 
     def _listen_for(self, seconds: float) -> None:
         """Take what comes from the rank, and what it or we are told."""
-        self.step(seconds)
+        self.wait(seconds)
         self._heed_signals()
         self._heed_orders()
         self._look_for_launcher()
@@ -175,10 +143,11 @@ class Agent(RankMonitor):
 
         Others that have noticed its end already do not count: their reports are consequences.
         """
-        if self._rank.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):
+        code = self._rank.known.exit_code
+        if code not in (-signal.SIGKILL, -signal.SIGTERM):
             return False
-        is_killed = self._rank.exit_code == -signal.SIGKILL
-        return mailbox.has_failure(self._dir, self._state.attempt, but_consequences=is_killed)
+        is_killed = code == -signal.SIGKILL
+        return mailbox.has_failure(self._dir, self._attempt, but_consequences=is_killed)
 
     def _take_signals(self) -> None:
         read, write = os.pipe()
@@ -194,10 +163,10 @@ class Agent(RankMonitor):
         plan = self._plan
         more = plan.env
         if plan.elastic is not None:
-            address = address_for(self._dir, self._state.attempt)
+            address = address_for(self._dir, self._attempt)
             more = {"MKL_CBWR": "AUTO", **more, "UNISONO_ELASTIC": address}
         variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=more)
-        variables |= rank_variables(place, plan.run_id, self._dir, self._state.attempt)
+        variables |= rank_variables(place, plan.run_id, self._dir, self._attempt)
         job_files.check_ours(self._dir / PAYLOAD)
         payload_fd = os.open(self._dir / PAYLOAD, os.O_RDONLY | os.O_NOFOLLOW)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._heeded)
@@ -216,44 +185,26 @@ class Agent(RankMonitor):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(payload_fd)
-        if self._state.attempt and not self._deaths:
-            rank.log.write(f"--- attempt {self._state.attempt} on {self._state.host}\n".encode())
-        self._state.pid = rank.pid
-        self._state.pid_start = job_files.process_start(rank.pid)
+        if self._attempt and not self._deaths:
+            rank.log.write(f"--- attempt {self._attempt} on {rank.known.host}\n".encode())
+        rank.known.attempt, rank.known.node = self._attempt, self._node
+        rank.known.pid, rank.known.pid_start = rank.pid, job_files.process_start(rank.pid)
         self.watch(rank)
-        self._note("starting")
+        mailbox.write_state(self._dir, rank.known)
         return rank
 
-    def heard(self, rank: RankProcess, message: Message) -> None:
+    def heard(self, rank: RankProcess, news: Any) -> None:
         """Leave what the rank says in files for others."""
-        match message:
-            case Hello():
-                self._note("running")
-            case Ready():
-                self._note("ready")
-            case Returned():
-                if (value := rank.value()) is not None:
-                    value.save(mailbox.result_path(self._dir, rank.rank))
-                self._note("returned")
-            case Requeued():
-                self._note("requeued")
-            case Standing():
-                self._state.standing = asdict(message)
-            case Lingering():
-                names = ", ".join(message.threads)
-                self._state.warning = f"left with threads still running: {names}"
-            case Finishing():
-                self._state.finishing_s = message.seconds
-                self._note(self._state.state)
-            case Preempt():
-                self._orders.give(preempt=message.rank)
-            case Failed() if self._plan.elastic is None or not (
-                LOST in message.summary or OVER in message.summary
-            ):
-                mailbox.write_error(self._dir, rank.rank, self._state.attempt, message)
-                self._note("failed")
-            case _:
-                pass
+        if (value := rank.value()) is not None and "state" in news:
+            value.save(mailbox.result_path(self._dir, rank.rank))
+        if "preempt" in news:
+            self._orders.give(preempt=news["preempt"])
+        failed = rank.known.failed
+        is_loss = failed is not None and (LOST in failed.summary or OVER in failed.summary)
+        if is_loss and self._plan.elastic is not None:
+            return  # which is no failure there
+        if "state" in news or "finishing_s" in news:
+            mailbox.write_state(self._dir, rank.known)
 
     def _heed_signals(self) -> None:
         """Pass signals on. TERM after a failure elsewhere is the starter ending the world."""
@@ -266,7 +217,7 @@ class Agent(RankMonitor):
 
     def _is_over(self) -> bool:
         is_cancelled = (self._dir / CANCEL).exists()
-        return is_cancelled or mailbox.has_failure(self._dir, self._state.attempt)
+        return is_cancelled or mailbox.has_failure(self._dir, self._attempt)
 
     def _heed_orders(self) -> None:
         for order in self._orders.new():
@@ -274,13 +225,9 @@ class Agent(RankMonitor):
                 self._stop_reason = str(order["stop"])
             elif "finish" in order:
                 self._is_dismissed = True
-                self._rank.order(finish=True)
             elif "interrupt" in order:
                 self._interrupted_until = time.monotonic() + float(order["interrupt"])
-                if self._rank.is_ready:
-                    self._rank.order(interrupt=order["interrupt"])
-                else:  # no function runs that could save anything
-                    self._stop_reason = "interrupted"
+                self._rank.order(interrupt=order["interrupt"])
             elif "stack" in order:
                 self._rank.signal(signal.Signals[self._plan.stack_signal])
             elif order.get("preempt") == self._rank.rank:
@@ -290,24 +237,21 @@ class Agent(RankMonitor):
         if self._plan.launcher is None:
             return
         host, pid, start = self._plan.launcher
-        if host == self._state.host and job_files.process_start(pid) != start:
+        if host == self._rank.known.host and job_files.process_start(pid) != start:
             self._stop_reason = "the launcher is gone"
             self._orders.give(stop=self._stop_reason)  # other hosts cannot see it
 
     def _end(self) -> None:
         """Stop the rank if it still runs, and take its last output."""
-        rank = self._rank
-        if rank.is_running and self._is_dismissed:
-            self._state.warning = f"did not end within {LEAVE_S:g} s"
         self.end_all(self._plan.grace_s)
-        if rank.is_done:
-            self._state.exit_code, self._state.peak_mb = rank.exit_code, rank.peak_mb
         self.close()
 
     def _note(self, state: str) -> None:
-        self._state.state = state
-        self._state.at.setdefault(state, time.time())
-        mailbox.write_state(self._dir, self._state)
+        self._rank.known.note(state)
+        self._write()
+
+    def _write(self) -> None:
+        mailbox.write_state(self._dir, self._rank.known)
 
 
 def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformError) -> int:
@@ -319,8 +263,8 @@ def _refuse(directory: Path, attempt: int, place: Environment, error: PlatformEr
         pickled=None,
         is_consequence=False,
     )
-    mailbox.write_error(directory, place.rank, attempt, failed)
-    state = RankState(rank=place.rank, attempt=attempt, host=socket.gethostname(), state="failed")
+    state = RankState(rank=place.rank, attempt=attempt, host=socket.gethostname())
+    state.take({"state": "failed", "failed": failed})
     mailbox.write_state(directory, state)
     return 1
 

@@ -15,12 +15,12 @@ from unisono.launch.elastic.coordinator import Coordinator
 from unisono.launch.elastic.hub import Hub
 from unisono.launch.elastic.settings import Invitation
 from unisono.launch.elastic.supervisor import LOOK_S, address_of_job, write_event
-from unisono.launch.places.mailbox import GOOD, Plan
-from unisono.launch.places.remote import Ending, RemoteSupervisor
+from unisono.launch.places.mailbox import Plan
+from unisono.launch.places.program import ProgramRanks
 
 
-class ElasticRemoteSupervisor(RemoteSupervisor):
-    """Runs one attempt that goes on without ranks that died."""
+class ElasticProgramRanks(ProgramRanks):
+    """The ranks of one attempt that goes on without those that died."""
 
     def __init__(self, directory: Path, plan: Plan, attempt: int, *args: Any, **rest: Any) -> None:
         super().__init__(directory, plan, attempt, *args, **rest)
@@ -30,12 +30,14 @@ class ElasticRemoteSupervisor(RemoteSupervisor):
         self._coordinator = Coordinator(plan.ranks, given["least"])
         self._is_closing = threading.Event()
         self._has_joined = False
+        self._hub: Hub | None = None
+        self._thread: threading.Thread | None = None
         self._leavers: set[int] | None = None
         """Ranks whose loops have ended together; None as long as they train."""
 
-    def run(self) -> Ending:
-        """Start the program with a coordinator beside it, and stay until it has ended."""
-        hub = Hub(
+    def start(self) -> None:
+        """Start the program, with a coordinator beside it."""
+        self._hub = hub = Hub(
             self._coordinator,
             secret=self._secret,
             on_event=lambda what, rank: write_event(self._dir, hub, what, rank),
@@ -45,18 +47,22 @@ class ElasticRemoteSupervisor(RemoteSupervisor):
         host, port = hub.far or ("", 0)
         path = _invitation_path(self._dir, self._attempt)
         Invitation(host=host, port=port, secret=self._secret.hex()).write(path)
-        thread = threading.Thread(target=self._coordinate, args=(hub,), name="unisono-hub")
-        thread.start()
+        self._thread = threading.Thread(target=self._coordinate, args=(hub,), name="unisono-hub")
+        self._thread.start()
+        super().start()
+
+    def close(self, *, at_once: bool | None) -> None:
+        """Leave neither the program nor the coordinator behind."""
         try:
-            ending = super().run()
-            if any(state is not None and state.state == "failed" for state in self._states):
-                self.mistake = ""  # a rank that fails leaves its loop, too: its error says more
-            return ending
+            super().close(at_once=at_once)
         finally:
-            self._is_closing.set()
-            thread.join()
-            hub.close()
-            path.unlink()
+            if self._hub is not None and self._thread is not None:
+                self._is_closing.set()
+                self._thread.join()
+                self._hub.close()
+                _invitation_path(self._dir, self._attempt).unlink()
+        if any(state.state == "failed" for state in self.states):
+            self.mistake = ""  # a rank that fails leaves its loop, too: its error says more
 
     def _coordinate(self, hub: Hub) -> None:
         """Serve members; nobody else touches the coordinator."""
@@ -75,26 +81,26 @@ class ElasticRemoteSupervisor(RemoteSupervisor):
             if coordinator.phase == "over" and self._leavers is None:
                 self._leavers = {member.rank for member in coordinator.members.values()}
 
-    def _is_good(self) -> bool:
+    def is_good(self) -> bool:
         """Whether all that have trained to the end have returned; some may have died after it."""
-        states = [state for state in self._states if state is not None]
         if self._leavers is None:
-            if self._have_all(GOOD) and not self._has_joined:
+            if super().is_good() and not self._has_joined:
                 self.mistake = (
                     "the ranks have returned without training: each is a world of one\n"
                     "HINT: for step in unisono.train.elastic(model, optimizer, data, ...) in the "
                     "function; elastic=False for all other trainings"
                 )
             return False
-        ends = [state.state for state in states if state.rank in self._leavers]
-        have_ended = all(word in (*GOOD, "died", "stopped") for word in ends)
-        return have_ended and any(word in GOOD for word in ends)
+        ends = [state for state in self.states if state.rank in self._leavers]
+        have_ended = all(state.is_over and state.state != "failed" for state in ends)
+        return have_ended and any(state.is_good for state in ends)
 
-    def _is_bad(self) -> bool:
+    def is_bad(self) -> bool:
         """Whether the program has failed, or nobody is left."""
-        is_lost = self._coordinator.phase == "lost" or self._have_all(("died", "stopped"))
-        has_failed = any(state is not None and state.state == "failed" for state in self._states)
-        return bool(self.mistake) or has_failed or is_lost
+        states = self.states
+        is_lost = all(state.state in ("died", "stopped") for state in states)
+        has_failed = any(state.state == "failed" for state in states)
+        return bool(self.mistake) or has_failed or is_lost or self._coordinator.phase == "lost"
 
 
 def _invitation_path(directory: Path, attempt: int) -> Path:

@@ -1,103 +1,156 @@
-"""Ranks as processes of this host: what each is told, and one attempt to run a job on them."""
+"""Ranks as processes of this host: started by the warm server or afresh, heard over pipes."""
 
 from __future__ import annotations
 
 import os
-import secrets
+import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from unisono.environment import Environment
-from unisono.launch.console import Console, lent_to, stdin_rank
-from unisono.launch.elastic.settings import Elastic
-from unisono.launch.elastic.supervisor import PRELOAD, ElasticSupervisor
+from unisono.launch.console import Console, RankStream, lent_to, stdin_rank
+from unisono.launch.places.mailbox import Plan
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
-from unisono.launch.pool.monitor import Outcome, Supervisor
+from unisono.launch.pool.monitor import STACKS_S, RankMonitor
 from unisono.launch.pool.payload import Parcel
-from unisono.launch.pool.protocol import Job, payload_file
+from unisono.launch.pool.protocol import (
+    Job,
+    payload_file,
+    read_available,
+)
+from unisono.launch.pool.stacks import user_threads
 from unisono.launch.pool.surroundings import rank_variables
+from unisono.launch.supervisor import Ranks
 
 
-def run_local(
-    job: Job,
-    *,
-    console: Console,
-    job_dir: Path,
-    timeout_s: float | None,
-    attempt: int = 0,
-    on_start: Callable[[Supervisor], None] | None = None,
-    elastic: Elastic | None = None,
-) -> Outcome:
-    """Run `job` on processes of this host; return what they returned, or raise.
+class LocalRanks(RankMonitor, Ranks):
+    """The ranks of one attempt on this host.
 
-    Whatever happens, no rank, descriptor or thread of the run is left when this returns; the warm
-    server stays. `on_start` is given the supervisor before ranks are started. An `elastic` job goes
-    on when ranks die.
+    Args:
+        job: what they are told.
+        plan: its plain facts.
+        attempt: number of the attempt.
+        console: where their output is shown.
+        job_dir: directory of the run.
     """
-    platform = job.platform
-    run_id, size = secrets.token_hex(8), platform.world_size
-    payload_fd = payload_file(job)
-    reader = None if elastic else stdin_rank(job.setting.environment, size)
-    more: dict[str, str] = {}
 
-    def start(numbers: Sequence[int]) -> list[RankProcess]:
+    preload: Sequence[str] = ()
+    """Modules that the warm server loads before it forks them."""
+
+    def __init__(
+        self, job: Job, plan: Plan, attempt: int, *, console: Console, job_dir: Path
+    ) -> None:
+        super().__init__(signal.Signals[plan.stack_signal])
+        self._job = job
+        self._plan = plan
+        self._attempt = attempt
+        self._console = console
+        self._job_dir = job_dir
+        self._payload_fd = payload_file(job)
+        self._stdin_rank = stdin_rank(job.setting.environment, plan.ranks)
+        self._more: dict[str, str] = {}
+        self._streams: dict[tuple[RankProcess, int], RankStream] = {}
+        self._values: dict[int, Parcel] = {}
+        self._at_end = ExitStack()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self.listen(self._wake_read, self._drain)
+
+    def start(self) -> None:
+        """Start all; one may read our standard input."""
+        self.start_some(range(self._plan.ranks))
+        if self._stdin_rank is not None:
+            self._at_end.enter_context(lent_to(self._ranks[self._stdin_rank].pid))
+
+    def start_some(self, numbers: Sequence[int]) -> None:
         """Start these ranks, and watch them."""
-        places = [
-            Environment(kind="unisono", rank=rank, size=size, local_rank=rank, local_size=size)
-            for rank in numbers
-        ]
-        own = [{**rank_variables(place, run_id, job_dir, attempt), **more} for place in places]
-        if why_not(platform.spawn_method) is None:
+        size, job, ranks = self._plan.ranks, self._job, list[RankProcess]()
+        own: list[dict[str, str]] = []
+        for n in numbers:
+            place = Environment(kind="unisono", rank=n, size=size, local_rank=n, local_size=size)
+            variables = rank_variables(place, self._plan.run_id, self._job_dir, self._attempt)
+            own.append({**variables, **self._more})
+        if why_not(job.platform.spawn_method) is None:
             ranks = fork_ranks(
                 own,
-                payload_fd=payload_fd,
-                job_dir=job_dir,
-                stdin_rank=reader,
-                preload=PRELOAD if elastic else (),
+                payload_fd=self._payload_fd,
+                job_dir=self._job_dir,
+                stdin_rank=self._stdin_rank,
+                preload=self.preload,
             )
-        else:
-            ranks = []
-        for rank, variables in zip(numbers, own, strict=True):
-            if len(ranks) < len(own):
-                ranks.append(
-                    spawn_rank(
-                        rank,
-                        size,
-                        payload_fd=payload_fd,
-                        env={**job.setting.environment, **variables},
-                        job_dir=job_dir,
-                        stdin_fd=0 if rank == reader else subprocess.DEVNULL,
-                    )
+            for rank in ranks:
+                self.watch(rank)
+        for number, variables in zip(numbers, own, strict=True) if not ranks else ():
+            self.watch(
+                spawn_rank(
+                    number,
+                    size,
+                    payload_fd=self._payload_fd,
+                    env={**job.setting.environment, **variables},
+                    job_dir=self._job_dir,
+                    stdin_fd=0 if number == self._stdin_rank else subprocess.DEVNULL,
                 )
-            supervisor.watch(ranks[rank - numbers[0]])
-        return ranks
+            )
 
-    settings: dict[str, Any] = {"timeout_s": timeout_s, "job_dir": job_dir, "attempt": attempt}
-    if elastic is None:
-        supervisor = Supervisor(console, platform, **settings)
-    else:
-        supervisor = ElasticSupervisor(
-            console,
-            platform,
-            elastic=elastic,
-            secret=job.secret,
-            stall_s=platform.comm_timeout_s,
-            listen_at=platform.master_addr,
-            start=lambda rank: start([rank]),
-            **settings,
-        )
-        more["UNISONO_ELASTIC"] = supervisor.address
-    with supervisor:
-        if on_start is not None:
-            on_start(supervisor)
-        ranks = start(range(size))
-        with lent_to(None if reader is None else ranks[reader].pid):
-            return supervisor.until_all_returned()
+    def wake(self) -> None:
+        """Have `wait` return soon, from any thread."""
+        with suppress(OSError):  # nobody supervises any more
+            os.write(self._wake_write, b".")
 
+    def _drain(self) -> bool:
+        read_available(self._wake_read)
+        return True
 
-def write_payload(job: Job, path: Path) -> None:
-    """Write all that a rank is told to a private file, for ranks that share no descriptors."""
-    fd = payload_file(job)
-    Parcel(fd=fd).save(path, end=os.fstat(fd).st_size)
+    def interrupt(self, seconds: float) -> None:
+        """Ask all to save and end within so many seconds."""
+        for rank in self._ranks:
+            rank.order(interrupt=seconds)
+
+    def stop(self, reason: str) -> None:
+        """Note where those stand that have not come to an end, and end all."""
+        if reason != "cancelled":
+            self.note_places(is_deadline=reason == "deadline")
+        self.end_all(self._plan.grace_s)
+
+    def stacks(self) -> dict[int, str]:
+        """Return where those stand that answer."""
+        dumps = self.raw_stacks(self._ranks, STACKS_S)
+        return {rank: user_threads(text) for rank, text in dumps.items()}
+
+    def value(self, rank: int) -> Parcel:
+        """Return what a rank has returned."""
+        return self._values[rank]
+
+    def close(self, *, at_once: bool | None = None) -> None:
+        """Leave no process, descriptor or half-read output behind."""
+        self._at_end.close()
+        try:
+            self.end_all(None if at_once else self._plan.grace_s)
+        finally:
+            for stream in self._streams.values():
+                stream.close()
+            for rank in self._ranks if at_once is None else ():
+                if (value := rank.value()) is not None:
+                    self._values[rank.rank] = value
+            super().close()
+            wake_write, self._wake_write = self._wake_write, -1
+            os.close(wake_write)
+            os.close(self._wake_read)
+
+    def heard(self, rank: RankProcess, news: Any) -> None:
+        """Pass on what is for other ranks."""
+        for other in self._ranks:
+            if "address" in news and other is not rank:
+                other.order(master=news["address"])
+            if news.get("preempt") == other.rank:
+                other.signal(signal.SIGTERM)
+
+    def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
+        """Show on the console what a rank has printed."""
+        key = rank, number
+        if key not in self._streams:
+            self._streams[key] = self._console.stream(rank.rank, number)
+        self._streams[key].feed(data)

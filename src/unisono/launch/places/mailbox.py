@@ -8,10 +8,10 @@ read back.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import platform as python_platform
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,7 +24,9 @@ from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.platform import Platform
-from unisono.launch.pool.protocol import Failed
+from unisono.launch.pool import verdict
+from unisono.launch.pool.payload import Parcel
+from unisono.launch.pool.protocol import RankState
 
 PAYLOAD = "payload.pkl"
 """Search path, function, arguments: what each rank is started with."""
@@ -32,14 +34,16 @@ CANCEL = "cancel"
 """Is there once somebody has cancelled the job."""
 INTERRUPT = "interrupt"
 """Is there once somebody has interrupted the launcher that waits for the job."""
-GOOD = ("returned", "requeued")
-"""States of a rank whose function came to a good end."""
-BAD = ("failed", "died")
-"""States of a rank that ends the others."""
 _TIMES = 3
 """How often an order is written until it is whole."""
 _HOLE_S = 2.0
 """How long zeros in the orders may wait for their bytes."""
+
+
+def own_versions() -> tuple[str, str]:
+    """Return the versions that must agree: Python's first two numbers, and ours."""
+    python = ".".join(python_platform.python_version_tuple()[:2])
+    return python, unisono.__version__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +79,9 @@ class Plan:
     stack_signal: str
     """Signal at which a rank writes its stacks."""
     words: tuple[str, ...] = ()
-    """More words for the program that starts the ranks."""
-    versions: tuple[str, str] = ("", "")
-    """Python and unisono of the submitter."""
+    """More words for `srun`."""
+    versions: tuple[str, str] = field(default_factory=own_versions)
+    """Python and unisono of whoever made the plan."""
     launcher: tuple[str, int, int] | None = None
     """Host, number and start of a process without which the ranks should not go on."""
     elastic: dict[str, Any] | None = None
@@ -88,28 +92,27 @@ class Plan:
         cls,
         platform: Platform,
         *,
-        run_id: str,
         timeout_s: float | None,
         max_restarts: int,
-        words: tuple[str, ...] = (),
-        launcher: tuple[str, int, int] | None = None,
         elastic: dict[str, Any] | None = None,
     ) -> Plan:
         """Return the plan of a checked platform."""
-        same = ("ranks_per_node", "cpus_per_rank", "start_timeout_s", "grace_s", "interrupt_s")
-        same = (*same, "max_requeues", "stack_signal")
         return cls(
-            **{name: getattr(platform, name) for name in same},
-            run_id=run_id,
+            ranks_per_node=platform.ranks_per_node,
+            cpus_per_rank=platform.cpus_per_rank,
+            start_timeout_s=platform.start_timeout_s,
+            grace_s=platform.grace_s,
+            interrupt_s=platform.interrupt_s,
+            max_requeues=platform.max_requeues,
+            stack_signal=platform.stack_signal,
+            run_id=secrets.token_hex(8),
             ranks=platform.world_size,
             nodes=platform.n_nodes,
             env=dict(platform.env or {}),
             timeout_s=timeout_s,
             max_restarts=max_restarts,
             stop_signals=tuple(platform.stop_signals),
-            words=words,
-            versions=own_versions(),
-            launcher=launcher,
+            words=tuple(platform.srun_args),
             elastic=elastic,
         )
 
@@ -137,78 +140,24 @@ class Plan:
             )
 
 
-def own_versions() -> tuple[str, str]:
-    """Return the versions that must agree: Python's first two numbers, and ours."""
-    python = ".".join(python_platform.python_version_tuple()[:2])
-    return python, unisono.__version__
-
-
-@dataclass(kw_only=True)
-class RankState:
-    """What a rank's agent knows of it."""
-
-    rank: int
-    """Its place in the world."""
-    attempt: int
-    """Which attempt this is about."""
-    host: str
-    """Where it runs."""
-    node: str = ""
-    """What the scheduler calls that host."""
-    state: str = "starting"
-    """`starting`, `running`, `ready`, `returned`, `requeued`, `failed`, `died`, `stopped`."""
-    pid: int = 0
-    """Its process."""
-    pid_start: int | None = None
-    """When that process started, to tell it from a later one of the same number."""
-    exit_code: int | None = None
-    """How it ended, negative for a signal; None while it runs, or if it was stopped."""
-    peak_mb: float | None = None
-    """Largest memory it used."""
-    stack: str = ""
-    """Where it stood when it was stopped."""
-    standing: dict[str, Any] | None = None
-    """Where it stood among collectives then, as `messages.Standing`."""
-    warning: str = ""
-    """What was strange about its end, although its result counts."""
-    finishing_s: float = 0.0
-    """How long it may take to finish a save before it ends."""
-    at: dict[str, float] = field(default_factory=dict)
-    """When it came into each state, by the clock of its host."""
-
-
 def write_state(directory: Path, state: RankState) -> None:
     """Tell others how a rank stands."""
     path = directory / f"rank-{state.rank}.state.json"
-    write_private(path, json.dumps(asdict(state)).encode())
+    write_private(path, json.dumps(state.as_json()).encode())
 
 
 def read_state(directory: Path, rank: int, attempt: int) -> RankState | None:
     """Return how a rank stands in this attempt; None if it has not said."""
     found = read_json(directory / f"rank-{rank}.state.json")
-    return RankState(**found) if found and found["attempt"] == attempt else None
+    return RankState.from_json(found) if found and found["attempt"] == attempt else None
 
 
-def read_states(directory: Path, ranks: int, attempt: int) -> list[RankState | None]:
-    """Return how all ranks stand."""
-    return [read_state(directory, rank, attempt) for rank in range(ranks)]
-
-
-def write_error(directory: Path, rank: int, attempt: int, failed: Failed) -> None:
-    """Keep the report of a rank that failed."""
-    pickled = base64.b64encode(failed.pickled).decode() if failed.pickled is not None else None
-    entry = {**asdict(failed), "pickled": pickled, "attempt": attempt}
-    write_private(directory / f"rank-{rank}.error.json", json.dumps(entry).encode())
-
-
-def read_error(directory: Path, rank: int, attempt: int) -> Failed | None:
-    """Return the report of a rank that failed in this attempt."""
-    found = read_json(directory / f"rank-{rank}.error.json")
-    if not found or found.pop("attempt") != attempt:
-        return None
-    if found["pickled"] is not None:
-        found["pickled"] = base64.b64decode(found["pickled"])
-    return Failed(**found)
+def read_states(directory: Path, ranks: int, attempt: int) -> list[RankState]:
+    """Return how all ranks stand; of those that have not said, nothing is known."""
+    return [
+        read_state(directory, rank, attempt) or RankState(rank=rank, attempt=attempt)
+        for rank in range(ranks)
+    ]
 
 
 def has_failure(directory: Path, attempt: int, *, but_consequences: bool = False) -> bool:
@@ -218,9 +167,9 @@ def has_failure(directory: Path, attempt: int, *, but_consequences: bool = False
     """
     for path in directory.glob("rank-*.state.json"):
         found = read_json(path)
-        if found and found["attempt"] == attempt and found["state"] in BAD:
-            failed = read_error(directory, found["rank"], attempt) if but_consequences else None
-            if failed is None or not failed.is_consequence:
+        if found and found["attempt"] == attempt:
+            state = RankState.from_json(found)
+            if verdict.is_own(state) if but_consequences else state.is_bad:
                 return True
     return False
 
@@ -240,6 +189,13 @@ def pause_s(elapsed_s: float, ranks: int = 1) -> float:
 def result_path(directory: Path, rank: int) -> Path:
     """Return where a rank leaves what its function returned."""
     return directory / f"rank-{rank}.result"
+
+
+def read_value(directory: Path, rank: int) -> Parcel:
+    """Return what the function of a rank returned, from a private file of this user."""
+    path = result_path(directory, rank)
+    check_ours(path)
+    return Parcel.in_file(path)
 
 
 class Orders:

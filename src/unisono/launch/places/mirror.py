@@ -30,9 +30,9 @@ from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.logs import RankLog, tail
 from unisono.launch.places import mailbox
-from unisono.launch.places.mailbox import BAD, GOOD, PAYLOAD, Orders, RankState
+from unisono.launch.places.mailbox import PAYLOAD, Orders
 from unisono.launch.pool import cleanup
-from unisono.launch.pool.protocol import Failed, replace_search_path
+from unisono.launch.pool.protocol import Failed, RankState, replace_search_path
 
 CHUNK = 4 << 20
 """Most bytes of growing files in one message."""
@@ -46,7 +46,7 @@ _FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "
 """Starts of names of variables that ranks of other hosts get as well."""
 _OF_THIS_HOST = ("PYTHONPATH", "PYTHONHOME", "UNISONO_HOST_ID", "UNISONO_JOB_DIR")
 _GROWING = re.compile(r"rank-\d+\.(log|stack|result)")
-_REPLACED = re.compile(r"rank-\d+\.(error|state)\.json|rendezvous-\d+\.json")
+_REPLACED = re.compile(r"rank-\d+\.state\.json|rendezvous-\d+\.json")
 
 
 class Lost(Exception):
@@ -256,7 +256,7 @@ class Host:
         """Report the ranks whose agents have ended without a word."""
         for rank, agent in self._agents.items():
             state = mailbox.read_state(self._dir, rank, self._attempt)
-            if state is None or state.state not in (*GOOD, *BAD, "stopped"):
+            if state is None or not state.is_over:
                 name = next(p["name"] for p in self._places if p["rank"] == rank)
                 words = tail(self._dir / f"agent-{rank}.log").strip().splitlines() or ["no word"]
                 what = f"was lost: its agent ended with code {agent.returncode}: {words[-1]}"
@@ -269,14 +269,13 @@ def report_lost(
     """Say that ranks are gone that cannot say so themselves, unless they have come to an end."""
     for rank in ranks:
         state = mailbox.read_state(directory, rank, attempt)
-        if state is not None and state.state in (*GOOD, *BAD, "stopped"):
-            continue
-        failed = Failed(summary=what, traceback=what, pickled=None, is_consequence=False, lost=hint)
-        mailbox.write_error(directory, rank, attempt, failed)
         state = state or RankState(rank=rank, attempt=attempt, host=host, node=host)
-        state.state = "failed"
-        state.at.setdefault("failed", time.time())
-        mailbox.write_state(directory, state)
+        if not state.is_over:
+            failed = Failed(
+                summary=what, traceback=what, pickled=None, is_consequence=False, lost=hint
+            )
+            state.take({"state": "failed", "failed": failed})
+            mailbox.write_state(directory, state)
 
 
 def job_entry(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Any, Literal
 
 from unisono.errors import PlatformError
-from unisono.launch.places.by_program import How, run_by_program
+from unisono.launch.places.mailbox import Plan
+from unisono.launch.places.program import LaunchedRanks
 from unisono.launch.platform import Platform
 from unisono.launch.pool.cleanup import unused_memory
-from unisono.launch.pool.monitor import Outcome
 from unisono.launch.pool.protocol import Job
 
 _VERSION_S = 30.0
@@ -38,26 +38,24 @@ _FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "
 """Starts of names of variables that Open MPI has to be told to take to other hosts."""
 
 
-def run_mpi(job: Job, **how: Unpack[How]) -> Outcome:
-    """Run `job` on ranks that `mpiexec` starts; see `run_by_program`.
+class MpiRanks(LaunchedRanks):
+    """The ranks of one attempt that `mpiexec` starts; leaves no memory of MPI behind."""
 
-    Neither `mpiexec` nor memory of MPI is left when this returns.
-    """
-    platform = job.platform
-    environment = clean_environment(job.setting.environment)
-    agent = [sys.executable, "-m", "unisono.launch.places.agent"]
-    segments = _segments()
-    try:
-        return run_by_program(
-            job,
-            [*command(find_mpiexec(platform), platform, environment), *agent],
-            environment=environment,
-            **how,
-        )
-    finally:
-        for segment in unused_memory(_segments() - segments):
-            with suppress(OSError):
-                segment.unlink()
+    def __init__(self, job: Job, plan: Plan, attempt: int, **shown: Any) -> None:
+        platform, env = job.platform, clean_environment(job.setting.environment)
+        agent = [sys.executable, "-m", "unisono.launch.places.agent"]
+        words = [*command(find_mpiexec(platform), platform, env), *agent]
+        self._segments = _segments()
+        super().__init__(job, plan, attempt, words, env=env, **shown)
+
+    def close(self, *, at_once: bool | None) -> None:
+        """Leave neither `mpiexec`, nor a rank, nor memory of MPI behind."""
+        try:
+            super().close(at_once=at_once)
+        finally:
+            for segment in unused_memory(_segments() - self._segments):
+                with suppress(OSError):
+                    segment.unlink()
 
 
 def _segments() -> set[Path]:

@@ -19,12 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch import job_files
-from unisono.launch.places.by_program import How, run_on_copies
-from unisono.launch.places.mailbox import Orders
+from unisono.launch.places.mailbox import Orders, Plan
 from unisono.launch.places.mirror import (
     NOTICE,
     SILENT_S,
@@ -34,7 +33,7 @@ from unisono.launch.places.mirror import (
     follow_all,
     refuse,
 )
-from unisono.launch.pool.monitor import Outcome
+from unisono.launch.places.program import LaunchedRanks, on_copies
 from unisono.launch.pool.protocol import Job
 
 _SHARE_OF_START = 0.9
@@ -44,8 +43,8 @@ _KNOCK_S = 10.0
 _CLOSE_S = 10.0
 
 
-def run_ray(job: Job, **how: Unpack[How]) -> Outcome:
-    """Run `job` on actors of a Ray cluster; see `run_by_program`."""
+def ray_ranks(job: Job, plan: Plan, attempt: int, **shown: Any) -> LaunchedRanks:
+    """Return the ranks of a job as actors of a Ray cluster; see `on_copies`."""
     platform = job.platform
     per_node = platform.ranks_per_node
     entry = {
@@ -53,7 +52,7 @@ def run_ray(job: Job, **how: Unpack[How]) -> Outcome:
         "need": {"CPU": platform.cpus_per_rank, "GPU": platform.n_gpus_per_node / per_node},
         "nodes": platform.n_nodes if platform.is_explicit("n_nodes") else None,
     }
-    return run_on_copies(job, "ray", entry, how)
+    return on_copies(job, plan, attempt, "ray", entry, **shown)
 
 
 def _session_here() -> dict[str, Any]:

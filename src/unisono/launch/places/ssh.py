@@ -23,15 +23,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.logs import tail
-from unisono.launch.places.by_program import How, run_on_copies
+from unisono.launch.places.mailbox import Plan
 from unisono.launch.places.mirror import SILENT_S, Change, Host, Lost, follow_all
+from unisono.launch.places.program import LaunchedRanks, on_copies
 from unisono.launch.platform import Platform
-from unisono.launch.pool.monitor import Outcome
 from unisono.launch.pool.protocol import Job
 
 CONNECT_S = 10
@@ -43,15 +43,15 @@ _MODULE = "unisono.launch.places.ssh"
 _NOISE = re.compile(r"Warning: Permanently added .*|\s*")
 
 
-def run_ssh(job: Job, **how: Unpack[How]) -> Outcome:
-    """Run `job` on the hosts of its platform; see `run_by_program`."""
+def ssh_ranks(job: Job, plan: Plan, attempt: int, **shown: Any) -> LaunchedRanks:
+    """Return the ranks of a job on the hosts of its platform; see `on_copies`."""
     platform = job.platform
     entry = {
         "hosts": list(platform.hosts),
         "args": list(platform.ssh_args),
         "python": platform.python or sys.executable,
     }
-    return run_on_copies(job, "ssh", entry, how)
+    return on_copies(job, plan, attempt, "ssh", entry, **shown)
 
 
 def check_hosts(platform: Platform) -> None:

@@ -23,23 +23,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Self
 
 from unisono.launch.logs import FAILED, RankLog
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
-from unisono.launch.pool.protocol import (
-    Failed,
-    Finishing,
-    Hello,
-    Lingering,
-    Message,
-    MessageReader,
-    Ready,
-    Requeued,
-    Returned,
-    Standing,
-    read_available,
-)
+from unisono.launch.pool.protocol import MessageReader, RankState, read_available
 
 ANSWER_S = 120.0
 """Longest wait for the warm server, which may have to load torch first."""
@@ -235,17 +224,27 @@ atexit.register(shutdown)
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class ForkedProcess:
-    """A process that the warm server has forked; news of it come on a pipe of its own.
+class Process:
+    """The process of a rank, which may have to be started yet.
 
     Attributes:
         pid: its number.
-        end_fd: becomes readable when it has ended.
+        end_fd: becomes readable when it has ended, where the system has such a thing.
     """
 
+    pid = 0
+    end_fd: int | None = None
+
+    def wait(self) -> tuple[int, float | None]:
+        """Wait for its end, end its group; return its exit code and its peak memory in MB."""
+        raise NotImplementedError
+
+
+class ForkedProcess(Process):
+    """A process that the warm server has forked; news of it come on a pipe of its own."""
+
     def __init__(self, status_fd: int) -> None:
-        self.pid = 0
-        self.end_fd = status_fd
+        self.end_fd = self._status_fd = status_fd
         self._rest = b""
 
     def confirm(self, timeout_s: float) -> str | None:
@@ -271,9 +270,9 @@ class ForkedProcess:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left = None if end is None else max(0.0, end - time.monotonic())
-            if not select.select([self.end_fd], [], [], left)[0]:
+            if not select.select([self._status_fd], [], [], left)[0]:
                 return None
-            data = os.read(self.end_fd, 4096)
+            data = os.read(self._status_fd, 4096)
             if not data:
                 return None
             self._rest += data
@@ -281,13 +280,8 @@ class ForkedProcess:
         return line.decode().split(" ")
 
 
-class SpawnedProcess:
-    """A fresh interpreter.
-
-    Attributes:
-        pid: its number.
-        end_fd: becomes readable when it has ended, where the system has such a thing.
-    """
+class SpawnedProcess(Process):
+    """A fresh interpreter."""
 
     def __init__(self, process: subprocess.Popen[bytes], run_id: str, rank: int) -> None:
         self.pid = process.pid
@@ -314,25 +308,27 @@ class SpawnedProcess:
         return self._process.returncode, peak_mb
 
 
-class Pipes:
-    """The descriptors and files that connect a launcher with one rank.
-
-    The rank is started inside its `with` block, which closes the rank's ends in this process, so
-    that its end can be noticed; ours, too, if that fails.
+class RankProcess:
+    """A rank of this host: its pipes and files, its process, and what is known of it.
 
     Attributes:
-        log: what the rank prints.
+        rank: its place in the world.
+        log: what it prints.
         stack_path: where it writes its stacks.
         report: our end of the pipe for messages.
         control: our end of the pipe for orders.
         result: a nameless file for what it returns; both sides have it open.
         outputs: our ends of its stdout and stderr.
-        ours: all ends that are ours.
         theirs: the rank's ends, but for its streams: report, control, result.
         streams: its stdout and stderr, by number.
+        process: its process, which is started inside the `with` block of the rank.
+        is_running: whether its end has not been noted yet.
+        known: what it has said so far, and how it ended.
     """
 
     def __init__(self, rank: int, job_dir: Path) -> None:
+        """Prepare for a rank; its process is started inside its `with` block."""
+        self.rank = rank
         self.log = RankLog(job_dir / f"rank-{rank}.log")
         self.stack_path = job_dir / f"rank-{rank}.stack"
         self.report, their_report = os.pipe()
@@ -344,56 +340,23 @@ class Pipes:
                     fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.result = nameless_file()
         self.outputs = out, err
-        self.ours = self.report, self.control, self.result, out, err
         self.theirs = their_report, their_control, self.result
         self.streams = {1: their_out, 2: their_err}
+        self.is_running = True
+        self.known = RankState(rank=rank, host=socket.gethostname())
+        self.process = Process()
+        self._reader = MessageReader()
+        self._ours = self.report, self.control, self.result, out, err
 
-    def __enter__(self) -> Pipes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the rank's ends, so that its end can be noticed; ours, too, if it did not start."""
         for fd in (*self.theirs[:2], *self.streams.values()):
             os.close(fd)
         if kind is not None:
             self.close()
-
-    def close(self) -> None:
-        """Close our ends."""
-        self.log.close()
-        for fd in self.ours:
-            os.close(fd)
-
-
-class RankProcess:
-    """A rank that was started, with everything it has said so far.
-
-    Attributes:
-        is_running: whether its end has not been noted yet.
-        is_done: whether its function has come to a good end: it returned, or asked to be requeued.
-        is_bad: whether it failed, or ended without a result.
-    """
-
-    def __init__(self, rank: int, process: ForkedProcess | SpawnedProcess, pipes: Pipes) -> None:
-        self.rank = rank
-        self.process = process
-        self.pipes = pipes
-        self.log = pipes.log
-        self.stack_path = pipes.stack_path
-        self.is_running = True
-        self.hello: Hello | None = None
-        self.is_ready = False
-        self.returned: Returned | None = None
-        self.is_requeued = False
-        self.is_done = False
-        self.lingering: tuple[str, ...] = ()
-        self.finishing_s = 0.0
-        self.standing: Standing | None = None
-        self.failed: Failed | None = None
-        self.failed_at = 0.0
-        self.is_bad = False
-        self.exit_code: int | None = None
-        self.peak_mb: float | None = None
-        self._reader = MessageReader()
 
     @property
     def pid(self) -> int:
@@ -404,48 +367,33 @@ class RankProcess:
     def fds(self) -> tuple[int, ...]:
         """All descriptors that this process has for the rank."""
         ends = () if self.process.end_fd is None else (self.process.end_fd,)
-        return *self.pipes.ours, self.log.fileno(), *ends
+        return *self._ours, self.log.fileno(), *ends
 
     def value(self) -> Parcel | None:
         """Return what its function returned, if it has; good also after `close`."""
-        if self.returned is None:
+        if self.known.state != "returned":
             return None
-        return Parcel(os.dup(self.pipes.result), is_owner=True)
+        return Parcel(os.dup(self.result), is_owner=True)
 
-    def receive(self) -> list[Message] | None:
+    def receive(self) -> list[Any] | None:
         """Note and return the messages that have come; None when the rank can send no more."""
-        data = read_available(self.pipes.report)
+        data = read_available(self.report)
         if data == b"":
             return None
-        messages: list[Message] = self._reader.feed(data or b"")
-        for message in messages:
-            match message:
-                case Hello():
-                    self.hello = message
-                case Ready():
-                    self.is_ready = True
-                case Returned():
-                    self.returned, self.is_done = message, True
-                case Requeued():
-                    self.is_requeued = self.is_done = True
-                case Standing():
-                    self.standing = message
-                case Lingering():
-                    self.lingering = message.threads
-                case Finishing():
-                    self.finishing_s = message.seconds
-                case Failed():
-                    self.failed, self.failed_at, self.is_bad = message, time.monotonic(), True
-                    self.log.write(FAILED + message.traceback.encode(errors="replace"))
-                case _:
-                    pass
+        messages = self._reader.feed(data or b"")
+        for news in messages:
+            if isinstance(news, dict):
+                self.known.take(news)
+                if "failed" in news:
+                    self.log.write(FAILED + news["failed"].traceback.encode(errors="replace"))
         return messages
 
     def collect(self) -> None:
         """Wait for the end of the process, end its group, and keep its status."""
-        self.exit_code, self.peak_mb = self.process.wait()
+        self.known.exit_code, self.known.peak_mb = self.process.wait()
         self.is_running = False
-        self.is_bad = self.is_bad or not self.is_done
+        if not self.known.is_over:
+            self.known.note("died")
 
     def order(self, **order: object) -> None:
         """Send the rank an order, which is short, so that the pipe takes it whole.
@@ -453,7 +401,7 @@ class RankProcess:
         If the rank has gone, its exit status tells more than an error here could.
         """
         with suppress(OSError):
-            os.write(self.pipes.control, json.dumps(order).encode() + b"\n")
+            os.write(self.control, json.dumps(order).encode() + b"\n")
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank alone."""
@@ -469,7 +417,9 @@ class RankProcess:
 
     def close(self) -> None:
         """Close all descriptors."""
-        self.pipes.close()
+        self.log.close()
+        for fd in self._ours:
+            os.close(fd)
         if self.process.end_fd is not None:
             os.close(self.process.end_fd)
 
@@ -495,35 +445,25 @@ def fork_ranks(
     for _ in range(2):  # a server may have left, idle, at this very moment
         server = get_server()
         ranks: list[RankProcess] = []
-        processes: list[ForkedProcess] = []
-        is_refused = False
+        forked: list[ForkedProcess] = []
+        is_good = False
         try:
             for variables in own:
-                rank = int(variables["RANK"])
-                with Pipes(rank, job_dir) as pipes:
-                    fds = (payload_fd, *pipes.theirs)
-                    streams = pipes.streams | ({0: 0} if rank == stdin_rank else {})
+                with RankProcess(int(variables["RANK"]), job_dir) as rank:
+                    fds = (payload_fd, *rank.theirs)
+                    streams = rank.streams | ({0: 0} if rank.rank == stdin_rank else {})
                     process = server.fork(main, variables, fds, streams=streams, preload=preload)
-                processes.append(process)
-                ranks.append(RankProcess(rank, process, pipes))
-            for process in processes:
-                is_refused |= process.confirm(ANSWER_S) is not None
-            if not is_refused:
-                return ranks
-            _let_go(ranks)
-            return []
-        except BaseException as error:
-            _let_go(ranks)
-            if not isinstance(error, ServerGone):
-                raise
+                    rank.process = process
+                ranks.append(rank)
+                forked.append(process)
+            is_good = all(process.confirm(ANSWER_S) is None for process in forked)
+            return ranks if is_good else []
+        except ServerGone:
             shutdown()
+        finally:
+            for rank in () if is_good else ranks:
+                rank.close()  # one that was started ends when its pipe closes
     return []
-
-
-def _let_go(ranks: Sequence[RankProcess]) -> None:
-    """Let go of ranks that are not wanted; one that was started ends when its pipe closes."""
-    for rank in ranks:
-        rank.close()
 
 
 def spawn_rank(
@@ -541,16 +481,17 @@ def spawn_rank(
     `kept_fds` are descriptors of this process that the rank inherits, too; `stdin_fd` is what it
     reads from.
     """
-    with Pipes(rank, job_dir) as pipes:
-        inherited = (payload_fd, *pipes.theirs)
+    with RankProcess(rank, job_dir) as process:
+        inherited = (payload_fd, *process.theirs)
         label = f"unisono rank {rank} of {ranks}"
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             interpreter_command(_RANK_BOOTSTRAP, label, *map(str, inherited)),
             stdin=stdin_fd,
-            stdout=pipes.streams[1],
-            stderr=pipes.streams[2],
+            stdout=process.streams[1],
+            stderr=process.streams[2],
             pass_fds=(*inherited, *kept_fds),
             env=env,
             process_group=0,
         )
-    return RankProcess(rank, SpawnedProcess(process, env["UNISONO_RUN_ID"], rank), pipes)
+        process.process = SpawnedProcess(started, env["UNISONO_RUN_ID"], rank)
+    return process

@@ -142,10 +142,16 @@ class Parcel:
         fd: the file that holds it.
         offset: where it begins in the file.
         is_owner: whether to close the file when this parcel is let go.
+
+    Attributes:
+        fd: the file that holds it.
+        end: where it ended in the file when it was packed.
     """
 
+    end = 0
+
     def __init__(self, fd: int, offset: int = 0, *, is_owner: bool = False) -> None:
-        self._fd = fd
+        self.fd = fd
         self._offset = offset
         self._close = weakref.finalize(self, os.close, fd) if is_owner else None
 
@@ -176,6 +182,7 @@ class Parcel:
         os.ftruncate(fd, 0)
         for place, raw in pieces:
             _write(fd, raw, offset + place)
+        parcel.end = offset + length
         return parcel
 
     @classmethod
@@ -183,20 +190,12 @@ class Parcel:
         """Return the parcel that fills the file at `path`."""
         return cls(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), is_owner=True)
 
-    def nbytes(self) -> int:
-        """Return how long it is."""
-        return self._end() - self._offset
-
-    def file(self) -> tuple[int, int]:
-        """Return its file, in which this parcel comes after `ROOM` bytes, and where it ends."""
-        return self._fd, self._end()
-
-    def save(self, path: Path, *, end: int | None = None) -> None:
-        """Write it to a private file, which appears whole; `end` if more follows it in its file."""
+    def save(self, path: Path) -> None:
+        """Write its file, to the end, to a private one, which appears whole."""
         with appearing_whole(path) as draft:
             target = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                copy_file(self._fd, self._offset, self._end() if end is None else end, target)
+                copy_file(self.fd, self._offset, os.fstat(self.fd).st_size, target)
             finally:
                 os.close(target)
 
@@ -242,15 +241,10 @@ class Parcel:
         done = 0
         while done < target.nbytes:
             at = self._offset + place + done
-            count = os.preadv(self._fd, [target[done : done + _CHUNK]], at)
+            count = os.preadv(self.fd, [target[done : done + _CHUNK]], at)
             if count == 0:
                 raise EOFError(f"{target.nbytes - done} bytes are missing at the end of a parcel")
             done += count
-
-    def _end(self) -> int:
-        """Return where it ends in its file."""
-        begin, length, parts = self._layout()
-        return self._offset + max([begin + length, *(place + size for _, place, size in parts)])
 
 
 def packed_bytes(value: object, pickler: type[Pickler] = Pickler) -> int:
@@ -294,14 +288,13 @@ def dump_call(
     inner = fn
     while isinstance(inner, functools.partial):
         inner = inner.func
-    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-    parts = {name: fn, **{f"args[{i}]": value for i, value in enumerate(args)}}
-    parts |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
     with taken_by_value([] if module is None or is_importable(module) else [module]):
         try:
             call = Parcel.of((fn, tuple(args), dict(kwargs)))
         except Exception as error:
+            parts = _parts_of_call(fn, args, kwargs)
+            name = next(iter(parts))
             path, culprit = first_unpicklable(parts) or (name, fn)
             raise PlatformError.because(
                 f"unisono.run({name}, ...) sends the function and its arguments to each rank",
@@ -309,7 +302,8 @@ def dump_call(
                 f"{type(error).__name__}: {error}",
                 f"make {path} inside the function, or pass what it is made from",
             ) from error
-        if (size := call.nbytes()) > LARGE_BYTES:
+        if (size := call.end) > LARGE_BYTES:
+            parts = _parts_of_call(fn, args, kwargs)
             sizes = {path: packed_bytes(value) for path, value in parts.items()}
             largest = max(sizes, key=lambda path: sizes[path])
             warn(
@@ -317,6 +311,15 @@ def dump_call(
                 f"{sizes[largest] / 2**20:,.0f} MB; load it inside the function, or pass its path"
             )
     return call
+
+
+def _parts_of_call(
+    fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return what is sent, by the names that errors show; the function comes first."""
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    parts = {name: fn, **{f"args[{i}]": value for i, value in enumerate(args)}}
+    return parts | {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
 
 
 def dump_value(value: object, file: int | None = None) -> Parcel:

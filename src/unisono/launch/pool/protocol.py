@@ -1,8 +1,9 @@
-"""What launcher and rank say to each other: the job, messages of the rank, orders of the launcher.
+"""What launcher and rank say to each other: the job, news of the rank, orders of the launcher.
 
-The job is in a file that all ranks read. A rank answers with pickled records on its own pipe;
-orders come as one JSON object a line. Both pipes are inherited by exactly one process, so only our
-own children are ever unpickled.
+The job is in a file that all ranks read. A rank tells on its own pipe, pickled, what has changed of
+its `RankState`; and, for others, `address` (where rank 0 hosts the store) and `preempt` (who shall
+get a stop signal, to rehearse one). Orders come as one JSON object a line. Both pipes are inherited
+by exactly one process, so only our own children are ever unpickled.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +65,7 @@ def payload_file(job: Job) -> int:
     A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting. It
     begins with the place of what comes after the call: our search path, and the rest of the job.
     """
-    fd, end = job.call.file()
+    fd, end = job.call.fd, job.call.end
     search_path = b"\0".join(map(os.fsencode, sys.path))
     body = pickle.dumps(replace(job, call=Parcel(-1)), protocol=pickle.HIGHEST_PROTOCOL)
     os.pwrite(fd, end.to_bytes(8, "little"), 0)
@@ -81,8 +84,9 @@ def read_payload(payload_fd: int) -> tuple[list[str], Job]:
     return search_path, replace(job, call=Parcel(payload_fd, ROOM, is_owner=True))
 
 
-class Message:
-    """What a rank says."""
+def write_payload(job: Job, path: Path) -> None:
+    """Write all that a rank is told to a private file, for ranks that share no descriptors."""
+    Parcel(payload_file(job)).save(path)
 
 
 def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
@@ -100,39 +104,8 @@ def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello(Message):
-    """The rank runs, and answers the stack signal from now on."""
-
-    host: str
-    """Name of its host."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Address(Message):
-    """Rank 0 hosts the store here."""
-
-    addr: str
-    """Numeric address."""
-    port: int
-    """Port that the system gave it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready(Message):
-    """The rank is in its world and about to call the function."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Returned(Message):
-    """The function returned; what it returned is in the rank's result file."""
-
-    wall_s: float
-    """Seconds it took."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed(Message):
-    """The function, or the start of the rank, raised."""
+class Failed:
+    """What a rank tells of its function, or of its own start, that raised."""
 
     summary: str
     """Type and text of the exception in one line."""
@@ -153,13 +126,8 @@ class Failed(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requeued(Message):
-    """The function has saved what it needs and asks for another attempt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing(Message):
-    """Where the rank stands among collectives; the answer to a question of the launcher."""
+class Standing:
+    """Where a rank stands among collectives; the answer to a question of the launcher."""
 
     call: str
     """Its latest collective, and whether that is over."""
@@ -169,28 +137,104 @@ class Standing(Message):
     """How many collectives this rank has begun in it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lingering(Message):
-    """The rank leaves although threads of the function, no daemons, still run."""
-
-    threads: tuple[str, ...]
-    """Their names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finishing(Message):
-    """The rank is about to leave, but first finishes what must not be lost, such as a save."""
-
-    seconds: float
-    """Longest time it takes for that."""
+_TOLD = frozenset(("failed", "standing", "warning", "finishing_s"))
+"""What a rank says of itself, beside its state."""
+GOOD = ("returned", "requeued")
+"""States of a rank whose function came to a good end."""
+BAD = ("failed", "died")
+"""States of a rank that ends the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preempt(Message):
-    """The function asks for a stop signal, to rehearse one."""
+@dataclass(kw_only=True)
+class RankState:
+    """What is known of one rank: what it has said, where it stood, and how it ended."""
 
     rank: int
-    """Who shall get it."""
+    """Its place in the world."""
+    attempt: int = 0
+    """Which attempt this is about."""
+    host: str = ""
+    """Where it runs."""
+    node: str = ""
+    """What the scheduler calls that host."""
+    state: str = "starting"
+    """`starting`, `running`, `ready`, `returned`, `requeued`, `failed`, `died`, `stopped`."""
+    pid: int = 0
+    """Its process."""
+    pid_start: int | None = None
+    """When that process started, to tell it from a later one of the same number."""
+    failed: Failed | None = None
+    """Its own report, if it made one."""
+    exit_code: int | None = None
+    """How its process ended, negative for a signal; None as long as it runs."""
+    peak_mb: float | None = None
+    """Largest memory it used, once it ended."""
+    stack: str = ""
+    """Where it stood when it was stopped."""
+    standing: Standing | None = None
+    """Where it stood among collectives then."""
+    warning: str = ""
+    """What was strange about its end, although its result counts."""
+    finishing_s: float = 0.0
+    """How long it may take to finish a save before it ends."""
+    at: dict[str, float] = field(default_factory=dict)
+    """When it came into each state, by the clock of its host."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has been ready to call the function."""
+        return "ready" in self.at
+
+    @property
+    def is_good(self) -> bool:
+        """Whether its function returned, or asked to be requeued."""
+        return self.state in GOOD
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it failed, or ended without a result."""
+        return self.state in BAD
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has come to an end, of its own or because it was stopped."""
+        return self.state in (*GOOD, *BAD, "stopped")
+
+    @property
+    def place(self) -> str:
+        """Its host, as users know it."""
+        return self.node or self.host or "a host unknown"
+
+    def note(self, state: str) -> None:
+        """Note that it has come into a state."""
+        self.state = state
+        self.at.setdefault(state, time.time())
+
+    def take(self, news: Mapping[str, Any]) -> None:
+        """Note what the rank says of itself; once it has come to an end, its state stays."""
+        if "state" in news and not self.is_over:
+            self.note(news["state"])
+        for name in news.keys() & _TOLD:
+            setattr(self, name, news[name])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same as plain data."""
+        entry = asdict(self)
+        if self.failed is not None and self.failed.pickled is not None:
+            entry["failed"]["pickled"] = b64encode(self.failed.pickled).decode()
+        return entry
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> RankState:
+        """Undo `as_json`."""
+        failed, standing = entry["failed"], entry["standing"]
+        if failed and failed["pickled"] is not None:
+            failed["pickled"] = b64decode(failed["pickled"])
+        told = {
+            "failed": failed and Failed(**failed),
+            "standing": standing and Standing(**standing),
+        }
+        return cls(**{**entry, **told})
 
 
 def _unlock_after_fork() -> None:
@@ -209,6 +253,11 @@ def send_message(fd: int, message: object) -> None:
             view = memoryview(part)
             while view:
                 view = view[os.write(fd, view) :]
+
+
+def tell(fd: int, **news: Any) -> None:
+    """Tell the launcher what has changed about this rank; blocks until it has taken it."""
+    send_message(fd, news)
 
 
 class MessageReader:

@@ -16,7 +16,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -34,20 +33,13 @@ from unisono.launch.context import Here, enter_world
 from unisono.launch.job_files import process_start, write_private
 from unisono.launch.pool.payload import dump_exception, dump_value
 from unisono.launch.pool.protocol import (
-    Address,
     Failed,
-    Finishing,
-    Hello,
     Job,
-    Lingering,
-    Ready,
-    Requeued,
-    Returned,
     Standing,
     drop_descriptor,
     kill_own_group,
     read_payload,
-    send_message,
+    tell,
 )
 from unisono.launch.pool.stacks import format_error, site_of
 
@@ -212,7 +204,7 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
     # An agent starts ranks with these blocked, so that none is lost before now.
     heeded = {signal.SIGTERM, number, *(signal.Signals[n] for n in job.platform.stop_signals)}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)
-    send_message(report_fd, Hello(host=socket.gethostname()))
+    tell(report_fd, state="running")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     console.settle(int(os.environ["RANK"]))
@@ -247,17 +239,15 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
         timer = threading.Timer(float(seconds or 0), kill_own_group)
         timer.daemon = True
         timer.start()
-    send_message(report_fd, Ready())
-    begin = time.perf_counter()
+    tell(report_fd, state="ready")
     try:
         with stopping.interruptible():
             value = job.convention.call(fn, args, kwargs, here)
     except Requeue:
-        send_message(report_fd, Requeued())
+        tell(report_fd, state="requeued")
     else:
-        wall_s = time.perf_counter() - begin
         dump_value(value, result_fd)
-        send_message(report_fd, Returned(wall_s=wall_s))
+        tell(report_fd, state="returned")
     say_returned()
     lifeline.wait_for("finish", timeout_s=float(2**31))
     lifeline.leave()
@@ -331,7 +321,7 @@ def _meet(
             environment, addr=asked[0], port=asked[1], timeout_s=timeout_s, nonce=nonce
         )
         addr, port = asked[0] or "127.0.0.1", store.port  # pyright: ignore[reportAttributeAccessIssue]
-        send_message(report_fd, Address(addr=addr, port=port))
+        tell(report_fd, address=(addr, port))
     else:
         addr, port = lifeline.wait_for("master", timeout_s=timeout_s)
         environment = replace(environment, master=(addr, port))
@@ -348,8 +338,7 @@ def _tell_standing(report_fd: int) -> None:
         begun = groups.collectives_begun().get(call.key, 0)
         words = f"{call.describe()} ({'done' if call.done else 'under way'})"
         with contextlib.suppress(OSError):
-            message = Standing(call=words, group=str(call.key), number=begun)
-            send_message(report_fd, message)
+            tell(report_fd, standing=Standing(call=words, group=str(call.key), number=begun))
 
 
 def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
@@ -358,7 +347,7 @@ def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
     # Workers end now, and a DataLoader's handler for that would raise in the midst of the report.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        send_message(report_fd, describe(error))
+        tell(report_fd, state="failed", failed=describe(error))
         with contextlib.suppress(Exception):
             from unisono.comm.health.failures import post_failure
 
@@ -439,7 +428,7 @@ def finish_work(report_fd: int, grace_s: float) -> None:
         return
     limit_s = max(FINISH_S, grace_s)
     with contextlib.suppress(OSError):
-        send_message(report_fd, Finishing(seconds=limit_s))
+        tell(report_fd, finishing_s=limit_s)
     end = time.monotonic() + limit_s
     while _unfinished:
         trouble = _unfinished.pop(0).finish(max(0.0, end - time.monotonic()))
@@ -460,7 +449,9 @@ def leave(report_fd: int) -> NoReturn:
         thread.join(max(0.0, end - time.monotonic()))
     if lingering := [thread for thread in threads if thread.is_alive()]:
         with contextlib.suppress(OSError):
-            send_message(report_fd, Lingering(threads=tuple(t.name for t in lingering)))
+            names = ", ".join(thread.name for thread in lingering)
+            how = f"left with threads still running: {names} (join them, or daemon=True)"
+            tell(report_fd, warning=how)
     else:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()

@@ -44,6 +44,8 @@ _LIBRARIES = tuple(
     for key in ("stdlib", "platstdlib", "purelib", "platlib")
     if (path := sysconfig.get_path(key))
 )
+ANSWER_S = 2.0
+"""Longest wait for the stacks of ranks that another process supervises."""
 _LOOK_S = 0.05
 """Seconds between two looks at stacks that were asked for."""
 _SETTLED_S = 0.15
@@ -148,7 +150,7 @@ class StackDumps:
         has_grown = all(sizes[rank] > begin for rank, begin in self._begin.items())
         return has_grown and time.monotonic() - self._changed_at >= _SETTLED_S
 
-    def wait(self, limit_s: float) -> dict[int, str]:
+    def wait(self, limit_s: float = ANSWER_S) -> dict[int, str]:
         """Wait for the answers at most so long; return what has come."""
         end = time.monotonic() + limit_s
         while not self.are_whole() and time.monotonic() < end:

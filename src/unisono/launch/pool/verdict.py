@@ -1,4 +1,4 @@
-"""Which rank is to blame, and the one error the caller gets: facts in, exception out."""
+"""Which rank is to blame, and the one error the caller gets: what is known in, exception out."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks
 from unisono.launch.logs import tail
 from unisono.launch.pool.payload import load_exception
-from unisono.launch.pool.protocol import Failed, Standing
-from unisono.launch.pool.stacks import crash_in, grouped, outside_collectives, user_line
+from unisono.launch.pool.protocol import RankState, Standing
+from unisono.launch.pool.stacks import (
+    crash_in,
+    grouped,
+    outside_collectives,
+    user_line,
+    user_threads,
+)
 
+STARTER_LOG = "starter.log"
+"""Output of the program that started the ranks, in the directory of the run."""
 LOG_LINES = 20
 """Lines of a rank's log that the error of a rank without traceback shows."""
 
@@ -29,92 +38,107 @@ _ABSENT = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fate:
-    """What is known of one rank at the moment of judgement."""
+class Ending:
+    """How an attempt ended."""
 
-    rank: int
-    """Its place in the world."""
-    host: str
-    """Where it ran."""
-    failed: Failed | None = None
-    """Its own report, if it made one."""
-    failed_at: float = 0.0
-    """When that report came."""
+    state: Literal["done", "requeued", "failed", "timeout", "cancelled", "lost"]
+    """In one word; `lost`: who started the ranks ended, and not all have told how they did."""
+    attempt: int
+    """Which attempt."""
+    was_ready: bool
+    """Whether all ranks have been ready."""
+    start_s: float
+    """Seconds until the last rank was ready."""
+    wall_s: float
+    """Seconds from then to the last return."""
     exit_code: int | None = None
-    """How it ended, as `subprocess` says it: negative is a signal. None: it was still running."""
-    peak_mb: float | None = None
-    """Largest memory it used, once it ended."""
-    log_tail: str = ""
-    """End of what it printed."""
-    crash: str = ""
-    """Its Python stacks when a signal ended it, where the interpreter could write them."""
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether it failed or died."""
-        return self.failed is not None or self.exit_code is not None
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it failed or died of itself, and not because of another rank or an interrupt."""
-        return self.is_bad and not (self.failed is not None and self.failed.is_consequence)
+    """That of the program which started the ranks."""
+    deadline: str = ""
+    """Which deadline passed."""
 
 
-def with_last_words(fate: Fate, job_dir: Path) -> Fate:
-    """Return a fate with what its rank has left in the directory of the run."""
-    lines = tail(job_dir / f"rank-{fate.rank}.log").splitlines()[-LOG_LINES:]
-    crash = crash_in(job_dir / f"rank-{fate.rank}.stack")
-    return replace(fate, log_tail="\n".join(lines), crash=crash)
+def is_own(state: RankState) -> bool:
+    """Whether a rank failed or died of itself, and not because of another or an interrupt."""
+    return state.is_bad and not (state.failed is not None and state.failed.is_consequence)
 
 
-def choose_cause(fates: Sequence[Fate]) -> Fate:
+def judge(states: Sequence[RankState], ending: Ending, job_dir: Path) -> RankFailed | RankTimeout:
+    """Return the error of an attempt that did not succeed."""
+    if ending.state == "failed":
+        return failure(states, job_dir, ending.attempt)
+    if ending.state == "timeout":
+        return timeout(states, ending, job_dir)
+    return lost(states, ending, job_dir)
+
+
+def headline(states: Sequence[RankState], ending: Ending) -> str:
+    """Return the first line of the error of an attempt; nothing is unpickled for it."""
+    if ending.state == "failed":
+        return _headline(choose_cause(states), len(states))
+    late = name_ranks(_late(states, ending))
+    if ending.state == "timeout":
+        return f"{late} of {len(states)} {ending.deadline}"
+    code = "" if ending.exit_code is None else f" (code {ending.exit_code})"
+    return f"{late} of {len(states)} ended without a word{code}"
+
+
+def _late(states: Sequence[RankState], ending: Ending) -> list[int]:
+    """Return the ranks that others have waited for."""
+    late = [state.rank for state in states if not state.is_good]
+    if ending.state == "timeout" and not ending.was_ready:
+        return [state.rank for state in states if not state.is_ready] or late
+    return late
+
+
+def choose_cause(states: Sequence[RankState]) -> RankState:
     """Return the rank that failed first in meaning, not in time.
 
     A rank that died without a word comes before one that reported an error of its own, and that
     before those that only noticed that another one had gone. Among equals the earliest counts.
     """
 
-    def precedence(fate: Fate) -> tuple[int, float, int]:
-        if fate.failed is None:
-            return 0, 0.0, fate.rank
-        return (2 if fate.failed.is_consequence else 1), fate.failed_at, fate.rank
+    def precedence(state: RankState) -> tuple[int, float, int]:
+        if state.failed is None:
+            return 0, 0.0, state.rank
+        return (2 if state.failed.is_consequence else 1), state.at.get("failed", 0.0), state.rank
 
-    return min((fate for fate in fates if fate.is_bad), key=precedence)
+    return min((state for state in states if state.is_bad), key=precedence)
 
 
 def failure(
-    fates: Sequence[Fate],
-    *,
-    stacks: Mapping[int, str],
-    job_dir: str | None = None,
-    attempt: int = 0,
+    states: Sequence[RankState], job_dir: Path | None = None, attempt: int = 0
 ) -> RankFailed | RankTimeout:
     """Build the error for a world in which at least one rank failed or died."""
-    cause = choose_cause(fates)
-    size = len(fates)
+    cause = choose_cause(states)
     original = load_exception(cause.failed.pickled) if cause.failed else None
+    crash = log_tail = ""
+    if job_dir is not None:
+        crash = crash_in(job_dir / f"rank-{cause.rank}.stack")
+        lines = tail(job_dir / f"rank-{cause.rank}.log").splitlines()
+        log_tail = "\n".join(lines[-LOG_LINES:])
+    others = [state for state in states if state is not cause]
     consequences = {
-        fate.rank: fate.failed.summary if fate.failed else ending(fate.exit_code)
-        for fate in fates
-        if fate is not cause and fate.is_bad
+        state.rank: state.failed.summary if state.failed else how_ended(state.exit_code)
+        for state in others
+        if state.is_bad or state.failed
     }
     waiting = {
-        fate.rank: fate.failed.site
-        for fate in fates
-        if fate is not cause and fate.failed and fate.failed.is_consequence and fate.failed.site
+        state.rank: state.failed.site
+        for state in others
+        if state.failed and state.failed.is_consequence and state.failed.site
     }
-    waiting |= {rank: user_line(text) for rank, text in stacks.items() if rank != cause.rank}
-    lines = [_headline(cause, size)]
+    waiting |= {s.rank: user_line(user_threads(s.stack)) for s in others if s.stack}
+    lines = [_headline(cause, len(states))]
     if cause.failed is None:
-        if cause.crash:
-            lines.append(f"It stood at:\n{_indent(cause.crash)}")
-        if cause.log_tail:
-            lines.append(f"Last lines of its output:\n{_indent(cause.log_tail)}")
+        if crash:
+            lines.append(f"It stood at:\n{_indent(crash)}")
+        if log_tail:
+            lines.append(f"Last lines of its output:\n{_indent(log_tail)}")
     elif original is not None:
         lines.append(cause.failed.traceback.rstrip())
-    lines += _different_calls(fates, stacks) if _is_mismatch(cause) else []
-    lines += _others(fates, cause, consequences, waiting)
-    lines.append(f"HINT: {_hint(cause, job_dir)}")
+    lines += _different_calls(states) if _is_mismatch(cause) else []
+    lines += _others(others, consequences, waiting)
+    lines.append(f"HINT: {_hint(cause, log_tail)}{_logs_at(job_dir)}")
     message = "\n".join(lines)
     if isinstance(original, RankTimeout):
         error: RankFailed | RankTimeout = RankTimeout(
@@ -131,15 +155,15 @@ def failure(
         error = RankFailed(
             message,
             rank=cause.rank,
-            host=cause.host,
+            host=cause.place,
             exit_code=None if killed else (cause.failed or cause).exit_code,
             signal=signal_name(-(cause.exit_code or 0)) if killed else None,
-            traceback=cause.failed.traceback if cause.failed else cause.crash or None,
+            traceback=cause.failed.traceback if cause.failed else crash or None,
             exception=original,
             consequences=consequences,
             waiting=waiting,
-            log_tail=cause.log_tail,
-            job_dir=job_dir,
+            log_tail=log_tail,
+            job_dir=None if job_dir is None else str(job_dir),
             attempt=attempt,
         )
     if cause.failed is not None:
@@ -165,43 +189,55 @@ def suspect(
 
 
 def timeout(
-    fates: Sequence[Fate],
-    *,
-    what: str,
-    stacks: Mapping[int, str],
-    suspect: int | None = None,
-    last_collective: Mapping[int, str] | None = None,
-    job_dir: str | None = None,
+    states: Sequence[RankState], ending: Ending, job_dir: Path | None = None
 ) -> RankTimeout:
     """Build the error for a deadline that passed while no rank failed."""
-    silent = [fate.rank for fate in fates if fate.rank not in stacks]
-    lines = [what]
+    late = _late(states, ending)
+    stacks = {state.rank: user_threads(state.stack) for state in states if state.stack}
+    standings = {state.rank: state.standing for state in states if state.standing is not None}
+    to_blame = suspect(late, standings, stacks)
+    lines = [headline(states, ending)]
     by_call: dict[str, list[int]] = {}
-    for rank, call in sorted((last_collective or {}).items()):
-        by_call.setdefault(call, []).append(rank)
+    for rank, standing in standings.items():
+        by_call.setdefault(standing.call, []).append(rank)
     lines += [f"Latest collective of {name_ranks(ranks)}: {c}" for c, ranks in by_call.items()]
-    if silent:
+    if silent := [state.rank for state in states if state.rank not in stacks]:
         lines.append(f"No stack from {name_ranks(silent)}.")
     if stacks:
-        lines.append(grouped(stacks, suspect))
+        lines.append(grouped(stacks, to_blame))
     lines.append(f"HINT: a longer timeout_s if this is only slow{_logs_at(job_dir)}")
-    return RankTimeout(
-        "\n".join(lines), stacks=stacks, rank=suspect, last_collective=last_collective
+    calls = {rank: standing.call for rank, standing in standings.items()}
+    return RankTimeout("\n".join(lines), stacks=stacks, rank=to_blame, last_collective=calls)
+
+
+def lost(states: Sequence[RankState], ending: Ending, job_dir: Path) -> RankFailed:
+    """Build the error for ranks that have ended without a word, with that of who started them."""
+    late = _late(states, ending)
+    output = tail(job_dir / STARTER_LOG).splitlines()[-LOG_LINES:]
+    lines = [headline(states, ending), *(f"  {line}" for line in output)]
+    lines.append(f"HINT: the host may have gone down{_logs_at(job_dir)}")
+    return RankFailed(
+        "\n".join(lines),
+        rank=late[0] if late else None,
+        host=states[late[0]].place if late else None,
+        exit_code=ending.exit_code,
+        job_dir=str(job_dir),
+        attempt=ending.attempt,
     )
 
 
-def _headline(fate: Fate, size: int) -> str:
-    who = f"rank {fate.rank} of {size} on {fate.host}"
-    if fate.failed is None:
-        return f"{who} {ending(fate.exit_code)}"
-    if fate.failed.lost:
-        return f"{who} {fate.failed.summary}"
-    if fate.failed.exit_code is not None:
-        return f"{who} exited before returning, with code {fate.failed.exit_code}"
-    return f"{who} raised {fate.failed.summary}"
+def _headline(state: RankState, size: int) -> str:
+    who = f"rank {state.rank} of {size} on {state.place}"
+    if state.failed is None:
+        return f"{who} {how_ended(state.exit_code)}"
+    if state.failed.lost:
+        return f"{who} {state.failed.summary}"
+    if state.failed.exit_code is not None:
+        return f"{who} exited before returning, with code {state.failed.exit_code}"
+    return f"{who} raised {state.failed.summary}"
 
 
-def ending(exit_code: int | None) -> str:
+def how_ended(exit_code: int | None) -> str:
     """Say how a process ended."""
     if exit_code is None:
         return "was stopped"
@@ -219,13 +255,10 @@ def signal_name(number: int) -> str:
 
 
 def _others(
-    fates: Sequence[Fate],
-    cause: Fate,
-    consequences: Mapping[int, str],
-    waiting: Mapping[int, str],
+    others: Sequence[RankState], consequences: Mapping[int, str], waiting: Mapping[int, str]
 ) -> list[str]:
     """Say what became of the ranks that are not to blame, and where they stood."""
-    stopped = [fate.rank for fate in fates if fate is not cause]
+    stopped = [state.rank for state in others]
     if not stopped:
         return []
     by_place: dict[str, list[int]] = {}
@@ -241,61 +274,61 @@ def _others(
     return [f"Stopped as a consequence: {name_ranks(stopped)}" + (f" ({told})" if told else "")]
 
 
-def _is_mismatch(fate: Fate) -> bool:
-    return fate.failed is not None and fate.failed.is_mismatch
+def _is_mismatch(state: RankState) -> bool:
+    return state.failed is not None and state.failed.is_mismatch
 
 
-def _different_calls(fates: Sequence[Fate], stacks: Mapping[int, str]) -> list[str]:
+def _different_calls(states: Sequence[RankState]) -> list[str]:
     """Name the line of every rank: which of them is wrong, only the user can tell."""
-    places = {fate.rank: fate.failed.site for fate in fates if fate.failed and fate.failed.site}
-    places |= {rank: user_line(text) for rank, text in stacks.items()}
     by_place: dict[str, list[int]] = {}
-    for rank, place in sorted(places.items()):
-        by_place.setdefault(place, []).append(rank)
+    for state in states:
+        place = state.failed.site if state.failed else ""
+        if state.stack:
+            place = user_line(user_threads(state.stack))
+        by_place.setdefault(place, []).append(state.rank)
+    silent = by_place.pop("", [])
     if not by_place:
         return []
     told = [f"  {name_ranks(ranks)}: {place}" for place, ranks in by_place.items()]
-    silent = [fate.rank for fate in fates if fate.rank not in places]
     told += [f"  {name_ranks(silent)}: in no call of the group any more"] if silent else []
     return ["The ranks do not make the same calls:", *told]
 
 
-def _hint(fate: Fate, job_dir: str | None) -> str:
-    at = _logs_at(job_dir)
-    if _is_mismatch(fate):
-        return (
-            "different numbers of batches? drop_last=True, a DistributedSampler, or model.join(); "
-            f"UNISONO_CHECK=1 compares every call{at}"
-        )
-    if fate.failed is not None and fate.failed.lost:
-        return f"{fate.failed.lost}{at}"
-    if fate.failed is not None and _TWICE in fate.failed.traceback:
-        return f"the ranks have joined their world already: {_ONCE}{at}"
-    if fate.failed is not None and _NEVER in fate.failed.traceback:
-        return f"unisono.world() first, or torch.distributed.init_process_group(){at}"
-    if fate.failed is not None and (absent := _ABSENT.search(fate.failed.traceback)):
-        return f"unisono run --compat {absent[1]} ... lets unisono answer that import{at}"
-    if fate.failed is not None:
-        return f'on="inline" runs the function in this process, under your debugger{at}'
-    name = signal_name(-fate.exit_code) if fate.exit_code and fate.exit_code < 0 else ""
+def _hint(cause: RankState, log_tail: str) -> str:
+    if (failed := cause.failed) is not None:
+        if failed.is_mismatch:
+            return (
+                "different numbers of batches? drop_last=True, a DistributedSampler, or "
+                "model.join(); UNISONO_CHECK=1 compares every call"
+            )
+        if failed.lost:
+            return failed.lost
+        if _TWICE in failed.traceback:
+            return f"the ranks have joined their world already: {_ONCE}"
+        if _NEVER in failed.traceback:
+            return "unisono.world() first, or torch.distributed.init_process_group()"
+        if absent := _ABSENT.search(failed.traceback):
+            return f"unisono run --compat {absent[1]} ... lets unisono answer that import"
+        return 'on="inline" runs the function in this process, under your debugger'
+    name = signal_name(-cause.exit_code) if cause.exit_code and cause.exit_code < 0 else ""
     if name == "SIGKILL":
-        peak = "" if fate.peak_mb is None else f"; this rank's peak was {fate.peak_mb:,.0f} MB"
+        peak = "" if cause.peak_mb is None else f"; this rank's peak was {cause.peak_mb:,.0f} MB"
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
-        return f"often the kernel, out of memory: this host has {total:,.0f} MB{peak}{at}"
-    if name == "SIGABRT" and "collective mismatch" in fate.log_tail:
-        return f"ranks made unlike calls; UNISONO_CHECK=1 names them and their source lines{at}"
+        return f"often the kernel, out of memory: this host has {total:,.0f} MB{peak}"
+    if name == "SIGABRT" and "collective mismatch" in log_tail:
+        return "ranks made unlike calls; UNISONO_CHECK=1 names them and their source lines"
     if name == "SIGBUS":
         free = "no /dev/shm here"
         with suppress(OSError):
             space = os.statvfs("/dev/shm")
             free = f"{space.f_bavail * space.f_frsize / 2**20:,.0f} MB free there"
-        return f"often a full /dev/shm: {free}; or a native library{at}"
+        return f"often a full /dev/shm: {free}; or a native library"
     if name == "SIGSEGV":
-        return f"a native library crashed; the stack above says who called it{at}"
-    return f"something in the function ends the process (os._exit?){at}"
+        return "a native library crashed; the stack above says who called it"
+    return "something in the function ends the process (os._exit?)"
 
 
-def _logs_at(job_dir: str | None) -> str:
+def _logs_at(job_dir: Path | None) -> str:
     return f"; logs are in {job_dir}" if job_dir else ""
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
-from unisono.launch.attempts import results_of
+from unisono.launch.attempts import PROGRESS, Progress, results_of
 from unisono.launch.job import ENDS, Job, State
-from unisono.launch.places.mailbox import CANCEL
-from unisono.launch.places.remote import ask_for_stacks, read_error, read_outcome
+from unisono.launch.places.mailbox import CANCEL, read_states, read_value
+from unisono.launch.places.program import ask_for_stacks
 from unisono.launch.places.slurm import cluster
-from unisono.launch.places.slurm.driver import PROGRESS, Progress
 from unisono.launch.results import Results
 
 LOST_S = 30.0
@@ -103,21 +102,15 @@ class SlurmJob(Job):
             raise JobCancelled(f"job {self.id} was cancelled ({state.reason})", job_id=self.id)
         if (ending := progress.ending) is None:
             raise self._error_by_scheduler()
-        if progress.message:
-            raise RankFailed(progress.message, job_dir=str(self.dir), attempt=ending.attempt)
-        if ending.state == "done":
-            return results_of(
-                read_outcome(self.dir, self.ranks, ending),
-                place="slurm",
-                threads=int(self._entry["threads"]),
-                attempt=ending.attempt,
-                job_dir=self.dir,
-                is_kept=True,
-            )
-        error = read_error(self.dir, self.ranks, ending)
-        if len(progress.causes) > 1:
-            error.add_note("\n".join(progress.causes))
-        raise error
+        return results_of(
+            progress,
+            read_states(self.dir, self.ranks, ending.attempt),
+            lambda rank: read_value(self.dir, rank),
+            place="slurm",
+            threads=int(self._entry["threads"]),
+            job_dir=self.dir,
+            is_kept=True,
+        )
 
     def _scheduler(self) -> tuple[str, str] | None:
         """Return state and reason; asks for this job alone where the queue does not list it."""

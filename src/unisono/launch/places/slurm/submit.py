@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -19,12 +18,11 @@ import cloudpickle
 
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import job_files
-from unisono.launch.attempts import rank_job, telling
+from unisono.launch.attempts import own_failure, rank_job, telling
 from unisono.launch.console import Console
 from unisono.launch.logs import LogFollower
-from unisono.launch.places.local import write_payload
-from unisono.launch.places.mailbox import INTERRUPT, PAYLOAD, Plan
-from unisono.launch.places.remote import LEAVE_S, own_failure
+from unisono.launch.places.mailbox import INTERRUPT, PAYLOAD, Plan, read_states
+from unisono.launch.places.program import LEAVE_S
 from unisono.launch.places.slurm import cluster
 from unisono.launch.places.slurm.cluster import check_cluster, check_programs, choose_partition
 from unisono.launch.places.slurm.driver import drive_for_submitit
@@ -32,6 +30,7 @@ from unisono.launch.places.slurm.job import SlurmJob
 from unisono.launch.places.slurm.script import batch_script, directives, driver_command
 from unisono.launch.platform import Platform
 from unisono.launch.pool.payload import dump_call
+from unisono.launch.pool.protocol import write_payload
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stopping import announce, first_told_to, signals_of_launcher
@@ -73,10 +72,8 @@ def submit_job(request: Request, *, is_tied: bool = False) -> SlurmJob:
     )
     plan = Plan.of(
         platform,
-        run_id=secrets.token_hex(8),
         timeout_s=request.timeout_s,
         max_restarts=request.max_restarts,
-        words=tuple(platform.srun_args),
         elastic=None
         if elastic is None
         else {
@@ -258,7 +255,8 @@ def run_on_slurm(request: Request) -> Results[Any]:
         finally:
             follower.close()
         if interrupted:
-            raise KeyboardInterrupt from own_failure(job.dir, job.ranks, job.attempt)
+            states = read_states(job.dir, job.ranks, job.attempt)
+            raise KeyboardInterrupt from own_failure(states, job.dir, job.attempt)
         return job.result()
 
 

@@ -1,0 +1,231 @@
+"""The one way in which a run is watched: until all ranks have returned, or one thing ends them all.
+
+`Ranks` is what differs from place to place: how news of the ranks come, and how orders reach them.
+Processes of this host speak through pipes (`places/local.py`), those that a program starts here or
+elsewhere through files (`places/program.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from operator import attrgetter
+
+from unisono.launch.places.mailbox import Plan
+from unisono.launch.pool.payload import Parcel
+from unisono.launch.pool.protocol import RankState
+from unisono.launch.pool.verdict import Ending
+from unisono.launch.stopping import announce, first_told_to
+
+_IS_READY, _IS_GOOD, _IS_BAD, _IS_OVER = map(
+    attrgetter, ("is_ready", "is_good", "is_bad", "is_over")
+)
+COLLECT_S = 0.25
+"""After the first bad news: time in which others may report, before all are stopped."""
+
+
+class Ranks(ABC):
+    """The ranks of one attempt, as whoever started them knows and reaches them."""
+
+    states: list[RankState]
+    """What is known of each."""
+    has_left = False
+    """Whether nobody is there any more who could tell how ranks stand."""
+    exit_code: int | None = None
+    """That of the program which started the ranks, if one did."""
+    mistake = ""
+    """What the function as a whole does that cannot be right."""
+    remark = ""
+    """What the error of a rank should add."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start them."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for news at most so long, and take all that has come; say whether there was any."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Have `wait` return soon, from any thread."""
+
+    @abstractmethod
+    def interrupt(self, seconds: float) -> None:
+        """Ask all to save and end within so many seconds."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Let all leave, which have returned, and stay until they have."""
+
+    @abstractmethod
+    def stop(self, reason: str) -> None:
+        """Note where those stand that have not come to an end, and end all."""
+
+    @abstractmethod
+    def stacks(self) -> dict[int, str]:
+        """Return where those stand that answer."""
+
+    @abstractmethod
+    def value(self, rank: int) -> Parcel:
+        """Return what a rank has returned."""
+
+    @abstractmethod
+    def close(self, *, at_once: bool | None) -> None:
+        """Leave nothing behind.
+
+        Args:
+            at_once: after an error, whether to kill all without giving them time; None: they have
+                ended as they should.
+        """
+
+    def is_good(self) -> bool:
+        """Whether they have come to a good end."""
+        return all(map(_IS_GOOD, self.states))
+
+    def is_bad(self) -> bool:
+        """Whether something has happened to one that ends all."""
+        return any(map(_IS_BAD, self.states))
+
+
+class Supervisor:
+    """Watches one attempt from its start to its end.
+
+    Args:
+        ranks: whom.
+        plan: the deadlines.
+        attempt: number of the attempt.
+        announces: whether to say what the first Ctrl-C has begun.
+    """
+
+    def __init__(self, ranks: Ranks, plan: Plan, attempt: int, *, announces: bool = False) -> None:
+        self.ranks = ranks
+        self._plan = plan
+        self._attempt = attempt
+        self._announces = announces
+        self._questions: deque[Callable[[], None]] = deque()
+        self._began = time.monotonic()
+        self._ready_at: float | None = None
+        self._bad_since: float | None = None
+        self._interrupted_until: float | None = None
+        self._reason = ""
+        self.is_interrupted = False
+        """Whether the ranks were asked to end."""
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Have `question` called by the thread that supervises, soon. From any thread."""
+        self._questions.append(question)
+        self.ranks.wake()
+
+    def interrupt(self) -> None:
+        """Ask all ranks to save and end, as Ctrl-C does; only in the thread that supervises."""
+        if self._interrupted_until is not None:
+            return
+        self.ranks.wait(0)  # the last may be ready by now
+        self._look()
+        self.is_interrupted = True
+        self._interrupted_until = time.monotonic()
+        if self._ready_at is not None:  # else no function runs that could save anything
+            if self._announces:
+                announce(self._plan.interrupt_s)
+            self._interrupted_until += self._plan.interrupt_s
+            self.ranks.interrupt(self._plan.interrupt_s)
+
+    def cancel(self) -> None:
+        """Stop all ranks; only in the thread that supervises."""
+        self._reason = self._reason or "cancelled"
+
+    def run(self) -> Ending:
+        """Start the ranks and stay until they have ended; nothing of them is left then."""
+        try:
+            if not self._reason:
+                self.ranks.start()
+                with first_told_to(lambda: self.ask(self.interrupt)):
+                    self._watch()
+                if self._reason:
+                    self.ranks.stop(self._reason)
+                elif not self.ranks.has_left:
+                    self.ranks.finish()
+        except BaseException:  # the second Ctrl-C kills them
+            self.ranks.close(at_once=self.is_interrupted)
+            raise
+        self.ranks.close(at_once=None)
+        return self._ending()
+
+    def _watch(self) -> None:
+        """Follow the ranks until they have returned or left, or there is a reason to stop them."""
+        while True:
+            self.ranks.wait(self._seconds_left())
+            while self._questions:
+                self._questions.popleft()()
+            self._look()
+            if self._reason or self.ranks.is_good() or self.ranks.has_left:
+                return
+            if self._seconds_left() == 0.0:
+                self._reason = "deadline" if self._bad_since is None else "another rank failed"
+                if self._interrupted_until is not None:
+                    self._reason = "interrupted"
+                return
+
+    def _look(self) -> None:
+        """Note what has become true of all ranks together."""
+        if self._ready_at is None and all(map(_IS_READY, self.ranks.states)):
+            self._ready_at = time.monotonic()
+        if self._bad_since is None and self.ranks.is_bad():
+            # By our own clock: that of the rank's host may be minutes ahead.
+            self._bad_since = time.monotonic()
+
+    def _seconds_left(self) -> float | None:
+        """Return the time to the next moment at which something must be done; None: there is none.
+
+        A failure and an interrupt are over as soon as there is nobody left to wait for.
+        """
+        plan = self._plan
+        if self._interrupted_until is not None:
+            end = self._interrupted_until
+        elif self._bad_since is not None:
+            end = self._bad_since + COLLECT_S
+        elif self._ready_at is None:
+            end = self._began + plan.start_timeout_s
+        elif plan.timeout_s is None:
+            return None
+        else:
+            end = self._ready_at + plan.timeout_s
+        is_urgent = self._interrupted_until is not None or self._bad_since is not None
+        if is_urgent and all(map(_IS_OVER, self.ranks.states)):
+            return 0.0
+        return max(0.0, end - time.monotonic())
+
+    def _ending(self) -> Ending:
+        states, plan = self.ranks.states, self._plan
+        deadline = ""
+        if self._reason == "deadline":  # who failed then was stopped, or saw another one go
+            word = "timeout"
+            deadline = f"not ready {plan.start_timeout_s:g} s after the start"
+            if self._ready_at is not None:
+                deadline = f"not done within timeout_s={plan.timeout_s:g}"
+        elif self.is_interrupted or self._reason == "cancelled":
+            word = "cancelled"
+        elif any(map(_IS_BAD, states)) and self.ranks.is_bad():
+            word = "failed"
+        elif self.ranks.is_good():
+            word = "done"
+        else:
+            word = "lost"
+        ready = last = 0.0
+        for state in states:
+            ready = max(ready, state.at.get("ready", 0.0))
+            last = max(last, state.at.get("returned", 0.0))
+            if word == "done" and state.state == "requeued":
+                word = "requeued"
+        return Ending(
+            state=word,
+            attempt=self._attempt,
+            was_ready=self._ready_at is not None,
+            start_s=(self._ready_at or time.monotonic()) - self._began,
+            wall_s=max(0.0, last - ready),
+            exit_code=self.ranks.exit_code,
+            deadline=deadline,
+        )
