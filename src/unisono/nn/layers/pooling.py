@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,6 +47,60 @@ class Pool(torch.autograd.Function):
         )
         # Of the windows only the shape is read.
         return undo(grads[0], grads[0].new_empty(shape), *settings, *kept), None, None
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return what no number of a dtype is below."""
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def off_padding(
+    window: Tensor, pooled: Tensor, indices: Tensor, fill: float, lead: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Give what padding has won to the first point of the tensor, as torch does.
+
+    Padding wins only where all points are as low as it is; values stay, gradients move. `lead` is
+    `leading_fill`.
+    """
+    low = pooled == fill
+    if is_plain(low) and not bool(low.any()):
+        return pooled, indices
+    indices = torch.where(low, indices + lead.to(indices.device), indices)
+    points = window.flatten(2).gather(2, indices.flatten(2)).reshape(pooled.shape)
+    return torch.where(low, points, pooled), indices
+
+
+def leading_fill(
+    plan: HaloPlan,
+    dims: Iterable[int],
+    sizes: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Return how far behind the first point of each output the first one of the tensor lies.
+
+    Args:
+        plan: how windows are filled.
+        dims: spatial dims whose padding stands in the window.
+        sizes: of the whole input, in space.
+        stride: of the pooling, as `padding` and `dilation`.
+        padding: points before the first one.
+        dilation: from one point of an output to the next.
+
+    Returns:
+        Flat places in the window; 0 where no point of the tensor is under an output.
+    """
+    count, lead = len(sizes), torch.zeros(1, dtype=torch.int64)
+    exists = torch.ones(1, dtype=torch.bool)
+    for i in dims:
+        first, n = plan.output_start[i + 2], plan.output_shape[i + 2]
+        begin = torch.arange(first, first + n) * stride[i] - padding[i]
+        skipped = -(begin.clamp(max=0) // dilation[i]) * dilation[i]  # rounded up
+        shape = (-1, *[1] * (count - 1 - i))
+        exists = exists & (begin + skipped < sizes[i]).reshape(shape)
+        lead = lead + (skipped * math.prod(plan.window_shape[i + 3 :])).reshape(shape)
+    return lead * exists
 
 
 @dataclass(frozen=True)
@@ -114,7 +168,7 @@ class _MaxPool(_Pool):
         self.ceil_mode = ceil_mode
 
     def _window_fill(self, dtype: torch.dtype) -> float:
-        return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+        return lowest(dtype)
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's share; with `return_indices` also flat indices in the whole image."""
@@ -133,41 +187,12 @@ class _MaxPool(_Pool):
         else:
             pooled, indices = _MAX[self.dims](window, *numbers, return_indices=True)
         if plan.has_fill and (self.return_indices or pooled.requires_grad):
-            pooled, indices = self._off_padding(window, pooled, indices)
+            lead = leading_fill(
+                plan, range(self.dims), self._plan.global_space, self.stride, self.padding,
+                self.dilation,
+            )  # fmt: skip
+            pooled, indices = off_padding(window, pooled, indices, plan.fill, lead)
         return (pooled, self._global_indices(indices)) if self.return_indices else pooled
-
-    def _off_padding(
-        self, window: Tensor, pooled: Tensor, indices: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Give what padding has won to the first point of the tensor, as torch does.
-
-        Padding wins only where all points are as low as it is; values stay, gradients move.
-        """
-        low = pooled == self._plan.halo.fill
-        if not bool(low.any()):
-            return pooled, indices
-        first, exists = self._first_points(indices.device)
-        low = low & exists
-        indices = torch.where(low, first, indices)
-        points = window.flatten(2).gather(2, indices.flatten(2)).reshape(pooled.shape)
-        return torch.where(low, points, pooled), indices
-
-    def _first_points(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the first point of the tensor under each output, flat in the window, if any."""
-        plan = self._plan.halo
-        first = torch.zeros((1,) * self.dims, dtype=torch.int64, device=device)
-        exists = torch.ones_like(first, dtype=torch.bool)
-        for i in range(self.dims):
-            y0, count = plan.output_start[i + 2], plan.output_shape[i + 2]
-            begin = torch.arange(y0, y0 + count, device=device) * self.stride[i] - self.padding[i]
-            steps = -(begin.clamp(max=0) // self.dilation[i])  # rounded up
-            point = begin + steps * self.dilation[i]
-            shape = [1] * self.dims
-            shape[i] = -1
-            exists = exists & (point < self._plan.global_space[i]).reshape(shape)
-            place = point - (y0 * self.stride[i] - self.padding[i])
-            first = first * plan.window_shape[i + 2] + place.reshape(shape)
-        return first, exists
 
     def _global_indices(self, indices: Tensor) -> Tensor:
         """Turn flat indices in the window into flat indices in the whole image."""

@@ -22,7 +22,7 @@ from unisono.nn.layers.conv_space import (
 )
 from unisono.nn.layers.conv_transpose import TransposePlan, transposed_plan
 from unisono.nn.layers.halo import PAD_MODES
-from unisono.nn.layers.pooling import Pool
+from unisono.nn.layers.pooling import Pool, leading_fill, lowest, off_padding
 from unisono.nn.layers.upsampling import MODES, Taps, taps_of
 from unisono.nn.planned import is_plain
 from unisono.nn.split_tensors.blocks import balanced, span, window
@@ -369,8 +369,8 @@ def _pooled(
     """Return the largest points of windows, or the means, as if no window hung over an end."""
     count = int(func.__name__[-2])
     numbers = *_pool_numbers(count, kernel_size, stride, padding, dilation), ceil_mode
-    fill = -math.inf if of_means is None else 0.0
-    exchange, cuts, pads = _pool_plan(x.local.shape, *_where(x, count), numbers, fill)
+    fill = 0.0 if of_means is not None else lowest(x.dtype)
+    exchange, cuts, pads, lead = _pool_plan(x.local.shape, *_where(x, count), numbers, fill)
     kernel, steps, _, spread, _ = numbers
     # Windows end where blocks end, so rounding up changes nothing in a cut dim.
     last = (spread, ceil_mode) if of_means is None else (ceil_mode, *of_means)
@@ -379,10 +379,16 @@ def _pooled(
         return like(x, func(x.local, *settings[: 5 if count == 1 else 6]), cuts)
     is_single = x.ndim == count + 1
     window = HaloExchange.apply(x.local[None] if is_single else x.local, exchange)
-    if count == 1 or not is_plain(window):
-        y = func(window, *settings[: 5 if count == 1 else 6])
+    indices = None
+    if count > 1 and is_plain(window):
+        name = f"{'max' if of_means is None else 'avg'}_pool{count}d"
+        y, indices = Pool.apply(window, name, settings)
+    elif of_means is None:
+        y, indices = func(window, *settings, return_indices=True)
     else:
-        y, _ = Pool.apply(window, f"{'max' if of_means is None else 'avg'}_pool{count}d", settings)
+        y = func(window, *settings[: 5 if count == 1 else 6])
+    if indices is not None and lead is not None:
+        y, _ = off_padding(window, y, indices, fill, lead)
     return like(x, y[0] if is_single else y, cuts)
 
 
@@ -394,8 +400,11 @@ def _pool_plan(
     grid: Grid | None,
     numbers: tuple[Any, ...],
     fill: float,
-) -> tuple[HaloOnGroup | None, Cuts, tuple[int, ...]]:
-    """Return how windows are filled, how the result is cut, and padding that torch adds."""
+) -> tuple[HaloOnGroup | None, Cuts, tuple[int, ...], Tensor | None]:
+    """Return how windows are filled, how the result is cut, and padding that torch adds.
+
+    And where padding of ours comes before points of the image, see `leading_fill`.
+    """
     kernel, steps, pads, spread, ceil_mode = numbers
 
     def length(i: int, n: int) -> int:
@@ -404,7 +413,7 @@ def _pool_plan(
     bounds, index, later = _cut_space(shape, cuts, places, len(kernel), length)
     mine = [len(own) > 2 for own in bounds[2:]]
     if not any(mine):
-        return None, later, pads
+        return None, later, pads, None
     k, s, p, d = (
         [number if is_cut else other for number, is_cut in zip(each, mine, strict=True)]
         for each, other in ((kernel, 1), (steps, 1), (pads, 0), (spread, 1))
@@ -412,7 +421,10 @@ def _pool_plan(
     plan = halo.plan(bounds, index, k, s, p, d, fill=fill, ceil_mode=ceil_mode)
     left = tuple(0 if is_cut else p for p, is_cut in zip(pads, mine, strict=True))
     comm, ranks = grid or (cuts[0][1].comm, None)
-    return HaloOnGroup(comm, plan, ranks, fill), later, left
+    sizes = [own[-1] for own in bounds[2:]]
+    dims = [i for i, is_cut in enumerate(mine) if is_cut]
+    lead = leading_fill(plan, dims, sizes, steps, pads, spread)
+    return HaloOnGroup(comm, plan, ranks, fill), later, left, lead if bool(lead.any()) else None
 
 
 # -- padding --------------------------------------------------------------------------------------
