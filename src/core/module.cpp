@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <optional>
@@ -774,10 +775,16 @@ PyObject* layout_of(PyObject*, Args a, Py_ssize_t n) {
                        (Py_ssize_t)l.rings(), (Py_ssize_t)l.ring_bytes());
 }
 
+PyObject* fence(PyObject*, PyObject*) {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef module_methods[] = {
     {"map", FAST(map_memory), "map(fd, bytes): memory shared by all who map the file."},
     {"populate", FAST(populate), "populate(address, bytes): give every page memory now; OSError if there is none."},
     {"layout", FAST(layout_of), "layout(size, slot_bytes): where things lie in a segment."},
+    {"fence", fence, METH_NOARGS, "fence(): memory is read and written before it, or after it."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_core", "Collectives and messages over shared memory.", -1,
                           module_methods, nullptr, nullptr, nullptr, nullptr};

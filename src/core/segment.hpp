@@ -12,7 +12,7 @@
 namespace unisono {
 
 constexpr uint64_t kMagic = 0x756E69736F6E6F;  // "unisono"
-constexpr uint64_t kVersion = 6;
+constexpr uint64_t kVersion = 7;
 constexpr size_t kPage = 4096;
 constexpr size_t kLine = 64;
 // Data lies this far from the start of a page: large tensors lie 64 bytes from it, and a copy whose

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import platform
 import socket
 import time
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import seal
+from unisono.comm.engines.shm import core
 from unisono.errors import PlatformError, RankFailed
 from unisono.launch.elastic.coordinator import LINE, LOST, MOST, Coordinator
 from unisono.launch.elastic.follower import Follower
@@ -30,8 +30,9 @@ _AWAKE_S = 2e-3
 """So long a member waits for others without sleep: to wake up takes about as long."""
 _NAP_S = 5e-3
 _WORDS = LINE // 8
-_IS_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
-"""Whether other cores see writes of one core in the order in which it made them."""
+_keep_order = os.sched_yield if core.unavailable() else core.load().fence
+"""What was written or read before it has happened before what comes after; a yield passes a full
+barrier in the kernel."""
 
 
 class Link:
@@ -352,9 +353,3 @@ def open_link() -> Link:
 
 def _lost() -> RankFailed:
     return RankFailed(LOST)
-
-
-def _keep_order() -> None:
-    """Have what was written or read before this happen before what comes after."""
-    if not _IS_ORDERED:
-        os.sched_yield()  # passes a full barrier in the scheduler

@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 
-VERSION = 6
+VERSION = 7
 """That of the core's layout and calls; `src/core/segment.hpp` has the same."""
 
 
