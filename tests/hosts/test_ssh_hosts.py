@@ -63,14 +63,14 @@ if __name__ == "__main__":
     try:
         results = unisono.run(
             work,
-            "pass" + "word",
+            "sword" + "fish-4711",
             on=unisono.Platform(
                 device="ssh",
                 hosts=sys.argv[4].split(","),
                 ranks=4,
                 ssh_args=["-F", sys.argv[2]],
                 python=sys.argv[5],
-                env={"MINE": "pass" + "word"},
+                env={"MINE": "sword" + "fish-4711"},
             ),
             timeout_s=60,
         )
@@ -149,7 +149,7 @@ def test_ranks_of_two_hosts_by_ssh(lab, by_ssh):
     assert [r["host"] for r in results] == ["host-a", "host-a", "host-b", "host-b"]
     assert [r["sums"] for r in results] == [[10.0]] * 4
     assert {r["backend"] for r in results} == {"shm"}
-    assert {r["variable"] for r in results} == {"password"}
+    assert {r["variable"] for r in results} == {"swordfish-4711"}
     assert {r["cwd"] for r in results} == {str(Path.cwd())}
     assert {r["nodes"] for r in results} == {"2"}
     assert not any(r["is_secret_seen"] for r in results)
