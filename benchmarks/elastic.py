@@ -161,14 +161,15 @@ def compare(name: str, shards: tuple[int, ...], rounds: int, steps: int) -> list
     return rows
 
 
-class Kept(supervisor.ElasticSupervisor):
-    """A supervisor that can be asked afterwards."""
+class Kept(supervisor.ElasticRanks):
+    """Ranks that can be asked afterwards."""
 
     latest: Kept
 
-    def __exit__(self, *error: object) -> None:
+    def start(self) -> None:
+        """Start them."""
         Kept.latest = self
-        super().__exit__(*error)
+        super().start()
 
 
 def disturbed(name: str, steps: int, kills: int, seed: int) -> tuple[Any, int]:
@@ -210,9 +211,7 @@ def chaos(models: tuple[str, ...], kills: int, seed: int, steps: int) -> tuple[s
 
     Other programs that use shared memory at the same time would look like something left behind.
     """
-    from unisono.launch.places import local
-
-    local.ElasticSupervisor = Kept
+    supervisor.ElasticRanks = Kept
     columns = ("model", "runs", "killed or stopped", "other hashes", "step")
     columns += ("death to commit, median", "largest", "join, median", "largest", "left behind")
     lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
