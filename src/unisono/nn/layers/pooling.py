@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono.comm.torch import private
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, index_in, is_plain
@@ -63,7 +64,8 @@ def off_padding(
     `leading_fill`.
     """
     low = pooled == fill
-    if is_plain(low) and not bool(low.any()):
+    is_seen = not torch.compiler.is_compiling() and not private.transforms_active()
+    if is_seen and not bool(low.any()):
         return pooled, indices
     indices = torch.where(low, indices + lead.to(indices.device), indices)
     points = window.flatten(2).gather(2, indices.flatten(2)).reshape(pooled.shape)
