@@ -342,10 +342,13 @@ def deny(words):
     ids=["ConnectionError", "RuntimeError", "RankFailed", "refused"],
 )
 def test_what_the_users_code_raises_is_an_error_of_its_own_rank(tmp_path, own):
-    def work(_mark):
+    def work(mark):
         if unisono.world().rank == 1:
+            mark.touch()
             own()
-        time.sleep(0.1)
+        while not mark.exists():
+            time.sleep(0.01)
+        time.sleep(0.15)
         raise ValueError("later")
 
     error, _ = fail(work, tmp_path)
