@@ -10,8 +10,11 @@ from tests.waiting import is_running, wait_until
 
 
 @pytest.fixture(autouse=True)
-def watched(hygiene, tmp_path, tmp_path_factory, monkeypatch):
-    """Keep the directories of failed runs below `tmp_path`, and the links to jobs beside it."""
+def watched(warm_python, hygiene, tmp_path, tmp_path_factory, monkeypatch):
+    """Keep the directories of failed runs below `tmp_path`, and the links to jobs beside it.
+
+    The warm interpreter is there before, so that it is no leak of the first test that needs it.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
