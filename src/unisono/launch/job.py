@@ -150,7 +150,13 @@ class Job:
                 None,
                 f"{least} to {most}" if most else "unisono.submit(..., ranks=(1, 8))",
             )
-        job_files.write_private(self.dir / RESIZE, str(ranks).encode())
+        with suppress(FileNotFoundError):  # its directory goes with the job
+            if not self.done():
+                job_files.write_private(self.dir / RESIZE, str(ranks).encode())
+                return
+        raise PlatformError.because(
+            f"job {self.id} with {ranks} ranks", "it has ended", None, "unisono job list"
+        )
 
     def members(self) -> int:
         """Return how many ranks share the steps of an elastic job now; 0 before the first one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -371,6 +372,11 @@ def test_a_job_can_be_resized_while_it_trains(tmp_path):
     assert [size for size in (4, 2, 3) if size in seen] == [4, 2, 3]
     with pytest.raises(PlatformError, match="it may have 1 to 4"):
         job.resize(5)
+    with pytest.raises(PlatformError, match="it has ended"):
+        job.resize(2)
+    shutil.rmtree(job.dir)  # as it goes without `logs`
+    with pytest.raises(PlatformError, match="it has ended"):
+        job.resize(2)
 
 
 def test_when_all_ranks_die_the_error_says_so(tmp_path):
