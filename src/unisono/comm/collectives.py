@@ -19,7 +19,6 @@ from typing import Any, cast
 import cloudpickle
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from unisono.comm import call as calls
 from unisono.comm import seal
@@ -41,6 +40,7 @@ from unisono.comm.arguments import (
 from unisono.comm.health.watchdog import seal_of
 from unisono.comm.perform import Pending, Performer, Transfer, started, verb
 from unisono.comm.reductions import check_op, decode, encode
+from unisono.comm.torch.private import increment_version
 from unisono.errors import PartitionError, UnisonoError
 
 Like = Tensor | tuple[Sequence[int], torch.dtype]
@@ -92,7 +92,7 @@ class Collectives(Performer):
         work = target if is_plain else dense(encode(target, op))
         divides = op == "mean" and not engine.knows_mean
         leaves = out is x and leaves_graph(x, "all_reduce_")
-        call = self._described("all_reduce", x, kind=op)
+        call = self._described("all_reduce", x, op)
         call.sent = call.received = work.nbytes
 
         def finish() -> Tensor:
@@ -126,7 +126,7 @@ class Collectives(Performer):
         check_rank(dst, self.size, "dst", "reduce")
         # A private copy: backends use the tensor as scratch space on the other ranks.
         work = dense(encode(x.detach(), op).clone())
-        call = self._described("reduce", x, kind=op, root=dst)
+        call = self._described("reduce", x, op, root=dst)
         call.sent = work.nbytes
         added = "sum" if op == "mean" else op
 
@@ -175,7 +175,7 @@ class Collectives(Performer):
         rows = rows_first(x, dim)
         work = encode(rows, op)
         out = work.new_empty((lengths[self.rank], *work.shape[1:]))
-        call = self._described("reduce_scatter", x, kind=op, dim=dim, sizes=lengths)
+        call = self._described("reduce_scatter", x, op, dim=dim, sizes=lengths)
         call.sent, call.received = work.nbytes, out.nbytes
         alike, added = hash((dim, rows.shape)), "sum" if op == "mean" else op
 
@@ -808,7 +808,7 @@ def leaves_graph(x: Tensor, verb: str) -> bool:
 
 def replaced(x: Tensor, leaves: bool) -> None:
     """Tell autograd that the values of `x` are new: what it saved of them must not be used."""
-    increment_version(x)
+    increment_version((x,))
     if leaves:
         x.detach_()
 

@@ -224,7 +224,7 @@ class Performer:
         turn = None
         if transfer.is_collective:
             if self.size > 1 and (turn := entry.turn) is not None:
-                if not turn.acquire(blocking=False):
+                if not turn.acquire(False):
                     raise self._second_thread(call)
                 entry.inside = threading.get_ident()
             entry.collectives = call.number = entry.collectives + 1
@@ -293,17 +293,19 @@ class Performer:
             with self._translating(call, deadline):
                 check.verify_equal_result(call, transfer.verify, self.rank, self.ranks, deadline)
 
-    def _described(self, op: str, x: Tensor | None, **facts: Any) -> Call:
+    def _described(self, op: str, x: Tensor | None, kind: str = "", **facts: Any) -> Call:
         """Return the record of a call on `x`, which must be no tensor of a torch.func transform."""
         entry = self._entry
         if x is None:
-            return Call(op, entry.name, entry.key, **facts)
+            return Call(op, entry.name, entry.key, kind=kind, **facts)
         if private.transforms_active():
             refuse_transformed(x, op)
         needs_grad = x.requires_grad
         if needs_grad and x.grad_fn is not None and torch.is_grad_enabled():
             _warn_of_cut(op)
-        return Call(op, entry.name, entry.key, x.shape, x.dtype, requires_grad=needs_grad, **facts)
+        call = Call(op, entry.name, entry.key, x.shape, x.dtype, kind, **facts)
+        call.requires_grad = needs_grad
+        return call
 
     def _messages(
         self,
