@@ -166,7 +166,7 @@ Status Group::all_reduce(uint8_t* x, size_t elements, int dtype, int op, int roo
   Header head{code_of(root < 0 ? kAllReduce : kReduce, dtype, op, root), nbytes, 0, 0};
   const int turn = next_turn();
   if (nbytes <= std::min(small_bytes, layout.slot_bytes)) {
-    copy(slot(turn, rank), x, nbytes);
+    hand_over(slot(turn, rank), x, nbytes);
     if (const Status status = meet(turn, head, true); status != kOk) return status;
     if (!wanted || !nbytes) return kOk;
     auto& parts = parts_;
@@ -178,8 +178,8 @@ Status Group::all_reduce(uint8_t* x, size_t elements, int dtype, int op, int roo
   const size_t first = std::min(nbytes, layout.slot_bytes / 2);
   if (!head.place) {
     const size_t low = cut(first, size, rank), high = cut(first, size, rank + 1);
-    copy(slot(turn, rank), x, low);
-    copy(slot(turn, rank) + high, x + high, first - high);
+    hand_over(slot(turn, rank), x, low);
+    hand_over(slot(turn, rank) + high, x + high, first - high);
   }
   if (const Status status = meet(turn, head, true); status != kOk) return status;
   if (!any_place()) return large_all_reduce(x, nbytes, dtype, reduce, turn, true, wanted);
@@ -206,8 +206,8 @@ Status Group::large_all_reduce(uint8_t* x, size_t nbytes, int dtype, Reduce redu
   const auto length = [&](size_t k) { return std::min(chunk, nbytes - k * chunk); };
   const auto fill = [&](size_t k) {
     const size_t n = length(k), low = cut(n, size, rank), high = cut(n, size, rank + 1);
-    copy(half(k, rank), x + k * chunk, low);
-    copy(half(k, rank) + high, x + k * chunk + high, n - high);
+    hand_over(half(k, rank), x + k * chunk, low);
+    hand_over(half(k, rank) + high, x + k * chunk + high, n - high);
   };
   if (!filled) {
     fill(0);
@@ -223,7 +223,7 @@ Status Group::large_all_reduce(uint8_t* x, size_t nbytes, int dtype, Reduce redu
       for (int r = 0; r < size; r++) parts[r] = r == rank ? own : half(k, r) + at;
       uint8_t* result = wanted ? own : scratch.data();  // elsewhere than on the root `x` stays as it is
       reduce(result, parts.data(), size, m / each);
-      copy(half(k, rank) + at, result, m);
+      hand_over(half(k, rank) + at, result, m);
     }
     if (k + 1 < chunks) fill(k + 1);
     if (const Status status = sync(); status != kOk) return status;
@@ -245,11 +245,12 @@ Status Group::reduce_in_place(size_t offset, const Buffer& buffer, size_t nbytes
     const size_t m = std::min(kReduceBlock, high - at);
     const auto region = [&](int r) { return buffer.first + r * buffer.stride + offset + at; };
     for (int r = 0; r < size; r++) parts[r] = region(r);
-    uint8_t* result = root < 0 ? region(0) : scratch.data();
+    uint8_t* result = root < 0 ? region(rank) : scratch.data();
     reduce(result, parts.data(), size, m / element_bytes(dtype));
     if (root >= 0) copy(region(root), result, m);
     else
-      for (int r = 1; r < size; r++) copy(region(r), result, m);
+      for (int r = 0; r < size; r++)
+        if (r != rank) hand_over(region(r), result, m, to_region_);
   }
   return sync();
 }
@@ -332,7 +333,7 @@ Status Group::share(int turn, const uint8_t* x, size_t nbytes, const std::vector
     const size_t start = k * room;
     if (k) {
       turn = next_turn();
-      if (nbytes > start && !heads_[rank].place) copy(slot(turn, rank), x + start, std::min(room, nbytes - start));
+      if (nbytes > start && !heads_[rank].place) hand_over(slot(turn, rank), x + start, std::min(room, nbytes - start));
       if (const Status status = sync(); status != kOk) return status;
     }
     for (int r = 0; outs && r < size; r++)
@@ -343,7 +344,7 @@ Status Group::share(int turn, const uint8_t* x, size_t nbytes, const std::vector
   bool again = false;
   if (const Status status = leave_buffers(lacks, again); status != kOk || !again) return status;
   turn = next_turn();
-  copy(slot(turn, rank), x, std::min(nbytes, room));
+  hand_over(slot(turn, rank), x, std::min(nbytes, room));
   if (const Status status = sync(); status != kOk) return status;
   return share(turn, x, nbytes, sizes, outs);
 }
@@ -352,7 +353,7 @@ Status Group::broadcast(uint8_t* x, size_t nbytes, int dtype, int root) {
   const bool brings = rank == root;
   const int turn = next_turn();
   Header head{code_of(kBroadcast, dtype, -1, root), nbytes, 0, brings ? place(x, nbytes) : 0};
-  if (brings && !head.place) copy(slot(turn, rank), x, std::min(nbytes, layout.slot_bytes));
+  if (brings && !head.place) hand_over(slot(turn, rank), x, std::min(nbytes, layout.slot_bytes));
   if (const Status status = meet(turn, head, true); status != kOk) return status;
   std::vector<size_t> sizes(size);
   std::vector<uint8_t*> outs(size);
@@ -365,7 +366,7 @@ Status Group::all_gather(const Blocks& outs, const uint8_t* x, int dtype, uint64
   const size_t nbytes = outs.nbytes[rank];
   const int turn = next_turn();
   const Header head{code_of(verb, dtype, -1, -1), nbytes, digest_of(alike, outs.nbytes), place(x, nbytes)};
-  if (!head.place) copy(slot(turn, rank), x, std::min(nbytes, layout.slot_bytes));
+  if (!head.place) hand_over(slot(turn, rank), x, std::min(nbytes, layout.slot_bytes));
   if (const Status status = meet(turn, head, false); status != kOk) return status;
   copy(outs.at[rank], x, nbytes);
   return share(turn, x, nbytes, outs.nbytes, outs.at.data());
@@ -375,7 +376,7 @@ Status Group::gather(const Blocks& outs, const uint8_t* x, size_t nbytes, int dt
   const bool brings = rank != root;
   const int turn = next_turn();
   const Header head{code_of(kGather, dtype, -1, root), nbytes, 0, brings ? place(x, nbytes) : 0};
-  if (brings && !head.place) copy(slot(turn, rank), x, std::min(nbytes, layout.slot_bytes));
+  if (brings && !head.place) hand_over(slot(turn, rank), x, std::min(nbytes, layout.slot_bytes));
   if (!brings) std::copy(outs.nbytes.begin(), outs.nbytes.end(), table_row(turn, rank) + size);
   if (const Status status = meet(turn, head, false); status != kOk) return status;
   read_table(turn);
@@ -391,7 +392,7 @@ Status Group::gather(const Blocks& outs, const uint8_t* x, size_t nbytes, int dt
 Status Group::texts(const std::vector<uint8_t>& own, std::vector<std::vector<uint8_t>>& all) {
   const int turn = next_turn();
   const size_t nbytes = std::min(own.size(), layout.slot_bytes);
-  copy(slot(turn, rank), own.data(), nbytes);
+  hand_over(slot(turn, rank), own.data(), nbytes);
   if (const Status status = meet(turn, {code_of(kTexts, -1, -1, -1), nbytes, 0, 0}, false); status != kOk) return status;
   for (int r = 0; r < size; r++) all.emplace_back(slot(turn, r), slot(turn, r) + heads_[r].nbytes);
   return kOk;
@@ -403,7 +404,7 @@ void Group::fill_shares(int turn, const Blocks& ins, size_t start) {
   const size_t share = share_bytes();
   for (int r = 0; r < static_cast<int>(ins.at.size()); r++)
     if (r != rank && ins.nbytes[r] > start)
-      copy(slot(turn, rank) + place_in_slot(rank, r) * share, ins.at[r] + start, std::min(share, ins.nbytes[r] - start));
+      hand_over(slot(turn, rank) + place_in_slot(rank, r) * share, ins.at[r] + start, std::min(share, ins.nbytes[r] - start));
 }
 
 // Every rank knows from the table what each sends to each.

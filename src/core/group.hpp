@@ -10,6 +10,7 @@
 #include <mutex>
 #include <vector>
 
+#include "handover.hpp"
 #include "messages.hpp"
 #include "reduce.hpp"
 #include "segment.hpp"
@@ -73,6 +74,7 @@ class Group {
   const int rank, size;
   Patience patience;
   Look look;
+  void set_way(Handover::Way way) { to_slot_.way = to_region_.way = messages.hand_over.way = way; }
   size_t small_bytes = 32 * 1024;  // up to here every rank reduces everything after one meeting
   Fault fault;
   Messages messages;
@@ -103,8 +105,16 @@ class Group {
     if (n && to != from) std::memcpy(to, from, n);
   }
 
+  // The same for what others read next.
+  void hand_over(void* to, const void* from, size_t n) { hand_over(to, from, n, to_slot_); }
+  void hand_over(void* to, const void* from, size_t n, Handover& way) {
+    fault.step();
+    if (n) way(n, [&](Handover::Copy copy) { copy(to, from, n); });
+  }
+
   uint8_t* const base_;
   Control* const controls_;
+  Handover to_slot_, to_region_;
   uint32_t met_ = 0;
   int turn_ = 1;
   std::vector<Header> heads_;

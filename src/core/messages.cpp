@@ -40,8 +40,8 @@ void Extent::each_run(size_t offset, size_t length, Move move) const {
   }
 }
 
-void Extent::read(size_t offset, size_t length, uint8_t* to) const {
-  each_run(offset, length, [&](const uint8_t* bytes, size_t n) { std::memcpy(to, bytes, n), to += n; });
+void Extent::read(size_t offset, size_t length, uint8_t* to, Handover::Copy copy) const {
+  each_run(offset, length, [&](const uint8_t* bytes, size_t n) { copy(to, bytes, n), to += n; });
 }
 
 void Extent::write(size_t offset, size_t length, const uint8_t* from) const {
@@ -54,8 +54,11 @@ Messages::Messages(uint8_t* base, Layout layout, int rank, bool has_own_core, Fa
       aside_(size_), written_(size_), read_(size_), listens_(size_) {}
 
 Cell& Messages::cell_of(int src, int dst, uint64_t number) {
-  const size_t each = sizeof(Cell) + layout_.cell_bytes();
-  return *reinterpret_cast<Cell*>(base_ + layout_.ring(src, dst) + kPage + number % kCells * each);
+  return reinterpret_cast<Cell*>(base_ + layout_.ring(src, dst) + sizeof(Ring))[number % kCells];
+}
+
+uint8_t* Messages::bytes_of(int src, int dst, uint64_t number) {
+  return base_ + layout_.ring(src, dst) + kPage + kShift + number % kCells * layout_.cell_bytes();
 }
 
 TransferRef Messages::post_send(int dst, int64_t tag, const Extent& x, int64_t dtype) {
@@ -152,7 +155,8 @@ bool Messages::push(int dst) {
     const size_t nbytes = t.extent.nbytes, length = std::min(layout_.cell_bytes(), nbytes - t.moved);
     cell.tag = t.tag, cell.nbytes = nbytes, cell.offset = t.moved, cell.length = length, cell.dtype = t.dtype;
     fault_.step();
-    if (length) t.extent.read(t.moved, length, bytes_of(cell));
+    uint8_t* bytes = bytes_of(rank_, dst, written_[dst]);
+    if (length) hand_over(length, [&](Handover::Copy copy) { t.extent.read(t.moved, length, bytes, copy); });
     t.moved += length;
     ring_to.written.store(++written_[dst], std::memory_order_release);
     ring(controls_[dst].bell);
@@ -197,10 +201,11 @@ bool Messages::pull(int src) {
 
 void Messages::take(int src, Cell& cell) {
   Arriving& arriving = arriving_[src];
+  const uint8_t* bytes = bytes_of(src, rank_, read_[src]);
   fault_.step();
   if (!cell.length) {}  // an empty message has no memory
-  else if (arriving.transfer) arriving.transfer->extent.write(cell.offset, cell.length, bytes_of(cell));
-  else if (arriving.is_aside) std::memcpy(arriving.aside.data() + cell.offset, bytes_of(cell), cell.length);
+  else if (arriving.transfer) arriving.transfer->extent.write(cell.offset, cell.length, bytes);
+  else if (arriving.is_aside) std::memcpy(arriving.aside.data() + cell.offset, bytes, cell.length);
   arriving.moved += cell.length;
   if (arriving.moved < arriving.nbytes) return;
   arriving.active = false;

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <vector>
 
+#include "handover.hpp"
 #include "segment.hpp"
 #include "sync.hpp"
 
@@ -32,7 +33,7 @@ struct Extent {
   Extent(uint8_t* at, size_t nbytes) : at(at), nbytes(nbytes), run(nbytes) {}
   // Adds a dim around what is there; one that goes on where it ends only makes runs longer.
   void add_outer_dim(size_t n, size_t distance);
-  void read(size_t offset, size_t length, uint8_t* to) const;
+  void read(size_t offset, size_t length, uint8_t* to, Handover::Copy copy) const;
   void write(size_t offset, size_t length, const uint8_t* from) const;
 
  private:
@@ -83,6 +84,7 @@ class Messages {
   Bell& bell() { return controls_[rank_].bell; }
 
   std::atomic<int64_t> waited_ns{0};
+  Handover hand_over;  // used with the lock held
 
  private:
   struct Arriving {
@@ -96,7 +98,7 @@ class Messages {
 
   Ring& ring_of(int src, int dst) { return *reinterpret_cast<Ring*>(base_ + layout_.ring(src, dst)); }
   Cell& cell_of(int src, int dst, uint64_t number);
-  uint8_t* bytes_of(Cell& cell) { return reinterpret_cast<uint8_t*>(&cell) + sizeof(Cell); }
+  uint8_t* bytes_of(int src, int dst, uint64_t number);
   bool push(int dst);
   bool pull(int src);
   void forget(const std::vector<TransferRef>& transfers);

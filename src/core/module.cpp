@@ -677,6 +677,11 @@ int set_small_bytes(PyObject* self, PyObject* value, void*) {
   of(self)->group->small_bytes = bytes(value);
   return PyErr_Occurred() ? -1 : 0;
 }
+int set_way(PyObject* self, PyObject* value, void*) {
+  const int way = static_cast<int>(bytes(value));
+  if (!PyErr_Occurred()) of(self)->group->set_way(static_cast<Handover::Way>(way));
+  return PyErr_Occurred() ? -1 : 0;
+}
 
 // Group(memory, size, slot_bytes, rank, has_own_core, look, report)
 PyObject* group_new(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -753,6 +758,7 @@ PyMethodDef group_methods[] = {
 PyGetSetDef group_getters[] = {
     {"waited_ns", group_waited_ns, nullptr, "Time spent waiting for others so far.", nullptr},
     {"small_bytes", get_small_bytes, set_small_bytes, "Up to here a reduction takes one meeting.", nullptr},
+    {"way", nullptr, set_way, "How others are given bytes: 0 as measured, 1 through caches, 2 past them.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot group_slots[] = {{Py_tp_new, reinterpret_cast<void*>(group_new)},
                              {Py_tp_dealloc, reinterpret_cast<void*>(group_free)},

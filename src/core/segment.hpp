@@ -12,7 +12,7 @@
 namespace unisono {
 
 constexpr uint64_t kMagic = 0x756E69736F6E6F;  // "unisono"
-constexpr uint64_t kVersion = 7;
+constexpr uint64_t kVersion = 8;
 constexpr size_t kPage = 4096;
 constexpr size_t kLine = 64;
 // Data lies this far from the start of a page: large tensors lie 64 bytes from it, and a copy whose
@@ -74,7 +74,8 @@ struct Layout {
   size_t own_slots(size_t rank) const { return common_bytes() + rank * own_slots_bytes(); }
   size_t slot(size_t turn, size_t rank) const { return own_slots(rank) + kShift + turn * slot_bytes; }
   size_t cell_bytes() const { return size <= 32 ? 65536 : 8192; }
-  size_t ring_bytes() const { return up(kPage + kCells * (sizeof(Cell) + cell_bytes()), kPage); }
+  // A page with the ring's own words and the head of each cell, then what the cells hold.
+  size_t ring_bytes() const { return up(kPage + kShift + kCells * cell_bytes(), kPage); }
   size_t rings() const { return own_slots(size); }
   size_t ring(size_t src, size_t dst) const {
     return rings() + (src * (size - 1) + (dst < src ? dst : dst - 1)) * ring_bytes();

@@ -79,6 +79,7 @@ class Rank {
         choices_(world.seed), own_choices_(world.seed * 31 + rank) {
     group_.look = patient;
     group_.small_bytes = 2048;
+    group_.set_way(static_cast<Handover::Way>((rank + world.seed) % 3));
   }
 
   void run() {

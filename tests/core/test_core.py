@@ -39,7 +39,7 @@ def shared(nbytes):
 class World:
     """Groups of all ranks of one segment, and one buffer in which every rank has a region."""
 
-    def __init__(self, size, small_bytes=None):
+    def __init__(self, size, small_bytes=None, way=0):
         module = core.load()
         memory = shared(module.layout(size, SLOT_BYTES)[0])
         self.size = size
@@ -50,6 +50,7 @@ class World:
         ]
         for group in self.groups:
             group.add_buffer(self.buffer.address, REGION_BYTES, REGION_BYTES)
+            group.way = way
             if small_bytes is not None:
                 group.small_bytes = small_bytes
         self.used = [0] * size
@@ -314,11 +315,14 @@ def exchange(world, rank, group, seed, n, tag):
 @given(
     size=st.integers(2, 8),
     small_bytes=st.sampled_from([0, 1000, 4096]),
+    way=st.integers(0, 2),
     program=st.lists(calls(), min_size=1, max_size=10),
     started=st.integers(0, 2**32 - 1),
 )
-def test_any_sequence_of_calls_gives_what_one_process_computes(size, small_bytes, program, started):
-    world = World(size, small_bytes)
+def test_any_sequence_of_calls_gives_what_one_process_computes(
+    size, small_bytes, way, program, started
+):
+    world = World(size, small_bytes, way)
     places = {
         "none": [False] * size,
         "all": [True] * size,

@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 
-VERSION = 7
+VERSION = 8
 """That of the core's layout and calls; `src/core/segment.hpp` has the same."""
 
 
