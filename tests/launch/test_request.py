@@ -95,7 +95,10 @@ def nothing_may_start(monkeypatch):
         (lambda: unisono.run(functools.partial(generator, 3)), ["generator function"]),
         (lambda: unisono.run(train, 1, logs=3), ["logs=3"]),
         (lambda: unisono.run(train, 1, logs=unisono.Logs(console="al")), ["console='al'"]),
-        (lambda: unisono.run(train, 1, logs=unisono.Logs(console=[0, 2])), ["2 is not a rank"]),
+        (
+            lambda: unisono.run(train, 1, logs=unisono.Logs(console=[0, 2])),
+            ["Logs.console=2", "from 0 to 1"],
+        ),
     ],
 )
 def test_a_senseless_request_says_what_is_wrong(call, words):
