@@ -9,8 +9,10 @@ import pickle
 import signal
 import sys
 import time
+import types
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -216,6 +218,19 @@ def test_a_function_of_a_module_that_ranks_cannot_import_travels_by_value(tmp_pa
     assert fn(*args) == 3
     with pytest.raises(ModuleNotFoundError):
         by_reference.load()
+
+
+def test_a_module_is_taken_by_value_until_the_last_thread_that_wants_it_is_done():
+    module = types.ModuleType("of_no_file")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "of_no_file", module)
+        first, second = payload.taken_by_value([module]), payload.taken_by_value([module])
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert "of_no_file" in cloudpickle.list_registry_pickle_by_value()
+        second.__exit__(None, None, None)
+        assert "of_no_file" not in cloudpickle.list_registry_pickle_by_value()
 
 
 def test_a_function_may_use_modules_with_a_class_of_their_own():

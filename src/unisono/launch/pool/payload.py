@@ -24,8 +24,10 @@ import pickle
 import struct
 import sys
 import tempfile
+import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +52,9 @@ _HEAD = struct.Struct("<2Q")
 _PART = struct.Struct("<?2Q")
 _MAX_DEPTH = 8
 _FINDERS = (importlib.machinery.PathFinder, importlib.machinery.FrozenImporter)
+_taken: Counter[str] = Counter()
+"""Modules that are taken by value at present, and by how many."""
+_registering = threading.Lock()
 
 
 class Pickler(cloudpickle.Pickler):
@@ -201,20 +206,16 @@ class Parcel:
 
     def load(self) -> Any:
         """Unpack the value; it shares no memory with the parcel."""
-        begin, length, parts = self._layout()
-        return pickle.loads(self._read(begin, length), buffers=map(self._part, parts))
+        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
+        table = self._read(_HEAD.size, count * _PART.size)
+        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
+        parts = map(self._part, _PART.iter_unpack(table))
+        return pickle.loads(self._read(begin, length), buffers=parts)
 
     def close(self) -> None:
         """Let the file go."""
         if self._close is not None:
             self._close()
-
-    def _layout(self) -> tuple[int, int, list[tuple[Any, ...]]]:
-        """Return place and length of the pickle, and kind, place and length of each large part."""
-        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
-        table = self._read(_HEAD.size, count * _PART.size)
-        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
-        return begin, length, list(_PART.iter_unpack(table))
 
     def _part(self, entry: tuple[Any, ...]) -> Any:
         """Return a large part when the unpickler asks for it, in memory of its own."""
@@ -405,16 +406,27 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 @contextlib.contextmanager
 def taken_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
-    """Let cloudpickle take what is defined in these modules as code and not as a name."""
-    known = cloudpickle.list_registry_pickle_by_value()
-    ours = [module for module in modules if module.__name__ not in known]
+    """Let cloudpickle take what is defined in these modules as code and not as a name.
+
+    Several threads may want that at the same time: the last one ends it.
+    """
+    ours: list[types.ModuleType] = []
+    with _registering:
+        known = cloudpickle.list_registry_pickle_by_value().difference(_taken)
+        for module in modules:
+            if module.__name__ not in known:
+                cloudpickle.register_pickle_by_value(module)
+                _taken[module.__name__] += 1
+                ours.append(module)
     try:
-        for module in ours:
-            cloudpickle.register_pickle_by_value(module)
         yield
     finally:
-        for module in ours:
-            cloudpickle.unregister_pickle_by_value(module)
+        with _registering:
+            for module in ours:
+                _taken[module.__name__] -= 1
+                if not _taken[module.__name__]:
+                    del _taken[module.__name__]
+                    cloudpickle.unregister_pickle_by_value(module)
 
 
 def is_importable(module: types.ModuleType, finders: Sequence[Any] = _FINDERS) -> bool:
