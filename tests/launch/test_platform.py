@@ -82,6 +82,7 @@ def test_copies_and_pickles_keep_what_was_given():
     [
         (lambda: Platform(device="gqu"), ["'gqu'", "'cpu', 'gpu', 'slurm'", "did you mean"]),
         (lambda: Platform(n_gpu=2), ["n_gpu=", "n_gpus_per_node", "did you mean n_gpus_per_node"]),
+        (lambda: Platform().but(rnaks=2), ["rnaks=", "did you mean ranks"]),
         (lambda: Platform(device="cpu", ranks=0).validate(), ["ranks=0", "not an integer >= 1"]),
         (lambda: Platform(device="cpu", ranks=2.0).validate(), ["ranks=2.0"]),
         (
@@ -113,6 +114,7 @@ def test_copies_and_pickles_keep_what_was_given():
         (lambda: Platform(device="cpu", backend="sm").validate(), ["'sm'", "HINT: backend='shm'"]),
         (lambda: Platform(device="cpu", master_port=70000).validate(), ["70000", "65535"]),
         (lambda: Platform(device="cpu", comm_timeout_s=0).validate(), ["comm_timeout_s=0"]),
+        (lambda: Platform(device="cpu", grace_s=float("inf")).validate(), ["not a finite number"]),
         (lambda: Platform(device="cpu", stack_signal="SIGFOO").validate(), ["SIGFOO"]),
         (
             lambda: Platform(device="cpu", env="x").validate(),

@@ -44,7 +44,7 @@ def nothing_may_start(monkeypatch):
     monkeypatch.setattr("unisono.launch.places.local.spawn_rank", refuse)
     monkeypatch.setattr("unisono.launch.pool.client.WarmServer", refuse)
     launching = sys.modules["unisono.launch.api"]
-    monkeypatch.setattr(launching, "prepare", lambda _method: None)  # that is no rank yet
+    monkeypatch.setattr(launching, "get_server", lambda: None)  # that is no rank yet
 
 
 @pytest.mark.parametrize(

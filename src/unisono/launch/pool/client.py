@@ -181,12 +181,6 @@ def get_server() -> WarmServer:
         return _server
 
 
-def prepare(spawn_method: str) -> None:
-    """Start the server if this run will want it, and do not wait: it loads torch meanwhile."""
-    if why_not(spawn_method) is None:
-        get_server()
-
-
 def shutdown() -> None:
     """End the warm server of this process, if it has one; the next run starts a new one."""
     global _server
@@ -456,8 +450,11 @@ def fork_ranks(
                     rank.process = process
                 ranks.append(rank)
                 forked.append(process)
-            is_good = all(process.confirm(ANSWER_S) is None for process in forked)
-            return ranks if is_good else []
+            for process in forked:
+                if process.confirm(ANSWER_S) is not None:
+                    return []
+            is_good = True
+            return ranks
         except ServerGone:
             shutdown()
         finally:
