@@ -100,7 +100,7 @@ def test_copies_and_pickles_keep_what_was_given():
         ),
         (
             lambda: Platform(device="cpu", ranks=2, ipc_groups=[[0, 1], [1]]).validate(),
-            ["rank 1 is in group 0 and 1"],
+            ["rank 1 is in group 0 and group 1"],
         ),
         (
             lambda: Platform(device="cpu", ranks=3, ipc_groups=[[0], [2]]).validate(),
@@ -110,7 +110,10 @@ def test_copies_and_pickles_keep_what_was_given():
             lambda: Platform(device="cpu", ranks=2, ipc_groups=[[0, 1], []]).validate(),
             ["group 1 is empty"],
         ),
-        (lambda: Platform(device="cpu", spawn_method="thread").validate(), ["'forkserver'"]),
+        (
+            lambda: Platform(device="cpu", spawn_method="forksever").validate(),
+            ["'auto', 'forkserver'", "HINT: spawn_method='forkserver'"],
+        ),
         (lambda: Platform(device="cpu", backend="sm").validate(), ["'sm'", "HINT: backend='shm'"]),
         (lambda: Platform(device="cpu", master_port=70000).validate(), ["70000", "65535"]),
         (lambda: Platform(device="cpu", comm_timeout_s=0).validate(), ["comm_timeout_s=0"]),
@@ -191,7 +194,7 @@ def test_a_backend_that_ranks_could_not_use_is_refused_before_any_is_started(mon
     with pytest.raises(MissingExtra, match="unisono\\[mpi\\]"):
         unisono.run(print, on=Platform(device="cpu", backend="mpi"))
     monkeypatch.setenv("UNISONO_BACKEND", "gluu")
-    with pytest.raises(PlatformError, match="HINT: UNISONO_BACKEND=gloo"):
+    with pytest.raises(PlatformError, match="HINT: UNISONO_BACKEND='gloo'"):
         unisono.run(print, on="cpu")
 
 

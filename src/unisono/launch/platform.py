@@ -17,7 +17,6 @@ import shlex
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -137,6 +136,8 @@ class Kind:
     """Whether a value is of this kind."""
     is_text: bool = False
     """Whether a variable of the environment has it as it stands, not as a TOML value."""
+    words: tuple[str, ...] = ()
+    """The choices, if there are few."""
 
     @property
     def toml(self) -> str:
@@ -159,6 +160,8 @@ class Kind:
         example = self.example
         if isinstance(example, list) and isinstance(value, str):
             example = shlex.split(value) or [value]
+        if self.words:
+            example = nearest(str(value), self.words) or example
         raise PlatformError.because(
             call.format(f"{name}={value!r}"),
             f"{type(value).__name__}, not {self.what}"
@@ -192,9 +195,13 @@ def _kind(
     return {"kind": Kind(what, example, fits, is_text)}
 
 
-def _one_of(*words: str) -> dict[str, Kind]:
+def _one_of(*words: str, also: Callable[[Any], bool] = lambda _: False) -> dict[str, Kind]:
     listed = ", ".join(map(repr, words))
-    return _kind(f"one of {listed}", words[0], lambda v: v in words, is_text=True)
+
+    def fits(value: Any) -> bool:
+        return value in words or also(value)
+
+    return {"kind": Kind(f"one of {listed}", words[0], fits, is_text=True, words=words)}
 
 
 COUNT = Kind("an integer >= 1", 2, functools.partial(_is_integer, at_least=1))
@@ -217,6 +224,8 @@ _PATH = _kind("a path", "word", lambda v: isinstance(v, (str, os.PathLike)), is_
 _SIGNAL = _kind("the name of a signal", "SIGUSR1", _is_signal, is_text=True)
 _SIGNALS = _kind("names of signals", ["SIGTERM"], lambda v: _is_list(v, _is_signal))
 _STRINGS = _kind("a list of strings", ["-v", "-x"], lambda v: _is_list(v, _is_text))
+# A map such as cpu:gloo,cuda:nccl is torch's to check; mpi4py is DDPW's word.
+_BACKEND = _one_of(*BACKENDS, also=lambda v: _is_text(v) and (":" in v or v == "mpi4py"))
 _GROUPS = _kind(
     "a list of lists of ranks",
     [[0, 1], [2, 3]],
@@ -304,7 +313,7 @@ class Platform:
     """Its port; None takes a free one."""
     ipc_groups: list[list[int]] | None = field(default_factory=list, metadata=_GROUPS)
     """None: no process group; `[]`: one of all ranks; else disjoint lists of ranks."""
-    backend: str | None = field(default=None, metadata=_TEXT)
+    backend: str | None = field(default=None, metadata=_BACKEND)
     """torch.distributed backend; None chooses one that fits the device."""
     seed: int | None = field(default=1889, metadata=_INTEGER)
     """Seed of all generators of each rank; None leaves them alone."""
@@ -497,8 +506,8 @@ class Platform:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 KINDS[name].check(name, value)
-        if self.backend is not None or "UNISONO_BACKEND" in os.environ:
-            self._check_backend()
+        if self.backend is None and (wanted := os.environ.get("UNISONO_BACKEND")):
+            KINDS["backend"].check("UNISONO_BACKEND", wanted, "{}")
         if self.kind is Device.SSH:
             from unisono.launch.places.ssh import check_hosts
 
@@ -540,18 +549,6 @@ class Platform:
                 None,
                 'device="cpu" (or UNISONO_FORCE_ON=cpu) rehearses it on processes of this host',
             )
-
-    def _check_backend(self) -> None:
-        wanted = self.backend or os.environ.get("UNISONO_BACKEND", "")
-        if not wanted or ":" in wanted or wanted in ("mpi4py", *BACKENDS):
-            return  # a map such as cpu:gloo,cuda:nccl is torch's to check
-        near = nearest(wanted, BACKENDS) or BACKENDS[0]
-        is_variable = self.backend is None
-        raise PlatformError.because(
-            f"UNISONO_BACKEND={wanted}" if is_variable else f"Platform(backend={wanted!r})",
-            f"backends are {', '.join(map(repr, BACKENDS))}",
-            hint=f"UNISONO_BACKEND={near}" if is_variable else f"backend={near!r}",
-        )
 
     def _check_sizes(self) -> None:
         nodes, gpus = self.n_nodes, self.n_gpus_per_node
@@ -595,30 +592,28 @@ class Platform:
             )
 
     def _check_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        size = self.world_size
-
-        def refuse(found: str, arithmetic: str | None = None) -> None:
+        size, found, arithmetic = self.world_size, "", None
+        places: dict[int, list[int]] = {rank: [] for rank in range(size)}
+        for number, group in enumerate(groups):
+            if not group:
+                found = found or f"group {number} is empty"
+            for rank in group:
+                if _is_integer(rank) and rank in places:
+                    places[rank].append(number)
+                elif not found:
+                    found = f"rank {rank!r} in group {number}"
+                    arithmetic = f"ranks of a world of {size} are 0 to {size - 1}"
+        for rank, where in places.items():
+            if len(where) != 1 and not found:
+                found = f"rank {rank} is in {'no group' if not where else ''}"
+                found += " and ".join(f"group {number}" for number in where)
+        if found:
             raise PlatformError.because(
                 f"Platform(ipc_groups={groups!r}) with {size} ranks",
                 found,
                 arithmetic,
                 "disjoint lists of ranks that cover all of them, or [] for one group of all",
             )
-
-        for number, group in enumerate(groups):
-            if not group:
-                refuse(f"group {number} is empty")
-            for rank in group:
-                if not _is_integer(rank, 0) or rank >= size:
-                    ranks = f"ranks of a world of {size} are 0 to {size - 1}"
-                    refuse(f"rank {rank!r} in group {number}", ranks)
-        counts = Counter(rank for group in groups for rank in group)
-        for rank, count in counts.items():
-            if count > 1:
-                where = [str(number) for number, group in enumerate(groups) if rank in group]
-                refuse(f"rank {rank} is in group {' and '.join(where)} ({count} times in all)")
-        if missing := sorted(set(range(size)) - set(counts)):
-            refuse(f"rank {missing[0]} is in no group")
 
     def _check_free_port(self, port: int) -> None:
         addr = self.master_addr or "127.0.0.1"

@@ -28,7 +28,7 @@ from typing import Any, Self
 from unisono.launch.logs import FAILED, RankLog
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
-from unisono.launch.pool.protocol import MessageReader, RankState, read_available
+from unisono.launch.pool.protocol import RankState, read_available, take_messages
 
 ANSWER_S = 120.0
 """Longest wait for the warm server, which may have to load torch first."""
@@ -204,8 +204,8 @@ def why_not(spawn_method: str) -> str | None:
 
 def _frozen_surroundings() -> tuple[object, ...]:
     """Return what a server cannot take over after its start."""
-    variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(_FROZEN))
-    return sys.executable, tuple(variables)
+    variables = [(k, v) for k, v in os.environ.items() if k.startswith(_FROZEN)]
+    return sys.executable, sorted(variables)
 
 
 def _renew_lock() -> None:
@@ -339,7 +339,7 @@ class RankProcess:
         self.is_running = True
         self.known = RankState(rank=rank, host=socket.gethostname())
         self.process = Process()
-        self._reader = MessageReader()
+        self._received = bytearray()
         self._ours = self.report, self.control, self.result, out, err
 
     def __enter__(self) -> Self:
@@ -374,7 +374,8 @@ class RankProcess:
         data = read_available(self.report)
         if data == b"":
             return None
-        messages = self._reader.feed(data or b"")
+        self._received += data or b""
+        messages = take_messages(self._received)
         for news in messages:
             if isinstance(news, dict):
                 self.known.take(news)

@@ -31,13 +31,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from unisono.errors import PlatformError
 from unisono.launch.console import warn
 from unisono.launch.job_files import appearing_whole
+
+if TYPE_CHECKING:
+    import torch
 
 LARGE_BYTES = 64 << 20
 """A call larger than this is worth a warning."""
@@ -106,8 +109,18 @@ class _ValuePickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return on_cpu(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor on the CPU that has no history; a parameter stays one."""
+    from torch.nn import Parameter
+
+    copy = tensor.detach().cpu()
+    if isinstance(tensor, Parameter):
+        return Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def dumps(value: object) -> bytes:
@@ -171,23 +184,19 @@ class Parcel:
         body = io.BytesIO()
         writer = pickler(body)
         writer.dump(value)
-        parts = [(False, body.getbuffer()), *writer.parts]
-        length = _HEAD.size + len(writer.parts) * _PART.size
-        places: list[int] = []
-        for _, raw in parts:
-            places.append(-(-length // _ALIGN) * _ALIGN)
-            length = places[-1] + raw.nbytes
-        head = _HEAD.pack(len(writer.parts), parts[0][1].nbytes) + b"".join(
-            _PART.pack(is_torch, place, raw.nbytes)
-            for (is_torch, raw), place in zip(parts[1:], places[1:], strict=True)
-        )
-        pieces = [(0, memoryview(head)), *zip(places, (raw for _, raw in parts), strict=True)]
         fd, offset = (nameless_file(), ROOM) if file is None else (file, 0)
         parcel = cls(fd, offset, is_owner=file is None)
         os.ftruncate(fd, 0)
-        for place, raw in pieces:
+        head = _HEAD.pack(len(writer.parts), body.tell())
+        end = _HEAD.size + len(writer.parts) * _PART.size
+        for number, (is_torch, raw) in enumerate([(False, body.getbuffer()), *writer.parts]):
+            place = -(-end // _ALIGN) * _ALIGN
+            end = place + raw.nbytes
+            if number:
+                head += _PART.pack(is_torch, place, raw.nbytes)
             _write(fd, raw, offset + place)
-        parcel.end = offset + length
+        _write(fd, memoryview(head), offset)
+        parcel.end = offset + end
         return parcel
 
     @classmethod

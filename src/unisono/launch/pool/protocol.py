@@ -265,24 +265,16 @@ def tell(fd: int, **news: Any) -> None:
     send_message(fd, news)
 
 
-class MessageReader:
-    """Puts messages together from whatever pieces a pipe delivers."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Any]:
-        """Take `data`; return the messages complete by now."""
-        self._buffer += data
-        messages: list[Any] = []
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            messages.append(pickle.loads(memoryview(self._buffer)[_LENGTH.size : end].tobytes()))
-            del self._buffer[:end]
-        return messages
+def take_messages(received: bytearray) -> list[Any]:
+    """Take the messages that are complete by now out of what has come; the rest stays."""
+    messages: list[Any] = []
+    while len(received) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+        if len(received) < end:
+            break
+        messages.append(pickle.loads(received[_LENGTH.size : end]))
+        del received[:end]
+    return messages
 
 
 def read_available(fd: int) -> bytes | None:
