@@ -102,7 +102,11 @@ def read_configuration(
     if path is not None:
         run, profiles = _read_file(path)
         settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
-    return Configuration({**settings, **_read_variables(env)}, profiles, path)
+    variables = _read_variables(env)
+    for level in (settings, variables):
+        if "device" in level:  # of all fields of a platform, this one is an argument of `run`
+            level.setdefault("on", level.pop("device"))
+    return Configuration({**settings, **variables}, profiles, path)
 
 
 def find_file(env: Mapping[str, str], directory: Path) -> Path | None:

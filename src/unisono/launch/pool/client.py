@@ -25,11 +25,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from unisono.expect import number_in
 from unisono.launch.logs import FAILED, RankLog
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import RankState, read_available, take_messages
 
+IDLE_S = 300.0
+"""Without ranks for so long, the server leaves; `UNISONO_SERVER_IDLE_S` sets it."""
 ANSWER_S = 120.0
 """Longest wait for the warm server, which may have to load torch first."""
 _LEAVE_S = 10.0
@@ -72,13 +75,14 @@ class WarmServer:
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self.owner_pid = os.getpid()
         self.key = _frozen_surroundings()
+        idle_s = number_in("UNISONO_SERVER_IDLE_S", IDLE_S)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the server
         search_path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
         env = {k: v for k, v in os.environ.items() if k not in _OF_RUNS}
         env |= dict.fromkeys(_SINGLE_THREAD, "1")
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once, when it is imported
-        own = json.dumps({"owner_pid": self.owner_pid, "preload": list(preload)})
+        own = json.dumps({"owner_pid": self.owner_pid, "preload": list(preload), "idle_s": idle_s})
         words = (search_path, own, str(theirs.fileno()))
         with theirs:
             self._process = subprocess.Popen(
