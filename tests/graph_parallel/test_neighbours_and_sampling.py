@@ -133,7 +133,7 @@ def test_bad_positions_are_refused():
         gp.radius_graph(torch.full((1, 3), float("nan")), 1.0)
     with pytest.raises(PartitionError, match="no volume"):
         gp.radius_graph(torch.zeros(1, 3), 1.0, cell=torch.zeros(3, 3))
-    with pytest.raises(PartitionError, match="targets from 0 to 9"):
+    with pytest.raises(PartitionError, match=r"targets\[1\] = 9"):
         gp.radius_graph(torch.zeros(4, 3), 1.0, targets=torch.tensor([0, 9]))
 
 
@@ -206,7 +206,7 @@ def test_radius_graph_refuses_masks_fractions_and_batches_that_do_not_fit():
         ({"targets": "all"}, "'all'"),
         ({"batch": torch.tensor([0, 0, 0.5])}, r"torch\.float32"),
         ({"batch": torch.tensor([0, 1])}, "2 != 3"),
-        ({"batch": torch.tensor([0, 0, -1])}, "point 2 is in graph -1"),
+        ({"batch": torch.tensor([0, 0, -1])}, r"batch\[2\] = -1"),
         ({"batch": torch.zeros(3, 1, dtype=torch.int64)}, r"shape \[3, 1\]"),
     ):
         with pytest.raises(PartitionError, match=found):

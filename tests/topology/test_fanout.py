@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import PartitionError
-from unisono.topology import broadcast_groups, overlap, reduce_groups
+from unisono.topology import Mesh, Partition, broadcast_groups, reduce_groups
 from unisono.topology.decompose import grid_index
 
 
@@ -94,11 +94,17 @@ def test_every_destination_gets_exactly_one_block(dest: list[int], data) -> None
     src = [n if kept else 1 for n, kept in zip(dest, keep, strict=True)]
     many = layout(dest)
     few = layout(src, first=100)
-    reached = sorted(rank for g in overlap.broadcast_groups(few, many) for rank in g.members[1:])
+    reached = sorted(rank for g in broadcast_groups(few, many) for rank in g.members[1:])
     assert reached == list(many.ranks)
-    for place, group in enumerate(overlap.broadcast_groups(few, many)):
+    for place, group in enumerate(broadcast_groups(few, many)):
         index = grid_index(src, place)
         for rank in group.members[1:]:
             other = grid_index(dest, rank)
             same = [a == b for a, b, n in zip(index, other, src, strict=True) if n > 1]
             assert all(same)
+
+
+def test_a_mesh_is_a_layout_as_a_partition_is() -> None:
+    mesh = Mesh(data=1, space=1)
+    assert broadcast_groups(Partition([1]), mesh) == broadcast_groups(mesh, mesh)
+    assert reduce_groups(mesh, Partition([1])) == [(0, (0,), (0,))]

@@ -59,6 +59,8 @@ def test_meshes_are_values() -> None:
         (lambda: Mesh({"": 1}), ["axis name ''"]),
         (lambda: Mesh(data=1).comm("graph"), ["axis 'graph'", "HINT: one of 'data'"]),
         (lambda: Mesh(data=1, h=1).ranks_along("h", "h"), ["named twice"]),
+        (lambda: Mesh(data=1).ranks_along("data", rank=1), ["rank=1", "1 >= 1"]),
+        (lambda: Mesh(data=1).ranks_along("data", rank=-1), ["rank=-1", "-1 < 0"]),
         (lambda: Communicator.of(Mesh(data=1, h=1)), ["data(1), h(1)", "axis='data'"]),
         (lambda: Mesh(data=1).device_mesh, ["not initialised", "unisono.run"]),
     ],

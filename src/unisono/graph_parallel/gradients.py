@@ -200,6 +200,14 @@ def _sync(
     parameters: list[Tensor], replicated: list[Tensor], groups: GraphGroups, bucket_mb: float
 ) -> None:
     whole = {id(p) for p in replicated}
+    strangers = whole - {id(p) for p in parameters}
+    if strangers:
+        raise LayoutError.because(
+            "sync_gradients(parameters, replicated=...)",
+            f"{len(strangers)} of the replicated ones are not among the parameters",
+            "they would keep the gradients of this rank alone",
+            "sync_gradients(model, replicated=model.head)",
+        )
     wanted = [p for p in parameters if p.requires_grad]
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]

@@ -212,14 +212,8 @@ def _checked(pos: Tensor, cutoff: float, targets: Tensor | None) -> tuple[Tensor
         raise PartitionError.because(f"radius_graph(cutoff={cutoff})", None, None, "cutoff > 0")
     if targets is None:
         return points, torch.arange(len(points))
-    hint = "the numbers of points: mask.nonzero()[:, 0]"
-    wanted = integer_list(targets, "targets", "radius_graph(targets=...)", hint)
-    if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(points):
-        raise PartitionError.because(
-            "radius_graph(targets=...)",
-            f"targets from {int(wanted.min())} to {int(wanted.max())}, {len(points)} points",
-        )
-    return points, wanted
+    asked, hint = "radius_graph(targets=...)", "the numbers of points: mask.nonzero()[:, 0]"
+    return points, integer_list(targets, "targets", asked, hint, below=len(points))
 
 
 def _graphs(batch: Tensor | None, points: int) -> Tensor:
@@ -235,8 +229,4 @@ def _graphs(batch: Tensor | None, points: int) -> Tensor:
             f"{len(graphs)} != {points}",
             hint,
         )
-    if points and int(graphs.min()) < 0:
-        point = int((graphs < 0).nonzero()[0])
-        found = f"point {point} is in graph {int(graphs[point])}"
-        raise PartitionError.because("radius_graph(batch=...)", found, None, hint)
     return graphs

@@ -159,12 +159,13 @@ def _wire_dtype(wire: str | torch.dtype | None, own: torch.dtype) -> torch.dtype
     if wire is None:
         return None
     dtype = getattr(torch, wire, None) if isinstance(wire, str) else wire
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if not is_float or not own.is_floating_point:  # imaginary parts and integers would be lost
         raise UnisonoError.because(
             f"all_sum_reduce(wire={wire!r})",
             f"a tensor of {own}",
             None,
-            'wire="bfloat16", "float16" or "float32"',
+            'wire="bfloat16", "float16" or "float32", of a real floating-point tensor',
         )
     return None if dtype == own else dtype
 

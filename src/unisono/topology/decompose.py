@@ -80,6 +80,21 @@ def block_at(cuts: Sequence[int], i: int) -> int:
     return bisect_right(cuts, i) - 1
 
 
+def blocks_over(cuts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield each block that shares points with `[start, stop)`: its index, and their range.
+
+    >>> list(blocks_over((0, 3, 3, 8), 2, 5))
+    [(0, 2, 3), (2, 3, 5)]
+    """
+    first = block_at(cuts, start) if start < stop else len(cuts)
+    for i in range(first, len(cuts) - 1):
+        if cuts[i] >= stop:
+            break
+        low, high = max(start, cuts[i]), min(stop, cuts[i + 1])
+        if low < high:
+            yield i, low, high
+
+
 def check_cuts(cuts: Sequence[Sequence[int]]) -> None:
     """Raise unless every dim has cuts that start at 0 and ascend."""
     for dim, own in enumerate(cuts):
