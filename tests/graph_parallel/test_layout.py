@@ -151,6 +151,8 @@ def test_what_each_rank_made_of_a_replicated_tensor_may_be_reduced():
             assert gp.layout_of(plan.gather(own, grad=kind)) == "replicated"
         with pytest.raises(LayoutError, match="every rank holds all of it"):
             plan.gather(plan.gather(own, grad="slice"), grad="slice")
+        with pytest.raises(LayoutError, match="too large by their number"):
+            torch.autograd.grad(plan.gather(own, grad="sum").sum(), x)
 
 
 @pytest.mark.ranks(2)

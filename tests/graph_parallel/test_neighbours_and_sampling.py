@@ -121,6 +121,12 @@ def test_cells_that_repeat_along_some_vectors_and_points_that_drifted_away():
         gp.radius_graph(pos, 1.0, cell=cell * torch.nan)
 
 
+def test_a_point_far_away_is_alone_and_changes_nothing_else():
+    pos = torch.tensor([[0.0, 0, 0], [0.3, 0, 0], [1e9, -1e9, 1e9]], dtype=torch.float64)
+    assert gp.radius_graph(pos, 0.5).edge_index.tolist() == [[1, 0], [0, 1]]
+    assert gp.radius_graph(pos, 0.5, batch=[0, 7, 7]).edge_index.shape == (2, 0)
+
+
 def test_bad_positions_are_refused():
     for wrong in (torch.zeros(4), torch.zeros(4, 0), torch.zeros(4, 2, dtype=torch.int64)):
         with pytest.raises(PartitionError, match=r"\[N, D\]"):
@@ -160,8 +166,9 @@ def test_rows_share_their_batches_and_columns_have_equal_work():
         assert list(sampler) != batches
     few = gp.GraphBatchSampler([5.0], 1.0, groups=gp.graph_groups(1), shuffle=False)
     assert list(few) == [[0]]  # fewer samples than dp ranks: they come twice
-    with pytest.raises(PartitionError, match="batch_cost"):
-        gp.GraphBatchSampler([1.0], 0.0)
+    for costs, most in (([1.0], 0.0), ([1.0, float("nan")], 5.0), ([-1.0], 5.0), ([], 5.0)):
+        with pytest.raises(PartitionError, match="batch_cost"):
+            gp.GraphBatchSampler(costs, most)
 
 
 class SumOfNeighbours(torch.nn.Module):

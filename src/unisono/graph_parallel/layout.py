@@ -136,10 +136,10 @@ def mark(x: Tensor, layout: Kind) -> Tensor:
     return tagged(x, layout)
 
 
-def tagged(x: Tensor, kind: Kind, dim: int | None = None) -> Tensor:
+def tagged(x: Tensor, kind: Kind, dim: int | None = None, *, is_summed: bool = False) -> Tensor:
     """Tag a tensor in debug mode, and return it."""
     if follower is not None and is_following():
-        follower.tags[x] = Tag(kind, dim, call_site())
+        follower.tags[x] = Tag(kind, dim, call_site(), is_summed)
     return x
 
 

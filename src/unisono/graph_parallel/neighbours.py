@@ -84,14 +84,14 @@ def wrapped(pos: Tensor, cell: Tensor | None, pbc: bool | Sequence[bool]) -> Ten
 
 
 class _Grid(NamedTuple):
-    """Places in cells of side `cutoff`, sorted by cell.
+    """Places in cells that are at least as wide as the cutoff, sorted by cell.
 
     Cells divide the widest dims, three at most: each dim more has three times as many neighbours.
     """
 
     dims: Tensor
     low: Tensor
-    cutoff: float
+    side: float
     stride: Tensor
     volume: int
     keys: Tensor
@@ -103,10 +103,13 @@ class _Grid(NamedTuple):
         high, low = where.max(0).values, where.min(0).values
         dims = (high - low).argsort(descending=True)[:3]
         low = low[dims]
-        cells = ((high[dims] - low) / cutoff).floor().long()
-        extent = (cells + 3).tolist()  # a free layer each side: cells never wrap
+        wide = high[dims] - low
+        # One point far away must not make more cells than an int64 can number.
+        most = (2**60 / (int(graphs.max()) + 1)) ** (1 / len(dims)) - 3
+        side = max(cutoff, float(wide.max()) / most)
+        extent = ((wide / side).floor().long() + 3).tolist()  # a free layer each side: never wraps
         stride = torch.tensor([math.prod(extent[d + 1 :]) for d in range(len(dims))])
-        empty = cls(dims, low, cutoff, stride, math.prod(extent), stride, stride)
+        empty = cls(dims, low, side, stride, math.prod(extent), stride, stride)
         keys, by_cell = empty._key(empty._cell(where), graphs).sort(stable=True)
         return empty._replace(keys=keys, by_cell=by_cell)
 
@@ -124,7 +127,7 @@ class _Grid(NamedTuple):
         return self.by_cell[place], home.repeat_interleave(counts)
 
     def _cell(self, where: Tensor) -> Tensor:
-        return ((where[:, self.dims] - self.low) / self.cutoff).floor().long()
+        return ((where[:, self.dims] - self.low) / self.side).floor().long()
 
     def _key(self, cell: Tensor, graphs: Tensor) -> Tensor:
         return ((cell + 1) * self.stride).sum(1) + graphs * self.volume

@@ -126,7 +126,7 @@ class GraphPlan:
         """Return the rows of all ranks in the original order; `grad` as in `regions.gather`."""
         whole = regions.gather(x, grad=grad, sizes=self.partition.sizes, comm=self.comm)
         in_order = whole.index_select(0, self.partition.inverse.to(x.device))
-        return tagged(in_order, "replicated")
+        return tagged(in_order, "replicated", is_summed=grad == "sum")
 
     def reduce(self, x: Tensor, *, grad: Literal["identity", "sum"] = MISSING) -> Tensor:
         """Return the sum of `x` over ranks, such as an energy; `grad` as in `regions.reduce`."""

@@ -11,15 +11,6 @@ from dataclasses import dataclass
 
 from unisono.nn.paper import Sent
 
-__all__ = [
-    "Layer",
-    "Pace",
-    "SentBucket",
-    "Share",
-    "Workload",
-    "fit_pace",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
