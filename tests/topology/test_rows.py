@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 
-from unisono.errors import PartitionError
 from unisono.topology import RowPlan
 
 
@@ -36,21 +35,3 @@ def test_a_plan_cannot_be_changed() -> None:
 def test_an_empty_plan_is_a_plan() -> None:
     plan = RowPlan.from_lists(0, [[], []], [0, 0])
     assert plan.send_index.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("index", "sends", "recvs", "text"),
-    [
-        (torch.tensor([0, 5]), (1, 1), (0, 0), "not 0 <= 5 < 5"),
-        (torch.tensor([-1]), (1,), (0,), "not 0 <= -1 < 5"),
-        (torch.tensor([0, 1]), (1, 2), (0, 0), "3 != 2"),
-        (torch.tensor([0]), (1,), (0, 0), "1 ranks != 2 ranks"),
-        (torch.tensor([0]), (2, -1), (0, 0), "counts of 0 or more"),
-        (torch.tensor([0.0]), (1,), (0,), "torch.float32"),
-        (torch.tensor([[0]]), (1,), (0,), "shape (1, 1)"),
-    ],
-)
-def test_plans_that_contradict_themselves_are_refused(index, sends, recvs, text: str) -> None:
-    with pytest.raises(PartitionError, match="HINT") as caught:
-        RowPlan(5, index, sends, recvs)
-    assert text in str(caught.value)

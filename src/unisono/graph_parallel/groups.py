@@ -236,13 +236,18 @@ def current_gp() -> Communicator:
     """
     if _installed is not None and _installed.world is dist.group.WORLD:
         return _installed.groups.gp
+    return alone("a graph-parallel region", "comm=...")
+
+
+def alone(asked: str, option: str) -> Communicator:
+    """Return the communicator of a process without other ranks; a world of several is refused."""
     whole = world()
     if whole.size > 1:
         raise MeshError.because(
-            "a graph-parallel region before set-up",
+            f"{asked} before set-up",
             f"a world of {whole.size} ranks and no graph-parallel groups",
             None,
-            f'setup_gp({{"gp_gpus": {whole.size}, "distributed_backend": None}}), or comm=...',
+            f'setup_gp({{"gp_gpus": {whole.size}, "distributed_backend": None}}), or {option}',
         )
     return whole
 

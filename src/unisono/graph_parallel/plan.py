@@ -25,7 +25,7 @@ from unisono.graph_parallel.layout import tagged, watched
 from unisono.graph_parallel.partition import GraphPartition, check_edges, counts
 from unisono.graph_parallel.regions import MISSING
 from unisono.graph_parallel.stats import GraphStats
-from unisono.graph_parallel.transfer import RowsUnderWay, start_rows
+from unisono.graph_parallel.transfer import Depart, RowsUnderWay, Transfer
 from unisono.topology import RowPlan
 from unisono.topology.decompose import split_sizes
 
@@ -171,9 +171,10 @@ class GraphPlan:
         Work between the two calls overlaps with the transfer, in the backward too.
         """
         if torch.compiler.is_compiling():
-            return RowsUnderWay(self.exchange(x), None)
+            return RowsUnderWay(self.exchange(x))
         self._check_rows(x, self.num_local, "start")
-        return start_rows(x, self.rows, self.comm)
+        transfer = Transfer(self.comm, self.rows)
+        return RowsUnderWay(Depart.apply(x, transfer), transfer)
 
     def message_pass(
         self, x: Tensor, message: Message, *, edge_attr: Tensor | None = None

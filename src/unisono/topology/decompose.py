@@ -62,19 +62,6 @@ def block(n: int, parts: int, index: int) -> Interval:
     return start, start + quotient + (index < rest)
 
 
-def owner(n: int, parts: int, i: int) -> int:
-    """Return the index of the balanced block that holds point `i`.
-
-    >>> [owner(5, 3, i) for i in range(5)]
-    [0, 0, 1, 1, 2]
-    """
-    _check_split(n, parts)
-    check_within(f"owner of point {i} of {n}", i, n)
-    quotient, rest = divmod(n, parts)
-    in_larger = rest * (quotient + 1)
-    return i // (quotient + 1) if i < in_larger else rest + (i - in_larger) // quotient
-
-
 def block_at(cuts: Sequence[int], i: int) -> int:
     """Return the index of the (never empty) block of `cuts` that holds point `i`."""
     return bisect_right(cuts, i) - 1

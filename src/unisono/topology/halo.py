@@ -227,22 +227,15 @@ class HaloPlan:
         return dim, tuple(runs)
 
     @cached_property
-    def keeps_block(self) -> bool:
-        """Whether the window is the own block, untouched (others may still need points of it)."""
-        if self.window_shape != self.block_shape or self.recvs:
+    def is_identity(self) -> bool:
+        """Whether nothing is to be done: the window is the own block and nobody asks for it."""
+        if self.window_shape != self.block_shape or self.recvs or self.sends:
             return False
-        if 0 in self.window_shape:
-            return True
         whole = tuple((0, size) for size in self.window_shape)
-        return any(
+        return 0 in self.window_shape or any(
             piece.source == whole == piece.dest and not piece.flips and not piece.repeats
             for piece in self.local
         )
-
-    @cached_property
-    def is_identity(self) -> bool:
-        """Whether nothing is to be done: the window is the own block and nobody asks for it."""
-        return self.keeps_block and not self.sends
 
 
 class _Part(NamedTuple):

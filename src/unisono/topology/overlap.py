@@ -31,16 +31,6 @@ class Move:
     box: Box
     """Where in this rank's own block."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the box."""
-        return tuple(stop - start for start, stop in self.box)
-
-    @property
-    def numel(self) -> int:
-        """Number of points."""
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class LocalMove:
