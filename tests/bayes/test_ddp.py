@@ -139,6 +139,22 @@ def test_a_net_that_changes_its_dtype_keeps_learning_and_keeps_what_waits():
     net.check_sync()
 
 
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_a_layer_that_one_rank_also_puts_into_another_net_keeps_nobody_waiting():
+    """As rank 0 does to look at the features of a layer: only its own memory moves."""
+    net, twin = (DDPSequential(build("mlp"), AUTO, timeout_s=20) for _ in range(2))
+    twin.model.params_from(net.model)
+    x, y = data("mlp", 4, seed=world().rank)
+    for one in (net, twin):
+        learn(one, x, y)
+        if one is net and world().rank == 0:
+            Sequential(*net.model.layers[:2])(x)
+            learn(one, x, y)
+        one.step()
+    net.check_sync()
+    assert net.state_dict() == twin.state_dict()
+
+
 @pytest.mark.ranks([2, 3])
 def test_everybody_starts_from_rank_0():
     comm = world()

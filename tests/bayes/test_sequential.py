@@ -57,7 +57,7 @@ def test_a_layer_that_stands_in_two_nets_learns_in_both():
 def test_a_step_does_not_walk_over_the_layers(monkeypatch):
     net = Sequential(Linear(2, 3), ReLU(), Linear(3, 1))
     monkeypatch.setattr(bayes.BaseLayer, "leaves", None)
-    monkeypatch.setattr(bayes.BaseLayer, "children", None)
+    monkeypatch.setattr(bayes.BaseLayer, "inner", None)
     trained(net, np.ones((4, 2)), np.ones(4))
 
 
@@ -129,6 +129,14 @@ def test_a_net_goes_on_from_the_states_of_another(last):
     for mine, theirs in zip(halves, whole.state_dict().values(), strict=True):
         for one, other in zip(mine, theirs, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    before = decoder.state_dict()
+    encoder(x[:0])  # as a rank without rows does
+    assert decoder(encoder.output_z_buffer)[0].shape == (0,)
+    assert decoder.output_z_buffer.block_size == 0
+    OutputUpdater("cpu").update(decoder.output_z_buffer, [], 0.1, decoder.input_delta_z_buffer)
+    decoder.backward()
+    decoder.step()
+    assert decoder.state_dict() == before
     other = Sequential(Linear(4, 3))
     other(x)
     with pytest.raises(ValueError, match="the net reads 2 per sample"):

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from unisono.bayes.moments import integers
+from unisono.bayes.moments import check_count, integers
 from unisono.comm import Communicator, world
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_int
@@ -59,13 +59,8 @@ def batches(
     """
     ranks = world() if comm is None else comm
     x, y = (t if isinstance(t, Tensor) else np.asarray(t) for t in (x, y))
-    if len(x) != len(y) or batch_size < 1:
-        raise PartitionError.because(
-            f"batches of {batch_size} rows",
-            f"{len(x)} rows of x, {len(y)} rows of y",
-            f"{len(x)} != {len(y)}" if len(x) != len(y) else f"{batch_size} < 1",
-            "as many rows of x as of y, and batch_size of 1 or more",
-        )
+    expect_int("batch_size", operator.index(batch_size), 1, error=PartitionError)
+    check_count("batches of x and y", len(x), len(y), "as many rows of x as of y")
     order = np.arange(len(x))
     if shuffle:
         order = np.random.default_rng([seed, epoch]).permutation(len(x))
@@ -308,14 +303,9 @@ class Utils:
 
 def check_one_each(asked: str, predictions: Array, labels: Array) -> None:
     """Refuse labels that are not one for each prediction."""
-    found, known = len(predictions), len(labels)
-    if found != known:
-        raise PartitionError.because(
-            f"{asked} of {found} predictions",
-            f"{known} labels",
-            f"{found} != {known}",
-            f"{found} labels, one for each prediction",
-        )
+    found = len(predictions)
+    hint = f"{found} labels, one for each prediction"
+    check_count(f"{asked} of {found} predictions", found, len(labels), hint)
 
 
 def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:

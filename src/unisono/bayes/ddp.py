@@ -105,8 +105,13 @@ class DDPSequential:
         self._norms = [leaf for _, leaf in model.leaves() if isinstance(leaf, BatchNorm2d)]
         self._averages_running = sync_norm_stats == "running"
         self._shares_batches = sync_norm_stats in (True, "batch")
-        self._make_bucket()
+        self._bucket: Tensor | None = None
+        self._place_deltas()
         self._broadcast()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without the bucket: a copy would be memory that no other rank sees."""
+        return {**vars(self), "_bucket": None}
 
     def _check_architecture(self) -> None:
         mine = [
@@ -132,15 +137,19 @@ class DDPSequential:
             kinds = ", ".join(f"rank {r}: {kind}" for r, (_, kind) in enumerate(everybody))
             raise CollectiveMismatch.because(asked, kinds, hint="the same dtype on all ranks")
 
-    def _make_bucket(self) -> None:
-        """Let the deltas live where the ranks add them up without a copy."""
+    def _place_deltas(self) -> None:
+        """Let the deltas live where the ranks add them up without a copy.
+
+        Collective only where the bucket does not fit, as after a change of the dtype, which all
+        ranks make: a rank whose layers were in another net meanwhile has but a new arena.
+        """
         arena = self.model.arena
         extra = sum(2 * norm.num_features for norm in self._norms) if self._averages_running else 0
-        deltas = 2 * arena.size
-        bucket = self.comm.shared_buffer((deltas + TAIL + extra,), self.model._dtype)
-        bucket[:deltas] = arena.bucket[:deltas]
+        bucket, like = self._bucket, arena.mean
+        if bucket is None or (bucket.dtype, bucket.device) != (like.dtype, like.device):
+            size = 2 * arena.size + TAIL + extra
+            bucket = self._bucket = self.comm.shared_buffer((size,), like.dtype)
         arena.point_deltas(bucket)
-        self._bucket = bucket
 
     @torch.no_grad()
     def _broadcast(self) -> None:
@@ -184,10 +193,6 @@ class DDPSequential:
     def input_delta_z_buffer(self, value: BaseDeltaStates) -> None:
         self.model.input_delta_z_buffer = value
 
-    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
-        """As `forward`."""
-        return self.forward(mu_x, var_x)
-
     def forward(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
         """Return mean and variance of this rank's rows.
 
@@ -201,6 +206,8 @@ class DDPSequential:
             return self.model.forward(mu_x, var_x)
         finally:
             self.model.tells_at_step = False
+
+    __call__ = forward
 
     def backward(self) -> None:
         """Carry this rank's deltas to all layers. Local."""
@@ -217,8 +224,8 @@ class DDPSequential:
         A rank that had no rows since the last step calls it all the same and adds zeros.
         """
         arena = self.model.arena
-        if arena.bucket is not self._bucket:  # the net has another dtype or device now
-            self._make_bucket()
+        if arena.bucket is not self._bucket:
+            self._place_deltas()
         rows, problem = self.model.take_pending()
         deltas, rest = arena.bucket[: 2 * arena.size], arena.bucket[2 * arena.size :]
         if not rows:
@@ -309,8 +316,7 @@ class DDPSequential:
         """Raise `CollectiveMismatch` if replicas differ in a single bit. Collective."""
         digests = [
             (key, hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in tensors)).hexdigest())
-            for key, layer in self.model.leaves()
-            if (tensors := [t.contiguous() for t in layer.tensors().values()])
+            for key, tensors in self.model.live_tensors(running=False).items()
         ]
         everybody: list[list[tuple[str, str]]] = self.comm.all_gather_object(digests)
         for n, (key, _) in enumerate(digests):

@@ -57,6 +57,12 @@ def integers(values: Tensor, what: str) -> Tensor:
     return values.to(torch.int64)
 
 
+def check_count(asked: str, found: int, wanted: int, hint: str) -> None:
+    """Refuse another number of things than belongs here."""
+    if found != wanted:
+        raise PartitionError.because(asked, arithmetic=f"{found} != {wanted}", hint=hint)
+
+
 def check_finite(values: Tensor, what: str, hint: str, *, missing: bool = False) -> None:
     """Refuse infinity, and NaN unless it stands for a missing value; names the first place."""
     if math.isfinite(values.sum().item()):  # one pass, the usual end; a sum may also overflow
