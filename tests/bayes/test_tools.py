@@ -248,6 +248,7 @@ def test_scores_of_classes():
         (([[0.2, 0.7]], [0]), "their sum is 0.900"),
         (([[np.nan, 0.7]], [0]), "nan"),
         (([[0.2, 0.8]], [2]), "2 classes"),
+        (([[0.2, 0.8]], [0.9]), "not integers"),
         (([[0.2, 0.8]], [0, 1]), "2 labels"),
     ):
         with pytest.raises(UnisonoError, match=told):

@@ -192,7 +192,7 @@ class Utils:
         (array([ 1.,  1., -1., -1.], dtype=float32), array([1, 2, 4, 8], dtype=int32), 4)
         """
         tree = tree_of(num_classes)
-        known = _checked_labels(labels, num_classes)
+        known = checked_labels(labels, num_classes)
         obs = np.array(tree.obs, dtype=np.float32).reshape(num_classes, -1)
         idx = np.array(tree.idx, dtype=np.int32).reshape(num_classes, -1)
         return obs[known].reshape(-1), idx[known].reshape(-1), tree.num_obs
@@ -200,7 +200,7 @@ class Utils:
     def label_to_one_hot(self, labels: ArrayLike, num_classes: int) -> Floats:
         """Return one-hot rows of the labels, flat."""
         rows = np.eye(num_classes, dtype=np.float32)
-        return rows[_checked_labels(labels, num_classes)].reshape(-1)
+        return rows[checked_labels(labels, num_classes)].reshape(-1)
 
     def get_hierarchical_softmax(self, num_classes: int) -> HRCSoftmax:
         """Return the tree of `num_classes` classes."""
@@ -235,7 +235,7 @@ class Utils:
     ) -> tuple[Ints, Floats]:
         """Return 1 where the prediction is wrong `[batch]`, and probabilities, flat."""
         found, prob = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
-        known = _checked_labels(labels, num_classes)
+        known = checked_labels(labels, num_classes)
         check_one_each("get_errors", found, known)
         return (found != known).astype(np.int32), prob
 
@@ -274,15 +274,11 @@ class Utils:
         series = np.asarray(data, dtype=np.float32)
         columns = np.atleast_1d(np.asarray(output_col, dtype=np.int64))
         width = series.shape[1] if series.ndim == 2 else num_features
-        known = ((columns >= 0) & (columns < width)).all()
-        if width != num_features or stride < 1 or not known:
-            wrong = f"columns count from 0 to {width - 1}, a stride from 1"
-            raise PartitionError.because(
-                f"windows of {num_features} features, columns {columns.tolist()}, stride {stride}",
-                f"a series of shape {series.shape}",
-                wrong if width == num_features else f"{width} != {num_features}",
-                f"num_features={width}, output_col=[0], stride=1",
-            )
+        asked = f"windows of {num_features} features of a series of shape {series.shape}"
+        check_count(asked, width, num_features, f"num_features={width}")
+        expect_int("stride", operator.index(stride), 1, error=PartitionError)
+        for column in columns.tolist():
+            expect_int("output_col", column, 0, width, error=PartitionError)
         series = series.reshape(-1, num_features)
         free = len(series) - input_seq_len - output_seq_len
         if free < 0:
@@ -308,7 +304,8 @@ def check_one_each(asked: str, predictions: Array, labels: Array) -> None:
     check_count(f"{asked} of {found} predictions", found, len(labels), hint)
 
 
-def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
+def checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
+    """Return labels, flat; refuse what is not the number of a class."""
     given = np.asarray(labels).reshape(-1)
     known = integers(torch.from_numpy(given.astype(np.float64)), "labels").numpy()
     wrong = np.flatnonzero((known < 0) | (known >= num_classes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,10 +30,9 @@ from unisono.comm import (
     transports,
 )
 from unisono.errors import CollectiveMismatch, MissingExtra, PartitionError, PlatformError, an
+from unisono.expect import expect_choice, expect_int
 
 BACKENDS = ("nccl", "gloo", "shm", "mpi", "auto")
-CAP_BATCHES = ("local", "global")
-NORM_STATS = (False, True, "running", "batch")
 
 
 @dataclass
@@ -92,8 +92,11 @@ class DDPSequential:
                 hint="DDPSequential(Sequential(Linear(1, 8), ReLU(), Linear(8, 1)), config); "
                 "from_torch(module) makes one of a torch module",
             )
-        _check_choice("cap_batch", cap_batch, CAP_BATCHES)
-        _check_choice("sync_norm_stats", sync_norm_stats, NORM_STATS)
+        expect_choice("cap_batch", cap_batch, ("local", "global"), error=PartitionError)
+        if not isinstance(sync_norm_stats, bool):
+            expect_choice(
+                "sync_norm_stats", sync_norm_stats, ("running", "batch"), error=PartitionError
+            )
         self.model, self.config, self.average, self.cap_batch = model, config, average, cap_batch
         if config.backend == "nccl" and cuda.is_on_cpu():
             config = replace(config, backend="auto")
@@ -337,12 +340,6 @@ def _same_layer(one: Any, other: Any) -> bool:
     return one[0] == other[0] and one[2] == other[2] and same_info(one[1], other[1])
 
 
-def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        listed = ", ".join(map(repr, allowed))
-        raise PartitionError.because(f"{name}={value!r}", hint=f"one of {listed}")
-
-
 def _join(config: DDPConfig, source: object, timeout_s: float | None) -> Communicator:
     """Return the communicator of a replica's ranks. Collective when a world or group is made.
 
@@ -366,13 +363,7 @@ def _join(config: DDPConfig, source: object, timeout_s: float | None) -> Communi
 
 def _check_config(config: DDPConfig) -> None:
     """Refuse what cannot be, alike on all ranks."""
-    if config.backend not in BACKENDS:
-        listed = ", ".join(BACKENDS)
-        raise PlatformError.because(
-            f"DDPConfig(backend={config.backend!r})",
-            f"backends are {listed}",
-            hint='backend="auto"',
-        )
+    expect_choice("backend", config.backend, BACKENDS, error=PlatformError)
     if config.backend == "nccl" and not torch.cuda.is_available():
         raise PlatformError.because(
             'DDPConfig(backend="nccl")',
@@ -380,13 +371,7 @@ def _check_config(config: DDPConfig) -> None:
             hint='backend="gloo" (or "auto"); if a program insists, unisono run --compat pytagi '
             "--as-cpu",
         )
-    if not 0 <= config.rank < config.world_size:
-        raise PlatformError.because(
-            f"DDPConfig(rank={config.rank}, world_size={config.world_size})",
-            "a rank outside of its world",
-            f"ranks of a world of {config.world_size} are 0 to {config.world_size - 1}",
-            f"world_size={config.rank + 1}, or a smaller rank",
-        )
+    expect_int("rank", operator.index(config.rank), 0, config.world_size, error=PlatformError)
     if config.backend == "mpi" and (reason := transports.available()["mpi"]) != "ok":
         raise MissingExtra.of("mpi", 'DDPConfig(backend="mpi")', reason)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.errors import PartitionError, UnisonoError
+from unisono.expect import expect_int
 
 ArrayLike = Tensor | NDArray[Any] | Sequence[Any] | float
 """What every function of the package reads."""
@@ -264,8 +265,6 @@ class BaseDeltaStates(_Buffer):
     def copy_from(self, source: BaseDeltaStates, num_data: int = -1) -> None:
         """Take the first `num_data` deltas of another buffer; -1 takes all."""
         count = source.size if num_data == -1 else num_data
-        if not 0 <= count <= source.size:
-            asked, wrong = f"copy_from(source, num_data={num_data})", f"{num_data} > {source.size}"
-            raise PartitionError.because(asked, arithmetic=wrong, hint=f"num_data={source.size}")
+        expect_int("num_data", count, 0, source.size + 1, error=PartitionError)
         self.live = {name: source.live[name][:count].clone() for name in self.fields}
         self.block_size, self.is_written = source.block_size, True

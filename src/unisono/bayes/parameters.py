@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import PartitionError
+from unisono.expect import expect_choice
 
 ALIGNED = 16
 """Every block of an arena starts at a multiple of this many numbers (a cache line)."""
@@ -49,13 +50,8 @@ def start_scale(method: str, fan_in: int, fan_out: int) -> float:
     >>> start_scale("He", 4, 100)
     0.5
     """
-    if method == "He":
-        return math.sqrt(1 / fan_in)
-    if method == "Xavier":
-        return math.sqrt(2 / (fan_in + fan_out))
-    raise PartitionError.because(
-        f"init_method={method!r}", "methods are He, Xavier", hint='init_method="He"'
-    )
+    expect_choice("init_method", method, ("He", "Xavier"), error=PartitionError)
+    return math.sqrt(1 / fan_in if method == "He" else 2 / (fan_in + fan_out))
 
 
 def cap_class(batch: int) -> int:
