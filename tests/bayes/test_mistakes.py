@@ -80,7 +80,10 @@ CASES = {
     "no inputs": (lambda: Linear(0, 2), ["0 < 1"]),
     "no outputs": (lambda: Linear(2, 0), ["0 < 1"]),
     "from_torch": (lambda: bayes.from_torch(torch.nn.Linear(1, 1), var=-1), [r"var\[0\] = -1"]),
-    "label": (lambda: bayes.Utils().label_to_obs([3, 12], 10), ["HINT: num_classes=13"]),
+    "label": (
+        lambda: bayes.Utils().label_to_obs([3, 12], 10),
+        [r"labels\[1\] = 12", "HINT: num_classes=13"],
+    ),
     "negative label": (lambda: bayes.Utils().label_to_obs([-1], 10), ["count from 0"]),
     "variances": (lambda: net_of()(np.ones(7), np.ones(6)), ["7 != 6"]),
     "negative": (lambda: net_of()(np.ones(7), [1, 1, -2, 1, 1, 1, 1]), [r"var_x\[2\] = -2"]),
