@@ -134,10 +134,11 @@ def test_a_net_goes_on_from_the_states_of_another(last):
         decoder(other.output_z_buffer)
 
 
-def test_inputs_and_outputs_are_not_shared_with_the_net():
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_inputs_and_outputs_are_not_shared_with_the_net(kind):
     net = Sequential(Linear(2, 2))
-    x = np.ones((3, 2), np.float32)
-    kept = x.copy()
+    x = kind(np.ones((3, 2), np.float32))
+    kept = copy.deepcopy(x)
     mean, _ = net(x)
     before = net.get_outputs()[0]
     mean[:] = 99

@@ -325,7 +325,7 @@ def _probabilities(
     """Return the probability of each class `[batch, classes]`; rows need not add up to 1."""
     mean, var = (torch.from_numpy(np.array(t, dtype=np.float32).reshape(-1)) for t in (ma, Sa))
     rows = mean.numel() // tree.len if batch is None else batch
-    outputs = mean.numel() // max(rows, 1)
+    outputs = mean.numel() // rows if rows else tree.len
     if mean.numel() != var.numel() or rows * outputs != mean.numel() or outputs < tree.len:
         raise PartitionError.because(
             f"{num_classes} classes by hierarchical softmax, {rows} samples",

@@ -25,9 +25,10 @@ Output = NDArray[Any] | Tensor
 
 
 def to_tensor(data: ArrayLike, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return `data` as a contiguous tensor that later changes of an array do not reach."""
+    """Return `data` as a contiguous tensor that later changes of it do not reach."""
     if isinstance(data, Tensor):
-        return data.detach().to(device=device, dtype=dtype).contiguous()
+        form = torch.contiguous_format
+        return data.detach().to(device=device, dtype=dtype, copy=True, memory_format=form)
     try:
         array = np.asarray(data)
     except ValueError as error:
