@@ -35,7 +35,7 @@ from unisono.expect import expect, expect_choice
 __all__ = ["DataParallel"]
 
 
-_CONNECTED = ("comm", "communicator", "_engine", "_weights", "_deferred", "_join")
+_CONNECTED = ("comm", "communicator", "_engine", "_weights", "_join")
 """What ties a wrapper to ranks; its copies make their own."""
 
 
@@ -71,7 +71,6 @@ class DataParallel(nn.Module):
     """Whether `step()` acts at once."""
     _engine: GradientEngine | None = None
     _weights: Weights
-    _deferred: DeferredUpdates | None = None
     _join: Join | None = None
 
     def __init__(
@@ -131,15 +130,19 @@ class DataParallel(nn.Module):
             **self._options,
         )
         engine.options = tuple(_option_texts(self))
-        deferred: DeferredUpdates | None = None
         for optimizer in self._dp_optimizers:
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
-            optimizer.attach(None, engine)
+            optimizer.attach(engine)
         if not self.blocking_parameter_updates and self.communicator.size > 1:
-            deferred = DeferredUpdates(engine, self._dp_optimizers[0])
-        self._engine, self._weights, self._deferred = engine, Weights(engine), deferred
-        weakref.finalize(self, _leave, engine, deferred)
+            engine.updates = DeferredUpdates(engine, self._dp_optimizers[0])
+        self._engine, self._weights = engine, Weights(engine)
+        weakref.finalize(self, _leave, engine)
         return engine
+
+    @property
+    def _deferred(self) -> DeferredUpdates | None:
+        """What carries out steps later than they are asked for; None: nothing does."""
+        return None if self._engine is None else self._engine.updates
 
     @property
     def _averaging_ranks(self) -> Communicator:
@@ -181,15 +184,15 @@ class DataParallel(nn.Module):
             engine.before_forward(self._join.before_forward())
         else:
             engine.before_forward()
-        deferred = self._deferred
+        deferred = engine.updates
         if deferred is not None and (deferred.is_compiled or torch.compiler.is_compiling()):
             self.finalize()  # compiled code calls no hooks of its layers
         return self._end_forward(engine, module(*inputs, **kwargs))
 
     @runs_uncompiled
     def _end_forward(self, engine: GradientEngine, outputs: Any) -> Any:
-        if self._deferred is not None:
-            self._deferred.end_forward()
+        if engine.updates is not None:
+            engine.updates.end_forward()
         engine.after_forward(outputs)
         return outputs
 
@@ -318,7 +321,7 @@ class DataParallel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the end of training (`training` false) completes what is owed."""
-        if name == "training" and not value and self.__dict__.get("_deferred") is not None:
+        if name == "training" and not value:
             self.finalize()
         super().__setattr__(name, value)
 
@@ -373,8 +376,9 @@ def _option_texts(model: DataParallel) -> list[str]:
     ]
 
 
-def _leave(engine: GradientEngine, deferred: DeferredUpdates | None) -> None:
+def _leave(engine: GradientEngine) -> None:
     """The last act for a `DataParallel` that is gone: complete requests, free the module."""
+    deferred = engine.updates
     owes = deferred is not None and deferred.owes
     with contextlib.suppress(Exception):
         engine.wait_all()
