@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.errors import explain
+from unisono.expect import refusal
 
 _PER_PARAMETER: set[type] = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
@@ -161,13 +161,12 @@ class DeferredUpdates:
     def check_untouched(self, bucket: GradientBucket) -> None:
         """Raise if somebody has written to the gradients of `bucket`, which has just arrived."""
         if bucket.version != self._versions[bucket.index] and not self._engine.in_backward:
-            raise RuntimeError(
-                explain(
-                    "gradients written to while they travelled",
-                    bucket.describe(),
-                    hint="model.finalize() before, or reach them by model.parameters(), "
-                    "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
-                )
+            raise refusal(
+                RuntimeError,
+                "gradients written to while they travelled",
+                bucket.describe(),
+                hint="model.finalize() before, or reach them by model.parameters(), "
+                "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
             )
 
     # -- what the optimizer asks ----------------------------------------------------------------

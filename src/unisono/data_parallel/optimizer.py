@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from unisono.errors import explain
-from unisono.expect import expect
+from unisono.expect import expect, refusal
 
 if TYPE_CHECKING:
     from unisono.data_parallel.engine import GradientEngine
@@ -49,12 +48,11 @@ class DataParallelOptimizer(optim.Optimizer):
         hint = "a torch optimizer: torch.optim.SGD(model.parameters(), lr=0.1)"
         expect("torch_optimizer", torch_optimizer, optim.Optimizer, hint)
         if isinstance(torch_optimizer, DataParallelOptimizer):
-            raise TypeError(
-                explain(
-                    "DataParallelOptimizer(DataParallelOptimizer(...))",
-                    "it wraps a torch optimizer already",
-                    hint="pass the inner one: optimizer.torch_optimizer",
-                )
+            raise refusal(
+                TypeError,
+                "DataParallelOptimizer(DataParallelOptimizer(...))",
+                "it wraps a torch optimizer already",
+                hint="pass the inner one: optimizer.torch_optimizer",
             )
         expect("blocking", blocking, bool)
         self.torch_optimizer = torch_optimizer

@@ -29,8 +29,8 @@ from unisono.data_parallel.ranks import (
     name_as_wrapped,
     reset_module,
 )
-from unisono.errors import an, explain
-from unisono.expect import expect, expect_choice
+from unisono.errors import an
+from unisono.expect import expect, expect_choice, refusal
 
 __all__ = ["DataParallel"]
 
@@ -284,7 +284,7 @@ class DataParallel(nn.Module):
         """
         if not max_norm >= 0:  # infinity clips nothing
             hint = "clip_grad_norm(1.0), at least 0"
-            raise ValueError(explain(f"clip_grad_norm({max_norm})", hint=hint))
+            raise refusal(ValueError, f"clip_grad_norm({max_norm})", hint=hint)
         return nn.utils.clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
@@ -406,24 +406,22 @@ def check_options(
     if bucket_mb is not None:
         expect("bucket_mb", bucket_mb, (int, float))
         if not bucket_mb > 0:
-            raise ValueError(
-                explain(
-                    f"bucket_mb={bucket_mb}",
-                    arithmetic=f"{bucket_mb} <= 0",
-                    hint="bucket_mb=25, any number above 0, or None for a size chosen by transport",
-                )
+            raise refusal(
+                ValueError,
+                f"bucket_mb={bucket_mb}",
+                arithmetic=f"{bucket_mb} <= 0",
+                hint="bucket_mb=25, any number above 0, or None for a size chosen by transport",
             )
     check_compression(compression)
     for name, value in switches.items():
         expect(name, value, bool)
     for name, part in module.named_modules():
         if isinstance(part.__dict__.get("_engine"), GradientEngine):
-            raise ValueError(
-                explain(
-                    f"{wrapper} of a module with {an(type(part).__name__)} in it",
-                    f"{name or 'the module itself'}, which averages its gradients already",
-                    hint=f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
-                )
+            raise refusal(
+                ValueError,
+                f"{wrapper} of a module with {an(type(part).__name__)} in it",
+                f"{name or 'the module itself'}, which averages its gradients already",
+                hint=f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
             )
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(x):
@@ -433,8 +431,8 @@ def check_options(
             hint = "module.to_empty(device='cpu'), then load or initialise its values"
         else:
             continue
-        raise ValueError(
-            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", hint=hint)
+        raise refusal(
+            ValueError, f"{wrapper}({type(module).__name__})", f"{name} {found}", hint=hint
         )
 
 
@@ -452,13 +450,12 @@ def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelO
                 hint = "DataParallelMultiGPU(module, daso)"
             elif isinstance(one, optim.Optimizer):
                 hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
-            raise TypeError(explain(f"optimizer={kind}", "not a DataParallelOptimizer", hint=hint))
+            raise refusal(TypeError, f"optimizer={kind}", "not a DataParallelOptimizer", hint=hint)
         if not any(id(p) in own for p in one.params_ref):
-            raise ValueError(
-                explain(
-                    f"an optimizer with {len(one.params_ref)} parameters",
-                    f"none of them is one of the module's {len(own)} parameters",
-                    hint="build the optimizer from the parameters of this very module",
-                )
+            raise refusal(
+                ValueError,
+                f"an optimizer with {len(one.params_ref)} parameters",
+                f"none of them is one of the module's {len(own)} parameters",
+                hint="build the optimizer from the parameters of this very module",
             )
     return given
