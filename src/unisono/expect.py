@@ -8,14 +8,36 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection
+from typing import TypeVar
 
 from unisono.errors import PlatformError, explain
 
-__all__ = ["expect", "expect_choice", "expect_float", "expect_int", "number_in", "one_line"]
+__all__ = [
+    "expect",
+    "expect_choice",
+    "expect_float",
+    "expect_int",
+    "number_in",
+    "one_line",
+    "refusal",
+]
+
+E = TypeVar("E", bound=Exception)
 
 
 _SHOWN = {bool: "True, or False", int: "1", float: "0.5"}
 """What a hint shows for a kind of argument."""
+
+
+def refusal(
+    error: type[E],
+    asked: str,
+    found: str | None = None,
+    arithmetic: str | None = None,
+    hint: str | None = None,
+) -> E:
+    """Return one of Python's own errors with a four-part message; ours have `because`."""
+    return error(explain(asked, found, arithmetic, hint))
 
 
 def one_line(value: object) -> str:
