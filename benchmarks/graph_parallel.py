@@ -8,7 +8,6 @@ all_gather, cut, cat; backward an all_reduce of everything and a slice (P), or a
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import resource
@@ -21,7 +20,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import Row, interleaved, markdown, publish
+from harness import Row, interleaved, markdown, parser_for, publish
 
 import unisono
 from unisono import graph_parallel as gp
@@ -370,8 +369,7 @@ def mace_idle() -> float:
 
 def main() -> None:
     """Run all cases and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
+    parser = parser_for(__doc__)
     parser.add_argument("--only", choices=["potentials"], help="these alone, nothing written")
     options = parser.parse_args()
     quick = options.quick or options.only is not None

@@ -10,7 +10,6 @@ first three calibrate the planner, which predicts the fourth. Four ranks share t
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import cast
 
 import split as networks
 import torch
-from harness import Row, interleaved, markdown, publish
+from harness import Row, interleaved, markdown, parser_for, publish
 from torch import Tensor, nn
 
 import graph_parallel
@@ -242,8 +241,7 @@ def told(found: Prediction | Impossible) -> Prediction:
 
 def main() -> None:
     """Measure, calibrate, predict, compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing is written")
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     rounds = 3 if options.quick else 15
