@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -113,6 +113,11 @@ class _Tee:
         """Pass `text` on."""
         _append(self._fd, text)
         return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Pass all of `lines` on."""
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stream":  # not there yet, as while it is unpickled
