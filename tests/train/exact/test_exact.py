@@ -603,7 +603,7 @@ class Stream(IterableDataset):
         ({"data": (torch.ones(20, 2), torch.ones(15))}, "20 != 15"),
         ({"data": Stream()}, "no length"),
         ({"model": nn.SyncBatchNorm(2)}, "SyncBatchNorm"),
-        ({"model": nn.Linear(2, 2)}, "no parameters of the model"),
+        ({"model": nn.Linear(2, 2)}, "not parameters of the model"),
         ({"shards": 0}, "shards=0"),
     ],
 )

@@ -702,6 +702,6 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if stray:
         raise PlatformError.because(
             asked,
-            f"{stray} tensors of the optimizer are no parameters of the model",
+            f"{stray} tensors of the optimizer are not parameters of the model",
             hint="one module that holds all: nn.ModuleList([encoder, head])",
         )

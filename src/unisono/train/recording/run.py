@@ -346,7 +346,7 @@ def _device(device: torch.device) -> str:
 
 
 def _step(step: Any) -> int:
-    """Return the number of a step; whole numbers of numpy and torch are such, too."""
+    """Return the number of a step; it may be an integer of numpy or torch."""
     try:
         number = operator.index(step)
     except (TypeError, RuntimeError, ValueError):  # torch and numpy have their own kinds
@@ -355,7 +355,7 @@ def _step(step: Any) -> int:
         raise UnisonoError.because(
             f"log(step={_short(step)})",
             an(type(step).__name__),
-            "no whole number" if number is None else f"beyond {LARGEST_STEP}, 2**53",
+            "not an integer" if number is None else f"beyond {LARGEST_STEP}, 2**53",
             "count the steps: log(step=3, ...), or leave step out",
         )
     return number
