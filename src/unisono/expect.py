@@ -6,12 +6,21 @@ They stand at the edge, in the public function that takes the argument; what is 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection
 from typing import TypeVar
 
-from unisono.errors import explain
+from unisono.errors import PlatformError, explain
 
-__all__ = ["expect", "expect_choice", "expect_float", "expect_int", "one_line", "refusal"]
+__all__ = [
+    "expect",
+    "expect_choice",
+    "expect_float",
+    "expect_int",
+    "number_in",
+    "one_line",
+    "refusal",
+]
 
 E = TypeVar("E", bound=Exception)
 
@@ -92,6 +101,19 @@ def expect_float(
         limit = "" if math.isinf(below) else f" and below {below:g}"
         raise error(explain(f"{name}={value}", hint=f"a number of at least {at_least:g}{limit}"))
     return float(value)
+
+
+def number_in(variable: str, default: float) -> float:
+    """Return the number >= 0 that a variable of the environment holds; `default` if it is empty."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        found = "not a number >= 0"
+        raise PlatformError.because(f"{variable}={text}", found, hint=f"{variable}={default:g}")
+    return value
 
 
 def expect_choice(
