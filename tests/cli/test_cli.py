@@ -526,10 +526,11 @@ def test_the_doctor_finds_this_machine_ready(capsys):
 
 
 def test_a_check_that_breaks_is_a_fail_with_its_message_and_exit_code_1(monkeypatch, capsys):
+    @doctor.check("the moon")
     def check_the_moon():
         raise OSError("no moon today")
 
-    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_python, check_the_moon))
+    monkeypatch.setattr(doctor, "CHECKS", [doctor.check_python, check_the_moon])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "ok    python" in out
@@ -537,10 +538,11 @@ def test_a_check_that_breaks_is_a_fail_with_its_message_and_exit_code_1(monkeypa
 
 
 def test_an_import_that_fails_gets_a_fix_that_can_be_typed(monkeypatch, capsys):
+    @doctor.check("torch")
     def check_torch():
         raise ImportError("libtorch.so: file too short", name="torch._C")
 
-    monkeypatch.setattr(doctor, "CHECKS", (check_torch,))
+    monkeypatch.setattr(doctor, "CHECKS", [check_torch])
     assert main(["doctor"]) == 1
     assert "-m pip install --force-reinstall torch\n" in capsys.readouterr().out
 
@@ -549,7 +551,7 @@ def test_the_doctor_looks_closer_at_a_place(monkeypatch, capsys):
     def refuse(_place):
         raise PlatformError.because("two ranks", "no GPU", "0 < 2", 'on="cpu"')
 
-    monkeypatch.setattr(doctor, "CHECKS", ())
+    monkeypatch.setattr(doctor, "CHECKS", [])
     assert main(["doctor", "--on", "inline"]) == 0
     assert "ok    on inline    1 of 1 ranks right" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "_run_at", refuse)
@@ -596,4 +598,4 @@ def test_a_host_name_that_does_not_resolve_is_a_warning_with_a_fix(monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     check = doctor.check_host_name()
     assert check.status == "warn"
-    assert "/etc/hosts" in doctor.render(check)
+    assert "/etc/hosts" in str(check)
