@@ -25,7 +25,7 @@ from harness import Row, interleaved, markdown, parser_for, publish
 import unisono
 from unisono import graph_parallel as gp
 from unisono.comm import Communicator
-from unisono.graph_parallel import plan as plans
+from unisono.nn.paper import on_paper
 
 SIZES = {"1 KB": (64, 4, 20), "10 MB": (163_840, 16, 1)}
 """Rows in all, columns, and calls in a measurement."""
@@ -265,12 +265,12 @@ def plan_build(rounds: int) -> Figure:
     draw = torch.Generator().manual_seed(0)
     nodes, edges = 100_000, torch.randint(0, 100_000, (2, 1_000_000), generator=draw)
     part = gp.GraphPartition.contiguous(nodes, 2)
-    shares = part.owner[edges[1]]
+    comm = on_paper(range(2), 0, torch.device("cpu"))
     values = torch.randint(0, 1 << 60, (1_000_000,), generator=draw)
     times: dict[str, list[float]] = {"plan": [], "sort": []}
     for _ in range(rounds + 1):
         for name, run in (
-            ("plan", lambda: plans._from_all_edges(part, edges, shares, 0)),
+            ("plan", lambda: gp.GraphPlan(part, edges, comm=comm)),
             ("sort", lambda: torch.sort(values)),
         ):
             start = time.perf_counter()

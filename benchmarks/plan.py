@@ -225,7 +225,7 @@ def predict_shared(workload: Workload, machine: Calibration, ranks: int, part_s:
 
     As with whole models, they tell how much ranks that compute at once slow each other down.
     """
-    way = predict_spatial if workload.atoms is None else predict_graph
+    way = predict_spatial if workload.graph is None else predict_graph
     batch = SUBJECTS[workload.name]().samples / ranks
     alone = replace(machine.here(ranks), cores_per_node=None, slowdown={})
     factor = part_s / told(way(workload, alone, batch)).compute_s
@@ -265,7 +265,7 @@ def main() -> None:
             name = str(key[0])
             if kind == "shared":
                 guess = predict_shared(workloads[name], machine, ranks, found["part", name])
-                by = "in space" if workloads[name].atoms is None else "by atoms"
+                by = "in space" if workloads[name].graph is None else "by atoms"
                 way = f"split {by}, {ranks} rank{'s' if ranks > 1 else ''}"
             elif kind == "way" and (ranks > 1 or key[1:] == [*WAYS[0]]):
                 mode, backend = map(str, key[1:])
@@ -275,7 +275,7 @@ def main() -> None:
                 continue
             rows.append(Row(f"{name}: {way}", guess, seconds, "measured", high, at_least=low))
     text = f"Predicted over measured steps.\n\n{markdown(rows)}\n\nCalibration:\n\n"
-    text += "\n".join(f"- {line}" for line in machine.describe().splitlines()[1:-1])
+    text += "\n".join(f"- {line}" for line in machine.describe().splitlines()[1:])
     publish("Planner", text, write=not options.quick)
     if not options.quick:
         calibrate([PRESETS[name] for name in ("mlp", "cnn")]).write(calibration_file())

@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from sklearn import datasets
 from sklearn.metrics import brier_score_loss
+from tests.bayes.nets import trained
 
 from unisono import bayes
 from unisono.bayes import Normalizer, Utils, cuda, metric
@@ -183,13 +184,9 @@ def predicted(x, y, seed):
     y = ((y - y[:first].mean()) / y[:first].std()).astype(np.float32)
     bayes.manual_seed(seed)
     net = bayes.Sequential(bayes.Linear(x.shape[1], 50), bayes.ReLU(), bayes.Linear(50, 1))
-    updater = bayes.OutputUpdater("cpu")
     for epoch in range(5):
         for a, b in bayes.batches(x[:first], y[:first, None], 16, epoch=epoch):
-            net(a)
-            updater.update(net.output_z_buffer, b, 0.5**2, net.input_delta_z_buffer)
-            net.backward()
-            net.step()
+            trained(net, a, b, 0.5**2)
     return [
         (*net.predict(x[rows]), y[rows]) for rows in (slice(first, second), slice(second, None))
     ]
@@ -248,6 +245,7 @@ def test_scores_of_classes():
         (([[0.2, 0.7]], [0]), "their sum is 0.900"),
         (([[np.nan, 0.7]], [0]), "nan"),
         (([[0.2, 0.8]], [2]), "2 classes"),
+        (([[0.2, 0.8]], [0.9]), "not integers"),
         (([[0.2, 0.8]], [0, 1]), "2 labels"),
     ):
         with pytest.raises(UnisonoError, match=told):

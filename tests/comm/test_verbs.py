@@ -372,9 +372,9 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.all_reduce(torch.ones(2, dtype=torch.int64), "mean")
     with pytest.raises(UnisonoError, match="moved but not added"):
         comm.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))
-    with pytest.raises(MeshError, match="0 <= src < 1 does not hold"):
+    with pytest.raises(MeshError, match="0 <= 3 < 1 does not hold"):
         comm.broadcast(x, 3)
-    with pytest.raises(PartitionError, match="-2 <= dim < 2 does not hold"):
+    with pytest.raises(PartitionError, match="-2 <= 2 < 2 does not hold"):
         comm.all_gather(x, dim=2)
     with pytest.raises(PartitionError, match="2 entries for 1 ranks"):
         comm.all_gather(x, sizes=[1, 3])
@@ -394,7 +394,7 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.all_reduce([1, 2])
     with pytest.raises(UnisonoError, match="rank 0 is the source"):
         comm.broadcast(None, like=((2,), torch.float32))
-    with pytest.raises(MeshError, match=r"broadcast\(src=0.0\)\n  found: a float"):
+    with pytest.raises(MeshError, match=r"broadcast\(src=0.0\)\n  found: a float, not an int"):
         comm.broadcast(x, 0.0)
     for shape in ((-1,), "ab", (2.0,), 3):
         with pytest.raises(PartitionError, match="none of them negative"):
@@ -404,11 +404,11 @@ def test_verbs_refuse_what_cannot_be_right():
     with pytest.raises(UnisonoError, match="no dtype that travels"):
         comm.shared_buffer((2,), "float32")
     for sizes in (4, [4.0], "4", [None]):
-        with pytest.raises(PartitionError, match="not a list of whole numbers"):
+        with pytest.raises(PartitionError, match="not a list of integers"):
             comm.all_gather(x, sizes=sizes)
     with pytest.raises(UnisonoError, match=r"x\.view\(torch\.uint8\)"):
         comm.all_gather(torch.zeros(2, dtype=torch.uint8).view(torch.bits8))
-    for wrong in ("3", -1.0, float("nan")):
+    for wrong in ("3", -1.0, float("nan"), float("inf")):
         with pytest.raises(UnisonoError, match="must be positive"):
             comm.start.all_reduce(x).wait(wrong)
     with pytest.raises(MeshError, match="whole numbers of 64 bits"):
@@ -442,9 +442,9 @@ def test_what_only_looks_right_is_refused_before_anything_is_sent():
     with pytest.raises(PartitionError, match=r"sends \[2\] of torch.float32, receives \[2\] of"):
         comm.exchange({comm.rank: x}, {comm.rank: ((2,), torch.int64)})
     for tag in (-1, "a", 1 << 31, True):
-        with pytest.raises(UnisonoError, match="0 <= tag < 2147483648"):
+        with pytest.raises(UnisonoError, match="< 2147483648 does not hold"):
             comm.send(x, peer, tag)
-        with pytest.raises(UnisonoError, match="0 <= tag < 2147483648"):
+        with pytest.raises(UnisonoError, match="< 2147483648 does not hold"):
             comm.recv(x, peer, tag)
     with pytest.raises(UnisonoError, match="neither a tensor nor"):
         comm.recv("x", peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.operators.checks import drawn
 
 from unisono.comm import check, trace, world
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
@@ -15,10 +16,6 @@ from unisono.graph_parallel import (
     use_groups,
 )
 from unisono.testing import check_adjoint
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def graphs(parts):

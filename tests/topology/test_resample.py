@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from unisono.errors import PartitionError
 from unisono.topology import decompose, halo
 from unisono.topology.resample import (
     resample_length,
@@ -99,16 +98,3 @@ def test_nearest_rounds_as_torch_does(mode: str, dtype: torch.dtype) -> None:
         y, scale, double = len(expected), how.get("scale_factor"), dtype == torch.float64
         found = [resample_taps(j, x, y, mode, scale=scale, double=double) for j in range(y)]
         assert [taps.points[0] for taps in found] == expected, (x, how)
-
-
-def test_upsampling_that_cannot_be_is_refused() -> None:
-    with pytest.raises(PartitionError, match="exactly one"):
-        resample_length(4)
-    with pytest.raises(PartitionError, match="exactly one"):
-        resample_length(4, size=3, scale=2.0)
-    with pytest.raises(PartitionError, match="0 < 1"):
-        resample_length(4, scale=0.1)
-    with pytest.raises(PartitionError, match="'nearest-exact'"):
-        resample_taps(0, 4, 8, "area")
-    with pytest.raises(PartitionError, match="align_corners"):
-        resample_taps(0, 4, 8, "nearest", align_corners=True)

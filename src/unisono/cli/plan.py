@@ -81,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
     calibration = read_calibration(args.calibration)
     subject = load_subject(args.model)
     cluster = _cluster(args, calibration, subject.name)
-    workload = profile(subject, team=args.team or cluster.ranks_per_node)
+    workload = profile(subject)
     batch = args.batch or float(subject.samples)
     found = compare(workload, cluster, batch, team=args.team)
     said = assumptions(workload, cluster, batch, calibration.machine)

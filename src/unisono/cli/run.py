@@ -313,13 +313,9 @@ def _print_script(args: argparse.Namespace) -> int:
     on, fields = args.on or "mpi", _fields(args)
     if on == "ssh" and args.hosts is None:  # the job will know
         fields["hosts"] = [f"node-{number}" for number in range(args.nodes or 1)]
-    place, platform = resolve(
-        on,
-        ranks=args.ranks,
-        nodes=args.nodes,
-        configuration=read_configuration().at(on),
-        fields=fields,
-    )
+    sizes = {"ranks": args.ranks, "n_nodes": args.nodes}
+    fields |= {name: size for name, size in sizes.items() if size is not None}
+    place, platform = resolve(on, fields, read_configuration().at(on))
     cut = args.words.index("--") if "--" in args.words else len(args.words)
     print(script_text(args.script, place, platform, args.words[:cut], args.words[cut:]), end="")
     return 0

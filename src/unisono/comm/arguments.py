@@ -140,76 +140,85 @@ def check_no_overlap(x: Tensor, verb: str) -> None:
         )
 
 
+def _is_int_in(value: object, least: int, below: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < below
+
+
+def _outside(value: object, least: int, below: int, *, found: str) -> tuple[str, str]:
+    """Return what is found, and the arithmetic, of a value that is no int in `[least, below)`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        found = f"{an(type(value).__name__)}, not an int; {found}"
+    return found, f"{least} <= {value!r} < {below} does not hold"
+
+
 def check_rank(rank: int, size: int, what: str, verb: str) -> int:
     """Return `rank` if it is a rank of a group of `size`."""
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise MeshError.because(
-            f"{verb}({what}={rank!r})",
-            an(type(rank).__name__),
-            None,
-            f"{what}=0, a whole number below {size}",
-        )
-    if not 0 <= rank < size:
-        raise MeshError.because(
-            f"{verb}({what}={rank!r})",
-            f"the group has {size} rank{'s' if size > 1 else ''}",
-            f"0 <= {what} < {size} does not hold",
-            f"{what} is a rank of the communicator, not of the world",
-        )
-    return rank
+    if _is_int_in(rank, 0, size):
+        return rank
+    raise MeshError.because(
+        f"{verb}({what}={rank!r})",
+        *_outside(rank, 0, size, found=f"the group has {size} rank{'s' if size > 1 else ''}"),
+        f"{what}=0, a rank of the group, which may be another one in the world",
+    )
 
 
 def check_dim(dim: int, x: Tensor, verb: str) -> int:
     """Return `dim` counted from the front; a tensor without dims counts as one row."""
     dims = max(x.dim(), 1)
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise PartitionError.because(
-            f"{verb}(dim={dim!r})", an(type(dim).__name__), None, "dim=0, a whole number"
-        )
-    if not -dims <= dim < dims:
-        raise PartitionError.because(
-            f"{verb}(dim={dim!r}) of shape {list(x.shape)}",
-            f"{x.dim()} dims",
-            f"-{dims} <= dim < {dims} does not hold",
-            f"dim={dims - 1} is the last one",
-        )
-    return dim % dims
+    if _is_int_in(dim, -dims, dims):
+        return dim % dims
+    raise PartitionError.because(
+        f"{verb}(dim={dim!r}) of shape {list(x.shape)}",
+        *_outside(dim, -dims, dims, found=f"{x.dim()} dims"),
+        f"dim={dims - 1} is the last one",
+    )
+
+
+def check_tag(tag: int, verb: str) -> int:
+    """Return `tag` if it is one that every backend can give a message."""
+    if _is_int_in(tag, 0, 2**31):
+        return tag
+    found = "a tag is an integer, the same at both ends"
+    raise UnisonoError.because(
+        f"{verb}(tag={tag!r})", *_outside(tag, 0, 2**31, found=found), "tag=1"
+    )
+
+
+def whole_numbers(values: object) -> tuple[int, ...] | None:
+    """Return integers (numpy's and those of a tensor too) as a tuple, None for others."""
+    if not isinstance(values, Iterable):
+        return None
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        return None
 
 
 def check_sizes(
     sizes: Sequence[int], size: int, verb: str, *, total: int | None = None, what: str = "sizes"
 ) -> tuple[int, ...]:
-    """Return `sizes` as a tuple of one entry a rank, none negative, adding up to `total`."""
-    try:
-        values = tuple(map(operator.index, sizes))
-    except TypeError:
+    """Return `sizes` as a tuple of one entry per rank, none negative, adding up to `total`."""
+    values = whole_numbers(sizes)
+    if values is None:
         raise PartitionError.because(
             f"{verb}({what}={sizes!r})",
-            "not a list of whole numbers",
+            "not a list of integers",
             None,
             f"{what}=[...] with one entry for each of {size} ranks",
-        ) from None
+        )
     if len(values) == size and min(values) >= 0 and (total is None or sum(values) == total):
         return values
-    asked = f"{verb}({what}={list(values)})"
     if len(values) != size:
-        raise PartitionError.because(
-            asked,
-            f"{len(values)} entries for {size} ranks",
-            f"{len(values)} != {size}",
-            f"{what} has one entry a rank",
-        )
-    if min(values) < 0:
-        raise PartitionError.because(
-            asked, f"a negative size: {min(values)}", None, "0 for a rank without a block"
-        )
-    terms = " + ".join(map(str, values))
-    raise PartitionError.because(
-        asked,
-        f"{total} rows in the tensor",
-        f"{terms} = {sum(values)} != {total}",
-        f"{what} must add up to the rows of the tensor",
-    )
+        found, arithmetic = f"{len(values)} entries for {size} ranks", f"{len(values)} != {size}"
+        hint = f"{what} has one entry per rank"
+    elif min(values) < 0:
+        found, arithmetic = f"a negative size: {min(values)}", None
+        hint = "0 for a rank without a block"
+    else:
+        found = f"{total} rows in the tensor"
+        arithmetic = f"{' + '.join(map(str, values))} = {sum(values)} != {total}"
+        hint = f"{what} must add up to the rows of the tensor"
+    raise PartitionError.because(f"{verb}({what}={list(values)})", found, arithmetic, hint)
 
 
 def check_ranks(ranks: object, size: int, asked: str) -> tuple[int, ...]:
@@ -230,41 +239,17 @@ def check_ranks(ranks: object, size: int, asked: str) -> tuple[int, ...]:
     return chosen
 
 
-def check_tag(tag: int, verb: str) -> int:
-    """Return `tag` if it is one that every backend can give a message."""
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < 2**31:
-        raise UnisonoError.because(
-            f"{verb}(tag={tag!r})",
-            "a tag is a whole number, the same at both ends",
-            f"0 <= tag < {2**31} does not hold",
-            "tag=1",
-        )
-    return tag
-
-
-def whole_numbers(values: object) -> tuple[int, ...] | None:
-    """Return whole numbers (numpy's and those of a tensor too) as a tuple, None for others."""
-    if not isinstance(values, Iterable):
-        return None
-    try:
-        return tuple(map(operator.index, values))
-    except TypeError:
-        return None
-
-
 def check_shape(shape: object, verb: str) -> tuple[int, ...]:
-    """Return a shape as a tuple of whole numbers, none negative."""
-    sizes: list[int] = []
-    for n in shape if isinstance(shape, Sequence) and not isinstance(shape, str) else [-1]:
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise PartitionError.because(
-                f"{verb}({shape!r})",
-                "a shape is a list of whole numbers, none of them negative",
-                None,
-                f"{verb}((1000, 20), torch.float32)",
-            )
-        sizes.append(n)
-    return tuple(sizes)
+    """Return a shape as a tuple of integers, none negative."""
+    sizes = whole_numbers(shape)
+    if sizes is None or min(sizes, default=0) < 0:
+        raise PartitionError.because(
+            f"{verb}({shape!r})",
+            "a shape is a list of integers, none of them negative",
+            None,
+            f"{verb}((1000, 20), torch.float32)",
+        )
+    return sizes
 
 
 def check_fits_memory(sizes: Sequence[int], dtype: torch.dtype, ranks: int, verb: str) -> None:
@@ -288,31 +273,32 @@ def check_fits_memory(sizes: Sequence[int], dtype: torch.dtype, ranks: int, verb
 
 
 def check_timeout(timeout_s: float) -> float:
-    """Return a deadline in seconds if it is positive."""
-    if not isinstance(timeout_s, Real) or not timeout_s > 0:
+    """Return a deadline in seconds if it is positive and finite."""
+    if not isinstance(timeout_s, Real) or not 0 < timeout_s < math.inf:
         raise UnisonoError.because(
             f"timeout_s={timeout_s!r}",
-            "a deadline must be positive, in seconds",
+            "a deadline must be positive and finite, in seconds",
             None,
             "timeout_s=30.0",
         )
     return float(timeout_s)
 
 
-def environment_timeout_s() -> float | None:
-    """Return the deadline that `UNISONO_TIMEOUT_S` sets, None where it sets none."""
-    text = os.environ.get("UNISONO_TIMEOUT_S")
+def number_from_environment(name: str, least: float) -> float | None:
+    """Return the number in an environment variable, None where it is not set."""
+    text = os.environ.get(name)
     if not text:
         return None
     with contextlib.suppress(ValueError):
-        if (seconds := float(text)) > 0:
-            return seconds
-    raise UnisonoError.because(
-        f"UNISONO_TIMEOUT_S={text!r}",
-        "a deadline must be a positive number of seconds",
-        None,
-        "UNISONO_TIMEOUT_S=60",
-    )
+        if least <= (value := float(text)) < math.inf:
+            return value
+    hint = f"{name}=60, or leave it out"
+    raise UnisonoError.because(f"{name}={text!r}", f"not a number >= {least:g}", None, hint)
+
+
+def environment_timeout_s() -> float | None:
+    """Return the deadline that `UNISONO_TIMEOUT_S` sets, None where it sets none."""
+    return number_from_environment("UNISONO_TIMEOUT_S", least=0.001)
 
 
 # -- tensors as they travel: bytes, rows, and what ranks tell of their own -------------------------

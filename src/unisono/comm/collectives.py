@@ -336,6 +336,12 @@ class Collectives(Performer):
         check_tensor(x, self.device, "gather")
         dim = check_dim(dim, x, "gather")
         lengths = self._lengths_or(sizes, x, dim, "gather", timeout_s)
+        return self._joined_at(dst, x, dim, lengths, timeout_s)
+
+    def _joined_at(
+        self, dst: int, x: Tensor, dim: int, lengths: Sequence[int], timeout_s: float | None
+    ) -> Transfer[Tensor | None]:
+        """Prepare `gather` with arguments that were checked before."""
         rows = rows_first(x, dim)
         out = rows.new_empty((sum(lengths), *rows.shape[1:])) if dst == self.rank else None
         call = self._described("gather", x, root=dst, dim=dim, sizes=lengths)
@@ -585,9 +591,7 @@ class Collectives(Performer):
         """Return the objects of all ranks, in rank order, on every rank. Collective."""
         mine = self._pickled(obj)
         sizes = self._byte_counts(mine, timeout_s)
-        gathered: Transfer[Tensor] = _prepare(
-            Collectives.all_gather, self, mine, sizes=sizes, timeout_s=timeout_s
-        )
+        gathered = self._joined(mine, 0, sizes, timeout_s)
         return gathered.then(lambda raw: self._unpickled(raw, sizes))
 
     @verb
@@ -598,9 +602,7 @@ class Collectives(Performer):
         check_rank(dst, self.size, "dst", "gather_object")
         mine = self._pickled(obj)
         sizes = self._byte_counts(mine, timeout_s)
-        gathered: Transfer[Tensor | None] = _prepare(
-            Collectives.gather, self, mine, dst, sizes=sizes, timeout_s=timeout_s
-        )
+        gathered = self._joined_at(dst, mine, 0, sizes, timeout_s)
         return gathered.then(lambda raw: None if raw is None else self._unpickled(raw, sizes))
 
     @verb
@@ -610,10 +612,9 @@ class Collectives(Performer):
         """Return the object of rank `src` on every rank; the others' is ignored. Collective."""
         check_rank(src, self.size, "src", "broadcast_object")
         mine = self._pickled(obj) if self.rank == src else None
-        like = ((self._byte_counts(mine, timeout_s)[src],), torch.uint8)
-        sent: Transfer[Tensor] = _prepare(
-            Collectives.broadcast, self, mine, src, like=like, timeout_s=timeout_s
-        )
+        count = self._byte_counts(mine, timeout_s)[src]
+        raw = self._empty(((count,), torch.uint8), "broadcast_object") if mine is None else mine
+        sent = self._broadcast_into(raw, raw, raw, src, timeout_s)
         return sent.then(lambda raw: self._unpickled(raw, [raw.numel()], src)[0])
 
     def all_equal(self, value: Any, *, timeout_s: float | None = None) -> bool:
@@ -785,11 +786,6 @@ def _extent(x: Tensor) -> tuple[int, int]:
         return begin, begin
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin + (last + 1) * x.element_size()
-
-
-def _prepare(performed: Callable[..., Any], *args: Any, **kwargs: Any) -> Transfer[Any]:
-    """Return the transfer of a verb instead of performing it."""
-    return performed.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def leaves_graph(x: Tensor, verb: str) -> bool:

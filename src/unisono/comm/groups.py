@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from unisono.errors import MeshError, RankFailed, RankTimeout
 
 if TYPE_CHECKING:
     from unisono.comm.collectives import Coalescer
+    from unisono.comm.engines.mpi.groups import Standalone
 
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a wait where nothing else is said."""
@@ -36,18 +37,6 @@ DEFAULT_TIMEOUT_S = 600.0
 
 class Handle:
     """Stands for one communicator that uses a group (communicators compare as values)."""
-
-
-class Maker(Protocol):
-    """Makes and ends groups that stand on their own: torch.distributed does not know them."""
-
-    def part(self, whole: GroupEntry, ranks: tuple[int, ...], wait_s: float) -> GroupEntry:
-        """Return the group of some ranks of `whole`. Collective over them when it is made."""
-        ...
-
-    def release(self, entry: GroupEntry) -> None:
-        """Leave a group that nobody holds any more."""
-        ...
 
 
 class GroupEntry:
@@ -59,7 +48,7 @@ class GroupEntry:
         ranks: tuple[int, ...],
         *,
         made_by_us: bool,
-        maker: Maker | None = None,
+        maker: Standalone | None = None,
     ) -> None:
         self.maker = maker
         """Who has made a group that stands on its own; None for one of torch.distributed."""

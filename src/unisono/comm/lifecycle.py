@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from unisono.comm.health import trace, watchdog
 from unisono.comm.health.deadlock import announce_return
 from unisono.comm.health.failures import post_failure, posted_failure
 from unisono.environment import RANK_PID, rank_mark
-from unisono.errors import PlatformError, UnisonoError
+from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
     from unisono.environment import Environment
@@ -267,11 +266,10 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
     written. Without an initialised torch.distributed only that is done.
     """
     if not dist.is_initialized():
-        with trace.warned_of():
-            trace.save_whole_run()
+        trace.warn(trace.save_whole_run())
         return
     rank, size = dist.get_rank(), dist.get_world_size()
-    untraced: UnisonoError | None = None
+    untraced = ""
     if size > 1:
         say_returned()
         store = _store()
@@ -280,24 +278,15 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
             store.set(f"here/{rank}", "")
             is_well = _await(store, "here", range(size), timeout_s)
             if is_well:
-                untraced = _save_trace()
+                untraced = trace.save_whole_run()
         watchdog.stop()
         _say_goodbye(timeout_s if is_well else min(timeout_s, BROKEN_S))
     else:
-        untraced = _save_trace()
+        untraced = trace.save_whole_run()
     dist.destroy_process_group()
     groups.forget_ended()
-    if untraced is not None and rank == 0:
-        warnings.warn(str(untraced), RuntimeWarning, stacklevel=2)
-
-
-def _save_trace() -> UnisonoError | None:
-    """Save the trace of the whole run; returns why it could not be written, the same everywhere."""
-    try:
-        trace.save_whole_run()
-    except UnisonoError as error:
-        return error
-    return None
+    if rank == 0:
+        trace.warn(untraced)
 
 
 def say_returned() -> None:

@@ -23,7 +23,7 @@ from unisono.comm.collectives import (
     leaves_graph,
     replaced,
 )
-from unisono.comm.perform import EXCHANGE_TAG, Pending, Transfer, started, verb
+from unisono.comm.perform import EXCHANGE_TAG, Transfer, started, verb
 from unisono.errors import MeshError, PartitionError
 
 
@@ -109,27 +109,6 @@ class Messages(Collectives):
         remote = {peer: out for peer, out in outs.items() if peer != self.rank}
         return self._messages("exchange", blocks, remote, EXCHANGE_TAG, lambda: outs, timeout_s)
 
-    def post_ints(
-        self, values: Sequence[int], *, timeout_s: float | None = None
-    ) -> Pending[list[tuple[int, ...]]]:
-        """Send integers to all ranks and return at once; the answer is `all_gather_ints`'s.
-
-        Called by all ranks, with equally many integers. Nobody is met before `wait()`, and there
-        only ranks that have not posted yet. Each pair has a message of its own, so this is for
-        small groups.
-        """
-        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        outs = {rank: torch.empty_like(mine) for rank in others}
-
-        def finish() -> list[tuple[int, ...]]:
-            told = {self.rank: values, **{rank: out.tolist() for rank, out in outs.items()}}
-            return [tuple(told[rank]) for rank in range(self.size)]
-
-        sends = dict.fromkeys(others, mine)
-        posted = self._messages("post_ints", sends, outs, EXCHANGE_TAG, finish, timeout_s)
-        return self._perform(posted, True)
-
     def shared_buffer(
         self,
         shape: Sequence[int],
@@ -147,13 +126,6 @@ class Messages(Collectives):
         make = self._engine.shared_buffer
         buffer = self._exchange("shared_buffer", None, timeout_s, make, sizes, dtype)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
-
-    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
-        """Return every rank's tensor of a `shared_buffer`, by rank; None if memory is not shared.
-
-        Local. What another rank writes is seen after both have met (`barrier`, any collective).
-        """
-        return self._engine.shared_views(buffer)
 
     def _check_peer(self, peer: int, what: str, verb: str) -> None:
         check_rank(peer, self.size, what, verb)

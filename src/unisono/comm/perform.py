@@ -7,12 +7,11 @@ a `Pending`. Calls that torch.distributed makes on our groups go the same way.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
@@ -290,8 +289,10 @@ class Performer:
             call.algorithm = self._engine.last_algorithm
             recorder.add(call, self.ranks[self.rank])
         if check.active and transfer.verify is not None and self.size > 1:
-            with self._translating(call, deadline):
+            try:
                 check.verify_equal_result(call, transfer.verify, self.rank, self.ranks, deadline)
+            except Exception as error:
+                raise self._translated(call, error, deadline) from None
 
     def _described(self, op: str, x: Tensor | None, kind: str = "", **facts: Any) -> Call:
         """Return the record of a call on `x`, which must be no tensor of a torch.func transform."""
@@ -457,17 +458,6 @@ class Performer:
             "a group of its own for the second thread, made before it starts: "
             "Communicator.of(torch.distributed.new_group())",
         )
-
-    @contextlib.contextmanager
-    def _translating(self, call: Call, deadline: float) -> Iterator[None]:
-        """Turn what a backend raises into `RankTimeout` and `RankFailed`, and mark the group."""
-        try:
-            yield
-        except Exception as error:
-            told = self._translated(call, error, deadline)
-            if told is error:
-                raise
-            raise told from None
 
     def _translated(self, call: Call, error: Exception, deadline: float) -> Exception:
         """Return the error to raise for what a backend raised; the group is marked as broken."""

@@ -420,9 +420,8 @@ class GradientEngine:
         else:
             self._costs.wait_forward_s += waited
         if self.updates is not None:
-            self.updates.arrived(bucket)
-        else:
-            bucket.resolve_unused()
+            self.updates.check_untouched(bucket)
+        bucket.resolve_unused()
 
     def wait_all(self) -> None:
         """Wait for all buckets. Local."""
@@ -441,16 +440,22 @@ class GradientEngine:
     def clear_gradients(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """Do what `optimizer.zero_grad(set_to_none)` does, with one fill per bucket. Local.
 
-        Buckets that a failed backward left under way are waited for, or they would come back over
-        the zeros.
+        A bucket under way is waited for, or it would come back over the zeros; unless a step is
+        owed with it: then it is cleared right after that.
         """
-        self.wait_all()
         rest = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         for bucket in self.buckets:
-            if all(id(p) in rest for p in bucket.params):
+            is_owed = self.updates is not None and self.updates.owes_with(bucket)
+            if not is_owed:
+                self.wait(bucket)
+            if not all(id(p) in rest for p in bucket.params):
+                continue
+            if self.updates is not None and is_owed and not set_to_none:
+                self.updates.clear_later(bucket)
+            else:
                 bucket.clear(set_to_none)
-                for p in bucket.params:
-                    del rest[id(p)]
+            for p in bucket.params:
+                del rest[id(p)]
         for p in rest.values():
             if p.grad is not None:
                 p.grad = None if set_to_none else p.grad.detach().zero_()

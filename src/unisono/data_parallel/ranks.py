@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.comm.mpi_style import get_comm
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
-from unisono.expect import one_line
+from unisono.expect import one_line, refusal
 
 RESET_SEED = 2147483646
 """Seed of `reset_parameters`, the one HeAT uses."""
@@ -41,12 +41,11 @@ def communicator_of(comm: object) -> Communicator:
     except UnisonoError as error:
         if isinstance(error, ValueError):
             raise
-        raise TypeError(
-            explain(
-                f"comm={one_line(comm)}",
-                f"{type(comm).__name__}, which names no group of ranks",
-                hint="None, a Communicator, an MPICommunication or a ProcessGroup",
-            )
+        raise refusal(
+            TypeError,
+            f"comm={one_line(comm)}",
+            f"{type(comm).__name__}, which names no group of ranks",
+            hint="None, a Communicator, an MPICommunication or a ProcessGroup",
         ) from None
 
 

@@ -292,7 +292,7 @@ def run_on_ranks(item: pytest.Function, marker: RanksMarker) -> dict[int, dict[s
         RankFailure: ranks raised, died or did not come back.
     """
     __tracebackhide__ = True
-    from unisono.testing.pool import RankWorld, UnanimousOutcome
+    from unisono.testing.pool import UnanimousOutcome
 
     pool, function = session_pool(item.config), item.obj
     params: dict[str, Any] = dict(item.callspec.params) if hasattr(item, "callspec") else {}
@@ -301,13 +301,8 @@ def run_on_ranks(item: pytest.Function, marker: RanksMarker) -> dict[int, dict[s
     remake = tuple(n for n in names if n in REMADE_FIXTURES)
     verbosity = item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS)
     is_drawn = getattr(function, "is_hypothesis_test", False) and hasattr(function, "hypothesis")
-    grace_s = pool.grace_s
-    world = RankWorld(
-        pool,
-        int(params.get("rank_count", marker.counts[0])),
-        timeout_s=marker.timeout_s,
-        backend=str(params.get("rank_backend", marker.backends[0])),
-    )
+    size = int(params.get("rank_count", marker.counts[0]))
+    backend = str(params.get("rank_backend", marker.backends[0]))
 
     def call(body: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         __tracebackhide__ = True
@@ -327,24 +322,25 @@ def run_on_ranks(item: pytest.Function, marker: RanksMarker) -> dict[int, dict[s
         except UnanimousOutcome as wish:
             _pass_on(wish)
 
-    try:
-        if is_drawn:
-            world.open()  # before the first example, so that none has to wait for it
-            pool.grace_s = min(grace_s, SHRINK_GRACE_S)
-            with drawn_on_ranks(function, call):
-                function(**fixtures, **dict.fromkeys(remake))
-        else:
-            call(function, fixtures)
+    grace_s = pool.grace_s
+    with pool.open(size, timeout=marker.timeout_s, backend=backend) as world:
+        try:
+            if is_drawn:
+                world.open()  # before the first example, so that none has to wait for it
+                pool.grace_s = min(grace_s, SHRINK_GRACE_S)
+                with drawn_on_ranks(function, call):
+                    function(**fixtures, **dict.fromkeys(remake))
+            else:
+                call(function, fixtures)
+        except (pytest.skip.Exception, pytest.xfail.Exception):
+            world.close()  # all ranks agreed, so they are well
+            raise
+        except StopDrawing as stop:
+            raise stop.stall from None
+        finally:
+            pool.grace_s = grace_s
         world.echo()
         return world.close()
-    except (pytest.skip.Exception, pytest.xfail.Exception):
-        world.close()  # all ranks agreed, so they are well
-        raise
-    except StopDrawing as stop:
-        raise stop.stall from None
-    finally:
-        pool.grace_s = grace_s
-        world.abandon()
 
 
 def _pass_on(wish: UnanimousOutcome) -> NoReturn:

@@ -18,7 +18,7 @@ from unisono.errors import PartitionError
 from unisono.topology.decompose import (
     Interval,
     block,
-    block_at,
+    blocks_over,
     check_cuts,
     flat_index,
     split_cuts,
@@ -227,22 +227,15 @@ class HaloPlan:
         return dim, tuple(runs)
 
     @cached_property
-    def keeps_block(self) -> bool:
-        """Whether the window is the own block, untouched (others may still need points of it)."""
-        if self.window_shape != self.block_shape or self.recvs:
+    def is_identity(self) -> bool:
+        """Whether nothing is to be done: the window is the own block and nobody asks for it."""
+        if self.window_shape != self.block_shape or self.recvs or self.sends:
             return False
-        if 0 in self.window_shape:
-            return True
         whole = tuple((0, size) for size in self.window_shape)
-        return any(
+        return 0 in self.window_shape or any(
             piece.source == whole == piece.dest and not piece.flips and not piece.repeats
             for piece in self.local
         )
-
-    @cached_property
-    def is_identity(self) -> bool:
-        """Whether nothing is to be done: the window is the own block and nobody asks for it."""
-        return self.keeps_block and not self.sends
 
 
 class _Part(NamedTuple):
@@ -397,12 +390,9 @@ def plan_windows(
     )
 
 
-def _cut(segment: Segment, start: int, stop: int, offset: int) -> _Part | None:
-    """Return the part of a segment whose sources lie in `[start, stop)`, counted from `offset`."""
+def _cut(segment: Segment, low: int, high: int, offset: int) -> _Part:
+    """Return the part of a segment with sources `[low, high)` of its own, counted from `offset`."""
     (d0, d1), (s0, s1), kind = segment
-    low, high = max(s0, start), min(s1, stop)
-    if low >= high or kind == "fill":
-        return None
     if kind == "copy":
         dest = (d0 + low - s0, d0 + high - s0)
     elif kind == "flip":
@@ -416,14 +406,9 @@ def _by_owner(segments: Sequence[Segment], cuts: Sequence[int]) -> dict[int, lis
     """Return, for each index of the dim that owns points of the window, its parts."""
     found: dict[int, list[_Part]] = {}
     for segment in segments:
-        if segment.kind == "fill":
-            continue
-        owner = block_at(cuts, segment.source[0])
-        while owner < len(cuts) - 1 and cuts[owner] < segment.source[1]:
-            part = _cut(segment, cuts[owner], cuts[owner + 1], cuts[owner])
-            if part is not None:
-                found.setdefault(owner, []).append(part)
-            owner += 1
+        if segment.kind != "fill":
+            for owner, low, high in blocks_over(cuts, *segment.source):
+                found.setdefault(owner, []).append(_cut(segment, low, high, cuts[owner]))
     return {owner: _in_order(found[owner]) for owner in sorted(found)}
 
 
@@ -433,10 +418,13 @@ def _by_reader(axis: Axis, size: int, own: Interval) -> dict[int, list[_Part]]:
     if own[0] == own[1]:
         return found
     for reader in range(size):
-        parts = [_cut(segment, own[0], own[1], own[0]) for segment in axis.of(reader)]
-        kept = [part for part in parts if part is not None]
-        if kept:
-            found[reader] = _in_order(kept)
+        parts: list[_Part] = []
+        for segment in axis.of(reader):
+            low, high = max(segment.source[0], own[0]), min(segment.source[1], own[1])
+            if low < high and segment.kind != "fill":
+                parts.append(_cut(segment, low, high, own[0]))
+        if parts:
+            found[reader] = _in_order(parts)
     return found
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.comm.engines import test_shm_kernels as kernels
 
 from unisono.comm import world
 from unisono.comm.engines.hosts import HostsEngine
@@ -20,8 +22,16 @@ LAYOUTS = {
     "2+2 mixed": ("a", "b", "b", "a"),
     "1+1+1+1": ("a", "b", "c", "d"),
 }
-SIZES = [0, 1, 7, 40_000]
-DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64]
+KERNELS = [
+    "test_all_reduce_of_every_dtype_and_size",
+    "test_all_reduce_and_reduce_with_every_operation",
+    "test_broadcast_from_each_rank",
+    "test_all_gather_and_gather_of_uneven_blocks",
+    "test_scatter_of_uneven_blocks_from_each_rank",
+    "test_reduce_scatter_of_uneven_blocks_also_in_place",
+    "test_all_to_all_of_uneven_blocks",
+    "test_ints_and_barrier",
+]
 
 on_hosts = pytest.mark.parametrize("layout", LAYOUTS)
 at_4 = pytest.mark.ranks(4, backend="shm", timeout=60)
@@ -40,72 +50,24 @@ def group_over(layout):
         del os.environ["UNISONO_HOST_ID"]
 
 
-def block(rank, n, dtype=torch.float32):
-    return ((torch.arange(n) * 7 + rank * 3) % 5).to(dtype)
-
-
-def total(n, dtype, ranks=range(4)):
-    blocks = torch.stack([block(r, n, dtype) for r in ranks])
-    return blocks.any(0) if dtype == torch.bool else blocks.sum(0).to(dtype)
+@at_4
+@on_hosts
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(layout, name, monkeypatch):
+    with group_over(layout) as group:
+        test, made = getattr(kernels, name), contextlib.nullcontext(group.unisono_engine)
+        monkeypatch.setitem(test.__globals__, "engine_made", lambda way: made)
+        test(**dict.fromkeys(inspect.signature(test).parameters, "over hosts"))
 
 
 @at_4
 @on_hosts
-def test_reductions(layout):
+def test_messages(layout):
     with group_over(layout) as group:
-        engine = group.unisono_engine
-        for dtype in DTYPES:
-            for n in SIZES:
-                x = block(engine.rank, n, dtype)
-                engine.all_reduce_(x, "sum", **DEADLINE)
-                assert torch.equal(x, total(n, dtype))
-                y = block(engine.rank, n, dtype)
-                engine.reduce_(y, 3, "sum", **DEADLINE)
-                assert torch.equal(y, x if engine.rank == 3 else block(engine.rank, n, dtype))
-                sizes = [n, n // 2, 0, n + 1]
-                ins = [block(engine.rank, size, dtype) for size in sizes]
-                out = torch.empty(sizes[engine.rank], dtype=dtype)
-                engine.reduce_scatter(out, ins, "sum", **DEADLINE)
-                assert torch.equal(out, total(sizes[engine.rank], dtype))
-        z = torch.full((5,), 1.0 + engine.rank)
-        engine.all_reduce_(z, "mean", **DEADLINE)
-        assert z.tolist() == [2.5] * 5
-        engine.all_reduce_(z, "product", **DEADLINE)
-        assert z.tolist() == [2.5**4] * 5
-
-
-@at_4
-@on_hosts
-def test_moves_and_messages(layout):
-    with group_over(layout) as group:
-        engine = group.unisono_engine
-        me = engine.rank
-        for n in SIZES:
-            for root in range(4):
-                x = block(me, n)
-                engine.broadcast_(x, root, **DEADLINE)
-                assert torch.equal(x, block(root, n))
-            sizes = [n, n + 3, 0, n // 2]
-            outs = [torch.empty(size) for size in sizes]
-            engine.all_gather(outs, block(me, sizes[me]), **DEADLINE)
-            assert all(torch.equal(o, block(q, sizes[q])) for q, o in enumerate(outs))
-            outs = [torch.empty(n + q) for q in range(4)]
-            engine.all_to_all(outs, [block(me * 4 + q, n + me) for q in range(4)], **DEADLINE)
-            assert all(torch.equal(o, block(q * 4 + me, n + q)) for q, o in enumerate(outs))
-            outs = [torch.empty(size) for size in sizes] if me == 2 else None
-            engine.gather(outs, block(me, sizes[me]), 2, **DEADLINE)
-            for q, out in enumerate(outs or []):
-                assert torch.equal(out, block(q, sizes[q]))
-            ins = [block(q, sizes[q]) for q in range(4)] if me == 1 else None
-            out = torch.empty(sizes[me])
-            engine.scatter(out, ins, 1, **DEADLINE)
-            assert torch.equal(out, block(me, sizes[me]))
-        right, left = (me + 1) % 4, (me - 1) % 4
-        received = torch.empty(1000)
-        engine.exchange([(right, block(me, 1000))], [(left, received)], 3, **DEADLINE)
-        assert torch.equal(received, block(left, 1000))
-        assert engine.all_gather_ints([me, 5], timeout_s=20) == [(r, 5) for r in range(4)]
-        engine.barrier(**DEADLINE)
+        me, received = dist.get_rank(), torch.empty(1000)
+        sends, recvs = [((me + 1) % 4, torch.full((1000,), 1.0 * me))], [((me - 1) % 4, received)]
+        group.unisono_engine.exchange(sends, recvs, 3, **DEADLINE)
+        assert received.unique().tolist() == [(me - 1) % 4]
 
 
 @at_4
@@ -136,6 +98,22 @@ def test_torch_and_verbs_over_hosts():
         )
         model(torch.full((2, 50), float(dist.get_rank()))).sum().backward()
         assert model.module.weight.grad.unique().tolist() == [3.0]
+
+
+@at_4
+@pytest.mark.parametrize("layout", ["1+1+1+1", "3+1"])
+def test_calls_of_torch_on_tensors_of_several_dims_where_a_host_has_one_rank(layout):
+    """Inputs keep their shape, outputs are cut flat: a copy by shape raised in a host of one."""
+    with group_over(layout) as group:
+        rank, x = dist.get_rank(), torch.full((2, 3), 1.0 + dist.get_rank())
+        whole, part = torch.empty(8, 3), torch.empty(2, 3)
+        dist.all_gather_single(whole, x, group=group)
+        assert torch.equal(whole, torch.cat([torch.full((2, 3), 1.0 + r) for r in range(4)]))
+        dist.reduce_scatter_single(part, whole, group=group)
+        assert torch.equal(part, 4.0 * x)
+        swapped = torch.empty(4, 6)
+        dist.all_to_all_single(swapped, whole, group=group)
+        assert torch.equal(swapped, torch.full((4, 6), 1.0 + rank))
 
 
 @at_4

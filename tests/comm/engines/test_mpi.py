@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.comm.engines.mpi_ranks import programs
 
 from unisono.comm import Communicator, transports
 from unisono.comm.engines.mpi import library
@@ -27,10 +28,9 @@ from unisono.comm.machine import process_start
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
 
 HERE = Path(__file__).parent / "mpi_ranks"
-OWN = ("kernels", "verbs", "trouble", "worlds")
-CHECKS = re.findall(r'"test_(\w+)"', (HERE / "programs.py").read_text()) + [
+CHECKS = sorted({name.partition("[")[0] for n in (2, 4) for name, _ in programs.borrowed(n)}) + [
     name
-    for stem in OWN
+    for stem in programs.OWN
     for name in re.findall(r"^def check_(\w+)", (HERE / f"{stem}.py").read_text(), re.MULTILINE)
 ]
 JOB_S = 240

@@ -98,9 +98,11 @@ def test_deadlines_come_from_the_call_the_environment_or_the_group(monkeypatch):
     assert group._timeout_s(options) == 7
     options.timeout = timedelta(seconds=3)
     assert group._timeout_s(options) == 3
-    for text, reason in (("abc", "positive number"), ("-1", "positive number")):
+    for text in ("abc", "-1", "inf"):
         monkeypatch.setenv("UNISONO_TIMEOUT_S", text)
-        with pytest.raises(UnisonoError, match=f"UNISONO_TIMEOUT_S='{text}'\n  found: .*{reason}"):
+        with pytest.raises(
+            UnisonoError, match=f"UNISONO_TIMEOUT_S='{text}'\n  found: not a number"
+        ):
             dist.new_group(backend="shm")
     monkeypatch.setenv("UNISONO_TIMEOUT_S", "")
     group = dist.new_group(backend="shm", timeout=timedelta(seconds=11))

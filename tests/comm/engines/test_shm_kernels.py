@@ -301,4 +301,9 @@ def test_a_group_of_one_rank_needs_no_shared_memory():
     dist.all_reduce(x)
     assert dist.all_reduce(x, async_op=True).wait()
     assert x.tolist() == [0.0, 1.0, 2.0]
+    y, whole, part = torch.arange(6.0).view(2, 3), torch.empty(2, 3), torch.empty(2, 3)
+    dist.all_gather_single(whole, y)
+    dist.reduce_scatter_single(part, y)
+    assert torch.equal(whole, y)
+    assert torch.equal(part, y)
     assert dist.get_backend() == "shm"

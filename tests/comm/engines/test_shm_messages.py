@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
-import unisono
-from unisono.errors import CollectiveMismatch, RankTimeout
+from unisono.errors import CollectiveMismatch
 
 DEADLINE = {"async_op": False, "timeout_s": 20.0}
 BIG = 300_000
@@ -130,48 +127,3 @@ def test_a_sent_message_outlives_the_group_of_its_sender():
         dist.recv(x, 0, group=group)
         assert x.sum() == 4950
         dist.destroy_process_group(group)
-
-
-@pytest.mark.ranks([1, 3], backend=["gloo", "shm"])
-def test_posted_integers_are_there_when_they_are_asked_for():
-    comm = unisono.world()
-    first = comm.post_ints([comm.rank, -1])
-    second = comm.post_ints([10 * comm.rank])
-    total = comm.all_reduce(torch.ones(1))
-    assert first.wait() == [(rank, -1) for rank in range(comm.size)]
-    assert second.wait() == [(10 * rank,) for rank in range(comm.size)]
-    assert total == comm.size
-
-
-@pytest.mark.ranks([2, 3, 4], backend="shm")
-def test_notes_reach_all_ranks_whatever_their_pace_and_however_many_are_open():
-    comm = unisono.world()
-    open_notes = []
-    for number in range(60):
-        if number % comm.size == comm.rank:
-            time.sleep(0.003)
-        open_notes.append((number, comm.post_ints([number, -comm.rank])))
-        if number % 3 == 2:  # three are open by now, of which two may be
-            while open_notes:
-                known, note = open_notes.pop()
-                assert note.wait() == [(known, -rank) for rank in range(comm.size)]
-                assert note.done()
-
-
-@pytest.mark.ranks(2, backend="shm")
-def test_a_note_says_whether_it_is_there_and_its_deadline_names_who_is_missing():
-    comm = unisono.world()
-    if comm.rank == 0:
-        note = comm.post_ints([7], timeout_s=0.5)
-        assert not note.done()
-        with pytest.raises(RankTimeout, match="not arrived: rank 1"):
-            note.wait()
-    else:
-        time.sleep(1.0)
-
-
-@pytest.mark.ranks(2, backend="shm")
-def test_notes_of_different_lengths_are_refused_on_all_ranks():
-    comm = unisono.world()
-    with pytest.raises(CollectiveMismatch, match="the message has"):
-        comm.post_ints([0] * (comm.rank + 1)).wait()

@@ -90,18 +90,16 @@ class Engine(ABC):
         """Replace `x` on every rank by the reduction over all ranks."""
 
     @abstractmethod
-    def broadcast_(self, x: Tensor, src: int, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
         """Replace `x` on every rank by `x` of `src`."""
 
     @abstractmethod
-    def all_to_all(
-        self, outs: Blocks, ins: Blocks, *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
         """Fill `outs[q]` with `ins[r]` of rank `q`."""
 
     @abstractmethod
     def reduce_scatter(
-        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, async_op: bool, timeout_s: float
+        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         """Fill `out` of rank `r` with the reduction over ranks of `ins[r]`."""
 
@@ -120,28 +118,18 @@ class Engine(ABC):
         return False
 
     @abstractmethod
-    def barrier(self, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def barrier(self, **how: Unpack[How]) -> Ticket | None:
         """Complete when every rank of the group has called it."""
 
-    def reduce_(
-        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
+    def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
         """Replace `x` on `dst` by the reduction; elsewhere `x` may be used as scratch space."""
-        return self.all_reduce_(
-            x if self.rank == dst else x.clone(), op, async_op=async_op, timeout_s=timeout_s
-        )
+        return self.all_reduce_(x if self.rank == dst else x.clone(), op, **how)
 
     def all_gather(
-        self,
-        outs: Blocks,
-        x: Tensor,
-        *,
-        alike: int = 0,
-        async_op: bool,
-        timeout_s: float,
+        self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         """Fill `outs[q]` with `x` of rank `q`."""
-        return self.all_to_all(outs, [x] * self.size, async_op=async_op, timeout_s=timeout_s)
+        return self.all_to_all(outs, [x] * self.size, **how)
 
     def all_gather_rows(
         self,
@@ -157,31 +145,19 @@ class Engine(ABC):
         outs = out.split_with_sizes(lengths)
         return self.all_gather(outs, x, alike=alike, async_op=async_op, timeout_s=timeout_s)
 
-    def gather(
-        self, outs: Blocks | None, x: Tensor, dst: int, *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
+    def gather(self, outs: Blocks | None, x: Tensor, dst: int, **how: Unpack[How]) -> Ticket | None:
         """Fill `outs[q]` of `dst` with `x` of rank `q`; `outs` is None on the other ranks."""
         nothing = x.new_empty(0)
         ins = [x if peer == dst else nothing for peer in range(self.size)]
-        return self.all_to_all(
-            [nothing] * self.size if outs is None else outs,
-            ins,
-            async_op=async_op,
-            timeout_s=timeout_s,
-        )
+        return self.all_to_all([nothing] * self.size if outs is None else outs, ins, **how)
 
     def scatter(
-        self, out: Tensor, ins: Blocks | None, src: int, *, async_op: bool, timeout_s: float
+        self, out: Tensor, ins: Blocks | None, src: int, **how: Unpack[How]
     ) -> Ticket | None:
         """Fill `out` of rank `r` with `ins[r]` of `src`; `ins` is None on the other ranks."""
         nothing = out.new_empty(0)
         outs = [out if peer == src else nothing for peer in range(self.size)]
-        return self.all_to_all(
-            outs,
-            [nothing] * self.size if ins is None else ins,
-            async_op=async_op,
-            timeout_s=timeout_s,
-        )
+        return self.all_to_all(outs, [nothing] * self.size if ins is None else ins, **how)
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""
@@ -196,21 +172,13 @@ class Engine(ABC):
     """Where `all_gather_ints` has its tensors."""
 
     def shared_buffer(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        timeout_s: float,
+        self, shape: Sequence[int], dtype: torch.dtype, *, timeout_s: float
     ) -> Tensor:
         """Return zeros on which collectives of this group run without copies, where it can.
 
         Collective over the group. Plain memory here; engines with shared memory override it.
         """
         return torch.zeros(tuple(shape), dtype=dtype)
-
-    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
-        """Return every rank's tensor of a `shared_buffer`; None where memory is not shared."""
-        return None
 
     # -- life: a group of torch's own backends is torch's to end -----------------------------------
 
@@ -252,12 +220,12 @@ class SelfEngine(Engine):
         """Leave `x` as it is."""
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> None:
-        """Copy the one block."""
-        outs[0].copy_(ins[0])
+        """Copy the one block, whose shapes may differ in form as between ranks."""
+        outs[0].view(-1).copy_(ins[0].view(-1))
 
     def reduce_scatter(self, out: Tensor, ins: Blocks, op: str, **how: object) -> None:
         """Copy the one block."""
-        out.copy_(ins[0])
+        out.view(-1).copy_(ins[0].view(-1))
 
     def exchange(self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]) -> None:
         """Do nothing: there is nobody to exchange with."""

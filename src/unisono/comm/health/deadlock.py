@@ -62,8 +62,7 @@ def announce_return(accounts: Mapping[str, Mapping[str, int]]) -> None:
     Args:
         accounts: for each group of this rank, how many it has made, and what else was counted.
     """
-    dog = watchdog.current()
-    for told in [*watchdog.standing(), *([] if dog is None else [dog])]:
+    for told in watchdog.running():
         if not told.has_returned:
             told.has_returned = True
             told.publish({"returned": told.rank, "accounts": accounts})

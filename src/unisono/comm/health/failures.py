@@ -30,9 +30,9 @@ def post_failure(error: BaseException) -> None:
     Called by whoever runs the rank's function (the launcher, the test bench). Ranks that wait in a
     collective then raise `RankFailed` with this rank's traceback. Does nothing in a world of one.
     """
-    dog = watchdog.ensure()
-    for told in [*watchdog.standing(), *([] if dog is None else [dog])]:
-        told.post_failure(error)
+    watchdog.ensure()
+    for dog in watchdog.running():
+        dog.post_failure(error)
 
 
 def posted_failure(key: str = "") -> RankFailed | None:

@@ -12,7 +12,6 @@ lost. Neither ever holds the module.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from unisono.comm.call import Call
 from unisono.comm.health.watchdog import standing
 from unisono.comm.torch.private import default_store
 from unisono.environment import detect
-from unisono.errors import UnisonoError
+from unisono.errors import UnisonoError, explain
 from unisono.trace_file import table, write
 
 MAX_EVENTS = 100_000
@@ -128,12 +127,15 @@ class trace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Gather the events of all ranks on rank 0, which writes `path`. Collective."""
-        save(path, self.events)
+        _refuse(path, _gather_and_write(path, self.events))
 
     def __enter__(self) -> trace:
         global recorder
-        if self._path is not None:
-            check_path(self._path)
+        environment = detect()
+        rank = dist.get_rank() if dist.is_initialized() else environment.rank
+        # Rank 0 writes the file; ranks of other hosts need not have its folder.
+        if self._path is not None and (rank == 0 or environment.nodes == 1):
+            _refuse(self._path, _obstacle(self._path))
         self._before, recorder = recorder, self._recorder
         return self
 
@@ -156,20 +158,16 @@ def start_from_environment() -> None:
     path = os.environ.get("UNISONO_TRACE")
     if path and _whole_run is None:
         if detect().rank == 0:
-            with warned_of():
-                check_path(path)
+            warn(_not_written(path, _obstacle(path)))
         _whole_run = trace()
         _whole_run.__enter__()
         atexit.register(_save_own_part)
 
 
-@contextlib.contextmanager
-def warned_of() -> Iterator[None]:
-    """Turn the error of a trace that cannot be written into a warning."""
-    try:
-        yield
-    except UnisonoError as error:
-        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+def warn(problem: str) -> None:
+    """Warn of a trace that cannot be written, unless there is no problem."""
+    if problem:
+        warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
 
 def _save_own_part() -> None:
@@ -177,61 +175,46 @@ def _save_own_part() -> None:
 
     Gathering them would need the other ranks, which may be gone.
     """
+    events = _end_whole_run()
+    if events is not None:
+        path = _path_of_rank(os.environ.get("UNISONO_TRACE", "trace.json"), events)
+        warn(_not_written(path, _write(path, [asdict(e) for e in events])))
+
+
+def save_whole_run() -> str:
+    """Save the trace of the whole run, if one is open. Collective over the world.
+
+    Returns:
+        Why it could not be written, the same on all ranks; empty if it was.
+    """
+    events = _end_whole_run()
+    path = os.environ.get("UNISONO_TRACE", "trace.json")
+    return "" if events is None else _not_written(path, _gather_and_write(path, events))
+
+
+def _end_whole_run() -> list[Event] | None:
     global _whole_run
-    if _whole_run is not None:
-        whole, _whole_run = _whole_run, None
-        with warned_of():
-            save_alone(os.environ.get("UNISONO_TRACE", "trace.json"), whole.events)
+    whole, _whole_run = _whole_run, None
+    if whole is None:
+        return None
+    whole.__exit__(None, None, None)
+    return whole.events
 
 
-def save_whole_run() -> None:
-    """Save the trace of the whole run, if one is open. Collective over the world."""
-    global _whole_run
-    if _whole_run is not None:
-        whole, _whole_run = _whole_run, None
-        whole.__exit__(None, None, None)
-        whole.save(os.environ["UNISONO_TRACE"])
-
+# -- the file: what is in the way of it is told in words, none where nothing is -------------------
 
 _PINGS = 16
 
 
-def check_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that could not be written at the end. Local.
-
-    Rank 0 writes it; ranks of other hosts need not have its folder.
-    """
-    environment = detect()
-    rank = dist.get_rank() if dist.is_initialized() else environment.rank
-    problem = _obstacle(path) if rank == 0 or environment.nodes == 1 else None
-    if problem is not None:
-        raise _not_written(path, problem)
-
-
-def save(path: str | os.PathLike[str], events: list[Event]) -> None:
-    """Gather `events` of all ranks on rank 0 and write them there. Collective over the world.
-
-    Where that cannot be, all ranks raise.
-    """
-    if standing() and _is_alone():
-        save_alone(path, events)  # ranks that have groups, but no world to gather over
-        return
-    mine = [asdict(e) for e in events]
-    problem = _try_to_write(path, mine) if _is_alone() else _gather_and_write(path, mine)
-    if problem:
-        raise _not_written(path, problem)
-
-
-def _is_alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
-
-
-def _gather_and_write(path: str | os.PathLike[str], mine: list[dict[str, Any]]) -> str:
+def _gather_and_write(path: str | os.PathLike[str], events: list[Event]) -> str:
     """Bring all events to rank 0, which writes; returns what is in the way, the same everywhere."""
+    mine = [asdict(e) for e in events]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        # Ranks that have groups, but no world to gather over, write a file each.
+        return _write(_path_of_rank(path, events) if standing() else path, mine)
     store = PrefixStore("unisono/trace", default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
-    round_number = (store.add("round", 1) - 1) // size
-    store = PrefixStore(str(round_number), store)
+    store = PrefixStore(str((store.add("round", 1) - 1) // size), store)
     offset = clock_offset_ns(store, rank, size)
     for event in mine:
         event["t_start"] += offset
@@ -244,14 +227,20 @@ def _gather_and_write(path: str | os.PathLike[str], mine: list[dict[str, Any]]) 
         for other in range(1, size):
             everybody += json.loads(store.get(f"events/{other}"))
             store.delete_key(f"events/{other}")
-        problem = _try_to_write(path, everybody)
+        problem = _write(path, everybody)
     finally:
         store.set("written", problem)  # the others wait for it, whatever happened here
     return problem
 
 
-def _try_to_write(path: str | os.PathLike[str], events: Sequence[dict[str, Any]]) -> str:
-    """Write the file; returns what is in the way, nothing where it is written."""
+def _path_of_rank(path: str | os.PathLike[str], events: list[Event]) -> str:
+    """Return where a rank writes that cannot gather: `path`, or `path.rank3` beside others."""
+    ranks = {event.rank for event in events}
+    is_alone = not dist.is_initialized() and ranks <= {0} and not standing()
+    return str(path) if is_alone else f"{path}.rank{min(ranks, default=0)}"
+
+
+def _write(path: str | os.PathLike[str], events: Sequence[dict[str, Any]]) -> str:
     try:
         write(path, events)
     except OSError as error:
@@ -259,7 +248,7 @@ def _try_to_write(path: str | os.PathLike[str], events: Sequence[dict[str, Any]]
     return ""
 
 
-def _obstacle(path: str | os.PathLike[str]) -> str | None:
+def _obstacle(path: str | os.PathLike[str]) -> str:
     """Return why a file cannot be written to `path`, as far as can be seen without doing it."""
     target = Path(path).absolute()
     if target.is_dir():
@@ -267,26 +256,17 @@ def _obstacle(path: str | os.PathLike[str]) -> str | None:
     if not target.parent.is_dir():
         return f"there is no folder {str(target.parent)!r}"
     place = target if target.exists() else target.parent
-    if not os.access(place, os.W_OK):
-        return f"no permission to write to {str(place)!r}"
-    return None
+    return "" if os.access(place, os.W_OK) else f"no permission to write to {str(place)!r}"
 
 
-def _not_written(path: str | os.PathLike[str], problem: str) -> UnisonoError:
-    hint = (
-        "a file in a folder that exists and can be written: UNISONO_TRACE=trace.json, trace(path)"
-    )
-    return UnisonoError.because(f"a trace to {os.fspath(path)!r}", problem, None, hint)
+def _not_written(path: str | os.PathLike[str], problem: str) -> str:
+    hint = "a file in a folder that exists and can be written: UNISONO_TRACE=trace.json"
+    return problem and explain(f"a trace to {os.fspath(path)!r}", problem, None, hint)
 
 
-def save_alone(path: str | os.PathLike[str], events: list[Event]) -> None:
-    """Write `events` of this rank only, to `path` or, beside other ranks, `path.rank3`. Local."""
-    ranks = {event.rank for event in events}
-    alone = not dist.is_initialized() and ranks <= {0} and not standing()
-    name = str(path) if alone else f"{path}.rank{min(ranks, default=0)}"
-    problem = _try_to_write(name, [asdict(e) for e in events])
+def _refuse(path: str | os.PathLike[str], problem: str) -> None:
     if problem:
-        raise _not_written(name, problem)
+        raise UnisonoError(_not_written(path, problem))
 
 
 def clock_offset_ns(store: PrefixStore, rank: int, size: int) -> int:

@@ -295,38 +295,42 @@ def dismiss(key: str) -> None:
         dog.stop()
 
 
-def standing(key: str | None = None) -> list[Watchdog]:
-    """Return the watchdogs of groups outside of the default process group, or that of one group.
+def standing() -> list[Watchdog]:
+    """Return the watchdogs of groups outside of the default process group."""
+    return list(dict.fromkeys(_standing.values()))
 
-    Args:
-        key: key of a group; calls of torch.distributed on it have more words after a slash.
-    """
-    if key is None:
-        return list(dict.fromkeys(_standing.values()))
-    dog = _standing.get(key.partition("/")[0])
-    return [] if dog is None else [dog]
+
+def running() -> list[Watchdog]:
+    """Return all watchdogs of this process; starts none."""
+    dog = current()
+    return standing() if dog is None else [*standing(), dog]
+
+
+def _own(key: str) -> Watchdog | None:
+    # Calls of torch.distributed on a group have more words in their keys, after a slash.
+    return _standing.get(key.partition("/")[0])
 
 
 def of(key: str) -> Watchdog | None:
     """Return the watchdog to which the ranks of a group answer if it runs; starts nothing."""
-    return next(iter(standing(key)), None) or current()
+    return _own(key) or current()
 
 
 def serving(key: str) -> Watchdog | None:
     """Return the watchdog to which the ranks of a group answer, started if needed."""
-    return next(iter(standing(key)), None) or ensure()
+    return _own(key) or ensure()
 
 
 def store_of(key: str) -> Store:
     """Return the store that the ranks of a group share."""
-    dogs = standing(key)
-    return dogs[0].store if dogs else default_store()
+    dog = _own(key)
+    return default_store() if dog is None else dog.store
 
 
 def seal_of(key: str) -> seal.Seal:
     """Return the seal by which the ranks of a group know each other. Local."""
-    dogs = standing(key)
-    return dogs[0].seal if dogs else seal.of_world()
+    dog = _own(key)
+    return seal.of_world() if dog is None else dog.seal
 
 
 def stop() -> None:

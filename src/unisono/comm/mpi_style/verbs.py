@@ -58,26 +58,24 @@ class Plan(NamedTuple):
     """Writes the result into the caller's buffer."""
 
 
-def _verb(plan: Callable[Concatenate[S, str, P], Plan]) -> Callable[Concatenate[S, P], None]:
+def _verb(
+    plan: Callable[Concatenate[S, str, P], Plan], name: str = "", doc: str | None = None
+) -> Callable[Concatenate[S, P], None]:
     """Return the blocking verb of a plan, which is told the name of the verb first."""
-    return _named(plan, plan.__name__, plan.__doc__)
+    name = name or plan.__name__
+
+    def verb(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        start, deliver = plan(self, name, *args, **kwargs)
+        deliver(start(self._comm))
+
+    return _described(verb, plan, name, doc or plan.__doc__, "None")
 
 
 def _also(
     verb: Callable[Concatenate[S, P], None], name: str, doc: str
 ) -> Callable[Concatenate[S, P], None]:
     """Return another verb of the same plan."""
-    return _named(inspect.unwrap(verb), name, doc)
-
-
-def _named(
-    plan: Callable[Concatenate[S, str, P], Plan], name: str, doc: str | None
-) -> Callable[Concatenate[S, P], None]:
-    def verb(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        start, deliver = plan(self, name, *args, **kwargs)
-        deliver(start(self._comm))
-
-    return _described(verb, plan, name, doc, "None")
+    return _verb(inspect.unwrap(verb), name, doc)
 
 
 def _started(verb: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], Request]:

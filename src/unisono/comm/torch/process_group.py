@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import call as calls
-from unisono.comm.arguments import check_no_overlap
+from unisono.comm.arguments import check_no_overlap, check_rank
 from unisono.comm.call import Call
 from unisono.comm.engines.base import Blocks, Engine, How, Ticket
 from unisono.comm.groups import GroupEntry
@@ -38,34 +38,6 @@ from unisono.errors import UnisonoError
 Kernels = Sequence[Callable[..., Ticket | None]]
 """Kernels of the engine with their tensors; they take `async_op` and `timeout_s`."""
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class NcclBeside:
-    """The nccl group beside one of ours: CUDA tensors of the same ranks go there.
-
-    Args:
-        store: store of the group, under a prefix of this group alone.
-        rank: own rank in the group.
-        size: ranks of the group.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._where = dist.PrefixStore("nccl", store), rank, size
-        self._group: Any = None
-
-    def group(self, timeout: timedelta) -> Any:
-        """Return the nccl group. Collective over the ranks when it is made."""
-        if self._group is None:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(*self._where, options)
-        return self._group
-
-    def shutdown(self) -> None:
-        """End the group, if there is one."""
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
 
 
 def _by_device(method: Method) -> Method:
@@ -92,7 +64,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         timeout: deadline of a call where none is given.
         backend: name under which the transport is registered.
         deadline_s: what the environment says instead of `timeout`; asked for before the ranks meet.
-        beside: serves CUDA tensors.
+        store: a store of this group alone, at which an nccl group for CUDA tensors meets.
     """
 
     unisono_engine: Engine
@@ -105,14 +77,15 @@ class TransportProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         backend: str,
         deadline_s: float | None,
-        beside: NcclBeside | None = None,
+        store: dist.Store,
     ) -> None:
         super().__init__(engine.rank, engine.size)  # type: ignore[call-arg]
         self.unisono_engine = engine
         self.options = SimpleNamespace(_timeout=timeout, backend=backend)
         self._ranks = tuple(ranks)
         self._backend = backend
-        self._beside = beside
+        self._store = dist.PrefixStore("nccl", store)
+        self._nccl: Any = None
         self._group_name: str | None = None
         self._calls: Performer | None = None
         """How calls are run; made with the first one, when the group has its name."""
@@ -162,8 +135,12 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def inner_group(self, device: torch.device) -> Any:
         """Return a process group of the same ranks for tensors on `device`; made when asked for."""
-        if self._beside is not None and device.type == "cuda" and dist.is_nccl_available():
-            return self._beside.group(self.options._timeout)
+        if device.type == "cuda" and dist.is_nccl_available():
+            if self._nccl is None:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self.options._timeout
+                self._nccl = dist.ProcessGroupNCCL(self._store, self.rank(), self.size(), options)
+            return self._nccl
         raise UnisonoError.because(
             f"a collective on a {device.type} tensor in a {self._backend} group",
             f"{self._backend} moves CPU tensors",
@@ -183,8 +160,9 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group; calls under way end first. Called by `destroy_process_group`."""
-        if self._beside is not None:
-            self._beside.shutdown()
+        if self._nccl is not None:
+            self._nccl.shutdown()
+            self._nccl = None
         if dist.is_initialized() and dist.group.WORLD is self:
             watchdog.stop()
         self.unisono_engine.close()
@@ -256,10 +234,17 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def _timeout_s(self, opts: Any) -> float:
         """Return the deadline of a call: its own, the environment's, the group's."""
-        given = staging.given_timeout_s(opts)
-        if given is not None:
-            return given
+        given = getattr(opts, "timeout", None)
+        if isinstance(given, timedelta) and given.total_seconds() > 0:
+            return given.total_seconds()
         return self._deadline_s or self.options._timeout.total_seconds()
+
+    def _root(self, opts: Any, what: str, call: str) -> int:
+        """Return the root of a call, checked: torch passes on what it is given."""
+        return self._peer(int(opts.rootRank), what, call)
+
+    def _peer(self, rank: int, what: str, call: str) -> int:
+        return check_rank(rank, self.size(), what, f"torch.distributed.{call}")
 
     # -- reductions -----------------------------------------------------------------------------
 
@@ -292,7 +277,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     @_by_device
     def reduce(self, tensors: Blocks, opts: Any) -> Work:
         """Replace each tensor on the root by its reduction; leaves the others' as they are."""
-        root = staging.check_member(int(opts.rootRank), self.size(), "dst", "reduce")
+        root = self._root(opts, "dst", "reduce")
         return self._reduce("reduce", _listed(tensors), opts, root)
 
     def _reduce(self, name: str, xs: list[Tensor], opts: Any, root: int | None = None) -> Work:
@@ -302,7 +287,6 @@ class TransportProcessGroup(dist.ProcessGroup):
             check_no_overlap(x, name)
             check_op(op, x.dtype)
         targets = Targets(xs, keep=True)
-
         kernels = [
             partial(engine.all_reduce_, x, op)
             if root is None
@@ -332,12 +316,12 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, outs: list[Tensor], ins: Sequence[Blocks], opts: Any) -> Work:
         op, engine = staging.op_name(opts), self.unisono_engine
-        staging.check_pairs(outs, ins, "reduce_scatter")
+        staging.check_count(outs, len(ins), "output", "reduce_scatter")
         for out, blocks in zip(outs, ins, strict=True):
             check_op(op, out.dtype)
-            staging.check_one_each(blocks, self.size(), "input", "reduce_scatter")
+            staging.check_count(blocks, self.size(), "input", "reduce_scatter")
             staging.check_one_dtype((out, *blocks), "reduce_scatter")
-            staging.check_same_bytes([out], [blocks[self.rank()]], "reduce_scatter")
+            staging.check_same_bytes(out, blocks[self.rank()], "reduce_scatter")
         targets = Targets(outs)
         kernels = [
             partial(engine.reduce_scatter, out, [source(block) for block in blocks], op)
@@ -352,7 +336,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Blocks, opts: Any) -> Work:
         """Replace each tensor by the root's."""
         xs, engine = _listed(tensors), self.unisono_engine
-        root = staging.check_member(int(opts.rootRank), self.size(), "src", "broadcast")
+        root = self._root(opts, "src", "broadcast")
         for x in xs:
             check_no_overlap(x, "broadcast")
         targets = Targets(xs, keep=True)
@@ -367,14 +351,14 @@ class TransportProcessGroup(dist.ProcessGroup):
     @_by_device
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Fill `output` with the inputs of all ranks, one after the other."""
-        return self._all_gather_into([output], [input], opts)
+        return self._all_gather([[output]], [input], opts, is_joined=True)
 
     @_by_device
     def all_gather_single_coalesced(
         self, outputs: Blocks, inputs: Blocks, opts: Any = None
     ) -> Work:
         """Do `all_gather_single` for each pair."""
-        return self._all_gather_into(list(outputs), list(inputs), opts)
+        return self._all_gather([[out] for out in outputs], list(inputs), opts, is_joined=True)
 
     @_by_device
     def allgather_coalesced(
@@ -382,36 +366,30 @@ class TransportProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Fill `output_lists[q][i]` with input `i` of rank `q`."""
         for row in output_lists:
-            staging.check_pairs(row, inputs, "all_gather_coalesced")
+            staging.check_count(row, len(inputs), "output", "all_gather_coalesced")
         outputs = [[row[i] for row in output_lists] for i in range(len(inputs))]
         return self._all_gather(outputs, list(inputs), opts)
 
-    def _all_gather(self, outputs: Sequence[Blocks], xs: list[Tensor], opts: Any) -> Work:
-        size = self.size()
-        staging.check_pairs(outputs, xs, "all_gather")
-        for outs, x in zip(outputs, xs, strict=True):
-            staging.check_one_each(outs, size, "output", "all_gather")
-            staging.check_one_dtype((x, *outs), "all_gather")
-            staging.check_same_bytes([outs[self.rank()]], [x], "all_gather")
-        targets = Targets([out for outs in outputs for out in outs])
-        rows = [targets.tensors[i * size : (i + 1) * size] for i in range(len(xs))]
-        return self._gather_rows(rows, xs, targets, opts)
-
-    def _all_gather_into(self, outs: list[Tensor], xs: list[Tensor], opts: Any) -> Work:
-        staging.check_pairs(outs, xs, "all_gather")
-        for out, x in zip(outs, xs, strict=True):
-            staging.check_one_dtype((out, x), "all_gather")
-            staging.check_same_bytes([out], [x], "all_gather", self.size())
-        targets = Targets(outs)
-        rows = [cut_evenly(out, self.size(), "all_gather") for out in targets.tensors]
-        return self._gather_rows(rows, xs, targets, opts)
-
-    def _gather_rows(
-        self, rows: Sequence[Blocks], xs: list[Tensor], targets: Targets, opts: Any
+    def _all_gather(
+        self, outputs: Sequence[Blocks], xs: list[Tensor], opts: Any, *, is_joined: bool = False
     ) -> Work:
+        """Gather each of `xs` into a list of outputs; `is_joined`: one output for all ranks."""
+        size, engine = self.size(), self.unisono_engine
+        staging.check_count(outputs, len(xs), "output", "all_gather")
+        for outs, x in zip(outputs, xs, strict=True):
+            staging.check_count(outs, 1 if is_joined else size, "output", "all_gather")
+            staging.check_one_dtype((x, *outs), "all_gather")
+            own, times = (outs[0], size) if is_joined else (outs[self.rank()], 1)
+            staging.check_same_bytes(own, x, "all_gather", times)
+        targets = Targets([out for outs in outputs for out in outs])
+        rows = [
+            cut_evenly(targets.tensors[i], size, "all_gather")
+            if is_joined
+            else targets.tensors[i * size : (i + 1) * size]
+            for i in range(len(xs))
+        ]
         kernels = [
-            partial(self.unisono_engine.all_gather, outs, source(x))
-            for outs, x in zip(rows, xs, strict=True)
+            partial(engine.all_gather, outs, source(x)) for outs, x in zip(rows, xs, strict=True)
         ]
         return self._submit("all_gather", kernels, targets, opts, brought=xs)
 
@@ -419,10 +397,10 @@ class TransportProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Blocks], inputs: Blocks, opts: Any) -> Work:
         """Fill the outputs of the root with the inputs of all ranks."""
         x = inputs[0]
-        root = staging.check_member(int(opts.rootRank), self.size(), "dst", "gather")
+        root = self._root(opts, "dst", "gather")
         outs = list(outputs[0]) if self.rank() == root else None
         if outs is not None:
-            staging.check_one_each(outs, self.size(), "output", "gather")
+            staging.check_count(outs, self.size(), "output", "gather")
             staging.check_one_dtype((x, *outs), "gather")
         targets = Targets(outs or [])
         received = targets.tensors if outs is not None else None
@@ -433,10 +411,10 @@ class TransportProcessGroup(dist.ProcessGroup):
     def scatter(self, outputs: Blocks, inputs: Sequence[Blocks], opts: Any) -> Work:
         """Fill the output of each rank with its input on the root."""
         out = outputs[0]
-        root = staging.check_member(int(opts.rootRank), self.size(), "src", "scatter")
+        root = self._root(opts, "src", "scatter")
         ins = list(inputs[0]) if self.rank() == root else None
         if ins is not None:
-            staging.check_one_each(ins, self.size(), "input", "scatter")
+            staging.check_count(ins, self.size(), "input", "scatter")
             staging.check_one_dtype((out, *ins), "scatter")
         targets = Targets([out])
         sent = [source(block) for block in ins] if ins is not None else None
@@ -446,11 +424,12 @@ class TransportProcessGroup(dist.ProcessGroup):
     @_by_device
     def alltoall(self, outputs: Blocks, inputs: Blocks, opts: Any = None) -> Work:
         """Fill output `q` with what rank `q` has for this rank."""
-        staging.check_one_each(outputs, self.size(), "output", "all_to_all")
-        staging.check_one_each(inputs, self.size(), "input", "all_to_all")
+        staging.check_count(outputs, self.size(), "output", "all_to_all")
+        staging.check_count(inputs, self.size(), "input", "all_to_all")
         staging.check_one_dtype((*outputs, *inputs), "all_to_all")
-        targets, dense = Targets(outputs), [source(block) for block in inputs]
-        return self._swap(targets.tensors, dense, targets, inputs, opts)
+        targets, ins = Targets(outputs), [source(block) for block in inputs]
+        kernel = partial(self.unisono_engine.all_to_all, targets.tensors, ins)
+        return self._submit("all_to_all", [kernel], targets, opts, brought=inputs)
 
     @_by_device
     def all_to_all_single(
@@ -462,19 +441,12 @@ class TransportProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Exchange blocks of rows; no sizes means equal blocks."""
-        size, x = self.size(), source(input)
+        size, x, targets = self.size(), source(input), Targets([output])
         staging.check_one_dtype((output, x), "all_to_all_single")
         ins = cut_rows(x, input_split_sizes, size, "all_to_all_single input")
-        staging.row_sizes(output, output_split_sizes, size, "all_to_all_single output")
-        targets = Targets([output])
-        outs = cut_rows(targets.tensors[0], output_split_sizes, size, "output")
-        return self._swap(outs, ins, targets, [x], opts)
-
-    def _swap(
-        self, outs: Blocks, ins: Blocks, targets: Targets, brought: Blocks, opts: Any
-    ) -> Work:
+        outs = cut_rows(targets.tensors[0], output_split_sizes, size, "all_to_all_single output")
         kernel = partial(self.unisono_engine.all_to_all, outs, ins)
-        return self._submit("all_to_all", [kernel], targets, opts, brought=brought)
+        return self._submit("all_to_all", [kernel], targets, opts, brought=[x])
 
     def barrier(self, opts: Any = None) -> Work:
         """Return when all ranks have come."""
@@ -492,7 +464,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     @_by_device
     def send(self, tensors: Blocks, dst: int, tag: int = 0) -> Work:
         """Send a tensor to a rank of the group."""
-        staging.check_member(dst, self.size(), "dst", "send")
+        self._peer(dst, "dst", "send")
         x = source(tensors[0])
         kernel = partial(self.unisono_engine.exchange, [(dst, x)], [], tag, **self._later)
         return self._message("send", x, kernel, Targets([x]), to=(dst,))
@@ -500,7 +472,7 @@ class TransportProcessGroup(dist.ProcessGroup):
     @_by_device
     def recv(self, tensors: Blocks, src: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank of the group."""
-        staging.check_member(src, self.size(), "src", "recv")
+        self._peer(src, "src", "recv")
         targets = Targets(tensors[:1])
         awaited = [(src, targets.tensors[0])]
         kernel = partial(self.unisono_engine.exchange, [], awaited, tag, **self._later)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.comm.arguments import check_sizes, dense
-from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
+from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 
 OPS: dict[Any, str] = {
     dist.ReduceOp.SUM: "sum",
@@ -34,13 +33,6 @@ def op_name(options: Any) -> str:
             f"a reduction with {wanted}", f"known here: {', '.join(OPS.values())}"
         )
     return name
-
-
-def given_timeout_s(options: Any) -> float | None:
-    """Return the deadline in an options object, None where the caller set none."""
-    timeout = getattr(options, "timeout", None)
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
-    return seconds if seconds > 0 else None
 
 
 def source(x: Tensor) -> Tensor:
@@ -92,19 +84,6 @@ def check_dense(x: Tensor) -> None:
         )
 
 
-def check_member(rank: int, size: int, what: str, call: str) -> int:
-    """Return `rank` if it is one of a group of `size`; torch passes on what it is given."""
-    if 0 <= rank < size:
-        return rank
-    ranks = f"{size} ranks, 0 to {size - 1}" if size > 1 else "one rank, 0"
-    raise MeshError.because(
-        f"torch.distributed.{call} with {what} {rank}",
-        f"the group has {ranks}",
-        f"0 <= {rank} < {size} does not hold",
-        f"{what}=0, a rank of the world, or group_{what}=0, a rank of the group",
-    )
-
-
 def cut_evenly(x: Tensor, parts: int, what: str) -> list[Tensor]:
     """Return `parts` equal flat pieces of a contiguous tensor."""
     return list(x.view(-1).split_with_sizes(_equal(x.numel(), parts, what, "elements")))
@@ -112,15 +91,11 @@ def cut_evenly(x: Tensor, parts: int, what: str) -> list[Tensor]:
 
 def cut_rows(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[Tensor]:
     """Return the blocks of rows of a contiguous tensor; no sizes means equal ones."""
-    return list((x if x.dim() else x.view(1)).split_with_sizes(row_sizes(x, sizes, parts, what)))
-
-
-def row_sizes(x: Tensor, sizes: Sequence[int], parts: int, what: str) -> list[int]:
-    """Return the lengths of the blocks of rows of `x`, checked; no sizes means equal ones."""
-    rows = x.shape[0] if x.dim() else 1
+    rows = x if x.dim() else x.view(1)
     if not sizes:
-        return _equal(rows, parts, what, "rows")
-    return list(check_sizes(sizes, parts, what, total=rows, what="split sizes"))
+        return list(rows.split_with_sizes(_equal(len(rows), parts, what, "rows")))
+    checked = check_sizes(sizes, parts, what, total=len(rows), what="split sizes")
+    return list(rows.split_with_sizes(checked))
 
 
 def _equal(count: int, parts: int, what: str, things: str) -> list[int]:
@@ -134,24 +109,14 @@ def _equal(count: int, parts: int, what: str, things: str) -> list[int]:
     return [count // parts] * parts
 
 
-def check_one_each(tensors: Sequence[Tensor], size: int, what: str, call: str) -> None:
-    """Refuse a list that does not hold one tensor for each of `size` ranks."""
-    if len(tensors) != size:
+def check_count(given: Sequence[object], wanted: int, what: str, call: str) -> None:
+    """Refuse a list that does not hold `wanted` tensors: one per rank, or per input."""
+    if len(given) != wanted:
         raise PartitionError.because(
-            f"torch.distributed.{call} with a list of {len(tensors)} {what} tensors",
-            f"the group has {size} rank{'s' if size > 1 else ''}",
-            f"{len(tensors)} != {size}",
-            "one tensor for each rank of the group, in rank order",
-        )
-
-
-def check_pairs(outs: Sequence[object], ins: Sequence[object], call: str) -> None:
-    """Refuse another number of outputs than inputs."""
-    if len(outs) != len(ins):
-        raise PartitionError.because(
-            f"torch.distributed.{call} of {len(ins)} inputs into {len(outs)} outputs",
-            "every input needs its output",
-            f"{len(ins)} != {len(outs)}",
+            f"torch.distributed.{call} with a list of {len(given)} {what} tensors",
+            f"{wanted} are needed: one per rank of the group, or one output per input",
+            f"{len(given)} != {wanted}",
+            "one tensor for each, in order",
         )
 
 
@@ -168,19 +133,15 @@ def check_one_dtype(tensors: Iterable[Tensor], what: str) -> None:
         )
 
 
-def check_same_bytes(
-    outs: Sequence[Tensor], ins: Sequence[Tensor], what: str, times: int = 1
-) -> None:
+def check_same_bytes(out: Tensor, x: Tensor, what: str, times: int = 1) -> None:
     """Refuse an output that does not hold `times` the bytes of its input."""
-    for out, block in zip(outs, ins, strict=True):
-        have, want = block.nbytes, out.nbytes
-        if times * have != want:
-            factor = f"{times} * " if times > 1 else ""
-            raise PartitionError.because(
-                f"{what} of {list(block.shape)} {block.dtype} into {list(out.shape)} {out.dtype}",
-                "input and output of this rank have different sizes",
-                f"{factor}{have} bytes != {want} bytes",
-            )
+    if times * x.nbytes != out.nbytes:
+        factor = f"{times} * " if times > 1 else ""
+        raise PartitionError.because(
+            f"{what} of {list(x.shape)} {x.dtype} into {list(out.shape)} {out.dtype}",
+            "input and output of this rank have different sizes",
+            f"{factor}{x.nbytes} bytes != {out.nbytes} bytes",
+        )
 
 
 def wrong_message(

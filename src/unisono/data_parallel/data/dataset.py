@@ -19,8 +19,8 @@ from torch import Tensor
 
 from unisono.comm import Communicator, Pending
 from unisono.data_parallel.ranks import communicator_of, on_device
-from unisono.errors import PartitionError, explain
-from unisono.expect import expect, expect_int
+from unisono.errors import PartitionError
+from unisono.expect import expect, expect_int, refusal
 from unisono.topology import decompose
 
 A = TypeVar("A", Tensor, np.ndarray)
@@ -44,12 +44,11 @@ def local_rows(array: object, asked: str) -> Tensor:
     else:
         rows = getattr(array, "larray", None)
     if not isinstance(rows, Tensor):
-        raise TypeError(
-            explain(
-                f"{asked} of {type(array).__name__}",
-                "no array",
-                hint="a torch tensor, a numpy array, or an object whose .larray is the local one",
-            )
+        raise refusal(
+            TypeError,
+            f"{asked} of {type(array).__name__}",
+            "no array",
+            hint="a torch tensor, a numpy array, or an object whose .larray is the local one",
         )
     split = 0 if isinstance(array, Tensor | np.ndarray) else getattr(array, "split", 0)
     if split != 0:
@@ -80,8 +79,8 @@ def shard(x: A, *, axis: int = 0, comm: object = None) -> A:
     [0, 1, 2, 3, 4]
     """
     if not isinstance(x, Tensor | np.ndarray):
-        raise TypeError(
-            explain(f"shard of {type(x).__name__}", "no array", hint="a tensor or a numpy array")
+        raise refusal(
+            TypeError, f"shard of {type(x).__name__}", "no array", hint="a tensor or a numpy array"
         )
     if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise PartitionError.because(
@@ -133,8 +132,8 @@ def _steps_of(transforms: Transforms) -> tuple[Callable[[Any], Any], ...]:
         tuple(transforms) if isinstance(transforms, list | tuple) else (transforms,)
     )
     if not all(callable(step) for step in steps):
-        raise TypeError(
-            explain(f"transforms={transforms!r}", "not callable", hint="a callable or a list")
+        raise refusal(
+            TypeError, f"transforms={transforms!r}", "not callable", hint="a callable or a list"
         )
     return steps
 

@@ -10,8 +10,7 @@ import torch.utils.data
 
 from unisono.comm import world
 from unisono.data_parallel.data.dataset import Dataset, dataset_irecv, generator_of
-from unisono.errors import explain
-from unisono.expect import expect
+from unisono.expect import expect, refusal
 
 
 class DataLoader:
@@ -62,12 +61,11 @@ class DataLoader:
         expect("shuffle", shuffle, bool)
         if not isinstance(dataset, torch.utils.data.Dataset):
             if not hasattr(dataset, "larray"):
-                raise TypeError(
-                    explain(
-                        f"DataLoader of {type(dataset).__name__}",
-                        "not a dataset",
-                        hint="DataLoader(Dataset(x)), where x holds this rank's rows",
-                    )
+                raise refusal(
+                    TypeError,
+                    f"DataLoader of {type(dataset).__name__}",
+                    "not a dataset",
+                    hint="DataLoader(Dataset(x)), where x holds this rank's rows",
                 )
             dataset = Dataset(dataset)
         self.dataset: Any = dataset
@@ -123,12 +121,11 @@ class DataLoader:
             self._first_iter = self._first_iter and epoch == self.epoch
             self.epoch = epoch
         elif epoch < self.epoch:
-            raise ValueError(
-                explain(
-                    f"go_to_epoch({epoch})",
-                    f"{self.epoch} epochs were begun, and their shuffles are not undone",
-                    hint="make the loader anew",
-                )
+            raise refusal(
+                ValueError,
+                f"go_to_epoch({epoch})",
+                f"{self.epoch} epochs were begun, and their shuffles are not undone",
+                hint="make the loader anew",
             )
         while self.epoch < epoch:
             self.begin_epoch()

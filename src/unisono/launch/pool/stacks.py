@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
-from unisono.errors import UnisonoError, name_ranks
+from unisono.errors import UnisonoError, name_ranks, ranks_by_text
 from unisono.launch.logs import size_of, text_from
 
 FRAMES = "UNISONO_FRAMES"
@@ -305,12 +305,11 @@ def site_of(error: BaseException) -> str:
 
 def grouped(stacks: Mapping[int, str], first: int | None = None) -> str:
     """Write the stacks of several ranks; equal ones once, those of rank `first` at the top."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank in sorted(stacks, key=lambda r: (r != first, r)):
-        # Thread numbers differ between processes that stand at the same place.
-        text = re.sub(r"0x[0-9a-f]{8,}", "0x...", stacks[rank])
-        ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"--- {name_ranks(ranks)}\n{text}" for text, ranks in ranks_of.items())
+    order = sorted(stacks, key=lambda rank: (rank != first, rank))
+    # Thread numbers differ between processes that stand at the same place.
+    texts = {rank: re.sub(r"0x[0-9a-f]{8,}", "0x...", stacks[rank]) for rank in order}
+    found = ranks_by_text(texts).items()
+    return "\n".join(f"--- {name_ranks(ranks)}\n{text}" for text, ranks in found)
 
 
 def outside_collectives(stacks: Mapping[int, str]) -> list[int]:

@@ -52,6 +52,17 @@ def check_large_and_empty_blocks_of_all_moves_whole_and_in_pieces():
         e.channel.chunk_bytes = before
 
 
+def check_a_gather_into_memory_that_lies_otherwise_on_each_rank():
+    """In one piece on rank 0, apart on the others: all must make the same call of MPI."""
+    e = engine()
+    for n in (3, LARGE):
+        outs = [torch.empty(n + 8)[:n] for _ in range(e.size)]
+        if e.rank == 0:
+            outs = list(torch.empty(e.size * n).split(n))
+        e.all_gather(outs, block(e.rank, n), **DEADLINE)
+        assert all(torch.equal(out, block(r, n)) for r, out in enumerate(outs))
+
+
 def check_a_gather_into_a_slice_of_its_own_output():
     e = engine()
     for n in (3, LARGE):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import itertools
 import os
 from pathlib import Path
@@ -18,61 +19,13 @@ import torch.distributed as dist
 HERE = Path(__file__).parent
 OWN = ("kernels", "verbs", "trouble", "worlds")
 """Files with checks of MPI alone, in the order in which they run; `worlds` ends the world."""
-TORCH_CASES = (
-    "test_ddp_trains_as_one_process_does",
-    "test_ddp_with_no_sync_accumulates_locally",
-    "test_ddp_with_unused_parameters_and_join_of_uneven_inputs",
-    "test_ddp_compression_hooks_keep_ranks_together",
-    "test_ddp_with_a_hook_that_issues_a_collective_in_its_callback",
-    "test_ddp_forces_by_double_backward",
-    "test_fully_shard_trains_as_one_process_does",
-    "test_fully_shard_on_a_two_dimensional_mesh_in_bfloat16",
-    "test_fsdp1_trains_as_one_process_does",
-    "test_dtensor_matmul_redistribute_uneven_and_second_derivative",
-    "test_tensor_parallel_column_row_and_sequence",
-    "test_distributed_checkpoint_saves_loads_and_saves_in_the_background",
-    "test_zero_redundancy_optimizer_steps_and_consolidates",
-    "test_functional_collectives_eager_with_first_and_second_derivative",
-    "test_functional_collectives_compiled_by_aot_eager",
-    "test_object_collectives_and_batched_messages",
-    "test_coalescing_manager_joins_reductions_gathers_and_scatters",
-    "test_device_mesh_of_two_axes_and_subgroups",
-    "test_one_forward_one_backward_pipeline",
-)
-KERNEL_CASES = (
-    "test_all_reduce_of_every_dtype_and_size",
-    "test_all_reduce_and_reduce_with_every_operation",
-    "test_broadcast_from_each_rank",
-    "test_all_gather_and_gather_of_uneven_blocks",
-    "test_scatter_of_uneven_blocks_from_each_rank",
-    "test_reduce_scatter_of_uneven_blocks_also_in_place",
-    "test_all_to_all_of_uneven_blocks",
-    "test_ints_and_barrier",
-    "test_calls_without_waiting_end_in_the_order_in_which_they_were_issued",
-    "test_half_precision_sums_are_rounded_once",
-    "test_sum64_carries_float32_in_float64",
-    "test_all_ranks_get_the_same_bits_and_the_sum_in_rank_order",
-    "test_an_undefined_reduction_is_refused_and_leaves_the_group_intact",
-)
-STYLE_CASES = (
-    "test_reductions_and_scans_of_every_op_and_dtype_equal_numpy",
-    "test_half_precision_sums_are_sums_and_in_place_numpy_and_shapes_of_one_size_work",
-    "test_bcast_gathers_and_scatters_along_every_axis_equal_numpy",
-    "test_blocks_of_different_lengths_go_to_their_displacements",
-    "test_gathers_in_place_take_the_own_block_from_the_receive_buffer",
-    "test_alltoall_turns_an_array_split_along_one_axis_into_one_split_along_another",
-    "test_alltoall_along_one_axis_exchanges_blocks_also_uneven_ones",
-    "test_messages_match_by_source_and_tag_in_the_order_of_sending",
-    "test_messages_into_strided_buffers_of_other_dtypes_and_without_elements",
-    "test_receives_posted_early_complete_inside_other_waits",
-    "test_a_synchronous_send_waits_for_its_receive_and_a_plain_one_does_not",
-    "test_sends_beyond_the_buffer_wait_for_receivers_and_serve_own_receives_meanwhile",
-    "test_messages_that_do_not_fit_are_refused_and_the_next_one_arrives",
-    "test_a_receive_that_nobody_serves_ends_with_a_report",
-    "test_split_orders_by_key_and_contexts_keep_messages_apart",
-    "test_objects_travel_and_wrong_counts_are_refused_alike_on_all_ranks",
-    "test_several_collectives_under_way_may_be_completed_in_any_order",
-)
+BORROWED = {
+    "engines/test_shm_kernels.py": "shm",
+    "engines/test_torch_on_shm.py": "shm",
+    "test_mpi_style.py": ["gloo", "shm"],
+    "test_verbs.py": ["gloo", "shm"],
+}
+"""Files whose tests are run here too: those marked with these backends that need no fixture."""
 _WAYS = ("plain", "in_pieces", "native")
 """Ways to do a kernel over MPI, where the tests of shared memory have large and small slots."""
 
@@ -103,22 +56,26 @@ def engine_made(way):
 
 def cases(size):
     """Return name and function of each check for a world of `size` ranks, in order."""
-    torch_tests = load(HERE.parent / "test_torch_on_shm.py")
-    kernel_tests = load(HERE.parent / "test_shm_kernels.py")
-    kernel_tests.engine_made = engine_made
-    found = []
-    style_tests = load(HERE.parents[1] / "test_mpi_style.py")
-    for module, names in (
-        (kernel_tests, KERNEL_CASES),
-        (torch_tests, TORCH_CASES),
-        (style_tests, STYLE_CASES),
-    ):
-        for name in names:
-            found += _borrowed(getattr(module, name), size)
+    found = borrowed(size)
     for stem in OWN:
         for name, function in vars(load(HERE / f"{stem}.py")).items():
             if name.startswith("check_") and size in getattr(function, "sizes", (size,)):
                 found.append((name.removeprefix("check_"), function))
+    return found
+
+
+def borrowed(size):
+    """Return name and function of each test of other files for `size` ranks, in order."""
+    found = []
+    for file, backends in BORROWED.items():
+        module = load(HERE.parents[1] / file)
+        if hasattr(module, "engine_made"):
+            module.engine_made = engine_made
+        for name, test in list(vars(module).items()):
+            marks = {mark.name: mark for mark in getattr(test, "pytestmark", ())}
+            is_test = name.startswith("test_") and "ranks" in marks
+            if is_test and marks["ranks"].kwargs.get("backend") == backends:
+                found += _borrowed(test, size)
     return found
 
 
@@ -134,6 +91,8 @@ def _borrowed(test, size):
             argument, values = mark.args[:2]
             values = _WAYS if argument == "way" else values
             choices.append([(argument, value) for value in values])
+    if set(inspect.signature(test).parameters) != {choice[0][0] for choice in choices}:
+        return []  # it asks for a fixture
     found = []
     for chosen in itertools.product(*choices):
         words = "-".join(str(value) for _, value in chosen)

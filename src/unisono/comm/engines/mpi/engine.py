@@ -250,6 +250,7 @@ class MpiEngine(QueuedEngine):
         is_exact = not is_float or (
             self.size == 2 and x.dtype.itemsize >= 4 and op in ("sum", "mean")
         )
+        is_exact &= x.dtype != torch.complex32  # which numpy, and so MPI, does not know
         if not x.numel() or (forced != "native" and (forced is not None or not is_exact)):
             super()._all_reduce(x, op)
             return
@@ -276,19 +277,28 @@ class MpiEngine(QueuedEngine):
         channel.finish()
 
     def _all_gather(self, outs: Blocks, x: Tensor, alike: int = 0) -> None:
-        """MPI passes blocks on among many ranks if they lie behind each other in memory."""
+        """MPI passes blocks on among many ranks if they lie behind each other in memory.
+
+        What a rank calls must follow from the sizes alone, which all ranks know: blocks that lie
+        apart here, and perhaps nowhere else, are received side by side and copied.
+        """
         channel, sizes = self.channel, [out.nbytes for out in outs]
-        if not _is_one_stretch(outs):
+        if sum(sizes) > MAX_BYTES:
             self._all_to_all(outs, [x] * self.size)
             return
         if x.numel() and x.data_ptr() == outs[self.rank].data_ptr():
             x = x.clone()  # MPI wants all ranks, or none, to work in place
-        first = next((out for out in outs if out.numel()), outs[0])
+        is_apart = not _is_one_stretch(outs)
+        joined = torch.empty(sum(sizes), dtype=torch.uint8) if is_apart else None
+        first = next((out for out in outs if out.numel()), outs[0]) if joined is None else joined
         places = list(itertools.accumulate(sizes[:-1], initial=0))
         channel.hold(outs)
         received = [channel.memory(first, 0, sum(sizes)), (sizes, places), channel.mpi.BYTE]
         channel.start(channel.comm.Iallgatherv, [channel.memory(x), channel.mpi.BYTE], received)
         channel.finish()
+        if joined is not None:
+            for out, block in zip(outs, joined.split(sizes), strict=True):
+                bytes_of(out).copy_(block)
 
     def _all_to_all(self, outs: Blocks, ins: Blocks) -> None:
         channel = self.channel
@@ -396,8 +406,7 @@ class MpiEngine(QueuedEngine):
 
 
 def _is_one_stretch(blocks: Blocks) -> bool:
-    """Whether the blocks lie behind each other in memory, short enough to be counted by MPI."""
+    """Whether the blocks lie behind each other in memory."""
     present = [block for block in blocks if block.numel()]
     ends = [block.data_ptr() + block.nbytes for block in present]
-    follows = all(end == block.data_ptr() for end, block in zip(ends, present[1:], strict=False))
-    return follows and sum(block.nbytes for block in present) <= MAX_BYTES
+    return all(end == block.data_ptr() for end, block in zip(ends, present[1:], strict=False))

@@ -40,7 +40,7 @@ from unisono.comm.health import watchdog
 from unisono.comm.lifecycle import say_returned
 from unisono.comm.machine import first_reachable, host_id, own_addresses
 from unisono.comm.torch import private
-from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
+from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.environment import Environment
 from unisono.errors import MeshError, RankTimeout, UnisonoError
 
@@ -105,8 +105,8 @@ class MpiProcessGroup(TransportProcessGroup):
             self.communicator = channel.comm
             engine = MpiEngine(channel, name, store, _depart)
             _watch_over(engine)
-        beside = NcclBeside(dist.PrefixStore(f"mpi/{nonce}", store), rank, size)
-        super().__init__(engine, ranks, timeout, BACKEND, deadline_s, beside)
+        own = dist.PrefixStore(f"mpi/{nonce}", store)
+        super().__init__(engine, ranks, timeout, BACKEND, deadline_s, own)
 
 
 def _world_communicator(mpi: Any) -> MPI.Intracomm:

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -99,7 +98,8 @@ class ShmEngine(TransportEngine):
         self._kind = segment.ticket.kind
         self._max_bytes = math.inf if max_mb is None else max_mb * _MB
         self._segment_bytes = common + size * own
-        self._buffers: dict[int, _Buffer] = {}
+        self._buffers: dict[int, int] = {}
+        """Bytes of each shared buffer whose tensor lives on this rank."""
         self._touched: set[int] = set()
         self._kept: deque[Any] = deque()
         self.watch = Watch(rank, ranks, processes)
@@ -135,11 +135,9 @@ class ShmEngine(TransportEngine):
         )
         return None if started is None else self._keep(started)
 
-    def reduce_(
-        self, x: Tensor, dst: int, op: str, *, async_op: bool, timeout_s: float
-    ) -> Ticket | None:
+    def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`; leaves `x` as it is on the other ranks."""
-        return self.all_reduce_(x, op, async_op=async_op, timeout_s=timeout_s, root=dst)
+        return self.all_reduce_(x, op, root=dst, **how)
 
     def _collective(
         self, call: Callable[..., Any], tensors: object, how: How, *args: object
@@ -309,7 +307,7 @@ class ShmEngine(TransportEngine):
         # Only now, when every rank has taken the memory of its own region.
         core.load().populate(segment.address, total)
         place = self._core.add_buffer(segment.address + _FIRST, stride, nbytes)
-        self._buffers[place] = _Buffer(weakref.ref(segment.memory), total, stride, own, nbytes)
+        self._buffers[place] = total
         # Without a reference to the engine, which the tensor would keep alive.
         forget = (_forget, self._core, self._buffers, place)
         weakref.finalize(segment.memory, *forget).atexit = False
@@ -318,7 +316,7 @@ class ShmEngine(TransportEngine):
 
     def _allocate(self, nbytes: int, total: int) -> tuple[Segment | None, str]:
         """Make the file of a buffer; return it, and what the other ranks need to know."""
-        held = self._segment_bytes + sum(b.total for b in list(self._buffers.values()))
+        held = self._segment_bytes + sum(list(self._buffers.values()))
         room = self._max_bytes - held
         try:
             if total > room:
@@ -332,23 +330,6 @@ class ShmEngine(TransportEngine):
         except (OSError, UnisonoError) as error:
             return None, f"no {error}"
         return segment, f"ok {segment.ticket}"
-
-    def shared_views(self, buffer: Tensor) -> list[Tensor] | None:
-        nbytes = buffer.nbytes
-        for shared in list(self._buffers.values()):
-            memory = shared.memory()
-            if memory is None:
-                continue
-            offset = buffer.data_ptr() - memory.address - shared.own
-            if offset >= 0 and offset + nbytes <= shared.nbytes:
-                starts = [_FIRST + rank * shared.stride + offset for rank in range(self.size)]
-                return [
-                    torch.frombuffer(
-                        memory, dtype=buffer.dtype, count=buffer.numel(), offset=start
-                    ).view(buffer.shape)
-                    for start in starts
-                ]
-        return None
 
     # -- trouble and the end --------------------------------------------------------------------
 
@@ -456,19 +437,7 @@ class ShmEngine(TransportEngine):
         self._buffers.clear()
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    """A shared buffer, while this rank's tensor lives."""
-
-    memory: weakref.ref[Any]
-    total: int
-    stride: int
-    own: int
-    """Where the region of this rank begins."""
-    nbytes: int
-
-
-def _forget(group: Any, buffers: dict[int, _Buffer], place: int) -> None:
+def _forget(group: Any, buffers: dict[int, int], place: int) -> None:
     group.drop_buffer(place)
     buffers.pop(place, None)
 

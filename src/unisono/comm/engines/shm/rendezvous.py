@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,25 +20,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm.arguments import environment_timeout_s
+from unisono.comm.arguments import environment_timeout_s, number_from_environment
 from unisono.comm.engines.base import Engine, SelfEngine
 from unisono.comm.engines.hosts import HostsEngine, Network
 from unisono.comm.engines.queued import JobQueue
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.engines.shm.segment import KINDS, NONCE_BYTES, Segment, Ticket
+from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
 from unisono.comm.health import mark_as_news
 from unisono.comm.machine import host_id, is_card_dead, own_card, pid_namespace
-from unisono.comm.torch.process_group import NcclBeside, TransportProcessGroup
+from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 
 _log = logging.getLogger("unisono")
 _PEERS_S = 0.05
 _PAGE = 4096
 _MB = 1 << 20
-_MAGIC = 0x756E69736F6E6F  # "unisono"
-_CONSTANTS = struct.Struct("4Q")
-"""Magic, version, ranks and bytes of a slot; they follow the nonce."""
 
 DEFAULT_SLOT_KB = 1024
 MIN_SLOT_BYTES = 4096
@@ -68,6 +64,7 @@ class Meeting:
         processes: process id and start time of each of them.
         nonce: a word of this group alone.
         segment: segment of the own host; None if this rank is alone there.
+        slot_bytes: size of the slots in it.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -75,27 +72,17 @@ class Meeting:
     processes: tuple[tuple[int, int], ...]
     nonce: str
     segment: Segment | None
+    slot_bytes: int
 
 
 def memory_id() -> str:
-    """Return a word shared by the processes that can share memory with this one."""
+    """Return a word shared by the processes that can share memory with this one.
+
+    Those with another version of the core lay memory out in another way.
+    """
     if core.unavailable() is not None:
         return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return f"{host_id()}-{pid_namespace()}-{os.getuid()}"
-
-
-def setting(name: str, default: float | None, *, least: float) -> float | None:
-    """Return the number in an environment variable."""
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value < least:
-        raise UnisonoError.because(f"{name}={text!r}", f"not a number of at least {least:g}")
-    return value
+    return f"{host_id()}-{pid_namespace()}-{os.getuid()}-{core.VERSION}"
 
 
 class Rendezvous:
@@ -125,6 +112,7 @@ class Rendezvous:
         self._backend = backend
         self._members: list[Member] = []
         self._own_keys: list[str] = []
+        self._slot_bytes = 0
 
     def meet(self) -> Meeting:
         """Find out who shares memory with whom. Collective over the group."""
@@ -142,7 +130,8 @@ class Rendezvous:
                 hosts = _isolate(hosts, refused)
             attempt += 1
         processes = [(members[r].card[1], members[r].card[2]) for r in local]
-        return Meeting(hosts, local, tuple(processes), members[0].nonce, segment)
+        nonce = members[0].nonce
+        return Meeting(hosts, local, tuple(processes), nonce, segment, self._slot_bytes)
 
     def introduce(self, *facts: object) -> list[Member]:
         """Return what all ranks of the group tell about themselves."""
@@ -175,28 +164,31 @@ class Rendezvous:
 
     def _map(self, key: str, kind: str, local: tuple[int, ...]) -> tuple[Segment | None, str]:
         """Return the segment of the own host, or None and why there is none."""
+        size = len(local)
         if self._rank == local[0]:
             try:
-                segment = create(len(local), kind)
-                touch(segment, 0, first=True)
+                self._slot_bytes = slot_bytes = wanted_slot(size)
+                segment = Segment.create(core.load().layout(size, slot_bytes)[0], kind=kind)
+                touch(segment, size, slot_bytes, 0)
             except OSError as error:
                 self._set(key, f"none {error}")
                 return None, str(error)
             except UnisonoError as error:
                 self._set(key, f"error {error}")
                 return None, f"error {error}"
-            self._set(key, f"ticket {segment.ticket}")
+            self._set(key, f"{slot_bytes} {segment.ticket}")
             return segment, "ok"
         self._await([key], [local[0]])
         word, _, text = self._store.get(key).decode().partition(" ")
-        if word != "ticket":
+        if word in ("none", "error"):
             return None, f"error {text}" if word == "error" else text
+        self._slot_bytes = int(word)
         try:
             segment = Segment.open(Ticket.parse(text))
         except OSError as error:
             return None, str(error)
         try:
-            touch(segment, local.index(self._rank))
+            touch(segment, size, self._slot_bytes, local.index(self._rank))
         except UnisonoError as error:
             return segment, f"error {error}"
         return segment, "ok"
@@ -270,51 +262,27 @@ class Rendezvous:
                 raise mark_as_news(dead)
 
 
-def create(size: int, kind: str) -> Segment:
-    """Make the segment of a host with `size` ranks, as the environment asks for it."""
-    slot_kb = setting("UNISONO_SHM_SLOT_KB", DEFAULT_SLOT_KB, least=4) or DEFAULT_SLOT_KB
-    slot_bytes = fitting_slot(size, int(slot_kb), setting("UNISONO_SHM_MAX_MB", None, least=0))
-    module = core.load()
-    segment = Segment.create(module.layout(size, slot_bytes)[0], kind=kind)
-    constants = (_MAGIC, module.VERSION, size, slot_bytes)
-    _CONSTANTS.pack_into(memoryview(segment.memory), NONCE_BYTES, *constants)
-    return segment
-
-
-def touch(segment: Segment, rank: int, *, first: bool = False) -> None:
-    """Take the memory of a rank's own slots, and with the `first` rank what all ranks share."""
-    size, slot_bytes = read_constants(segment)
+def touch(segment: Segment, size: int, slot_bytes: int, rank: int) -> None:
+    """Take the memory of a rank's own slots, and with rank 0 what all ranks share."""
     _, common, own, _, _ = core.load().layout(size, slot_bytes)
     purpose = f"a shm group of {size} ranks with slots of {slot_bytes // 1024} KB"
-    if first:
+    if rank == 0:
         segment.reserve(0, common, purpose)
     segment.reserve(common + rank * own, own, purpose)
 
 
-def read_constants(segment: Segment) -> tuple[int, int]:
-    """Return the number of ranks of a segment and the bytes of a slot in it."""
-    magic, version, size, slot_bytes = _CONSTANTS.unpack_from(
-        memoryview(segment.memory), NONCE_BYTES
-    )
-    if (magic, version) != (_MAGIC, core.load().VERSION):
-        raise UnisonoError.because(
-            "the segment of a shm group",
-            f"layout version {version}, this process knows version {core.load().VERSION}",
-            None,
-            "run the same release of unisono on all ranks",
-        )
-    return size, slot_bytes
+def _max_mb() -> float | None:
+    return number_from_environment("UNISONO_SHM_MAX_MB", least=0)
+
+
+def wanted_slot(size: int) -> int:
+    """Return the bytes of a slot for `size` ranks, as the environment asks for it."""
+    slot_kb = number_from_environment("UNISONO_SHM_SLOT_KB", MIN_SLOT_BYTES / 1024)
+    return fitting_slot(size, int(slot_kb or DEFAULT_SLOT_KB), _max_mb())
 
 
 def fitting_slot(size: int, slot_kb: int, max_mb: float | None) -> int:
     """Return the bytes of a slot for `size` ranks: `slot_kb`, made smaller to fit `max_mb`."""
-    if slot_kb * 1024 < MIN_SLOT_BYTES:
-        raise UnisonoError.because(
-            f"UNISONO_SHM_SLOT_KB={slot_kb}",
-            f"slots are at least {MIN_SLOT_BYTES // 1024} KB",
-            None,
-            f"UNISONO_SHM_SLOT_KB={DEFAULT_SLOT_KB}",
-        )
     slot_bytes = -(-slot_kb * 1024 // _PAGE) * _PAGE
     if max_mb is None:
         return slot_bytes
@@ -377,8 +345,8 @@ class ShmProcessGroup(TransportProcessGroup):
         deadline_s = environment_timeout_s()
         ranks = tuple(ranks) or tuple(range(size))
         engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), name or "group")
-        beside = NcclBeside(dist.PrefixStore(f"shm/{nonce}", store), rank, size)
-        super().__init__(engine, ranks, timeout, "shm", deadline_s, beside)
+        own = dist.PrefixStore(f"shm/{nonce}", store)
+        super().__init__(engine, ranks, timeout, "shm", deadline_s, own)
 
 
 def _make_engine(
@@ -412,11 +380,12 @@ def _local_engine(meeting: Meeting, rank: int, ranks: Sequence[int], timeout_s: 
         return SelfEngine()
     engine = ShmEngine(
         meeting.segment,
-        *read_constants(meeting.segment),
+        len(meeting.local),
+        meeting.slot_bytes,
         meeting.local.index(rank),
         [ranks[r] for r in meeting.local],
         meeting.processes,
-        max_mb=setting("UNISONO_SHM_MAX_MB", None, least=0),
+        max_mb=_max_mb(),
     )
     engine.barrier(async_op=False, timeout_s=timeout_s)
     return engine
